@@ -1,0 +1,1 @@
+"""Engines: the contract in ``base``, one sibling package an engine."""

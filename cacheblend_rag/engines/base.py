@@ -1,0 +1,247 @@
+"""The contract every engine keeps: what goes in, what comes out, and the report of what was reused."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from threading import Event
+from typing import Any, Literal, Protocol
+
+from cacheblend_rag.chunks import Chunk, Document
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.prompt import BlendPrompt
+
+FinishReason = Literal["stop", "length", "cancelled"]
+MissReason = Literal[
+    "unknown",  # the chunk was given as such, but never registered
+    "not stored",  # registered, but its KV is in no tier
+    "other model",  # stored KV belongs to another model, tokenizer, lead-in or namespace
+    "altered text",  # the text differs from the chunk the hint named
+    "damaged",  # stored bytes failed their checksum and were quarantined
+    "store error",  # a tier could not be read
+    "too short",  # the prompt's reusable tokens are fewer than min_tokens
+    "unsupported model",  # this model's KV cannot be blended
+]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are drawn.
+
+    max_tokens: at most so many new tokens. temperature: 0 is greedy. top_p: (0, 1]. top_k: 0 is
+    off. repetition_penalty: 1 is off. seed: None draws one. stop: strings that end the answer and
+    are cut from it. ignore_eos: go on past the end-of-sequence token (benchmarks).
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        object.__setattr__(self, "stop", stop)
+        if any(not isinstance(s, str) or not s for s in stop):
+            raise ConfigError(f"stop={stop!r} must hold non-empty strings")
+        if isinstance(self.max_tokens, bool) or self.max_tokens < 1:
+            raise ConfigError(f"max_tokens={self.max_tokens!r} must be at least 1")
+        if self.temperature < 0:
+            raise ConfigError(f"temperature={self.temperature!r} must be at least 0")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p={self.top_p!r} must be above 0 and at most 1")
+        if self.top_k < 0:
+            raise ConfigError(f"top_k={self.top_k!r} must be at least 0")
+        if self.repetition_penalty <= 0:
+            raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} must be above 0")
+
+
+@dataclass(frozen=True)
+class ChunkReport:
+    """What became of one chunk of a prompt.
+
+    start: index of its first token in the prompt. tokens: its length. hit: whether its KV was
+    reused. reason: why not, None on a hit. tier: where the KV was found ("host", "disk"), None on
+    a miss. recomputed: how many of its tokens were computed afresh.
+    """
+
+    chunk_id: str
+    start: int
+    tokens: int
+    hit: bool
+    reason: MissReason | None = None
+    tier: str | None = None
+    document_id: str | None = None
+    recomputed: int = 0
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """Wall-clock seconds a phase. ``time_to_first_token`` is their sum without ``decode``.
+
+    prepare: segmentation and tokenization. load: fetching and re-rotating KV. selection: probes,
+    scoring. recompute: running layers (all of prefill when nothing was reused). first_token:
+    last norm, logits, sampling. decode: all later tokens.
+    """
+
+    prepare: float = 0.0
+    load: float = 0.0
+    selection: float = 0.0
+    recompute: float = 0.0
+    first_token: float = 0.0
+    decode: float = 0.0
+
+    @property
+    def time_to_first_token(self) -> float:
+        return self.prepare + self.load + self.selection + self.recompute + self.first_token
+
+
+@dataclass(frozen=True)
+class BlendReport:
+    """What one request did.
+
+    blended: False when the prompt was served by ordinary prefill; ``reason`` says why.
+    prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens, where reused tokens kept
+    their cached KV, recomputed tokens are chunk tokens that had cached KV but were computed
+    afresh, and computed tokens had none (text segments, missing chunks).
+    compute_share: floating-point work of the pass, probes included, as a share of full prefill's.
+    """
+
+    engine: str
+    blended: bool
+    reason: str | None
+    prompt_tokens: int
+    reused_tokens: int
+    recomputed_tokens: int
+    computed_tokens: int
+    recompute_ratio: float
+    selector: str
+    lead_in: str
+    compute_share: float
+    seconds: PhaseSeconds
+    chunks: tuple[ChunkReport, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, with ``seconds.time_to_first_token`` added."""
+        plain = asdict(self)
+        plain["seconds"]["time_to_first_token"] = self.seconds.time_to_first_token
+        plain["chunks"] = list(plain["chunks"])
+        return plain
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished answer. ``text`` holds no stop string; ``token_ids`` no end-of-sequence token."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    report: BlendReport
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One step of a stream: new text (may be empty); the last one carries the whole Generation."""
+
+    text: str
+    generation: Generation | None = None
+
+
+@dataclass(frozen=True)
+class PrecomputeReport:
+    """What precompute did: chunks computed, skipped (already stored) and refused, with reasons."""
+
+    computed: int = 0
+    skipped: int = 0
+    computed_tokens: int = 0
+    seconds: float = 0.0
+    refused: Mapping[str, int] = field(default_factory=dict)
+
+
+Message = Mapping[str, Any]
+"""A chat message: {"role": "system" | "user" | "assistant" | ..., "content": str}."""
+
+PromptLike = str | BlendPrompt | Sequence[Message]
+"""A prompt text, ready segments, or chat messages (rendered by the model's chat template)."""
+
+
+class Engine(Protocol):
+    """What the frameworks' classes, the command line and the workflows rely on."""
+
+    name: str
+    config: BlendConfig
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens a prompt and its answer may hold together."""
+
+    def precompute(
+        self, items: Iterable[Chunk | Document | str], *, progress: bool = True
+    ) -> PrecomputeReport:
+        """Register chunks and store their KV; what is stored already is skipped."""
+
+    def register(self, items: Iterable[Chunk | Document | str]) -> None:
+        """Make chunks known without computing anything (after a restart, say)."""
+
+    def prefetch(self, hints: Iterable[Chunk | str]) -> None:
+        """Start loading these chunks' KV into the fastest tier; returns at once."""
+
+    def evict_document(self, document_id: str) -> int:
+        """Forget a document's chunks and drop their KV; returns how many were dropped."""
+
+    def generate(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None = None,
+        *,
+        config: BlendConfig | None = None,
+        hints: Sequence[Chunk | str] = (),
+        cancel: Event | None = None,
+    ) -> Generation:
+        """Answer one prompt."""
+
+    def stream(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None = None,
+        *,
+        config: BlendConfig | None = None,
+        hints: Sequence[Chunk | str] = (),
+        cancel: Event | None = None,
+    ) -> Iterator[Delta]:
+        """Answer one prompt piece by piece; closing the iterator stops the work."""
+
+    def generate_batch(
+        self,
+        prompts: Sequence[PromptLike],
+        sampling: SamplingParams | None = None,
+        *,
+        config: BlendConfig | None = None,
+        hints: Sequence[Chunk | str] = (),
+    ) -> list[Generation]:
+        """Answer several prompts, in order."""
+
+    async def agenerate(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None = None,
+        *,
+        config: BlendConfig | None = None,
+        hints: Sequence[Chunk | str] = (),
+    ) -> Generation:
+        """As generate, off the event loop; cancelling the task stops the work."""
+
+    def astream(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None = None,
+        *,
+        config: BlendConfig | None = None,
+        hints: Sequence[Chunk | str] = (),
+    ) -> AsyncIterator[Delta]:
+        """As stream, off the event loop."""

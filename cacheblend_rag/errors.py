@@ -1,0 +1,41 @@
+"""Every error this package raises on purpose; each message names the cause and the fix in one line."""
+
+
+class CacheBlendError(Exception):
+    """Base class of all errors raised by cacheblend-rag."""
+
+
+class ConfigError(CacheBlendError, ValueError):
+    """A setting is out of range or contradicts another; the message names field, value and range."""
+
+
+class MissingExtraError(CacheBlendError, ImportError):
+    """A feature needs an optional dependency; the message names the extra to install."""
+
+    def __init__(self, feature: str, extra: str) -> None:
+        super().__init__(f"{feature} needs an extra: pip install 'cacheblend-rag[{extra}]'")
+        self.extra = extra
+
+
+class ModelLoadError(CacheBlendError):
+    """A model or its tokenizer could not be loaded."""
+
+
+class UnsupportedModelError(CacheBlendError):
+    """This model's KV cannot be blended; ordinary prefill still works."""
+
+
+class PromptError(CacheBlendError, ValueError):
+    """A prompt is empty or longer than the model's context window."""
+
+
+class StoreError(CacheBlendError):
+    """A KV store could not be opened, or an operation a user asked for failed."""
+
+
+class DamagedChunkError(StoreError):
+    """Stored bytes are truncated, altered, or not a chunk KV of this format."""
+
+
+class ForeignChunkError(StoreError):
+    """Stored bytes are a valid chunk KV, but of another model, tokenizer, lead-in or namespace."""

@@ -1,0 +1,1 @@
+"""Chunk KV and where it lives: codec, tiers, store."""

@@ -1,0 +1,1 @@
+"""Quality: metrics now, calibration and guard later."""
