@@ -1,9 +1,37 @@
-"""Chunks and the registry that finds known chunks, verbatim, in any prompt text."""
+"""Chunks and the registry that finds known chunks, verbatim, in any prompt text.
+
+The registry knows each text by one *anchor*: the hash of a window of up to 32 characters in it. A
+search hashes every window of the prompt at once, drops almost all of them by a table of marks, and
+compares texts only where an anchor stands. A new text takes an anchor that no other text has, where
+it can, so texts that share long beginnings or ends stay about as cheap to find as any others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cacheblend_rag.errors import PromptError
+
+Hashes = NDArray[np.uint64]
+Span = tuple[int, int]
+
+LONGEST_WINDOW = 32
+SLOTS_PER_MARK = 32
+SMALLEST_SLOT_BITS = 12
+CHARACTER_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+WINDOW_FACTORS = (
+    np.uint64(0xD6E8FEB86659FD93),
+    np.uint64(0xA0761D6478BD642F),
+    np.uint64(0xE7037ED1A0B428DB),
+    np.uint64(0x8EBC6AF09C88C6E3),
+    np.uint64(0x589965CC75374CC3),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +68,308 @@ class Document:
         return found
 
 
-__all__ = ["Chunk", "Document", "Sequence"]
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Characters [start, end) of a searched text are ``chunk``'s text."""
+
+    start: int
+    end: int
+    chunk: Chunk
+
+
+class ChunkRegistry:
+    """All known chunks, found verbatim in any text.
+
+    One text may stand in several documents: each such chunk is a *variant* of it, with a context
+    (and so a KV) of its own. Texts are compared character for character; nothing is normalized.
+    Safe to search and change from several threads.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
+        self._lock = Lock()
+        self._serial = 0
+        self._variants: dict[str, dict[Chunk, int]] = {}
+        self._documents: dict[str | None, dict[str, dict[Chunk, None]]] = {}
+        self._anchors: dict[int, _AnchorTable] = {}
+        self.add_many(chunks)
+
+    def __len__(self) -> int:
+        """Return how many chunks are registered, each variant counted."""
+        with self._lock:
+            return sum(map(len, self._variants.values()))
+
+    def __contains__(self, text: object) -> bool:
+        """Tell whether ``text`` is the text of a registered chunk."""
+        with self._lock:
+            return text in self._variants
+
+    def add(self, chunk: Chunk) -> None:
+        """Register a chunk; one that is known already becomes the most recently added.
+
+        Raises PromptError when its text is empty or only white space.
+        """
+        if not chunk.text or chunk.text.isspace():
+            raise PromptError(
+                f"chunk text {chunk.text[:20]!r} of document {chunk.document_id!r} is empty or "
+                "only white space; drop such chunks before registering"
+            )
+        with self._lock:
+            if chunk.text not in self._variants:
+                self._add_anchor(chunk.text)
+            self._serial += 1
+            self._variants.setdefault(chunk.text, {})[chunk] = self._serial
+            texts = self._documents.setdefault(chunk.document_id, {})
+            texts.setdefault(chunk.text, {})[chunk] = None
+
+    def add_many(self, chunks: Iterable[Chunk]) -> None:
+        """Register chunks in order; searches may run in between. Raises as ``add``."""
+        for chunk in chunks:
+            self.add(chunk)
+
+    def discard(self, chunk: Chunk) -> None:
+        """Forget one chunk, if it is registered; other variants of its text stay."""
+        with self._lock:
+            self._discard(chunk)
+
+    def remove_document(self, document_id: str) -> list[Chunk]:
+        """Forget a document's chunks and return them, in the order of their registration."""
+        with self._lock:
+            chunks = self._chunks_of(document_id)
+            for chunk in chunks:
+                self._discard(chunk)
+            return chunks
+
+    def document(self, document_id: str) -> tuple[Chunk, ...]:
+        """Return a document's chunks, in the order of their registration; empty when unknown."""
+        with self._lock:
+            return tuple(self._chunks_of(document_id))
+
+    def variants(self, text: str) -> tuple[Chunk, ...]:
+        """Return the registered chunks with this text, the most recently added last."""
+        with self._lock:
+            variants = self._variants.get(text, {})
+            return tuple(sorted(variants, key=variants.__getitem__))
+
+    def find(self, text: str, hints: Sequence[Chunk | str] = ()) -> list[Match]:
+        """Return the registered chunks that stand in ``text``, in order, without overlaps.
+
+        hints: chunks, or document ids, that are expected. The texts of hinted chunks are matched
+        first, and so win over any overlapping text that is not hinted. Within the hinted, then
+        within the others, the longest text wins, then the leftmost.
+
+        Which variant of a text is returned: a hinted one (an equal chunk, else one of a hinted
+        document); then the one whose document, as far as the latest chunks of it found earlier in
+        ``text`` show, precedes it here as in its context; then the most recently added.
+        """
+        windows = list(_windows(text))
+        with self._lock:
+            hinted = _Hints(hints)
+            spans = [
+                span
+                for width, hashes in windows
+                if width in self._anchors
+                for span in self._anchors[width].occurrences(text, hashes)
+            ]
+
+            def precedence(span: Span) -> tuple[bool, int, int]:
+                start, end = span
+                return not self._is_hinted(text[start:end], hinted), start - end, start
+
+            return self._name(text, _without_overlaps(spans, precedence), hinted)
+
+    def _add_anchor(self, text: str) -> None:
+        *_, (width, hashes) = _windows(text)
+        if width not in self._anchors:
+            self._anchors[width] = _AnchorTable()
+        self._anchors[width].add(text, hashes)
+
+    def _discard(self, chunk: Chunk) -> None:
+        variants = self._variants.get(chunk.text, {})
+        if chunk not in variants:
+            return
+        del variants[chunk]
+        if not variants:
+            del self._variants[chunk.text]
+            self._anchors[_window_width(chunk.text)].discard(chunk.text)
+        texts = self._documents[chunk.document_id]
+        del texts[chunk.text][chunk]
+        if not texts[chunk.text]:
+            del texts[chunk.text]
+        if not texts:
+            del self._documents[chunk.document_id]
+
+    def _chunks_of(self, document_id: str) -> list[Chunk]:
+        chunks = [c for found in self._documents.get(document_id, {}).values() for c in found]
+        return sorted(chunks, key=lambda chunk: self._variants[chunk.text][chunk])
+
+    def _is_hinted(self, text: str, hints: _Hints) -> bool:
+        return text in hints.chunks or any(
+            text in self._documents.get(document_id, ()) for document_id in hints.document_ids
+        )
+
+    def _name(self, text: str, spans: Iterable[Span], hints: _Hints) -> list[Match]:
+        matches: list[Match] = []
+        earlier: list[str] = []
+        for start, end in spans:
+            found = text[start:end]
+            matches.append(Match(start, end, self._variant(found, earlier, hints)))
+            earlier.append(found)
+        return matches
+
+    def _variant(self, text: str, earlier: Sequence[str], hints: _Hints) -> Chunk:
+        """Choose among the variants of ``text``, the texts in ``earlier`` standing before it."""
+        variants = self._variants[text]
+        if len(variants) == 1:
+            return next(iter(variants))
+        candidates = self._hinted_variants(text, hints)
+        if not candidates:
+            candidates = self._related_variants(text, earlier) or list(variants)
+        return max(candidates, key=lambda c: (self._continuity(c, earlier), variants[c]))
+
+    def _hinted_variants(self, text: str, hints: _Hints) -> list[Chunk]:
+        same_text = hints.chunks.get(text, [])
+        equal = [chunk for chunk in same_text if chunk in self._variants[text]]
+        named = hints.document_ids | {chunk.document_id for chunk in same_text}
+        return equal or self._variants_in(named, text)
+
+    def _related_variants(self, text: str, earlier: Sequence[str]) -> list[Chunk]:
+        """Return the variants that continue a document found in ``earlier``."""
+        found = {chunk.document_id for other in set(earlier) for chunk in self._variants[other]}
+        candidates = self._variants_in(found, text)
+        return [chunk for chunk in candidates if self._continuity(chunk, earlier)]
+
+    def _variants_in(self, document_ids: Iterable[str | None], text: str) -> list[Chunk]:
+        return [
+            chunk
+            for document_id in document_ids
+            for chunk in self._documents.get(document_id, {}).get(text, ())
+        ]
+
+    def _continuity(self, chunk: Chunk, earlier: Sequence[str]) -> int:
+        """Count the chunks that precede ``chunk`` here, without a gap, as in its own document."""
+        document = self._documents[chunk.document_id]
+        here = (text for text in reversed(earlier) if text in document)
+        there = (piece for piece in reversed(chunk.context) if piece in self._variants)
+        count = 0
+        for text, piece in zip(here, there, strict=False):
+            if text != piece:
+                break
+            count += 1
+        return count
+
+
+class _Hints:
+    """Hints sorted by kind: chunks under their texts, and document ids."""
+
+    def __init__(self, hints: Sequence[Chunk | str]) -> None:
+        self.chunks: dict[str, list[Chunk]] = {}
+        self.document_ids: set[str | None] = set()
+        for hint in [hints] if isinstance(hints, str) else hints:
+            if isinstance(hint, Chunk):
+                self.chunks.setdefault(hint.text, []).append(hint)
+            else:
+                self.document_ids.add(hint)
+
+
+class _AnchorTable:
+    """Texts of one window width, each known by the hash of one of its windows."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, list[tuple[int, str]]] = {}
+        self._anchor: dict[str, int] = {}
+        self._make_room()
+
+    def add(self, text: str, hashes: Hashes) -> None:
+        """Register ``text``, whose window hashes are ``hashes``."""
+        if self._marked * SLOTS_PER_MARK >= len(self._marks):
+            self._make_room()
+        offset = self._free_window(hashes)
+        anchor = int(hashes[offset])
+        self._texts.setdefault(anchor, []).append((offset, text))
+        self._anchor[text] = anchor
+        self._mark(hashes[offset : offset + 1])
+
+    def discard(self, text: str) -> None:
+        """Forget ``text``. Its mark stays until room is made: it costs time, never a match."""
+        anchor = self._anchor.pop(text)
+        kept = [entry for entry in self._texts[anchor] if entry[1] != text]
+        if kept:
+            self._texts[anchor] = kept
+        else:
+            del self._texts[anchor]
+
+    def occurrences(self, text: str, hashes: Hashes) -> Iterator[Span]:
+        """Yield where registered texts stand in ``text``, overlaps included."""
+        marked = np.flatnonzero(self._marks[self._slots(hashes)])
+        for position, anchor in zip(marked.tolist(), hashes[marked].tolist(), strict=True):
+            for offset, known in self._texts.get(anchor, ()):
+                start = position - offset
+                if start >= 0 and text.startswith(known, start):
+                    yield start, start + len(known)
+
+    def _free_window(self, hashes: Hashes) -> int:
+        """Choose an anchor: an unmarked window at or after the middle, else before it.
+
+        From the middle, because texts cut by one rule tend to begin and end alike.
+        """
+        middle = len(hashes) // 2
+        free = ~self._marks[self._slots(hashes)]
+        for first, part in ((middle, free[middle:]), (0, free[:middle])):
+            if part.any():
+                return first + int(part.argmax())
+        anchors: list[int] = hashes.tolist()
+        crowds = {anchor: len(self._texts.get(anchor, ())) for anchor in anchors}
+        return anchors.index(min(crowds, key=crowds.__getitem__))
+
+    def _slots(self, hashes: Hashes) -> NDArray[np.int64]:
+        slots: NDArray[np.int64] = (hashes >> self._shift).view(np.int64)
+        return slots
+
+    def _mark(self, hashes: Hashes) -> None:
+        self._marks[self._slots(hashes)] = True
+        self._marked += len(hashes)
+
+    def _make_room(self) -> None:
+        """Lay the marks anew with room for twice the texts known now; stale marks go."""
+        slots = 2 * SLOTS_PER_MARK * len(self._texts)
+        bits = max(SMALLEST_SLOT_BITS, slots.bit_length())
+        self._shift = np.uint64(64 - bits)
+        self._marks = np.zeros(1 << bits, dtype=np.bool_)
+        self._marked = 0
+        self._mark(np.fromiter(self._texts, dtype=np.uint64, count=len(self._texts)))
+
+
+def _window_width(text: str) -> int:
+    """Return the largest power of two that fits in ``text``, at most LONGEST_WINDOW."""
+    return min(LONGEST_WINDOW, 1 << (len(text).bit_length() - 1))
+
+
+def _windows(text: str) -> Iterator[tuple[int, Hashes]]:
+    """Yield (width, hashes of all windows of that width) for widths 1, 2, 4, ... that fit."""
+    if not text:
+        return
+    # UTF-32 holds one number a character; surrogatepass because a text may hold unpaired ones.
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    hashes = codes.astype(np.uint64) * CHARACTER_FACTOR
+    width = 1
+    yield width, hashes
+    for factor in WINDOW_FACTORS:
+        if len(hashes) <= width:
+            return
+        hashes = hashes[:-width] * factor + hashes[width:]
+        width *= 2
+        yield width, hashes
+
+
+def _without_overlaps(
+    spans: Iterable[Span], precedence: Callable[[Span], tuple[bool, int, int]]
+) -> list[Span]:
+    """Keep spans by precedence, none overlapping one kept before; return them in order."""
+    kept: list[Span] = []
+    for span in sorted(spans, key=precedence):
+        start, end = span
+        after = bisect_left(kept, span)
+        clear_before = after == 0 or kept[after - 1][1] <= start
+        if clear_before and (after == len(kept) or end <= kept[after][0]):
+            insort(kept, span)
+    return kept

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from cacheblend_rag.errors import ConfigError
@@ -83,7 +84,9 @@ class BlendConfig:
 
     def ratio_at(self, check: int) -> float:
         """Recompute ratio in force after the ``check``-th check layer."""
-        return self.recompute_ratio if self.recompute_ratios is None else self.recompute_ratios[check]
+        return (
+            self.recompute_ratio if self.recompute_ratios is None else self.recompute_ratios[check]
+        )
 
 
 def _check_ratio(name: str, value: object) -> None:
@@ -101,7 +104,7 @@ def _check_layers(layers: tuple[int, ...]) -> None:
         raise ConfigError("check_layers=() must name at least one layer")
     for layer in layers:
         _check_int("check_layers", layer, 0)
-    if any(b <= a for a, b in zip(layers, layers[1:], strict=False)):
+    if any(b <= a for a, b in pairwise(layers)):
         raise ConfigError(f"check_layers={layers} must rise strictly")
 
 
@@ -112,5 +115,5 @@ def _check_schedule(ratios: tuple[float, ...], layers: tuple[int, ...]) -> None:
         )
     for ratio in ratios:
         _check_ratio("recompute_ratios", ratio)
-    if any(b > a for a, b in zip(ratios, ratios[1:], strict=False)):
+    if any(b > a for a, b in pairwise(ratios)):
         raise ConfigError(f"recompute_ratios={ratios} must not rise: rows are only ever dropped")

@@ -39,3 +39,7 @@ class DamagedChunkError(StoreError):
 
 class ForeignChunkError(StoreError):
     """Stored bytes are a valid chunk KV, but of another model, tokenizer, lead-in or namespace."""
+
+
+class DatasetError(CacheBlendError, ValueError):
+    """An evaluation dataset cannot be read; the message names file and field."""

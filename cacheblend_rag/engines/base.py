@@ -1,4 +1,4 @@
-"""The contract every engine keeps: what goes in, what comes out, and the report of what was reused."""
+"""The contract every engine keeps: what goes in, what comes out, the report of what was reused."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class BlendReport:
 
 @dataclass(frozen=True)
 class Generation:
-    """One finished answer. ``text`` holds no stop string; ``token_ids`` no end-of-sequence token."""
+    """One finished answer: ``text`` without stop string, ``token_ids`` without end token."""
 
     text: str
     token_ids: tuple[int, ...]

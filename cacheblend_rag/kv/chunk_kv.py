@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor
 
 FORMAT_VERSION = 1
+
+_HASH_32 = re.compile("[0-9a-f]{32}")
+_HASH_16 = re.compile("[0-9a-f]{16}")
 
 
 def chunk_id(token_ids: Sequence[int]) -> str:
@@ -37,14 +41,25 @@ def _int_bytes(token_ids: Sequence[int]) -> bytes:
 class KVKey:
     """The name of one chunk KV in a store.
 
-    chunk_id: hash of the chunk's token ids.
-    fingerprint: hash of model, tokenizer, rope, lead-in, namespace, format.
+    chunk_id: hash of the chunk's token ids, 32 hex digits.
+    fingerprint: hash of model, tokenizer, rope, lead-in, namespace, format; 16 hex digits.
     context_id: chunk_id() of the document tokens the chunk was computed behind; "" without.
+
+    Raises ValueError on construction when a part is no such hash: a key is always safe as a
+    file name.
     """
 
     chunk_id: str
     fingerprint: str
     context_id: str = ""
+
+    def __post_init__(self) -> None:
+        if not _HASH_32.fullmatch(self.chunk_id):
+            raise ValueError(f"chunk_id={self.chunk_id!r} must be 32 hex digits")
+        if not _HASH_16.fullmatch(self.fingerprint):
+            raise ValueError(f"fingerprint={self.fingerprint!r} must be 16 hex digits")
+        if self.context_id and not _HASH_32.fullmatch(self.context_id):
+            raise ValueError(f"context_id={self.context_id!r} must be 32 hex digits or empty")
 
     def __str__(self) -> str:
         tail = f"-{self.context_id}" if self.context_id else ""
@@ -54,12 +69,9 @@ class KVKey:
     def parse(cls, text: str) -> KVKey:
         """Read back what ``str(key)`` wrote; raises ValueError on anything else."""
         parts = text.split("-")
-        widths = [16, 32, 32][: len(parts)]
-        if len(parts) not in (2, 3) or [len(p) for p in parts] != widths:
+        if len(parts) not in (2, 3) or text.endswith("-"):
             raise ValueError(f"{text!r} is no KV key")
-        if any(c not in "0123456789abcdef" for p in parts for c in p):
-            raise ValueError(f"{text!r} is no KV key")
-        return cls(parts[1], parts[0], parts[2] if len(parts) == 3 else "")
+        return cls(parts[1], parts[0], *parts[2:])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,6 +91,7 @@ class ChunkKV:
 
     @property
     def tokens(self) -> int:
+        """Number of the chunk's tokens."""
         return int(self.keys.shape[2])
 
     @property
@@ -86,6 +99,26 @@ class ChunkKV:
         """Bytes held by the tensors."""
         prior = 0 if self.prior is None else self.prior.numel() * self.prior.element_size()
         return 2 * self.keys.numel() * self.keys.element_size() + prior
+
+    def validate(self) -> None:
+        """Raise ValueError unless shapes and dtypes are those the class promises."""
+        keys, values, prior = self.keys, self.values, self.prior
+        if keys.dim() != 4 or 0 in keys.shape or not keys.is_floating_point():
+            raise ValueError(
+                f"keys are {keys.dtype} {tuple(keys.shape)}, "
+                "want float (layers, kv_heads, tokens, head_dim), none of them 0"
+            )
+        if values.shape != keys.shape or values.dtype != keys.dtype:
+            raise ValueError(
+                f"values are {values.dtype} {tuple(values.shape)}, "
+                f"keys are {keys.dtype} {tuple(keys.shape)}"
+            )
+        if prior is not None and (prior.shape != (self.tokens,) or prior.dtype != torch.float32):
+            raise ValueError(
+                f"prior is {prior.dtype} {tuple(prior.shape)}, want float32 ({self.tokens},)"
+            )
+        if self.position < 0:
+            raise ValueError(f"position={self.position} must be at least 0")
 
     def to(self, device: torch.device | str) -> ChunkKV:
         """Return the same chunk KV with its tensors on ``device``."""

@@ -1,0 +1,69 @@
+"""cacheblend-rag: reuse retrieved passages' KV caches, computed once, and answer sooner.
+
+The names below are the public interface; anything else may change without notice. Names that need
+PyTorch are imported on first use, so that importing the package stays quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.prompt import BlendPrompt, Segment
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import (
+        BlendReport,
+        ChunkReport,
+        Delta,
+        Engine,
+        Generation,
+        PrecomputeReport,
+        SamplingParams,
+    )
+    from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "BlendReport": "cacheblend_rag.engines.base",
+    "ChunkKV": "cacheblend_rag.kv",
+    "ChunkReport": "cacheblend_rag.engines.base",
+    "Delta": "cacheblend_rag.engines.base",
+    "Engine": "cacheblend_rag.engines.base",
+    "Generation": "cacheblend_rag.engines.base",
+    "KVKey": "cacheblend_rag.kv",
+    "PrecomputeReport": "cacheblend_rag.engines.base",
+    "SamplingParams": "cacheblend_rag.engines.base",
+    "TieredKVStore": "cacheblend_rag.kv",
+    "TransformersEngine": "cacheblend_rag.engines.transformers",
+}
+
+__all__ = [
+    "BlendConfig",
+    "BlendPrompt",
+    "BlendReport",
+    "Chunk",
+    "ChunkKV",
+    "ChunkRegistry",
+    "ChunkReport",
+    "Delta",
+    "Document",
+    "Engine",
+    "Generation",
+    "KVKey",
+    "PrecomputeReport",
+    "SamplingParams",
+    "Segment",
+    "TieredKVStore",
+    "TransformersEngine",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

@@ -1,0 +1,17 @@
+"""The blend pass: re-rotation, row selection, and layers run on the chosen rows only."""
+
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.passes import BlendPass, LayerStep, PassStats
+from cacheblend_rag.blend.selection import Schedule, plan_schedule
+from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
+
+__all__ = [
+    "AttentionCall",
+    "BlendPass",
+    "DecoderStack",
+    "FusedKV",
+    "LayerStep",
+    "PassStats",
+    "Schedule",
+    "plan_schedule",
+]

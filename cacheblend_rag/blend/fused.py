@@ -1,0 +1,62 @@
+"""FusedKV: one buffer for a whole prompt's KV, filled from cached chunks and from fresh rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend.rotary import rotate_into
+from cacheblend_rag.blend.stack import DecoderStack, Geometry
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+
+
+class FusedKV:
+    """The KV of a prompt, and room for the tokens that will be decoded after it.
+
+    keys, values: (layers, kv_heads, capacity, head_dim), index = position.
+    """
+
+    def __init__(self, geometry: Geometry, tokens: int, reserve: int = 0) -> None:
+        shape = (geometry.layers, geometry.kv_heads, tokens + reserve, geometry.head_dim)
+        self.tokens = tokens
+        self.keys = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
+        self.values = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
+
+    def place(self, stack: DecoderStack, kv: ChunkKV, start: int) -> None:
+        """Lay a chunk's KV at positions start .. start + kv.tokens - 1, keys re-rotated."""
+        end = start + kv.tokens
+        device = self.keys.device
+        keys, values = kv.keys.to(device), kv.values.to(device)
+        self.values[:, :, start:end] = values
+        if start == kv.position:
+            self.keys[:, :, start:end] = keys
+        else:
+            cos, sin = stack.rotation(start - kv.position)
+            rotate_into(self.keys[:, :, start:end], keys, cos, sin)
+
+    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store fresh KV (1, kv_heads, rows, head_dim) of ``rows`` (rows,) int64."""
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first + 1 == rows.numel():
+            self.keys[layer, :, first : last + 1] = keys[0]
+            self.values[layer, :, first : last + 1] = values[0]
+        else:
+            self.keys[layer].index_copy_(1, rows, keys[0])
+            self.values[layer].index_copy_(1, rows, values[0])
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each (1, kv_heads, tokens, head_dim), not copied."""
+        return (
+            self.keys[layer, None, :, : self.tokens],
+            self.values[layer, None, :, : self.tokens],
+        )
+
+    def slice(self, start: int, end: int) -> ChunkKV:
+        """Return a copy of positions [start, end) as a chunk KV computed at ``start``."""
+        return ChunkKV(
+            self.keys[:, :, start:end].clone(), self.values[:, :, start:end].clone(), start
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return 2 * self.keys.numel() * self.keys.element_size()

@@ -1,0 +1,246 @@
+"""BlendPass: fuse cached and fresh KV, one layer at a time, running layers on the chosen rows only.
+
+Source: CacheBlend (arXiv 2405.16444); here with the true causal mask for scattered rows, and with
+rows that may be chosen before layer 0, so that no layer computes all tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend.attention import RowAttention
+from cacheblend_rag.blend.cost import prefill_cost
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.selection import Schedule, row_count, top_rows
+from cacheblend_rag.blend.selectors import Evidence
+from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
+
+Observer = Callable[[AttentionCall, Tensor, Tensor], None]
+"""Sees each attention call, the positions (rows,) of its rows, and the layer's fused keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStep:
+    """One step of a pass: the layer just run and how many rows it was run on."""
+
+    layer: int
+    rows: int
+
+
+@dataclass
+class PassStats:
+    """What a pass did. ``recomputed``: (tokens,) bool, cached tokens that were computed to the end.
+
+    work: floating-point operations spent. scores: last scores of the cached tokens, by position.
+    """
+
+    recomputed: Tensor
+    selection_seconds: float = 0.0
+    work: float = 0.0
+    scores: Tensor | None = None
+
+
+@dataclass
+class Candidates:
+    """The cached tokens of a prompt.
+
+    cached: (tokens,) bool, tokens whose KV lies in the fused buffer already.
+    eligible: (tokens,) bool, those of them that may be chosen for recomputation.
+    offsets: (tokens,) int64, index in the token's own chunk. prior, question_attention: (tokens,)
+    float32 or None.
+    """
+
+    cached: Tensor
+    eligible: Tensor
+    offsets: Tensor
+    prior: Tensor | None = None
+    question_attention: Tensor | None = None
+
+    def evidence(self, rows: Tensor, **fresh: Tensor) -> Evidence:
+        """Return what is known about the tokens at positions ``rows``."""
+        return Evidence(
+            offsets=self.offsets[rows],
+            prior=None if self.prior is None else self.prior[rows],
+            question_attention=(
+                None if self.question_attention is None else self.question_attention[rows]
+            ),
+            **fresh,
+        )
+
+
+@dataclass
+class BlendPass:
+    """Computes the fused KV of a prompt and the hidden state of its last token.
+
+    token_ids: (tokens,) int64. fused: holds the cached tokens' KV, re-rotated. candidates: which
+    tokens those are. row_block: rows run through a layer at once, which bounds the memory of layers
+    that compute all tokens.
+
+    ``steps()`` is a generator: each step runs one layer, so a caller may do other work in between.
+    Afterwards ``hidden`` is the last token's hidden state (1, 1, hidden) and ``stats`` is complete.
+    """
+
+    stack: DecoderStack
+    token_ids: Tensor
+    fused: FusedKV
+    candidates: Candidates
+    schedule: Schedule
+    row_block: int = 1024
+    observer: Observer | None = None
+    hidden: Tensor = field(init=False)
+    stats: PassStats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stats = PassStats(recomputed=torch.zeros_like(self.candidates.cached))
+        # The last token yields the logits, so it is always computed.
+        self._always = ~self.candidates.cached
+        self._always[-1] = True
+
+    @property
+    def compute_share(self) -> float:
+        """Work spent, as a share of ordinary prefill of the same prompt."""
+        return self.stats.work / prefill_cost(self.stack.costs, self.token_ids.numel())
+
+    def steps(self) -> Iterator[LayerStep]:
+        """Run the pass; yields after each layer."""
+        self._carry(self._first_rows())
+        self.hidden = self.stack.embed(self.token_ids[self._rows][None])
+        last = self.stack.geometry.layers - 1
+        for layer in range(last + 1):
+            if layer in self.schedule.checks:
+                self._check(layer, self.schedule.checks[layer])
+            if layer == last:
+                self._finish(layer)
+            else:
+                self._run(layer)
+            yield LayerStep(layer, self._rows.numel())
+        self.stats.recomputed |= self._mask_of(self._computed) & self.candidates.cached
+
+    def run(self) -> None:
+        """Run the pass to its end."""
+        for _ in self.steps():
+            pass
+
+    def _first_rows(self) -> Tensor:
+        if self.schedule.before is None:
+            return torch.arange(self.token_ids.numel(), device=self.token_ids.device)
+        with _Timer(self.stats):
+            eligible = (self.candidates.eligible & ~self._always).nonzero()[:, 0]
+            scores = self.schedule.selector.score(self.candidates.evidence(eligible))
+            return self._kept(eligible, scores, self.schedule.before)
+
+    def _kept(self, candidates: Tensor, scores: Tensor, ratio: float) -> Tensor:
+        """Positions to carry on: those always computed and the best candidates."""
+        count = row_count(ratio, int(self.candidates.eligible.sum()))
+        keep = self._always.clone()
+        keep[candidates[top_rows(scores, count)]] = True
+        self._record_scores(candidates, scores)
+        return keep.nonzero()[:, 0]
+
+    def _record_scores(self, rows: Tensor, scores: Tensor) -> None:
+        self.stats.scores = torch.full(
+            self.token_ids.shape, -torch.inf, device=self.token_ids.device
+        ).index_copy_(0, rows, scores.float())
+
+    def _carry(self, rows: Tensor) -> None:
+        """Make ``rows`` the rows that later layers run on."""
+        self._rows = self._computed = rows
+        self._blocks: list[_Block] = []
+        for start in range(0, rows.numel(), self.row_block):
+            part = rows[start : start + self.row_block]
+            attention = RowAttention(part, self.stack.geometry.dtype)
+            self._blocks.append(_Block(start, part, self.stack.at(part[None]), attention))
+
+    def _run(self, layer: int) -> None:
+        for block in self._blocks:
+            here = slice(block.start, block.start + block.rows.numel())
+            self.hidden[:, here] = self._run_block(layer, block, self.hidden[:, here])
+        self.stats.work += self.stack.costs[layer].run(self._rows)
+
+    def _run_block(self, layer: int, block: _Block, hidden: Tensor) -> Tensor:
+        def attend(call: AttentionCall) -> Tensor:
+            self.fused.write(layer, block.rows, call.key, call.value)
+            keys, values = self.fused.layer(layer)
+            if self.observer is not None:
+                self.observer(call, block.rows, keys)
+            return block.attention(
+                call.query, keys, values,
+                scaling=call.scaling, window=call.window, softcap=call.softcap,
+            )  # fmt: skip
+
+        return self.stack.run_layer(layer, hidden, block.place, attend)
+
+    def _check(self, layer: int, ratio: float) -> None:
+        """Compare fresh with cached KV, keep all fresh KV of this layer, narrow the rows."""
+        with _Timer(self.stats):
+            calls = [call for _, call in self._probe(layer)]
+            keys = torch.cat([call.key for call in calls], 2)
+            values = torch.cat([call.value for call in calls], 2)
+            self.stats.work += self.stack.costs[layer].probe(self._rows.numel())
+            index = (self.candidates.eligible & ~self._always)[self._rows].nonzero()[:, 0]
+            rows = self._rows[index]
+            evidence = self.candidates.evidence(
+                rows,
+                fresh_keys=keys[0].index_select(1, index),
+                fresh_values=values[0].index_select(1, index),
+                cached_keys=self.fused.keys[layer].index_select(1, rows),
+                cached_values=self.fused.values[layer].index_select(1, rows),
+            )
+            kept = self._kept(rows, self.schedule.selector.score(evidence), ratio)
+            self.fused.write(layer, self._rows, keys, values)
+            self.hidden = self.hidden[:, torch.isin(self._rows, kept, assume_unique=True)]
+            self._carry(kept)
+
+    def _finish(self, layer: int) -> None:
+        """The last layer: K and V of every row, the layer itself for the last token only."""
+        computed = self._rows
+        if computed.numel() > 1:
+            for block, call in self._probe(layer):
+                self.fused.write(layer, block.rows, call.key, call.value)
+                if self.observer is not None:
+                    self.observer(call, block.rows, self.fused.layer(layer)[0])
+            self.stats.work += self.stack.costs[layer].probe(computed.numel() - 1)
+        self.hidden = self.hidden[:, -1:]
+        observer, self.observer = self.observer, None
+        self._carry(computed[-1:])
+        self._run(layer)
+        self.observer, self._computed = observer, computed
+
+    def _probe(self, layer: int) -> Iterator[tuple[_Block, AttentionCall]]:
+        for block in self._blocks:
+            here = slice(block.start, block.start + block.rows.numel())
+            yield block, self.stack.probe_layer(layer, self.hidden[:, here], block.place)
+
+    def _mask_of(self, rows: Tensor) -> Tensor:
+        mask = torch.zeros_like(self._always)
+        mask[rows] = True
+        return mask
+
+
+@dataclass
+class _Block:
+    """Rows run through a layer at once: where they start among all rows, and their positions."""
+
+    start: int
+    rows: Tensor
+    place: Any
+    attention: RowAttention
+
+
+class _Timer:
+    """Adds the time spent inside to stats.selection_seconds."""
+
+    def __init__(self, stats: PassStats) -> None:
+        self.stats = stats
+
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.stats.selection_seconds += time.perf_counter() - self.started

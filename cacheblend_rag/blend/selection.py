@@ -1,0 +1,66 @@
+"""When rows are chosen and how many: the schedule, and picking the top rows from scores."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend.selectors import Selector, make_selector
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Ratios by layer.
+
+    before: ratio applied before layer 0, or None when rows are chosen at check layers.
+    checks: check layer -> ratio; empty when ``before`` is set or everything is recomputed.
+    """
+
+    selector: Selector
+    before: float | None
+    checks: dict[int, float]
+
+    @property
+    def recomputes_all(self) -> bool:
+        return self.before is None and not self.checks
+
+
+def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
+    """Turn a config into a schedule for a model of ``layers`` layers.
+
+    Ratio 0 and 1 need no check layer: nothing, or everything, is recomputed from layer 0 on.
+    Raises ConfigError when a check layer is not below ``layers``.
+    """
+    selector = make_selector(config.selector, config.selector_options)
+    ratio = selector.fixed_ratio if selector.fixed_ratio is not None else config.recompute_ratio
+    if not selector.needs_fresh_kv:
+        return Schedule(selector, None if ratio == 1 else ratio, {})
+    ratios = {layer: config.ratio_at(i) for i, layer in enumerate(config.check_layers)}
+    if all(value == 0 for value in ratios.values()):
+        return Schedule(selector, 0.0, {})
+    if all(value == 1 for value in ratios.values()):
+        return Schedule(selector, None, {})
+    if max(ratios) >= layers:
+        raise ConfigError(
+            f"check_layers={config.check_layers} must be below the model's {layers} layers"
+        )
+    return Schedule(selector, None, ratios)
+
+
+def row_count(ratio: float, tokens: int) -> int:
+    """How many of ``tokens`` chunk tokens a ratio recomputes (rounded up)."""
+    return min(tokens, math.ceil(ratio * tokens - 1e-9))
+
+
+def top_rows(scores: Tensor, count: int) -> Tensor:
+    """Return the indices (count or fewer, rising) of the highest scores; -inf is never taken.
+
+    Equal scores are taken in order, so the choice is the same on every device.
+    """
+    order = torch.sort(scores, descending=True, stable=True).indices[:count]
+    return order[scores[order] > -torch.inf].sort().values

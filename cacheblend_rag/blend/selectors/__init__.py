@@ -1,0 +1,50 @@
+"""The selectors by name. A new one is a file here and a line in SELECTORS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from cacheblend_rag.blend.selectors.base import Evidence, Selector
+from cacheblend_rag.blend.selectors.chunk_head import ChunkHead
+from cacheblend_rag.blend.selectors.everything import Everything
+from cacheblend_rag.blend.selectors.hkvd import HKVD
+from cacheblend_rag.blend.selectors.nothing import Nothing
+from cacheblend_rag.blend.selectors.prior import Prior
+from cacheblend_rag.blend.selectors.question import Question
+from cacheblend_rag.blend.selectors.question_prior import QuestionPrior
+from cacheblend_rag.blend.selectors.random import Random
+from cacheblend_rag.errors import ConfigError
+
+SELECTORS: dict[str, type[Selector]] = {
+    "all": Everything,
+    "none": Nothing,
+    "random": Random,
+    "chunk_head": ChunkHead,
+    "hkvd": HKVD,
+    "prior": Prior,
+    "question": Question,
+    "question_prior": QuestionPrior,
+}
+
+
+def make_selector(name: str, options: Mapping[str, Any] | None = None) -> Selector:
+    """Return the selector ``name`` with its fields set from ``options``.
+
+    Raises ConfigError when the name or an option is unknown, or a value is out of range.
+    """
+    if name not in SELECTORS:
+        raise ConfigError(f"selector={name!r} must be one of {', '.join(SELECTORS)}")
+    kind = SELECTORS[name]
+    known = {f.name for f in fields(kind)}
+    for option in options or {}:
+        if option not in known:
+            allowed = ", ".join(sorted(known)) or "none"
+            raise ConfigError(f"selector_options: {name} has no {option!r}; it takes: {allowed}")
+    return kind(**(options or {}))
+
+
+__all__ = [
+    "SELECTORS", "Evidence", "Selector", "make_selector",
+]  # fmt: skip

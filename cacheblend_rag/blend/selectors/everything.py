@@ -1,0 +1,20 @@
+"""All tokens are recomputed: ordinary prefill by way of the blend pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from cacheblend_rag.blend.selectors.base import Evidence, Selector
+
+
+@dataclass(frozen=True)
+class Everything(Selector):
+    """Ratio 1, whatever the configured ratio."""
+
+    fixed_ratio: ClassVar[float | None] = 1.0
+
+    def score(self, evidence: Evidence) -> Tensor:
+        return evidence.offsets.new_zeros(evidence.offsets.shape).float()

@@ -1,0 +1,48 @@
+"""High KV deviation: tokens whose fresh KV at the check layer differs most from the cached KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
+from cacheblend_rag.errors import ConfigError
+
+Deviation = Literal["v", "k", "kv"]
+
+
+@dataclass(frozen=True)
+class HKVD(Selector):
+    """Squared deviation of V, K, or both (each divided by its mean). Source: arXiv 2405.16444."""
+
+    needs_fresh_kv: ClassVar[bool] = True
+    deviation: Deviation = "v"
+
+    def __post_init__(self) -> None:
+        if self.deviation not in ("v", "k", "kv"):
+            raise ConfigError(f"deviation={self.deviation!r} must be one of v, k, kv")
+
+    def score(self, evidence: Evidence) -> Tensor:
+        if self.deviation == "v":
+            return _values(evidence)
+        if self.deviation == "k":
+            return _keys(evidence)
+        keys, values = _keys(evidence), _values(evidence)
+        return keys / keys.mean().clamp(min=1e-30) + values / values.mean().clamp(min=1e-30)
+
+
+def _keys(e: Evidence) -> Tensor:
+    return squared_deviation(given(e.fresh_keys, "fresh_keys"), given(e.cached_keys, "cached_keys"))
+
+
+def _values(e: Evidence) -> Tensor:
+    return squared_deviation(
+        given(e.fresh_values, "fresh_values"), given(e.cached_values, "cached_values")
+    )
+
+
+def squared_deviation(fresh: Tensor, cached: Tensor) -> Tensor:
+    """Return (tokens,) float32: squared difference, summed over heads and components."""
+    return (fresh.float() - cached.float()).square().sum((0, 2))

@@ -1,0 +1,20 @@
+"""Tokens whose KV depends most on what precedes their chunk, as measured at index time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
+
+
+@dataclass(frozen=True)
+class Prior(Selector):
+    """The prior stored with each chunk; no work at question time. Source: this project's study."""
+
+    needs_prior: ClassVar[bool] = True
+
+    def score(self, evidence: Evidence) -> Tensor:
+        return given(evidence.prior, "prior")

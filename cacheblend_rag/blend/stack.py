@@ -1,0 +1,79 @@
+"""DecoderStack: the few things a model must offer so that the blend pass can drive it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend.cost import LayerCost
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCall:
+    """What one layer hands to attention, after its own projections, norms and rotary.
+
+    query: (batch, heads, rows, head_dim). key, value: (batch, kv_heads, rows, head_dim), of the
+    rows only. scaling: factor on query x key. window: sliding window in tokens, itself included,
+    or None. softcap: logits are capped at softcap * tanh(logits / softcap), or None.
+    """
+
+    layer: int
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+Attend = Callable[[AttentionCall], Tensor]
+"""Computes attention for a call; returns (batch, rows, heads, head_dim)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Shapes and types of a model's KV."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class DecoderStack(Protocol):
+    """A decoder whose layers can be run one at a time, with attention intercepted.
+
+    Nothing else of a layer is replaced: norms, projections, biases, rotary, experts and residuals
+    are the model's own, so no per-model code is needed.
+    """
+
+    @property
+    def geometry(self) -> Geometry: ...
+
+    @property
+    def costs(self) -> tuple[LayerCost, ...]:
+        """Work of each layer."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return hidden states (batch, rows, hidden) of ``token_ids`` (batch, rows)."""
+
+    def at(self, positions: Tensor) -> Any:
+        """Return what the layers need to know of ``positions`` (batch, rows); opaque."""
+
+    def run_layer(self, layer: int, hidden: Tensor, place: Any, attend: Attend) -> Tensor:
+        """Run one whole layer on ``hidden`` (batch, rows, hidden) at ``place``."""
+
+    def probe_layer(self, layer: int, hidden: Tensor, place: Any) -> AttentionCall:
+        """Return what the layer would hand to attention, and stop there."""
+
+    def rotation(self, offset: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, float32 (layers, rotary_dim), that move keys by ``offset`` positions.
+
+        The magnitude some rotary schemes put on keys (YaRN) is divided out: a cached key has it.
+        """

@@ -1,0 +1,61 @@
+"""FusedCache: a Hugging Face cache over FusedKV, so that decoding goes on from the fused KV."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from cacheblend_rag.blend import FusedKV
+
+GROWTH_TOKENS = 256
+
+
+class FusedCache(Cache):  # type: ignore[misc]
+    """Decodes in place: no step copies the KV, and layers with a sliding window keep all of it.
+
+    fused: the prompt's KV, or an empty buffer that prefill will fill.
+    length: tokens of it that hold KV already.
+    """
+
+    def __init__(self, fused: FusedKV, length: int) -> None:
+        self.fused = fused
+        super().__init__(layers=[_FusedLayer(self, i, length) for i in range(fused.keys.shape[0])])
+
+    def grow(self, tokens: int) -> None:
+        """Make room for at least so many tokens, keeping what is there."""
+        capacity = self.fused.keys.shape[2]
+        more = max(tokens, capacity + GROWTH_TOKENS) - capacity
+        for name in ("keys", "values"):
+            old = getattr(self.fused, name)
+            room = old.new_empty(*old.shape[:2], more, old.shape[3])
+            setattr(self.fused, name, torch.cat([old, room], 2))
+
+
+class _FusedLayer(DynamicLayer):  # type: ignore[misc]
+    """One layer's view of the fused buffer."""
+
+    def __init__(self, cache: FusedCache, layer: int, length: int) -> None:
+        super().__init__()
+        self.cache, self.layer, self.length = cache, layer, length
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        start, end = self.length, self.length + key_states.shape[2]
+        if end > self.cache.fused.keys.shape[2]:
+            self.cache.grow(end)
+        fused = self.cache.fused
+        fused.keys[self.layer, :, start:end] = key_states[0]
+        fused.values[self.layer, :, start:end] = value_states[0]
+        self.length = end
+        return fused.keys[self.layer, None, :, :end], fused.values[self.layer, None, :, :end]
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.length + query_length, 0

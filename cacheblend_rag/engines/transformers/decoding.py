@@ -1,0 +1,113 @@
+"""Drawing tokens and turning them into text as they come."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from cacheblend_rag.engines.base import SamplingParams
+
+
+class Sampler:
+    """Draws one token after another as the sampling parameters say."""
+
+    def __init__(self, sampling: SamplingParams, device: torch.device) -> None:
+        self.greedy = sampling.temperature == 0
+        self.processors = LogitsProcessorList()
+        if sampling.repetition_penalty != 1:
+            self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if not self.greedy:
+            self.processors.append(TemperatureLogitsWarper(sampling.temperature))
+            if sampling.top_k:
+                self.processors.append(TopKLogitsWarper(sampling.top_k))
+            if sampling.top_p < 1:
+                self.processors.append(TopPLogitsWarper(sampling.top_p))
+        self.generator = torch.Generator(device)
+        if sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(sampling.seed)
+
+    def draw(self, logits: Tensor, token_ids: list[int]) -> int:
+        """Return the next token; logits: (1, vocabulary), token_ids: everything before it."""
+        if self.processors:
+            seen = torch.tensor([token_ids], device=logits.device)
+            logits = self.processors(seen, logits)
+        if self.greedy:
+            return int(logits.argmax(-1))
+        shares = logits.softmax(-1)
+        return int(torch.multinomial(shares, 1, generator=self.generator))
+
+
+class TextStream:
+    """Turns tokens into text piece by piece, holding back what may still change.
+
+    Held back are incomplete characters and any ending that may grow into a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self.tokenizer, self.stop = tokenizer, stop
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.stopped = False
+        self._sent = 0
+        self._known = 0  # tokens whose text is final
+        self._window = 0  # where decoding restarts, so that joins between tokens come out right
+
+    def feed(self, token_id: int) -> str:
+        """Add a token; return the text that became final."""
+        self.token_ids.append(token_id)
+        self._decode(final=False)
+        return self._take(len(self.text) - self._pending())
+
+    def finish(self) -> str:
+        """Return the rest; no token follows."""
+        if not self.stopped:
+            self._decode(final=True)
+        return self._take(len(self.text))
+
+    def _decode(self, *, final: bool) -> None:
+        before = self._plain(self.token_ids[self._window : self._known])
+        after = self._plain(self.token_ids[self._window :])
+        if after.endswith("\N{REPLACEMENT CHARACTER}") and not final:
+            return
+        start = len(self.text)
+        self.text += after[len(before) :]
+        self._window, self._known = self._known, len(self.token_ids)
+        self._cut(start)
+
+    def _cut(self, start: int) -> None:
+        """Cut the text at the first stop string that ends in what was just added."""
+        longest = max((len(s) for s in self.stop), default=0)
+        found = [self.text.find(s, max(0, start - longest + 1)) for s in self.stop]
+        first = min((at for at in found if at >= 0), default=-1)
+        if first >= 0:
+            self.text, self.stopped = self.text[:first], True
+
+    def _pending(self) -> int:
+        """Length of the longest ending that is the beginning of a stop string."""
+        if self.stopped:
+            return 0
+        return max(
+            (n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0
+        )
+
+    def _take(self, end: int) -> str:
+        piece, self._sent = self.text[self._sent : end], max(self._sent, end)
+        return piece
+
+    def _plain(self, token_ids: list[int]) -> str:
+        return str(
+            self.tokenizer.decode(
+                token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )

@@ -1,0 +1,94 @@
+"""Lead-ins: the tokens a chunk is precomputed behind, and the key its KV is stored under."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from cacheblend_rag.chunks import Chunk
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
+from cacheblend_rag.prompt import BlendPrompt, opening_tokens, tokenize_chunk
+
+CACHED_KEYS = 200_000
+CACHED_PIECES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class LedChunk:
+    """A chunk with what it is computed behind.
+
+    token_ids: the chunk's own tokens. lead: tokens of BOS and instruction. context: tokens of its
+    own document within the window, whatever the lead-in. key: where its KV is stored.
+    """
+
+    chunk: Chunk
+    token_ids: tuple[int, ...]
+    lead: tuple[int, ...]
+    context: tuple[int, ...]
+    key: KVKey
+
+
+class LeadIn:
+    """Applies one lead-in of one model to chunks."""
+
+    def __init__(
+        self, tokenizer: Any, config: BlendConfig, instruction: str, identity: dict[str, Any]
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.name = config.lead_in
+        self.window = config.document_window
+        self.tokens = self._lead_tokens(instruction)
+        self.fingerprint = fingerprint(
+            {
+                **identity,
+                "lead_in": self.name,
+                "lead_tokens": chunk_id(self.tokens),
+                "window": self.window if self.name == "document" else 0,
+            }
+        )
+        self._tokenize = lru_cache(CACHED_PIECES)(lambda text: tokenize_chunk(tokenizer, text))
+        self.key = lru_cache(CACHED_KEYS)(self._key)
+
+    def resolve(self, chunk: Chunk) -> LedChunk:
+        """Return the chunk's tokens, its lead-in and its key."""
+        return LedChunk(
+            chunk, self._tokenize(chunk.text), self.tokens, self._context(chunk), self.key(chunk)
+        )
+
+    def _lead_tokens(self, instruction: str) -> tuple[int, ...]:
+        if self.name == "none":
+            return ()
+        if self.name == "bos" or not instruction:
+            return opening_tokens(self.tokenizer)
+        return BlendPrompt.of(instruction).encode(self.tokenizer).token_ids
+
+    def _key(self, chunk: Chunk) -> KVKey:
+        own = chunk_id(self._tokenize(chunk.text))
+        context = self._context(chunk) if self.name == "document" else ()
+        return KVKey(own, self.fingerprint, chunk_id(context) if context else "")
+
+    def _context(self, chunk: Chunk) -> tuple[int, ...]:
+        pieces = [self._tokenize(piece) for piece in chunk.context]
+        kept = pieces[window_start([len(piece) for piece in pieces], self.window) :]
+        return tuple(token for piece in kept for token in piece)
+
+
+def window_start(lengths: Sequence[int], window: int) -> int:
+    """Return the first of a document's pieces that still stands in the window behind them all.
+
+    lengths: tokens of each piece, in order. When the pieces outgrow the window, all but the last
+    half window is dropped at once, so that many chunks share a start, hence a pass: a document of
+    any length is computed at most twice. The start depends only on what precedes the chunk.
+    """
+    start = total = 0
+    for index, length in enumerate(lengths):
+        total += length
+        if total <= window:
+            continue
+        while total > window // 2 and start <= index:
+            total -= lengths[start]
+            start += 1
+    return start

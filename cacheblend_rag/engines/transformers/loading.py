@@ -1,0 +1,103 @@
+"""Loading a model and its tokenizer from a hub name or a local folder, with one-line errors."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from cacheblend_rag.errors import ConfigError, ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+SAMPLES_PER_WEIGHT = 16
+
+
+def pick_device(device: str | None) -> torch.device:
+    """Return the device asked for, else CUDA, MPS or CPU, whichever is there first."""
+    if device is not None:
+        try:
+            return torch.device(device)
+        except RuntimeError as error:
+            raise ConfigError(f"device={device!r} must be cpu, cuda, cuda:N or mps") from error
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
+    """Return the dtype asked for; by default float32 on CPU and the checkpoint's own elsewhere."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype is None:
+        return torch.float32 if device.type == "cpu" else "auto"
+    named = getattr(torch, dtype, None)
+    if not isinstance(named, torch.dtype) or not named.is_floating_point:
+        raise ConfigError(f"dtype={dtype!r} must be float32, bfloat16 or float16")
+    return named
+
+
+def load_model(
+    name: str | Path, device: torch.device, dtype: str | torch.dtype | None
+) -> PreTrainedModel:
+    """Load a causal language model from safetensors weights.
+
+    Raises ModelLoadError when there is no such model or it cannot be loaded.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            str(name), dtype=pick_dtype(dtype, device), use_safetensors=True
+        )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise ModelLoadError(f"model {str(name)!r} could not be loaded: {_line(error)}") from error
+    return prepare(model.to(device))
+
+
+def prepare(model: PreTrainedModel) -> PreTrainedModel:
+    """Put a model into the state the engine serves it in.
+
+    Models that cap attention logits are run with eager attention: PyTorch's fused attention has no
+    such cap and would silently leave it out.
+    """
+    if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+    return model.eval().requires_grad_(False)
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """Load the tokenizer that belongs to a model. Raises ModelLoadError."""
+    try:
+        return AutoTokenizer.from_pretrained(str(name))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelLoadError(
+            f"tokenizer of {str(name)!r} could not be loaded: {_line(error)}"
+        ) from error
+
+
+def weights_identity(model: PreTrainedModel) -> str:
+    """Return a hash of every weight's name, shape, dtype and a few of its values.
+
+    Two models that share an architecture but not their weights differ in it, wherever they were
+    loaded from.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, weight in model.named_parameters():
+        flat = weight.detach().reshape(-1)
+        stride = max(1, flat.numel() // SAMPLES_PER_WEIGHT)
+        sample = flat[::stride][: SAMPLES_PER_WEIGHT + 1].float().cpu().numpy().tobytes()
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} ".encode() + sample)
+    return digest.hexdigest()
+
+
+def context_window(model: PreTrainedModel) -> int:
+    """Return the model's context window in tokens."""
+    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 2**20)
+
+
+def _line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

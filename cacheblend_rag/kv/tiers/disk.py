@@ -1,0 +1,306 @@
+"""Chunk KV in files, one a chunk, in a folder that several processes may share.
+
+Layout: ``<a>/<b>/<key>.safetensors``, where a and b are the chunk id's first hex digits;
+``quarantine/`` for unusable files, each beside a ``.reason``; ``usage`` (entries and bytes) and
+``lock``. A file appears by rename, whole, and is never written again, so readers need no lock;
+its access time says when it was used last, its modification time when it was written. The folder
+must be one that only trusted processes write to, on a file system that keeps a removed file
+readable for whoever still maps it (any local one does; NFS does not).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from filelock import FileLock
+
+from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
+from cacheblend_rag.kv import codec
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.tiers.base import Entry, RefusedError, StoredChunk, Tier, Usage
+
+SUFFIX = ".safetensors"
+TEMPORARY_SUFFIX = ".tmp"
+STALE_TEMPORARY_SECONDS = 3600.0
+LOCK_TIMEOUT_SECONDS = 10.0
+QUARANTINE_FILES = 16
+
+_HEX = "0123456789abcdef"
+_USAGE = re.compile(rb"([0-9]+) ([0-9]+)\n")
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    key: KVKey
+    path: str
+    entry: Entry
+
+
+class DiskTier(Tier):
+    """Chunk KV as files, least recently used evicted first.
+
+    Chunks read are memory maps of their files. capacity_bytes: file bytes, quarantine and files
+    being written aside; None is without limit. fsync: wait until each file has reached the disk;
+    without it a power cut may cost recent chunks, whose checksums then fail, and nothing else. An
+    evicted file's space is free once nothing maps it any more, a host tier above included.
+
+    Raises StoreError when the folder cannot be made or written to.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        capacity_bytes: int | None = None,
+        *,
+        fsync: bool = False,
+        name: str = "disk",
+    ) -> None:
+        super().__init__(name, capacity_bytes)
+        self.path = Path(path).expanduser().absolute()
+        self._root = str(self.path)
+        self._fsync = fsync
+        self._mutex = threading.Lock()
+        self._file_lock = FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_SECONDS, mode=0o600)
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with self._exclusive():
+                self._write_usage(self._scan())
+        except OSError as error:
+            raise StoreError(f"cannot keep chunk KV in {self.path}: {error}") from error
+
+    def entry(self, key: KVKey) -> Entry | None:
+        """Look a chunk's file up; None when absent or out of reach."""
+        try:
+            return _entry(os.stat(self._file(key)))
+        except OSError:
+            return None
+
+    def entries(self) -> Iterator[tuple[KVKey, Entry]]:
+        """Go through all chunk files, removing what killed writers left behind."""
+        return ((file.key, file.entry) for file in self._files())
+
+    def usage(self) -> Usage:
+        """Return what all processes on this folder stored; raises StoreError."""
+        try:
+            with self._exclusive():
+                return self._read_usage()
+        except OSError as error:
+            raise StoreError(f"cannot read {self.path}: {error}") from error
+
+    def check(self, key: KVKey) -> str | None:
+        """Read a file through; returns what is wrong with it, None when sound or gone."""
+        path = self._file(key)
+        try:
+            before = os.stat(path)
+            codec.read(path, key)
+            # Checking is no use of the chunk, whatever the mount's atime option.
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        except FileNotFoundError:
+            return None
+        except (DamagedChunkError, ForeignChunkError, OSError) as error:
+            return str(error)
+        return None
+
+    def quarantined(self) -> list[str]:
+        """Return the names of the files in quarantine, oldest first."""
+        with suppress(FileNotFoundError):
+            names = os.listdir(self.path / "quarantine")
+            return sorted((n for n in names if not n.endswith(".reason")), key=_quarantine_time)
+        return []
+
+    def _load(self, key: KVKey) -> StoredChunk | None:
+        path = self._file(key)
+        try:
+            written = os.stat(path).st_mtime_ns
+            kv = codec.read(path, key)
+        except FileNotFoundError:
+            return None
+        with suppress(OSError):
+            os.utime(path, ns=(time.time_ns(), written))
+        return StoredChunk(kv, written / 1e9)
+
+    def _save(self, key: KVKey, chunk: StoredChunk) -> None:
+        parts = codec.encode_parts(key, chunk.kv)
+        nbytes = sum(memoryview(part).nbytes for part in parts)
+        if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
+            raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
+        path = self._file(key)
+        self._make_folders(path)
+        temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
+        try:
+            self._write(temporary, parts)
+            os.utime(temporary, ns=(time.time_ns(), int(chunk.written_at * 1e9)))
+            with self._exclusive():
+                self._write_usage(self._make_room(key, nbytes))
+                os.replace(temporary, path)
+        finally:
+            with suppress(FileNotFoundError):
+                os.unlink(temporary)
+
+    def _drop(self, key: KVKey) -> bool:
+        with self._exclusive():
+            return self._unlink(self._file(key))
+
+    def _set_aside(self, key: KVKey, reason: str) -> None:
+        folder = self.path / "quarantine"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        target = folder / f"{key}.{time.time_ns()}"
+        path = self._file(key)
+        with self._exclusive():
+            usage = self._read_usage()
+            try:
+                nbytes = os.stat(path).st_size
+                os.replace(path, target)
+            except FileNotFoundError:  # another reader was quicker
+                return
+            self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
+        self._write(f"{target}.reason", [f"{reason}\n".encode()])
+        for name in self.quarantined()[:-QUARANTINE_FILES]:
+            for leaf in (name, f"{name}.reason"):
+                (folder / leaf).unlink(missing_ok=True)
+
+    def _file(self, key: KVKey) -> str:
+        return os.path.join(self._root, key.chunk_id[0], key.chunk_id[1], f"{key}{SUFFIX}")
+
+    def _make_folders(self, path: str) -> None:
+        leaf = os.path.dirname(path)
+        for folder in (self._root, os.path.dirname(leaf), leaf):
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+
+    def _write(self, path: str, parts: list[bytes | memoryview] | list[bytes]) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(descriptor, "wb") as file:
+            for part in parts:
+                file.write(part)
+            file.flush()
+            if self._fsync:
+                os.fsync(descriptor)
+
+    @contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """Hold off other threads and processes; raises OSError when the lock stays taken."""
+        with self._mutex, self._file_lock.acquire(poll_interval=0.005):
+            yield
+
+    def _files(self) -> Iterator[_File]:
+        for first in _HEX:
+            for second in _HEX:
+                yield from self._files_in(os.path.join(self._root, first, second))
+
+    def _files_in(self, folder: str) -> Iterator[_File]:
+        try:
+            found = list(os.scandir(folder))
+        except FileNotFoundError:
+            return
+        for item in found:
+            with suppress(FileNotFoundError):  # evicted meanwhile
+                if item.name.endswith(TEMPORARY_SUFFIX):
+                    if time.time() - item.stat().st_mtime > STALE_TEMPORARY_SECONDS:
+                        os.unlink(item.path)
+                elif key := _key_of(item.name):
+                    yield _File(key, item.path, _entry(item.stat()))
+
+    def _scan(self) -> Usage:
+        sizes = [file.entry.nbytes for file in self._files()]
+        return Usage(len(sizes), sum(sizes))
+
+    def _make_room(self, key: KVKey, nbytes: int) -> Usage:
+        """Evict until ``nbytes`` fit in place of ``key``; returns the usage once they are stored.
+
+        Under the lock. Refuses before evicting in vain.
+        """
+        usage = self._read_usage()
+        own = self.entry(key)
+        if own is not None:
+            usage = Usage(usage.entries - 1, usage.nbytes - own.nbytes)
+        after = Usage(usage.entries + 1, usage.nbytes + nbytes)
+        if self.capacity_bytes is None or after.nbytes <= self.capacity_bytes:
+            return after
+        # The files themselves are the truth: a killed writer or a bare `rm` leaves `usage` high.
+        others = [file for file in self._files() if file.key != key]
+        stored = sum(file.entry.nbytes for file in others)
+        victims = self._victims(others, stored + nbytes - self.capacity_bytes)
+        gone = sum(file.entry.nbytes for file in victims)
+        for file in victims:
+            with suppress(FileNotFoundError):
+                os.unlink(file.path)
+        self._count("evictions", len(victims))
+        return Usage(len(others) - len(victims) + 1, stored - gone + nbytes)
+
+    def _victims(self, files: list[_File], excess: int) -> list[_File]:
+        """Return the least recently used files that together free ``excess`` bytes."""
+        if excess <= 0:
+            return []
+        # A little more than needed, so that a large full store is not gone through at each put.
+        spare = len(files) // 64
+        victims = []
+        for file in sorted(files, key=lambda file: file.entry.used_at):
+            if excess <= 0:
+                spare -= 1
+                if spare < 0:
+                    break
+            if file.key not in self._pinned:
+                victims.append(file)
+                excess -= file.entry.nbytes
+        if excess > 0:
+            raise RefusedError(f"{excess} bytes too many beside what is pinned")
+        return victims
+
+    def _unlink(self, path: str) -> bool:
+        """Remove a chunk's file, under the lock; returns whether it was there."""
+        usage = self._read_usage()
+        try:
+            nbytes = os.stat(path).st_size
+            os.unlink(path)
+        except FileNotFoundError:
+            return False
+        self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
+        return True
+
+    def _read_usage(self) -> Usage:
+        """Return what the folder holds, under the lock; counted afresh when unknown."""
+        try:
+            text = (self.path / "usage").read_bytes()
+        except FileNotFoundError:
+            text = b""
+        match = _USAGE.fullmatch(text)
+        return Usage(int(match[1]), int(match[2])) if match else self._scan()
+
+    def _write_usage(self, usage: Usage) -> None:
+        """Record what the folder holds, under the lock.
+
+        A writer records before its file appears and an eviction after its file is gone: whoever
+        is killed in between leaves the record too high, which the next look at a full store
+        corrects, never too low.
+        """
+        path = self.path / "usage"
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with open(descriptor, "wb") as file:
+            file.write(b"%d %d\n" % (max(usage.entries, 0), max(usage.nbytes, 0)))
+
+
+def _key_of(name: str) -> KVKey | None:
+    stem, suffix = os.path.splitext(name)
+    if suffix != SUFFIX:
+        return None
+    try:
+        return KVKey.parse(stem)
+    except ValueError:
+        return None
+
+
+def _entry(stat: os.stat_result) -> Entry:
+    return Entry(stat.st_size, stat.st_mtime, stat.st_atime)
+
+
+def _quarantine_time(name: str) -> int:
+    tail = name.rpartition(".")[2]
+    return int(tail) if tail.isdigit() else 0

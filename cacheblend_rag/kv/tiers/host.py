@@ -1,0 +1,124 @@
+"""Chunk KV in this process's memory."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import ClassVar
+
+from torch import Tensor
+
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.tiers.base import Entry, RefusedError, StoredChunk, Tier, Usage
+
+
+class HostTier(Tier):
+    """Chunk KV as CPU tensors, least recently used evicted first.
+
+    Tensors are kept as given, without a copy, when they are on the CPU, contiguous and hold on to
+    no larger storage; whoever gets or puts them must not write into them.
+    """
+
+    durable: ClassVar[bool] = False
+
+    def __init__(self, capacity_bytes: int | None, *, name: str = "host") -> None:
+        super().__init__(name, capacity_bytes)
+        self._chunks: OrderedDict[KVKey, StoredChunk] = OrderedDict()
+        self._used_at: dict[KVKey, float] = {}
+        self._nbytes = 0
+        self._lock = threading.Lock()
+
+    def entry(self, key: KVKey) -> Entry | None:
+        """Look a chunk up without counting as its use; None when absent."""
+        with self._lock:
+            return self._entry(key)
+
+    def entries(self) -> Iterator[tuple[KVKey, Entry]]:
+        """Go through the chunks held when called."""
+        with self._lock:
+            found = [(key, self._entry(key)) for key in self._chunks]
+        return ((key, entry) for key, entry in found if entry is not None)
+
+    def usage(self) -> Usage:
+        """Return what is held: tensor bytes."""
+        with self._lock:
+            return Usage(len(self._chunks), self._nbytes)
+
+    def close(self) -> None:
+        """Forget all chunks."""
+        with self._lock:
+            self._chunks.clear()
+            self._used_at.clear()
+            self._nbytes = 0
+
+    def _entry(self, key: KVKey) -> Entry | None:
+        chunk = self._chunks.get(key)
+        if chunk is None:
+            return None
+        return Entry(chunk.kv.nbytes, chunk.written_at, self._used_at[key])
+
+    def _load(self, key: KVKey) -> StoredChunk | None:
+        with self._lock:
+            chunk = self._chunks.get(key)
+            if chunk is not None:
+                self._chunks.move_to_end(key)
+                self._used_at[key] = time.time()
+            return chunk
+
+    def _save(self, key: KVKey, chunk: StoredChunk) -> None:
+        # Checked before copying too, so that a refusal costs nothing.
+        if self.capacity_bytes is not None and chunk.kv.nbytes > self.capacity_bytes:
+            raise RefusedError(f"{chunk.kv.nbytes} bytes, capacity is {self.capacity_bytes}")
+        compact = StoredChunk(_compact(chunk.kv), chunk.written_at)
+        with self._lock:
+            self._make_room(key, compact.kv.nbytes)
+            self._discard(key)
+            self._chunks[key] = compact
+            self._used_at[key] = time.time()
+            self._nbytes += compact.kv.nbytes
+
+    def _drop(self, key: KVKey) -> bool:
+        with self._lock:
+            return self._discard(key)
+
+    def _discard(self, key: KVKey) -> bool:
+        chunk = self._chunks.pop(key, None)
+        if chunk is None:
+            return False
+        del self._used_at[key]
+        self._nbytes -= chunk.kv.nbytes
+        return True
+
+    def _make_room(self, key: KVKey, nbytes: int) -> None:
+        """Evict until ``nbytes`` more fit in place of ``key``; refuse before evicting in vain."""
+        if self.capacity_bytes is None:
+            return
+        own = self._chunks[key].kv.nbytes if key in self._chunks else 0
+        excess = self._nbytes - own + nbytes - self.capacity_bytes
+        victims = []
+        for other in self._chunks:
+            if excess <= 0:
+                break
+            if other != key and other not in self._pinned:
+                victims.append(other)
+                excess -= self._chunks[other].kv.nbytes
+        if excess > 0:
+            raise RefusedError(f"{excess} bytes too many beside what is pinned")
+        for victim in victims:
+            self._discard(victim)
+        self._count("evictions", len(victims))
+
+
+def _compact(kv: ChunkKV) -> ChunkKV:
+    """Return ``kv`` on the CPU, cut loose from any storage larger than the chunk itself."""
+    prior = None if kv.prior is None else _own(kv.prior, kv.nbytes)
+    return ChunkKV(_own(kv.keys, kv.nbytes), _own(kv.values, kv.nbytes), kv.position, prior)
+
+
+def _own(tensor: Tensor, chunk_nbytes: int) -> Tensor:
+    tensor = tensor.detach().cpu().contiguous()
+    # A chunk read from bytes is three views of one buffer that holds its header besides.
+    slack = 1 << 16
+    return tensor.clone() if tensor.untyped_storage().nbytes() > chunk_nbytes + slack else tensor
