@@ -130,6 +130,8 @@ class BlendPass:
     def _first_rows(self) -> Tensor:
         if self.schedule.before is None:
             return torch.arange(self.token_ids.numel(), device=self.token_ids.device)
+        if self.schedule.before == 0:
+            return self._always.nonzero()[:, 0]
         with _Timer(self.stats):
             eligible = (self.candidates.eligible & ~self._always).nonzero()[:, 0]
             scores = self.schedule.selector.score(self.candidates.evidence(eligible))

@@ -26,6 +26,13 @@ class Schedule:
     checks: dict[int, float]
 
     @property
+    def ratio(self) -> float:
+        """Share of chunk tokens recomputed in the end."""
+        if self.before is not None:
+            return self.before
+        return min(self.checks.values(), default=1.0)
+
+    @property
     def recomputes_all(self) -> bool:
         return self.before is None and not self.checks
 

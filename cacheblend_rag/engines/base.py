@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 from cacheblend_rag.chunks import Chunk, Document
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.prompt import BlendPrompt
+from cacheblend_rag.prompt import BlendPrompt, Message
 
 FinishReason = Literal["stop", "length", "cancelled"]
 MissReason = Literal[
@@ -162,9 +162,6 @@ class PrecomputeReport:
     seconds: float = 0.0
     refused: Mapping[str, int] = field(default_factory=dict)
 
-
-Message = Mapping[str, Any]
-"""A chat message: {"role": "system" | "user" | "assistant" | ..., "content": str}."""
 
 PromptLike = str | BlendPrompt | Sequence[Message]
 """A prompt text, ready segments, or chat messages (rendered by the model's chat template)."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 FORMAT_VERSION = 1
+NAMESPACE_DIGITS = 6
 
 _HASH_32 = re.compile("[0-9a-f]{32}")
 _HASH_16 = re.compile("[0-9a-f]{16}")
@@ -23,14 +24,17 @@ def chunk_id(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(_int_bytes(token_ids), digest_size=16).hexdigest()
 
 
-def fingerprint(parts: Mapping[str, Any]) -> str:
-    """Return a 64-bit hash (16 hex digits) of what makes KV interchangeable.
+def fingerprint(parts: Mapping[str, Any], namespace: str = "default") -> str:
+    """Return a hash (16 hex digits) of what makes KV interchangeable.
 
-    parts: model, revision, weights dtype, tokenizer, rope, lead-in, TP rank and size, namespace:
-    any JSON values. The format version is added here.
+    parts: model, revision, weights dtype, tokenizer, rope, lead-in, TP rank and size: any JSON
+    values. The namespace and the format version are added here. The first 6 digits depend on the
+    namespace alone, so that a store can tell what belongs to one tenant without looking at others.
     """
-    text = json.dumps({**parts, "format": FORMAT_VERSION}, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    whole = {**parts, "namespace": namespace, "format": FORMAT_VERSION}
+    text = json.dumps(whole, sort_keys=True, default=str)
+    tenant = hashlib.blake2b(namespace.encode(), digest_size=NAMESPACE_DIGITS // 2).hexdigest()
+    return tenant + hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
 
 
 def _int_bytes(token_ids: Sequence[int]) -> bytes:
@@ -64,6 +68,14 @@ class KVKey:
     def __str__(self) -> str:
         tail = f"-{self.context_id}" if self.context_id else ""
         return f"{self.fingerprint}-{self.chunk_id}{tail}"
+
+    def is_relative(self, other: KVKey) -> bool:
+        """Whether ``other`` is the same chunk in the same namespace, of another model or lead-in."""
+        return (
+            other.chunk_id == self.chunk_id
+            and other.fingerprint != self.fingerprint
+            and other.fingerprint[:NAMESPACE_DIGITS] == self.fingerprint[:NAMESPACE_DIGITS]
+        )
 
     @classmethod
     def parse(cls, text: str) -> KVKey:

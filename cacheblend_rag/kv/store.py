@@ -100,6 +100,10 @@ class TieredKVStore:
         """Whether any tier holds the chunk; reads no tensors."""
         return self._entry(key) is not None
 
+    def has_relative(self, key: KVKey) -> bool:
+        """Whether the same chunk is stored for another model or lead-in of the same namespace."""
+        return any(tier.has_relative(key) for tier in self.tiers)
+
     def contains_many(self, keys: Iterable[KVKey]) -> list[bool]:
         """As contains, for many keys at once, in their order."""
         return [self.contains(key) for key in keys]

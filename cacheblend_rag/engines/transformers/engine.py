@@ -129,14 +129,14 @@ class TransformersEngine:
         self._lead_in = LeadIn(
             self.tokenizer,
             self.config,
-            instruction,
-            {
+            instruction=instruction,
+            namespace=namespace,
+            identity={
                 "weights": loading.weights_identity(self.model),
                 "model_type": self.model.config.model_type,
                 "rope": getattr(self.model.config.get_text_config(), "rope_parameters", None),
                 "vocabulary": len(self.tokenizer),
                 "tensor_parallel": [0, 1],
-                "namespace": namespace,
             },
         )
         self._lock = threading.RLock()
@@ -434,6 +434,7 @@ class TransformersEngine:
             yield Delta("", self._generation(request, None, text, "cancelled"))
             return
         reason: FinishReason = "length"
+        piece = ""
         for token in self._tokens(request, prefilled):
             if token in self._eos and not request.sampling.ignore_eos:
                 reason = "stop"
@@ -447,7 +448,8 @@ class TransformersEngine:
                 break
             if piece:
                 yield Delta(piece)
-        yield Delta(text.finish(), self._generation(request, prefilled, text, reason))
+                piece = ""
+        yield Delta(piece + text.finish(), self._generation(request, prefilled, text, reason))
 
     def _prefilled(self, request: _Request) -> Prefilled | None:
         """Prefill a step at a time; None when cancelled meanwhile."""
@@ -536,7 +538,7 @@ class TransformersEngine:
             reused_tokens=reused,
             recomputed_tokens=recomputed,
             computed_tokens=0 if prefilled is None else tokens - reused - recomputed,
-            recompute_ratio=request.config.recompute_ratio if done.blended else 1.0,
+            recompute_ratio=done.ratio,
             selector=done.selector,
             lead_in=self._lead_in.name,
             compute_share=done.compute_share,

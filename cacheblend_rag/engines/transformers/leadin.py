@@ -35,7 +35,13 @@ class LeadIn:
     """Applies one lead-in of one model to chunks."""
 
     def __init__(
-        self, tokenizer: Any, config: BlendConfig, instruction: str, identity: dict[str, Any]
+        self,
+        tokenizer: Any,
+        config: BlendConfig,
+        *,
+        instruction: str,
+        identity: dict[str, Any],
+        namespace: str,
     ) -> None:
         self.tokenizer = tokenizer
         self.name = config.lead_in
@@ -47,7 +53,8 @@ class LeadIn:
                 "lead_in": self.name,
                 "lead_tokens": chunk_id(self.tokens),
                 "window": self.window if self.name == "document" else 0,
-            }
+            },
+            namespace,
         )
         self._tokenize = lru_cache(CACHED_PIECES)(lambda text: tokenize_chunk(tokenizer, text))
         self.key = lru_cache(CACHED_KEYS)(self._key)

@@ -46,11 +46,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model from safetensors weights.
 
-    Raises ModelLoadError when there is no such model or it cannot be loaded.
+    Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError when
+    ``dtype`` is none.
     """
+    precision = pick_dtype(dtype, device)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            str(name), dtype=pick_dtype(dtype, device), use_safetensors=True
+            str(name), dtype=precision, use_safetensors=True
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelLoadError(f"model {str(name)!r} could not be loaded: {_line(error)}") from error

@@ -40,6 +40,7 @@ class Prefilled:
     blended: bool = False
     reason: str | None = None
     selector: str = "none"
+    ratio: float = 1.0
     chunks: list[ChunkReport] = field(default_factory=list)
     compute_share: float = 1.0
     seconds: dict[str, float] = field(default_factory=dict)
@@ -124,8 +125,7 @@ class PromptChunks:
 
     def absence(self, key: KVKey) -> MissReason:
         """Why the store has no such key: at all, or because its KV is another model's."""
-        same = any(other.chunk_id == key.chunk_id for other in self.store.keys())
-        return "other model" if same else "not stored"
+        return "other model" if self.store.has_relative(key) else "not stored"
 
     @staticmethod
     def report(
@@ -177,6 +177,7 @@ class BlendPrefill:
             logits=logits,
             blended=True,
             selector=selector,
+            ratio=schedule.ratio,
             chunks=[_with_recomputed(report, run.stats.recomputed) for report in reports],
             compute_share=run.compute_share,
             seconds=watch.seconds,

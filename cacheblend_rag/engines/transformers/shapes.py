@@ -43,7 +43,7 @@ class ModelShape:
     ) -> PreTrainedModel:
         """Return the model with seeded random weights, in evaluation mode."""
         with torch.device(device), no_init_weights():
-            model = AutoModelForCausalLM.from_config(self._config(), dtype=dtype)
+            model = AutoModelForCausalLM.from_config(self.config(), dtype=dtype)
         model.tie_weights()
         generator = torch.Generator(device).manual_seed(seed)
         with torch.no_grad():
@@ -65,7 +65,8 @@ class ModelShape:
         per_layer = 2 * self.kv_heads * (self.hidden // self.heads)
         return tokens * self.layers * per_layer * dtype.itemsize
 
-    def _config(self) -> Any:
+    def config(self) -> Any:
+        """Return the model's configuration, without special tokens."""
         return AutoConfig.for_model(
             self.model_type,
             num_hidden_layers=self.layers,

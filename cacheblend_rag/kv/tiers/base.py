@@ -112,6 +112,10 @@ class Tier(ABC):
         """Read a stored chunk through; returns what is wrong with it, None when sound or gone."""
         return None
 
+    def has_relative(self, key: KVKey) -> bool:
+        """Whether the same chunk is stored for another model or lead-in of the same namespace."""
+        return any(key.is_relative(other) for other, _ in self.entries())
+
     def contains(self, key: KVKey) -> bool:
         """Whether a chunk is stored here."""
         return self.entry(key) is not None

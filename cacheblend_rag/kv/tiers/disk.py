@@ -87,6 +87,11 @@ class DiskTier(Tier):
         """Go through all chunk files, removing what killed writers left behind."""
         return ((file.key, file.entry) for file in self._files())
 
+    def has_relative(self, key: KVKey) -> bool:
+        """As for any tier; looks into one folder only."""
+        folder = os.path.dirname(self._file(key))
+        return any(key.is_relative(file.key) for file in self._files_in(folder))
+
     def usage(self) -> Usage:
         """Return what all processes on this folder stored; raises StoreError."""
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -27,6 +27,7 @@ class HostTier(Tier):
         super().__init__(name, capacity_bytes)
         self._chunks: OrderedDict[KVKey, StoredChunk] = OrderedDict()
         self._used_at: dict[KVKey, float] = {}
+        self._variants: Counter[str] = Counter()
         self._nbytes = 0
         self._lock = threading.Lock()
 
@@ -41,6 +42,12 @@ class HostTier(Tier):
             found = [(key, self._entry(key)) for key in self._chunks]
         return ((key, entry) for key, entry in found if entry is not None)
 
+    def has_relative(self, key: KVKey) -> bool:
+        """As for any tier; only a chunk held at all is searched for."""
+        with self._lock:
+            others = self._variants[key.chunk_id] and list(self._chunks)
+        return any(key.is_relative(other) for other in others or ())
+
     def usage(self) -> Usage:
         """Return what is held: tensor bytes."""
         with self._lock:
@@ -51,6 +58,7 @@ class HostTier(Tier):
         with self._lock:
             self._chunks.clear()
             self._used_at.clear()
+            self._variants.clear()
             self._nbytes = 0
 
     def _entry(self, key: KVKey) -> Entry | None:
@@ -76,6 +84,7 @@ class HostTier(Tier):
             self._make_room(key, compact.kv.nbytes)
             self._discard(key)
             self._chunks[key] = compact
+            self._variants[key.chunk_id] += 1
             self._used_at[key] = time.time()
             self._nbytes += compact.kv.nbytes
 
@@ -88,6 +97,9 @@ class HostTier(Tier):
         if chunk is None:
             return False
         del self._used_at[key]
+        self._variants[key.chunk_id] -= 1
+        if not self._variants[key.chunk_id]:
+            del self._variants[key.chunk_id]
         self._nbytes -= chunk.kv.nbytes
         return True
 

@@ -1,0 +1,35 @@
+# Every target sets up what it needs: a first `make demo` or `make test` makes .venv by itself.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: setup demo test lint format help
+
+setup: $(READY) ## make .venv with the tested versions of everything
+
+# torch goes first and alone, so that pip takes the build (CPU or GPU) offered here.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(READY) ## run the demo: answers with and without reuse, and how long each took
+	$(BIN)/cacheblend-rag demo
+
+test: $(READY) ## run the tests
+	$(BIN)/python -m pytest
+
+lint: $(READY) ## check style, types and the layers between modules
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(READY) ## put the code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+help: ## print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

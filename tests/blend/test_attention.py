@@ -1,0 +1,80 @@
+"""Attention for scattered rows against a dense reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cacheblend_rag.blend.attention import RowAttention, attention_mass
+from cacheblend_rag.blend.cost import LayerCost, prefill_cost
+
+TOKENS, HEADS, KV_HEADS, WIDTH = 300, 4, 2, 8
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return (
+        torch.randn(1, HEADS, TOKENS, WIDTH, generator=draw),
+        torch.randn(1, KV_HEADS, TOKENS, WIDTH, generator=draw),
+        torch.randn(1, KV_HEADS, TOKENS, WIDTH, generator=draw),
+    )
+
+
+def dense(
+    query: torch.Tensor, keys: torch.Tensor, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """Attention shares (heads, tokens, tokens) with the whole triangle laid out."""
+    logits = query[0] @ keys[0].repeat_interleave(HEADS // KV_HEADS, 0).transpose(1, 2) * 0.3
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    distance = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None]
+    allowed = distance >= 0
+    if window:
+        allowed &= distance < window
+    return logits.masked_fill(~allowed, -torch.inf).softmax(-1)
+
+
+CASES = pytest.mark.parametrize(
+    ("window", "softcap"), [(None, None), (50, None), (None, 2.0), (50, 2.0)]
+)
+ROWS = pytest.mark.parametrize(
+    "rows",
+    [torch.arange(TOKENS), torch.tensor([0]), torch.tensor([TOKENS - 1]), torch.arange(0, 300, 2)],
+    ids=["all", "first", "last", "scattered"],
+)
+
+
+@CASES
+@ROWS
+def test_rows_get_what_dense_causal_attention_gives_them(
+    rows: torch.Tensor, window: int | None, softcap: float | None
+) -> None:
+    query, keys, values = inputs()
+    shares = dense(query, keys, window, softcap)
+    wanted = (shares @ values[0].repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1)[rows]
+    attention = RowAttention(rows, torch.float32)
+    found = attention(query[:, :, rows], keys, values, scaling=0.3, window=window, softcap=softcap)
+    torch.testing.assert_close(found[0], wanted, atol=1e-5, rtol=0)
+
+
+@CASES
+@ROWS
+def test_attention_mass_is_the_dense_shares(
+    rows: torch.Tensor, window: int | None, softcap: float | None
+) -> None:
+    query, keys, _ = inputs()
+    found = attention_mass(
+        query[:, :, rows], keys, rows, scaling=0.3, window=window, softcap=softcap
+    )
+    wanted = dense(query, keys, window, softcap)[:, rows]
+    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_the_cost_of_all_rows_is_the_cost_of_prefill(window: int | None) -> None:
+    cost = LayerCost(per_row=10.0, per_row_probe=3.0, per_pair=2.0, window=window)
+    seen = [min(i + 1, window or TOKENS) for i in range(TOKENS)]
+    assert prefill_cost((cost,), TOKENS) == 10.0 * TOKENS + 2.0 * sum(seen)
+    assert cost.run(torch.arange(TOKENS)) == prefill_cost((cost,), TOKENS)
+    assert cost.run(torch.tensor([4])) == 10.0 + 2.0 * 5
+    assert cost.probe(TOKENS) == 3.0 * TOKENS

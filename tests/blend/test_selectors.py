@@ -1,0 +1,130 @@
+"""Selectors and schedules: one shared matrix, then what each rule is about."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.blend import plan_schedule
+from cacheblend_rag.blend.selection import row_count, top_rows
+from cacheblend_rag.blend.selectors import SELECTORS, Evidence, make_selector
+from cacheblend_rag.errors import ConfigError
+
+TOKENS = 12
+
+
+def evidence() -> Evidence:
+    draw = torch.Generator().manual_seed(1)
+
+    def kv() -> torch.Tensor:
+        return torch.rand(2, TOKENS, 4, generator=draw)
+
+    return Evidence(
+        offsets=torch.arange(TOKENS) % 5,
+        prior=torch.rand(TOKENS, generator=draw),
+        question_attention=torch.rand(TOKENS, generator=draw),
+        fresh_keys=kv(),
+        fresh_values=kv(),
+        cached_keys=kv(),
+        cached_values=kv(),
+    )
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_every_selector_scores_each_token_the_same_way_twice(name: str) -> None:
+    first, second = (make_selector(name).score(evidence()) for _ in range(2))
+    assert first.shape == (TOKENS,)
+    assert first.dtype == torch.float32
+    assert not first.isnan().any()
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("name", SELECTORS)
+def test_ratio_zero_and_one_need_no_check_layer(name: str) -> None:
+    if make_selector(name).fixed_ratio is not None:
+        pytest.skip("its ratio is fixed")
+    none = plan_schedule(BlendConfig(selector=name, recompute_ratio=0.0), 4)
+    everything = plan_schedule(BlendConfig(selector=name, recompute_ratio=1.0), 4)
+    assert (none.before, none.checks) == (0.0, {})
+    assert everything.recomputes_all
+
+
+@pytest.mark.parametrize(("deviation", "winner"), [("v", 3), ("k", 7)])
+def test_hkvd_ranks_by_the_deviation_asked_for(deviation: str, winner: int) -> None:
+    cached = torch.zeros(2, TOKENS, 4)
+    values, keys = cached.clone(), cached.clone()
+    values[0, 3], keys[1, 7] = 1.0, 1.0
+    seen = Evidence(torch.arange(TOKENS), None, None, keys, values, cached, cached)
+    scores = make_selector("hkvd", {"deviation": deviation}).score(seen)
+    assert int(scores.argmax()) == winner
+    assert scores[winner] == 4.0
+    both = make_selector("hkvd", {"deviation": "kv"}).score(seen)
+    assert both[3] == both[7] == TOKENS
+
+
+def test_chunk_head_takes_first_tokens_of_every_chunk_and_no_more_than_asked() -> None:
+    offsets = torch.tensor([0, 1, 2, 0, 1, 2])
+    scores = make_selector("chunk_head", {"tokens": 1}).score(Evidence(offsets))
+    assert top_rows(scores, 6).tolist() == [0, 3]
+    unlimited = make_selector("chunk_head").score(Evidence(offsets))
+    assert top_rows(unlimited, 4).tolist() == [0, 1, 3, 4]
+
+
+def test_question_prior_is_the_product() -> None:
+    seen = evidence()
+    assert seen.prior is not None
+    assert seen.question_attention is not None
+    scores = make_selector("question_prior").score(seen)
+    assert torch.equal(scores, seen.prior * seen.question_attention)
+
+
+def test_random_differs_between_seeds() -> None:
+    one, two = (make_selector("random", {"seed": s}).score(evidence()) for s in (1, 2))
+    assert not torch.equal(one, two)
+
+
+@given(st.lists(st.sampled_from([-torch.inf, 0.0, 0.5, 1.0]), max_size=30), st.integers(0, 30))
+@settings(max_examples=60, deadline=None)
+def test_top_rows_are_the_best_in_order(values: list[float], count: int) -> None:
+    scores = torch.tensor(values)
+    rows = top_rows(scores, count).tolist()
+    finite = sum(v > -torch.inf for v in values)
+    assert rows == sorted(set(rows))
+    assert len(rows) == min(count, finite)
+    dropped = [v for i, v in enumerate(values) if i not in rows]
+    assert not rows or not dropped or min(values[i] for i in rows) >= max(dropped)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "tokens", "rows"), [(0, 10, 0), (1, 10, 10), (0.15, 4096, 615), (0.1, 30, 3)]
+)
+def test_row_count_rounds_up_without_rounding_noise(ratio: float, tokens: int, rows: int) -> None:
+    assert row_count(ratio, tokens) == rows
+
+
+def test_gradual_filtering_has_a_ratio_a_check_layer() -> None:
+    config = BlendConfig(check_layers=(1, 3), recompute_ratios=(0.4, 0.1))
+    schedule = plan_schedule(config, 4)
+    assert schedule.checks == {1: 0.4, 3: 0.1}
+    assert schedule.ratio == 0.1
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (BlendConfig(selector="best"), "selector='best' must be one of all, none"),
+        (BlendConfig(selector_options={"k": 1}), "hkvd has no 'k'; it takes: deviation"),
+        (BlendConfig(selector_options={"deviation": "x"}), "deviation='x' must be one of v, k, kv"),
+        (BlendConfig(check_layers=(4,)), "must be below the model's 4 layers"),
+        (
+            BlendConfig(selector="chunk_head", selector_options={"tokens": 0}),
+            "tokens=0 must be at least 1",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_by_name(config: BlendConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
+        plan_schedule(config, 4)

@@ -1,0 +1,41 @@
+"""One tiny model and an engine over it, shared by the engine's tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from cacheblend_rag import BlendConfig, TieredKVStore, TransformersEngine
+from tests.models import make_model, make_tokenizer
+
+EngineFactory = Callable[..., TransformersEngine]
+
+
+@pytest.fixture(scope="session")
+def model() -> PreTrainedModel:
+    return make_model("llama")
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture
+def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> EngineFactory:
+    """Build an engine around the shared model; BlendConfig fields and engine arguments mix."""
+
+    def make(
+        *, store: TieredKVStore | None = None, with_model: Any = None, **arguments: Any
+    ) -> TransformersEngine:
+        names = ("instruction", "namespace", "registry")
+        rest = {name: arguments.pop(name) for name in names if name in arguments}
+        config = BlendConfig(**{"min_tokens": 0, "selector": "random", **arguments})
+        return TransformersEngine(
+            with_model or model, tokenizer=tokenizer, config=config, store=store, **rest
+        )
+
+    return make

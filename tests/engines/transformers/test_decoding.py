@@ -1,0 +1,98 @@
+"""Text that comes piece by piece is the text that comes whole, cut at the first stop string."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
+from cacheblend_rag.errors import ConfigError
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """Byte-level BPE with few merges, so that most characters take several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(["the cat sat on the mat. the end."], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+TOKENIZER = byte_level()
+
+
+def stream(text: str, stop: tuple[str, ...]) -> tuple[list[str], TextStream]:
+    out = TextStream(TOKENIZER, stop)
+    pieces = []
+    for token in TOKENIZER(text)["input_ids"]:
+        pieces.append(out.feed(token))
+        if out.stopped:
+            break
+    return [*pieces, out.finish()], out
+
+
+@given(st.text(max_size=30))
+@settings(max_examples=150, deadline=None)
+def test_pieces_join_to_the_text(text: str) -> None:
+    pieces, out = stream(text, ())
+    assert "".join(pieces) == out.text == text
+
+
+@given(
+    st.text(alphabet="abé🙂 ", max_size=30),
+    st.lists(st.text(alphabet="abé🙂 ", min_size=1, max_size=4), max_size=3),
+)
+@settings(max_examples=300, deadline=None)
+def test_the_text_ends_before_the_first_stop_string(text: str, stop: list[str]) -> None:
+    pieces, out = stream(text, tuple(stop))
+    found = [text.index(s) for s in stop if s in text]
+    assert out.stopped == bool(found)
+    if not found:
+        assert "".join(pieces) == text
+        return
+    assert "".join(pieces) == out.text
+    assert not any(s in out.text for s in stop)
+    assert text.startswith(out.text)
+
+
+def test_no_piece_holds_half_a_character_or_half_a_stop_string() -> None:
+    pieces, _ = stream("né🙂 STOP more", ("STOP",))
+    assert "".join(pieces) == "né🙂 "
+    assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
+
+
+def test_top_k_and_top_p_leave_only_the_best() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, -1.0]])
+    for sampling in (
+        SamplingParams(temperature=5.0, top_k=2, seed=0),
+        SamplingParams(temperature=1.0, top_p=0.9, seed=0),
+    ):
+        sampler = Sampler(sampling, torch.device("cpu"))
+        assert {sampler.draw(logits, []) for _ in range(60)} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -1.0),
+        ("top_p", 0.0),
+        ("top_k", -1),
+        ("repetition_penalty", 0.0),
+        ("stop", ("",)),
+    ],
+)
+def test_bad_sampling_parameters_are_named(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"{field}="):
+        SamplingParams(**{field: value})
+
+
+def test_one_stop_string_need_not_be_a_tuple() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]

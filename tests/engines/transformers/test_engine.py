@@ -1,0 +1,328 @@
+"""The engine as its users meet it: answers, reports, streams, threads, limits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TieredKVStore
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.errors import ConfigError, PromptError
+from tests.engines.transformers.conftest import EngineFactory
+from tests.models import make_model, words
+
+CHUNKS = [Chunk(words(30, seed)) for seed in range(4)]
+QUESTION = words(6, 99)
+TEXT = "\n\n".join([words(3, 98), *(c.text for c in CHUNKS), QUESTION])
+SHORT = SamplingParams(max_tokens=6)
+
+
+def test_the_report_adds_up(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=0.2)
+    engine.precompute(CHUNKS[:3], progress=False)
+    engine.register(CHUNKS[3:])
+    report = engine.generate(TEXT, SHORT).report
+    assert report.blended
+    assert report.reason is None
+    assert [c.hit for c in report.chunks] == [True, True, True, False]
+    assert report.chunks[3].reason == "not stored"
+    assert [c.tier for c in report.chunks] == ["host", "host", "host", None]
+    assert [c.start for c in report.chunks] == [3, 33, 63, 93]
+    assert report.prompt_tokens == 3 + 4 * 30 + 6
+    assert report.recomputed_tokens == 18
+    assert report.reused_tokens == 90 - 18
+    assert report.computed_tokens == 3 + 30 + 6
+    assert sum(c.recomputed for c in report.chunks) == 18
+    assert 0 < report.compute_share < 0.8
+    assert report.recompute_ratio == 0.2
+    assert report.seconds.time_to_first_token > 0
+    assert report.to_dict()["seconds"]["time_to_first_token"] > 0
+
+
+def test_the_engine_keeps_the_protocol(make_engine: EngineFactory) -> None:
+    engine: Engine = make_engine()
+    wanted = {name for name in vars(Engine) if not name.startswith("_")}
+    assert all(hasattr(engine, name) for name in wanted)
+
+
+def test_text_segments_messages_and_parts_are_the_same_prompt(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=0.0)
+    engine.tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    engine.precompute(CHUNKS, progress=False)
+    parts = BlendPrompt.from_text(TEXT, engine.registry)
+    answers = [
+        engine.generate(prompt, SHORT)
+        for prompt in (TEXT, parts, [{"role": "user", "content": TEXT}])
+    ]
+    assert len({a.token_ids for a in answers}) == 1
+    assert all(a.report.reused_tokens == 120 for a in answers)
+
+
+def test_stream_pieces_join_to_the_answer(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.precompute(CHUNKS, progress=False)
+    deltas = list(engine.stream(TEXT, SHORT))
+    final = deltas[-1].generation
+    assert final is not None
+    assert all(d.generation is None for d in deltas[:-1])
+    assert "".join(d.text for d in deltas) == final.text
+    assert final == final.__class__(**{**vars(final)})
+    assert final.token_ids == engine.generate(TEXT, SHORT).token_ids
+    assert len(final.token_ids) == 6
+    assert final.finish_reason == "length"
+
+
+def test_stop_strings_end_and_are_cut_from_the_answer(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.precompute(CHUNKS, progress=False)
+    whole = engine.generate(TEXT, SHORT).text
+    stop = whole.split()[3]
+    stopped = engine.generate(TEXT, SamplingParams(max_tokens=6, stop=(stop,)))
+    assert stopped.finish_reason == "stop"
+    assert stopped.text == whole[: whole.index(stop)]
+    streamed = "".join(d.text for d in engine.stream(TEXT, SamplingParams(6, stop=(stop,))))
+    assert streamed == stopped.text
+
+
+def test_an_end_token_ends_the_answer_unless_ignored(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    first = engine.generate(TEXT, SHORT).token_ids[2]
+    engine._eos = frozenset({first})
+    ended = engine.generate(TEXT, SHORT)
+    assert ended.finish_reason == "stop"
+    assert first not in ended.token_ids
+    assert len(engine.generate(TEXT, SamplingParams(6, ignore_eos=True)).token_ids) == 6
+
+
+def test_seeds_decide_what_is_drawn(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.precompute(CHUNKS, progress=False)
+
+    def draw(seed: int, **more: float) -> tuple[int, ...]:
+        sampling = SamplingParams(max_tokens=12, temperature=1.5, seed=seed, **more)
+        return engine.generate(TEXT, sampling).token_ids
+
+    assert draw(1) == draw(1)
+    assert draw(1) != draw(2)
+    greedy = engine.generate(TEXT, SamplingParams(max_tokens=12)).token_ids
+    assert draw(3, top_k=1) == greedy
+    assert draw(3, top_p=1e-9) == greedy
+
+
+def test_a_repetition_penalty_reaches_the_prompt_too(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    seen = set(engine.tokenizer(TEXT)["input_ids"])
+    strong = SamplingParams(max_tokens=12, repetition_penalty=1e6)
+    drawn = engine.generate(TEXT, strong).token_ids
+    assert len(set(drawn)) == 12
+    assert not seen & set(drawn)
+
+
+def test_cancelling_stops_the_work(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    cancel = threading.Event()
+    cancel.set()
+    nothing = engine.generate(TEXT, SHORT, cancel=cancel)
+    assert (nothing.finish_reason, nothing.text) == ("cancelled", "")
+    assert nothing.report.reason == "cancelled"
+    cancel.clear()
+    received = []
+    for delta in engine.stream(TEXT, SamplingParams(max_tokens=50), cancel=cancel):
+        received.append(delta)
+        cancel.set()
+    final = received[-1].generation
+    assert final is not None
+    assert final.finish_reason == "cancelled"
+    assert len(final.token_ids) < 5
+
+
+def test_a_batch_answers_in_order(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.precompute(CHUNKS, progress=False)
+    prompts = [TEXT, f"{CHUNKS[1].text} {QUESTION}", "w5 w6 w7"]
+    batch = engine.generate_batch(prompts, SHORT)
+    assert [g.token_ids for g in batch] == [engine.generate(p, SHORT).token_ids for p in prompts]
+
+
+def test_threads_do_not_disturb_each_other(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=0.3)
+    engine.precompute(CHUNKS, progress=False)
+    prompts = [f"{CHUNKS[i % 4].text}\n{CHUNKS[(i + 1) % 4].text}\n{words(5, i)}" for i in range(8)]
+    alone = [engine.generate(p, SHORT).token_ids for p in prompts]
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda p: engine.generate(p, SHORT).token_ids, prompts))
+    assert together == alone
+
+
+def test_async_twins_answer_alike_and_leave_the_loop_free(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.precompute(CHUNKS, progress=False)
+    wanted = engine.generate(TEXT, SHORT)
+
+    async def main() -> None:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                ticks += 1
+                await asyncio.sleep(0)
+
+        ticking = asyncio.create_task(tick())
+        answers = await asyncio.gather(*(engine.agenerate(TEXT, SHORT) for _ in range(8)))
+        assert {a.token_ids for a in answers} == {wanted.token_ids}
+        pieces = [delta async for delta in engine.astream(TEXT, SHORT)]
+        assert "".join(p.text for p in pieces) == wanted.text
+        assert ticks > 8
+        ticking.cancel()
+        with pytest.raises(PromptError):
+            await engine.agenerate("")
+        with pytest.raises(PromptError):
+            async for _ in engine.astream(""):
+                pass
+
+    asyncio.run(main())
+
+
+def test_cancelling_a_task_stops_its_work(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    seen: list[threading.Event] = []
+    inner = engine.generate
+
+    def watched(*args, cancel, **kwargs):
+        seen.append(cancel)
+        return inner(*args, cancel=cancel, **kwargs)
+
+    engine.generate = watched  # type: ignore[method-assign]
+
+    async def main() -> None:
+        task = asyncio.create_task(engine.agenerate(TEXT, SamplingParams(max_tokens=4000)))
+        while not seen:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert seen[0].is_set()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [("", "prompt is empty"), (words(16385, 1), "16385 tokens, the context window is 16384")],
+)
+def test_prompts_that_cannot_be_served_are_refused(
+    make_engine: EngineFactory, prompt: str, message: str
+) -> None:
+    with pytest.raises(PromptError, match=message):
+        make_engine().generate(prompt)
+
+
+def test_an_answer_ends_at_the_context_window(make_engine: EngineFactory) -> None:
+    small = make_model("llama")
+    small.config.max_position_embeddings = 64
+    engine = make_engine(with_model=small, recompute_ratio=0.0)
+    assert engine.context_window == 64
+    answer = engine.generate(words(60, 1), SamplingParams(max_tokens=100))
+    assert len(answer.token_ids) == 4
+    assert answer.finish_reason == "length"
+    report = engine.precompute([words(70, 1), words(10, 2), "  "], progress=False)
+    assert report.refused == {"longer than the context window": 1, "empty text": 1}
+    assert report.computed == 1
+
+
+def test_too_few_reusable_tokens_are_not_worth_blending(make_engine: EngineFactory) -> None:
+    engine = make_engine(min_tokens=121)
+    engine.precompute(CHUNKS, progress=False)
+    report = engine.generate(TEXT, SHORT).report
+    assert not report.blended
+    assert report.reason == "120 reusable tokens are fewer than min_tokens=121"
+    assert {c.reason for c in report.chunks} == {"too short"}
+    enough = engine.generate(TEXT, SHORT, config=BlendConfig(min_tokens=120, selector="random"))
+    assert enough.report.blended
+
+
+def test_hints_that_do_not_stand_in_the_prompt_are_reported(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.precompute(CHUNKS, progress=False)
+    altered = f"{CHUNKS[0].text[:-4]} {CHUNKS[1].text} {QUESTION}"
+    stranger = Chunk("never registered")
+    report = engine.generate(altered, SHORT, hints=[*CHUNKS[:2], stranger]).report
+    assert [(c.hit, c.reason) for c in report.chunks] == [
+        (True, None),
+        (False, "altered text"),
+        (False, "unknown"),
+    ]
+
+
+def test_a_prompt_ending_in_a_chunk_still_yields_its_own_logits(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=0.0, lead_in="none")
+    engine.precompute(CHUNKS[:1], progress=False)
+    answer = engine.generate(CHUNKS[0].text, SHORT)
+    assert answer.report.recomputed_tokens == 1
+    assert answer.token_ids == engine.generate_full(CHUNKS[0].text, SHORT).token_ids
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"check_layers": (9,), "selector": "hkvd"}, {"selector": "nonsense"}]
+)
+def test_a_config_that_does_not_suit_the_model_is_refused(
+    make_engine: EngineFactory, arguments: dict
+) -> None:
+    with pytest.raises(ConfigError):
+        make_engine(**arguments)
+    with pytest.raises(ConfigError):
+        make_engine().generate(TEXT, config=BlendConfig(**arguments))
+
+
+def test_full_prefill_reports_no_reuse(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.precompute(CHUNKS, progress=False)
+    report = engine.generate_full(TEXT, SHORT).report
+    assert not report.blended
+    assert report.reason == "full prefill was asked for"
+    assert report.computed_tokens == report.prompt_tokens
+    assert report.compute_share == 1.0
+
+
+def test_a_selector_without_its_prior_falls_back_and_says_so(make_engine: EngineFactory) -> None:
+    engine = make_engine(selector="prior")
+    engine.precompute(CHUNKS, progress=False)
+    report = engine.generate(TEXT, SHORT).report
+    assert report.selector == "chunk_head (no prior stored for prior)"
+    assert report.recomputed_tokens == 20
+
+
+@pytest.mark.parametrize("selector", ["question", "question_prior", "hkvd", "chunk_head"])
+def test_each_selector_recomputes_its_share(make_engine: EngineFactory, selector: str) -> None:
+    from cacheblend_rag import Document
+
+    engine = make_engine(selector=selector, recompute_ratio=0.1, protect_context=False)
+    engine.precompute([Document("d", tuple(c.text for c in CHUNKS))], progress=False)
+    report = engine.generate(TEXT, SHORT).report
+    assert report.selector == selector
+    assert report.recomputed_tokens == 12
+
+
+def test_namespaces_do_not_share_kv(make_engine: EngineFactory) -> None:
+    store = TieredKVStore.open()
+    ours, theirs = (make_engine(store=store, namespace=n) for n in ("ours", "theirs"))
+    ours.precompute(CHUNKS, progress=False)
+    theirs.register(CHUNKS)
+    assert ours.generate(TEXT, SHORT).report.blended
+    report = theirs.generate(TEXT, SHORT).report
+    assert not report.blended
+    assert {c.reason for c in report.chunks} == {"not stored"}
+
+
+def test_kv_of_another_lead_in_is_a_miss_with_that_reason(make_engine: EngineFactory) -> None:
+    store = TieredKVStore.open()
+    make_engine(store=store, lead_in="bos").precompute(CHUNKS[:2], progress=False)
+    other = make_engine(store=store, lead_in="instruction")
+    other.register(CHUNKS)
+    reasons = [c.reason for c in other.generate(TEXT, SHORT).report.chunks]
+    assert reasons == ["other model", "other model", "not stored", "not stored"]

@@ -1,0 +1,249 @@
+"""Exactness on every supported model family: the ground everything else stands on."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
+from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.rotary import rotated
+from cacheblend_rag.engines.transformers.stack import TransformersStack
+from tests.models import FAMILIES, VOCABULARY, make_model, make_tokenizer, words
+
+HEAD, CHUNK, QUESTION = 5, 40, 9
+GREEDY = SamplingParams(max_tokens=16)
+
+pytestmark = pytest.mark.usefixtures("without_gradients")
+
+
+@pytest.fixture
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(params=FAMILIES, scope="module")
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(family: str) -> PreTrainedModel:
+    return make_model(family)
+
+
+class Case:
+    """A prompt of text, three chunks and a question, and the chunks' KV computed alone."""
+
+    def __init__(self, model: PreTrainedModel, *, head: int = HEAD) -> None:
+        if getattr(model.config, "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")
+        self.model, self.stack = model, TransformersStack(model)
+        draw = torch.Generator().manual_seed(3)
+        lengths = [head, CHUNK, 1, CHUNK, 2, CHUNK, QUESTION]
+        parts = [torch.randint(2, VOCABULARY, (n,), generator=draw) for n in lengths]
+        self.ids = torch.cat(parts)
+        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        self.spans = [(starts[i], starts[i + 1]) for i in (1, 3, 5)]
+        self.alone = [ordinary_kv(model, self.ids[a:b]) for a, b in self.spans]
+
+    def run(
+        self,
+        ratio: float,
+        *,
+        hits: tuple[int, ...] = (0, 1, 2),
+        eligible_before: int | None = None,
+        **settings,
+    ) -> BlendPass:
+        fused = FusedKV(self.stack.geometry, self.ids.numel())
+        cached = torch.zeros(self.ids.shape, dtype=torch.bool)
+        offsets = torch.zeros_like(self.ids)
+        for index in hits:
+            (start, end), (keys, values) = self.spans[index], self.alone[index]
+            cos, sin = self.stack.rotation(start)
+            fused.keys[:, :, start:end] = rotated(keys, cos, sin)
+            fused.values[:, :, start:end] = values
+            cached[start:end] = True
+            offsets[start:end] = torch.arange(end - start)
+        config = BlendConfig(recompute_ratio=ratio, **settings)
+        schedule = plan_schedule(config, self.stack.geometry.layers)
+        eligible = cached & (torch.arange(self.ids.numel()) < (eligible_before or self.ids.numel()))
+        prior = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(5))
+        candidates = Candidates(cached, eligible, offsets, prior)
+        run = BlendPass(self.stack, self.ids, fused, candidates, schedule, row_block=37)
+        run.run()
+        return run
+
+    def logits(self, run: BlendPass) -> torch.Tensor:
+        return self.stack.logits(run.hidden)[0]
+
+
+def ordinary_kv(model: PreTrainedModel, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    cache = DynamicCache()
+    model(input_ids=ids[None], past_key_values=cache, use_cache=True)
+    return (
+        torch.stack([layer.keys[0] for layer in cache.layers]),
+        torch.stack([layer.values[0] for layer in cache.layers]),
+    )
+
+
+def ordinary_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids[None], use_cache=False).logits[0, -1].float()
+
+
+def plain_reuse_logits(case: Case) -> torch.Tensor:
+    """Plain reuse written independently of the blend pass: the model's own forward, run by run.
+
+    Each chunk's KV is computed alone at position 0 and appended to an ordinary cache after asking
+    the model's first layer, by a difference of angles, for the rotation; text runs go through the
+    ordinary forward on that cache.
+    """
+    model, cache, at = case.model, DynamicCache(), 0
+    out = None
+    edges = [0, *(edge for span in case.spans for edge in span), case.ids.numel()]
+    for index, (start, end) in enumerate(pairwise(edges)):
+        if index % 2:
+            keys, values = case.alone[index // 2]
+            for layer in range(keys.shape[0]):
+                cos, sin = rotary_table(case, layer, start)
+                half = cos.shape[-1]
+                first, second = keys[layer, ..., :half], keys[layer, ..., half : 2 * half]
+                turned = torch.cat(
+                    [
+                        first * cos - second * sin,
+                        second * cos + first * sin,
+                        keys[layer, ..., 2 * half :],
+                    ],
+                    -1,
+                )
+                cache.update(turned[None], values[layer][None], layer)
+        elif end > start:
+            out = model(
+                input_ids=case.ids[None, start:end],
+                position_ids=torch.arange(start, end)[None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+        at = end
+    assert at == case.ids.numel()
+    return out.logits[0, -1].float()
+
+
+def rotary_table(case: Case, layer: int, offset: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of offset x frequency, read from the model's rotary module's frequencies."""
+    rotary = case.model.model.rotary_emb
+    kinds = getattr(case.model.config, "layer_types", None)
+    name = f"{kinds[layer]}_inv_freq" if kinds else "inv_freq"
+    frequencies = getattr(rotary, name, None)
+    if frequencies is None:
+        frequencies = rotary.inv_freq
+    angle = offset * frequencies.float()
+    return angle.cos(), angle.sin()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_ratio_one_equals_ordinary_prefill(family: str, dtype: torch.dtype) -> None:
+    case = Case(make_model(family, dtype))
+    run = case.run(1.0)
+    found, wanted = case.logits(run), ordinary_logits(case.model, case.ids)
+    assert run.stats.recomputed.sum() == 3 * CHUNK
+    if dtype == torch.float32:
+        assert (found - wanted).abs().max() <= 1e-4
+    else:
+        assert (found - wanted).abs().max() <= 0.03 * wanted.abs().max()
+
+
+def test_ratio_one_gives_the_same_greedy_text(model: PreTrainedModel) -> None:
+    tokenizer = make_tokenizer()
+    parts: list[str | Chunk] = [words(HEAD, 1)]
+    for seed in (2, 3, 4):
+        parts += [Chunk(words(CHUNK, seed)), " w9 "]
+    prompt = BlendPrompt.of(*parts, words(QUESTION, 5))
+    config = BlendConfig(recompute_ratio=1.0, lead_in="none", min_tokens=0)
+    engine = TransformersEngine(model, tokenizer=tokenizer, config=config)
+    assert engine.blend_refusal is None
+    engine.precompute([p for p in parts if isinstance(p, Chunk)], progress=False)
+    blended = engine.generate(prompt, GREEDY)
+    assert blended.report.blended
+    assert blended.report.recomputed_tokens == 3 * CHUNK
+    ids = torch.tensor([prompt.encode(tokenizer).token_ids])
+    wanted = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
+    )[0, ids.shape[1] :]
+    assert blended.token_ids == tuple(wanted.tolist())
+    assert len(blended.token_ids) == 16
+
+
+def test_ratio_zero_equals_plain_reuse(model: PreTrainedModel) -> None:
+    case = Case(model)
+    run = case.run(0.0)
+    assert not run.stats.recomputed.any()
+    found, wanted = case.logits(run), plain_reuse_logits(case)
+    assert (found - wanted).abs().max() <= 1e-4
+    ordinary = ordinary_logits(case.model, case.ids)
+    assert (wanted - ordinary).abs().max() > 1e-2, "the case must tell reuse from prefill"
+
+
+def test_ratio_zero_is_exact_for_a_chunk_at_position_zero(model: PreTrainedModel) -> None:
+    case = Case(model, head=0)
+    run = case.run(0.0, hits=(0,))
+    assert (case.logits(run) - ordinary_logits(case.model, case.ids)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("hits", [(), (0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+def test_ratio_one_is_exact_with_chunks_missing_anywhere(
+    model: PreTrainedModel, hits: tuple[int, ...]
+) -> None:
+    case = Case(model)
+    run = case.run(1.0, hits=hits)
+    assert (case.logits(run) - ordinary_logits(case.model, case.ids)).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"selector": "hkvd"},
+        {"selector": "hkvd", "check_layers": (1, 2), "recompute_ratios": (0.5, 0.2)},
+        {"selector": "chunk_head"},
+        {"selector": "random"},
+        {"selector": "prior"},
+    ],
+    ids=["hkvd", "hkvd-gradual", "chunk_head", "random", "prior"],
+)
+def test_a_kept_row_does_not_see_later_tokens(model: PreTrainedModel, settings: dict) -> None:
+    """Everything after the second chunk changes; the rows kept before it must not."""
+    case = Case(model)
+    boundary = case.spans[1][1]
+    before = case.run(0.3, eligible_before=boundary, **settings)
+    rows = before.stats.recomputed.nonzero()[:, 0]
+    assert rows.numel() == (16 if "recompute_ratios" in settings else 24)
+    assert int(rows.max()) < boundary
+    case.ids[boundary:] = (case.ids[boundary:] + 29) % VOCABULARY
+    case.alone[2] = (case.alone[2][0] * 0.5, case.alone[2][1] + 1.0)
+    after = case.run(0.3, eligible_before=boundary, **settings)
+    assert torch.equal(rows, after.stats.recomputed.nonzero()[:, 0])
+    for then, now in (
+        (before.fused.keys, after.fused.keys),
+        (before.fused.values, after.fused.values),
+    ):
+        torch.testing.assert_close(then[:, :, rows], now[:, :, rows], atol=1e-5, rtol=0)
+        assert (then[1:, :, -1] - now[1:, :, -1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("offset", [1, 511, 8192, -700])
+def test_re_rotated_keys_equal_keys_computed_in_place(model: PreTrainedModel, offset: int) -> None:
+    case = Case(model)
+    positions = torch.arange(1000, 1000 + CHUNK)[None]
+    hidden = case.stack.embed(case.ids[None, :CHUNK])
+    cos, sin = case.stack.rotation(offset)
+    for layer in range(case.stack.geometry.layers):
+        near = case.stack.probe_layer(layer, hidden, case.stack.at(positions)).key
+        far = case.stack.probe_layer(layer, hidden, case.stack.at(positions + offset)).key
+        moved = rotated(near, cos[layer : layer + 1], sin[layer : layer + 1])
+        assert (moved - far).abs().max() <= 1e-3

@@ -1,0 +1,211 @@
+"""Whatever goes wrong with stored KV: the answer is ordinary prefill's, and the report says why."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
+from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.kv import DiskTier
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+from tests.engines.transformers.conftest import EngineFactory
+from tests.models import SHAPE, VOCABULARY, make_model, make_tokenizer, words
+
+CHUNKS = [Chunk(words(30, seed)) for seed in range(2)]
+TEXT = "\n".join([*(c.text for c in CHUNKS), words(6, 99)])
+SHORT = SamplingParams(max_tokens=6)
+DAMAGES = {
+    "truncated": lambda data: data[: len(data) // 2],
+    "emptied": lambda data: b"",
+    "bit flipped in the tensors": lambda data: data[:-9] + bytes([data[-9] ^ 1]) + data[-8:],
+    "bit flipped in the header": lambda data: data[:20] + bytes([data[20] ^ 1]) + data[21:],
+}
+
+
+def on_disk(folder: Path) -> TieredKVStore:
+    return TieredKVStore.open(host_bytes=0, disk_path=folder)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("?/?/*.safetensors"))
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_computed_afresh(
+    make_engine: EngineFactory, tmp_path: Path, damage: str
+) -> None:
+    engine = make_engine(store=on_disk(tmp_path), recompute_ratio=1.0)
+    engine.precompute(CHUNKS, progress=False)
+    victim = files(tmp_path)[0]
+    victim.write_bytes(DAMAGES[damage](victim.read_bytes()))
+    answer = engine.generate(TEXT, SHORT)
+    assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
+    assert sorted(str(c.reason) for c in answer.report.chunks) == ["None", "damaged"]
+    assert len(files(tmp_path)) == 1
+    assert any(p.name.startswith(victim.stem) for p in (tmp_path / "quarantine").iterdir())
+    assert engine.precompute(CHUNKS, progress=False).computed == 1
+    assert all(c.hit for c in engine.generate(TEXT, SHORT).report.chunks)
+
+
+def test_a_file_of_another_model_is_computed_afresh(
+    make_engine: EngineFactory, tmp_path: Path
+) -> None:
+    ours = make_engine(store=on_disk(tmp_path / "ours"))
+    theirs = make_engine(store=on_disk(tmp_path / "theirs"), namespace="theirs")
+    for engine in (ours, theirs):
+        engine.precompute(CHUNKS, progress=False)
+    for source, target in zip(files(tmp_path / "theirs"), files(tmp_path / "ours"), strict=True):
+        target.write_bytes(source.read_bytes())
+    answer = ours.generate(TEXT, SHORT)
+    assert answer.token_ids == ours.generate_full(TEXT, SHORT).token_ids
+    assert {c.reason for c in answer.report.chunks} == {"other model"}
+    assert answer.report.reused_tokens == 0
+
+
+def test_kv_of_another_shape_under_the_right_name_is_refused(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.precompute(CHUNKS, progress=False)
+    wrong = torch.zeros(4, 2, 29, 16)
+    engine.store.put(engine._lead_in.key(CHUNKS[0]), ChunkKV(wrong, wrong, 0))
+    reasons = [c.reason for c in engine.generate(TEXT, SHORT).report.chunks]
+    assert reasons == ["damaged", None]
+
+
+def test_a_full_disk_costs_reuse_and_nothing_else(
+    make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(DiskTier, "_write", full)
+    engine = make_engine(store=on_disk(tmp_path))
+    report = engine.precompute(CHUNKS, progress=False)
+    assert (report.computed, dict(report.refused)) == (0, {"store full": 2})
+    answer = engine.generate(TEXT, SHORT)
+    assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
+    assert answer.report.reason == "no chunk of the prompt is stored"
+
+
+def test_a_capacity_below_one_chunk_costs_reuse_and_nothing_else(
+    make_engine: EngineFactory,
+) -> None:
+    engine = make_engine(store=TieredKVStore.open(host_bytes=100))
+    assert engine.precompute(CHUNKS, progress=False).refused == {"store full": 2}
+    answer = engine.generate(TEXT, SHORT)
+    assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
+    assert {c.reason for c in answer.report.chunks} == {"not stored"}
+
+
+def test_a_store_that_dies_meanwhile_costs_reuse_and_nothing_else(
+    make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(store=on_disk(tmp_path), recompute_ratio=0.0)
+    engine.precompute(CHUNKS, progress=False)
+
+    def dead(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(DiskTier, "_load", dead)
+    answer = engine.generate(TEXT, SHORT)
+    assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
+    assert {c.reason for c in answer.report.chunks} == {"store error"}
+    assert answer.report.reused_tokens == 0
+
+
+REFUSED = {
+    "rotary positions of type dynamic": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        )
+    ),
+    "rotary positions of type longrope": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SHAPE,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "original_max_position_embeddings": 4096,
+            },
+        )
+    ),
+    "cannot be driven one by one": lambda: GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_an_unsupported_model_is_served_by_ordinary_prefill(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(1)
+    model = REFUSED[reason]().eval()
+    with caplog.at_level(logging.WARNING):
+        engine = TransformersEngine(model, tokenizer=make_tokenizer())
+    assert engine.blend_refusal is not None
+    assert reason in engine.blend_refusal
+    assert reason in caplog.text
+    report = engine.precompute(CHUNKS, progress=False)
+    assert (report.computed, dict(report.refused)) == (0, {"unsupported model": 2})
+    answer = engine.generate(TEXT, SHORT)
+    ids = torch.tensor([make_tokenizer()(TEXT)["input_ids"]])
+    wanted = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
+    )
+    assert answer.token_ids == tuple(wanted[0, ids.shape[1] :].tolist())
+    assert {c.reason for c in answer.report.chunks} == {"unsupported model"}
+    assert answer.report.reason is not None
+    assert reason in answer.report.reason
+
+
+def test_a_model_that_fails_the_trial_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cacheblend_rag.engines.transformers.stack import TransformersStack
+
+    rotation = TransformersStack.rotation
+    monkeypatch.setattr(TransformersStack, "rotation", lambda self, by: rotation(self, by + 1))
+    engine = TransformersEngine(make_model(), tokenizer=make_tokenizer())
+    assert engine.blend_refusal is not None
+    assert "re-rotation check failed" in engine.blend_refusal
+
+
+def test_a_model_that_does_not_load_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError) as caught:
+        TransformersEngine(tmp_path / "nothing")
+    assert "\n" not in str(caught.value)
+    assert "nothing" in str(caught.value)
+    with pytest.raises(ConfigError, match="tokenizer must be given"):
+        TransformersEngine(make_model())
+    with pytest.raises(ConfigError, match="dtype='float3' must be"):
+        TransformersEngine(tmp_path, dtype="float3")
+
+
+def test_a_hub_format_folder_loads(tmp_path: Path) -> None:
+    make_model().save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    engine = TransformersEngine(tmp_path)
+    same = TransformersEngine(make_model(), tokenizer=make_tokenizer())
+    assert engine.blend_refusal is None
+    assert engine.generate(TEXT, SHORT).token_ids == same.generate(TEXT, SHORT).token_ids
+    assert engine.fingerprint == same.fingerprint
+    half = TransformersEngine(tmp_path, dtype="bfloat16")
+    assert half.model.dtype == torch.bfloat16
+    assert half.fingerprint != same.fingerprint
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    model = make_model()
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError):
+        TransformersEngine(tmp_path)

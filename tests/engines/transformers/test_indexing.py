@@ -1,0 +1,262 @@
+"""Index time: lead-ins, batches, documents and their windows, edits, priors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TieredKVStore
+from cacheblend_rag.engines.transformers import indexing
+from cacheblend_rag.engines.transformers.leadin import window_start
+from tests.engines.transformers.conftest import EngineFactory
+from tests.engines.transformers.test_exactness import ordinary_kv
+from tests.models import words
+
+INSTRUCTION = words(4, 50)
+PIECES = tuple(words(12 + i, i) for i in range(4))
+DOCUMENT = Document("doc", PIECES, separator=" w77 ")
+SHORT = SamplingParams(max_tokens=4)
+
+
+def tokens(engine, text: str) -> torch.Tensor:
+    return torch.tensor(engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def stored(engine, chunk: Chunk):
+    found = engine.store.get(engine._lead_in.key(chunk)).kv
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("lead_in", ["none", "bos", "instruction"])
+def test_a_chunk_is_computed_behind_its_lead_in(make_engine: EngineFactory, lead_in: str) -> None:
+    engine = make_engine(lead_in=lead_in, instruction=INSTRUCTION)
+    lead = INSTRUCTION if lead_in == "instruction" else ""
+    chunks = [Chunk(words(n, n)) for n in (5, 40, 17)]
+    report = engine.precompute(chunks, progress=False)
+    assert (report.computed, report.skipped, report.computed_tokens) == (3, 0, 62)
+    for chunk in chunks:
+        before = tokens(engine, lead).numel()
+        with torch.no_grad():
+            keys, values = ordinary_kv(engine.model, tokens(engine, f"{lead} {chunk.text}"))
+        kv = stored(engine, chunk)
+        assert kv.position == before
+        torch.testing.assert_close(kv.keys, keys[:, :, before:], atol=1e-5, rtol=0)
+        torch.testing.assert_close(kv.values, values[:, :, before:], atol=1e-5, rtol=0)
+
+
+def test_contextual_kv_is_a_slice_of_the_whole_documents_kv(make_engine: EngineFactory) -> None:
+    engine = make_engine(instruction=INSTRUCTION)
+    engine.precompute([DOCUMENT], progress=False)
+    whole = tokens(engine, f"{INSTRUCTION} {DOCUMENT.separator.join(PIECES)}")
+    with torch.no_grad():
+        keys, values = ordinary_kv(engine.model, whole)
+    at = 4
+    for chunk in DOCUMENT.to_chunks():
+        kv = stored(engine, chunk)
+        assert kv.position == at
+        torch.testing.assert_close(kv.keys, keys[:, :, at : at + kv.tokens], atol=1e-5, rtol=0)
+        torch.testing.assert_close(kv.values, values[:, :, at : at + kv.tokens], atol=1e-5, rtol=0)
+        at += kv.tokens + 1
+
+
+def test_a_whole_document_reused_in_place_is_exact(make_engine: EngineFactory) -> None:
+    engine = make_engine(instruction=INSTRUCTION, recompute_ratio=0.0)
+    engine.precompute([DOCUMENT], progress=False)
+    parts: list[str | Chunk] = [INSTRUCTION]
+    for chunk in DOCUMENT.to_chunks():
+        parts += [chunk, DOCUMENT.separator]
+    prompt = BlendPrompt.of(*parts[:-1], words(6, 60))
+    blended, full = engine.generate(prompt, SHORT), engine.generate_full(prompt, SHORT)
+    assert blended.report.reused_tokens == sum(12 + i for i in range(4))
+    assert blended.token_ids == full.token_ids
+
+
+def computed_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Record how many rows each document pass computed."""
+    rows: list[int] = []
+
+    class Recorded(indexing.BlendPass):
+        def run(self) -> None:
+            rows.append(int((~self.candidates.cached).sum()))
+            super().run()
+
+    monkeypatch.setattr(indexing, "BlendPass", Recorded)
+    return rows
+
+
+def test_editing_a_document_recomputes_only_what_follows_the_edit(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(instruction=INSTRUCTION)
+    engine.precompute([DOCUMENT], progress=False)
+    before = [stored(engine, chunk) for chunk in DOCUMENT.to_chunks()]
+    edited = Document("doc", (*PIECES[:2], words(9, 70), PIECES[3]), DOCUMENT.separator)
+    rows = computed_rows(monkeypatch)
+    report = engine.precompute([edited], progress=False)
+    assert (report.computed, report.skipped) == (2, 2)
+    separators, lead, fresh = 3, 4, 9 + 15
+    assert rows == [lead + separators + fresh]
+    chunks = edited.to_chunks()
+    assert torch.equal(stored(engine, chunks[1]).keys, before[1].keys)
+    other = make_engine(instruction=INSTRUCTION)
+    other.precompute([edited], progress=False)
+    for chunk in chunks:
+        torch.testing.assert_close(
+            stored(engine, chunk).keys, stored(other, chunk).keys, atol=1e-5, rtol=0
+        )
+    old = DOCUMENT.to_chunks()
+    assert not engine.store.contains(engine._lead_in.key(old[2]))
+    assert not engine.store.contains(engine._lead_in.key(old[3]))
+    assert old[2].text not in engine.registry
+
+
+def test_what_is_stored_is_skipped_in_the_next_process(
+    make_engine: EngineFactory, tmp_path
+) -> None:
+    first = make_engine(store=TieredKVStore.open(disk_path=tmp_path))
+    first.precompute([DOCUMENT], progress=False)
+    first.close()
+    second = make_engine(store=TieredKVStore.open(disk_path=tmp_path))
+    report = second.precompute([DOCUMENT], progress=False)
+    assert (report.computed, report.skipped) == (0, 4)
+    text = f"{DOCUMENT.separator.join(PIECES)} w9"
+    assert [c.tier for c in second.generate(text, SHORT).report.chunks] == ["disk"] * 4
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    others = [Document(f"d{i}", (words(8, 80 + i), words(8, 90 + i))) for i in range(3)]
+    compute = engine._compute
+
+    def interrupted(wanted):
+        for index, done in enumerate(compute(wanted)):
+            if index == 3:
+                raise KeyboardInterrupt
+            yield done
+
+    engine._compute = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.precompute(others, progress=False)
+    engine._compute = compute  # type: ignore[method-assign]
+    report = engine.precompute(others, progress=False)
+    assert (report.computed, report.skipped) == (3, 3)
+
+
+def test_one_text_in_two_documents_has_two_kvs_and_hints_choose(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=0.0)
+    shared = words(20, 1)
+    documents = [Document(name, (words(15, i), shared)) for i, name in enumerate("ab", 2)]
+    engine.precompute(documents, progress=False)
+    chunks = [document.to_chunks()[1] for document in documents]
+    keys = [engine._lead_in.key(chunk) for chunk in chunks]
+    assert keys[0].chunk_id == keys[1].chunk_id
+    assert keys[0] != keys[1]
+    prompt = f"w3 {shared} w4"
+    for name, chunk in zip("ab", chunks, strict=True):
+        for hint in (name, chunk):
+            found = engine.generate(prompt, SHORT, hints=[hint]).report.chunks
+            assert [(c.hit, c.document_id) for c in found] == [(True, name)]
+
+
+def test_deleting_a_document_drops_its_kv(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    engine.precompute([DOCUMENT, Document("other", (words(9, 5),))], progress=False)
+    assert engine.evict_document("doc") == 4
+    assert len(engine.store.keys()) == 1
+    assert PIECES[0] not in engine.registry
+    assert engine.evict_document("doc") == 0
+
+
+def test_the_prior_is_nothing_where_nothing_precedes_and_something_after(
+    make_engine: EngineFactory,
+) -> None:
+    for lead_in in ("document", "instruction"):
+        engine = make_engine(lead_in=lead_in, instruction=INSTRUCTION)
+        engine.precompute([DOCUMENT, Chunk(words(9, 9))], progress=False)
+        priors = [stored(engine, chunk).prior for chunk in DOCUMENT.to_chunks()]
+        assert priors[0] is not None
+        assert priors[0].abs().max() < 1e-6
+        assert all(p is not None and (p > 1e-4).all() for p in priors[1:])
+        assert stored(engine, Chunk(words(9, 9))).prior is None
+
+
+def test_the_attention_prior_is_the_mass_that_leaves_the_chunk(make_engine: EngineFactory) -> None:
+    engine = make_engine(instruction=INSTRUCTION)
+    engine.precompute([DOCUMENT], progress=False)
+    whole = tokens(engine, f"{INSTRUCTION} {DOCUMENT.separator.join(PIECES)}")
+    engine.model.set_attn_implementation("eager")
+    with torch.no_grad():
+        maps = engine.model(whole[None], output_attentions=True).attentions
+    engine.model.set_attn_implementation("sdpa")
+    start = 4 + 12 + 1
+    shares = torch.stack([a[0] for a in maps])[:, :, start : start + 13, 4:start]
+    wanted = shares.sum(-1).amax((0, 1))
+    found = stored(engine, DOCUMENT.to_chunks()[1]).prior
+    assert found is not None
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_the_deviation_prior_compares_alone_with_in_its_document(
+    make_engine: EngineFactory,
+) -> None:
+    alone = make_engine(lead_in="none")
+    contextual = make_engine(lead_in="document")
+    for engine in (alone, contextual):
+        engine.precompute([DOCUMENT], progress=False)
+    chunk = DOCUMENT.to_chunks()[2]
+    kv, wanted = stored(alone, chunk), stored(contextual, chunk)
+    cos, sin = alone._stack.rotation(wanted.position - kv.position)
+    from cacheblend_rag.blend.rotary import rotated
+
+    gap = (rotated(kv.keys, cos, sin) - wanted.keys).square().sum((0, 1, 3))
+    assert kv.prior is not None
+    torch.testing.assert_close(kv.prior, gap, atol=1e-4, rtol=1e-3)
+
+
+def test_long_documents_are_computed_within_a_window(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = Document("long", tuple(words(10, 200 + i) for i in range(12)), separator=" w77 ")
+    engine = make_engine(document_window=44)
+    rows = computed_rows(monkeypatch)
+    report = engine.precompute([long], progress=False)
+    assert report.computed == 12
+    assert max(rows) <= 44 + 11
+    assert sum(rows) <= 2 * (12 * 11)
+    chunk = long.to_chunks()[-1]
+    kv = stored(engine, chunk)
+    assert 22 - 11 <= kv.position <= 44
+    with torch.no_grad():
+        text = long.separator.join(long.chunks)
+        part = tokens(engine, text)[-(kv.position + kv.tokens) :]
+        keys, _ = ordinary_kv(engine.model, part)
+    torch.testing.assert_close(kv.keys, keys[:, :, kv.position :], atol=1e-5, rtol=0)
+
+
+@given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 60))
+@settings(max_examples=100, deadline=None)
+def test_a_window_never_holds_more_than_it_may(lengths: list[int], window: int) -> None:
+    start = window_start(lengths, window)
+    assert sum(lengths[start:]) <= window
+    whole = sum(lengths) <= window
+    assert (start == 0) == (whole or not lengths)
+
+
+def test_context_that_the_prompt_lacks_is_protected(make_engine: EngineFactory) -> None:
+    engine = make_engine(selector="chunk_head", recompute_ratio=0.5)
+    engine.precompute([DOCUMENT], progress=False)
+    lone = engine.generate(f"w3 {PIECES[1]} w4", SHORT).report
+    assert lone.recomputed_tokens == 0
+    assert lone.selector == "chunk_head (no token may be recomputed)"
+    whole = engine.generate(f"{PIECES[0]} w77 {PIECES[1]} w4", SHORT).report
+    assert whole.chunks[0].recomputed > 0, "a first chunk has no context to forget"
+    assert whole.chunks[1].recomputed == 0, "w77 stands between chunks, in none of them"
+    plain = Document("plain", PIECES, separator="\n")
+    engine.precompute([plain], progress=False)
+    whole = engine.generate(f"{PIECES[0]}\n{PIECES[1]} w4", SHORT, hints=["plain"]).report
+    assert whole.chunks[1].recomputed > 0
+    everything = engine.config.with_changes(recompute_ratio=1.0)
+    assert engine.generate(f"w3 {PIECES[1]} w4", SHORT, config=everything).report.reused_tokens == 0

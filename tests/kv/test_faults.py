@@ -1,0 +1,346 @@
+"""What goes wrong with disks, files and other processes is a miss or a failed put, never more."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore, codec
+from cacheblend_rag.kv.tiers import disk as disk_module
+
+from .samples import OTHER_FINGERPRINT, chunk_files, make_key, make_kv, same
+
+KEY, OTHER = make_key(0), make_key(1)
+DATA = codec.encode(KEY, make_kv())
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return DiskTier(tmp_path)
+
+
+@pytest.fixture
+def store(disk):
+    with TieredKVStore([disk]) as store:
+        yield store
+
+
+def overwrite(tmp_path, data):
+    """Replace the one stored chunk's file, as a damaged disk or a stranger would."""
+    (path,) = chunk_files(tmp_path)
+    path.write_bytes(data)
+
+
+def temporaries(tmp_path):
+    return list(tmp_path.rglob("*.tmp"))
+
+
+def run_python(code, *arguments):
+    """Start a process that has this project, the samples and ``folder`` at hand."""
+    prelude = """
+        import os, resource, signal, sys, time
+        from pathlib import Path
+        from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore, codec
+        from cacheblend_rag.kv.tiers import disk as disk_module
+        from kv.samples import *
+        folder = sys.argv[1]
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code), *arguments],
+        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process, code=0):
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code, err
+    return out
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 300, 512, len(DATA) // 2, len(DATA) - 1])
+def test_a_truncated_file_is_a_miss_and_is_quarantined(store, disk, tmp_path, length):
+    store.put(KEY, make_kv())
+    overwrite(tmp_path, DATA[:length])
+    found = store.get(KEY)
+    assert (found.kv, found.reason) == (None, "damaged")
+    assert chunk_files(tmp_path) == []
+    assert len(disk.quarantined()) == 1
+    assert disk.stats()["quarantined"] == 1
+    assert store.get(KEY).reason == "not stored"
+    assert store.put(KEY, make_kv())
+    assert same(store.get(KEY).kv, make_kv())
+
+
+def test_no_flipped_bit_reaches_a_reader(store, tmp_path):
+    store.put(KEY, make_kv())
+    for bit in range(0, 8 * len(DATA), 61):
+        altered = bytearray(DATA)
+        altered[bit // 8] ^= 1 << bit % 8
+        store.put(KEY, make_kv())
+        overwrite(tmp_path, altered)
+        found = store.get(KEY)
+        assert found.kv is None
+        assert found.reason in {"damaged", "other model"}
+
+
+def test_another_models_file_is_told_from_damage(store, disk, tmp_path):
+    store.put(KEY, make_kv())
+    overwrite(tmp_path, codec.encode(make_key(0, of=OTHER_FINGERPRINT), make_kv()))
+    assert store.get(KEY).reason == "other model"
+    assert len(disk.quarantined()) == 1
+
+
+def test_a_lower_tier_answers_for_a_damaged_one(tmp_path):
+    tiers = [DiskTier(tmp_path / name, name=name) for name in ("near", "far")]
+    store = TieredKVStore(tiers)
+    store.put(KEY, make_kv())
+    overwrite(tmp_path / "near", b"rubbish")
+    found = store.get(KEY)
+    assert found.tier == "far"
+    assert same(found.kv, make_kv())
+    assert store.get(KEY).tier == "near"
+
+
+def test_quarantine_leaves_usage_right_and_does_not_grow_without_end(store, disk, tmp_path):
+    for _ in range(disk_module.QUARANTINE_FILES + 3):
+        store.put(KEY, make_kv())
+        overwrite(tmp_path, b"x" * len(DATA))
+        assert store.get(KEY).reason == "damaged"
+    assert len(disk.quarantined()) == disk_module.QUARANTINE_FILES
+    assert len(list((tmp_path / "quarantine").iterdir())) == 2 * disk_module.QUARANTINE_FILES
+    assert (disk.usage().entries, disk.usage().nbytes) == (0, 0)
+
+
+def test_a_file_that_cannot_be_read_is_a_store_error(store, disk, tmp_path, caplog):
+    store.put(KEY, make_kv())
+    (path,) = chunk_files(tmp_path)
+    path.unlink()
+    path.mkdir()
+    found = store.get(KEY)
+    assert (found.kv, found.reason) == (None, "store error")
+    assert disk.stats()["errors"] == 1
+    assert "could not read" in caplog.text
+    assert not store.put(KEY, make_kv())
+    assert not store.evict(KEY)
+
+
+def test_a_file_evicted_under_a_reader_is_a_plain_miss(store, monkeypatch):
+    store.put(KEY, make_kv())
+    real = torch.UntypedStorage.from_file
+
+    def evicted_first(path, **options):
+        os.unlink(path)
+        return real(path, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", evicted_first)
+    assert store.get(KEY).reason == "not stored"
+
+
+def test_a_file_replaced_under_a_reader_is_read_anew(store, disk, tmp_path, monkeypatch):
+    store.put(KEY, make_kv())
+    real = torch.UntypedStorage.from_file
+    larger = make_kv(5, tokens=50)
+
+    def replaced_first(path, **options):
+        monkeypatch.undo()
+        disk.put(KEY, StoredChunk(larger, time.time()))
+        return real(path, **options)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", replaced_first)
+    assert same(store.get(KEY).kv, larger)
+
+
+class FullDisk:
+    """Wraps a file whose device takes no more than so many bytes."""
+
+    def __init__(self, room, *arguments):
+        self.file, self.room = open(*arguments), room  # noqa: SIM115 - closed on exit
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.file.close()
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, data):
+        self.file.write(memoryview(data)[: self.room])
+        self.room -= memoryview(data).nbytes
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("room", [0, 100, len(DATA) - 1])
+def test_a_full_disk_is_a_failed_put_that_loses_nothing(
+    store, disk, tmp_path, monkeypatch, caplog, room
+):
+    store.put(KEY, make_kv())
+    with monkeypatch.context() as patch:
+        patch.setattr(disk_module, "open", partial(FullDisk, room), raising=False)
+        assert not store.put(OTHER, make_kv(1))
+        assert not store.put(KEY, make_kv(2))
+    assert "No space left on device" in caplog.text
+    assert disk.stats()["errors"] == 2
+    assert temporaries(tmp_path) == []
+    assert same(store.get(KEY).kv, make_kv())
+    assert store.put(OTHER, make_kv(1))
+    assert disk.usage().nbytes == sum(p.stat().st_size for p in chunk_files(tmp_path))
+
+
+def test_a_kernel_that_stops_a_write_is_a_failed_put(tmp_path):
+    process = run_python(
+        """
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        store = TieredKVStore.open(disk_path=folder)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        print(store.put(make_key(0), make_kv(tokens=100)), store.stats()["disk"]["errors"])
+        print(store.get(make_key(0)).tier, list(Path(folder).rglob("*.tmp")))
+        store.close()
+        """,
+        str(tmp_path),
+    )
+    assert finish(process).split("\n")[:2] == ["True 1", "host []"]
+
+
+@pytest.mark.parametrize("moment", ["while writing", "before renaming"])
+def test_a_killed_writer_leaves_nothing_but_a_file_that_is_cleaned_up(tmp_path, moment):
+    process = run_python(
+        """
+        class HalfWritten(DiskTier):
+            def _write(self, path, parts):
+                super()._write(path, [bytes(part)[: len(part) // 2] for part in parts])
+                die()
+        def die(*_):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if sys.argv[2] == "while writing":
+            tier = HalfWritten(folder)
+        else:
+            tier = DiskTier(folder)
+            os.replace = die
+        tier.put(make_key(0), StoredChunk(make_kv(), time.time()))
+        """,
+        str(tmp_path),
+        moment,
+    )
+    finish(process, -signal.SIGKILL)
+    (left,) = temporaries(tmp_path)
+    tier = DiskTier(tmp_path, len(DATA))
+    assert not tier.contains(KEY)
+    assert list(tier.entries()) == []
+    assert tier.usage().entries == 0
+    assert left.exists(), "a writer this young may be alive"
+    old = time.time() - disk_module.STALE_TEMPORARY_SECONDS - 1
+    os.utime(left, (old, old))
+    assert tier.put(KEY, StoredChunk(make_kv(), time.time()))
+    DiskTier(tmp_path)
+    assert not left.exists()
+    assert same(tier.get(KEY).kv, make_kv())
+
+
+def test_two_processes_may_write_one_chunk_while_a_third_reads(tmp_path):
+    writer = """
+        tier = DiskTier(folder, 2 * len(codec.encode(make_key(0), make_kv())))
+        print("ready", flush=True)
+        for step in range(25):
+            for number in (0, 0, step % 3):
+                assert tier.put(make_key(number), StoredChunk(make_kv(number), time.time()))
+        stats = tier.stats()
+        assert stats["errors"] == stats["refused"] == 0, stats
+        print("done")
+    """
+    processes = [run_python(writer, str(tmp_path)) for _ in range(2)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    reader = DiskTier(tmp_path, 2 * len(DATA))
+    hits = 0
+    while any(process.poll() is None for process in processes):
+        for number in range(3):
+            found = reader.get(make_key(number))
+            if found is not None:
+                hits += 1
+                assert same(found.kv, make_kv(number))
+    for process in processes:
+        assert finish(process) == "done\n"
+    assert hits > 0
+    assert reader.stats()["quarantined"] == reader.stats()["errors"] == 0
+    assert temporaries(tmp_path) == []
+    sizes = [path.stat().st_size for path in chunk_files(tmp_path)]
+    assert sum(sizes) <= 2 * len(DATA)
+    assert (reader.usage().entries, reader.usage().nbytes) == (len(sizes), sum(sizes))
+
+
+def test_what_others_write_counts_towards_the_capacity(tmp_path):
+    tiers = [DiskTier(tmp_path, 4 * len(DATA)) for _ in range(2)]
+    for number in range(10):
+        assert tiers[number % 2].put(make_key(number), StoredChunk(make_kv(), time.time()))
+        assert sum(path.stat().st_size for path in chunk_files(tmp_path)) <= 4 * len(DATA)
+    assert len(chunk_files(tmp_path)) == 4
+    assert tiers[0].usage() == tiers[1].usage()
+
+
+def test_files_removed_by_hand_make_room(tmp_path):
+    tier = DiskTier(tmp_path, 2 * len(DATA))
+    for number in range(2):
+        tier.put(make_key(number), StoredChunk(make_kv(number), time.time()))
+    next(path for path in chunk_files(tmp_path) if str(OTHER) in path.name).unlink()
+    assert tier.put(make_key(2), StoredChunk(make_kv(2), time.time()))
+    assert tier.stats()["evictions"] == 0
+    assert tier.contains(KEY)
+
+
+@pytest.mark.parametrize("text", [b"", b"1", b"999999 99", b"rubbish\n"])
+def test_an_unreadable_usage_record_is_counted_anew(store, disk, tmp_path, text):
+    store.put(KEY, make_kv())
+    (tmp_path / "usage").write_bytes(text)
+    assert (disk.usage().entries, disk.usage().nbytes) == (1, len(DATA))
+
+
+def test_a_lock_that_stays_taken_fails_puts_but_not_reads(store, disk, tmp_path, monkeypatch):
+    store.put(KEY, make_kv())
+    taken, done = threading.Event(), threading.Event()
+
+    def hog():
+        with FileLock(tmp_path / "lock"):
+            taken.set()
+            done.wait(10)
+
+    thread = threading.Thread(target=hog)
+    thread.start()
+    assert taken.wait(5)
+    monkeypatch.setattr(disk._file_lock, "timeout", 0.05)
+    try:
+        assert not store.put(OTHER, make_kv())
+        assert not store.evict(KEY)
+        assert same(store.get(KEY).kv, make_kv())
+    finally:
+        done.set()
+        thread.join()
+    assert disk.stats()["errors"] == 2
+    assert temporaries(tmp_path) == []
+    assert store.put(OTHER, make_kv())
+
+
+def test_a_folder_removed_under_the_store_is_made_again(store, tmp_path):
+    import shutil
+
+    store.put(KEY, make_kv())
+    shutil.rmtree(tmp_path)
+    assert store.get(KEY).reason == "not stored"
+    assert store.put(KEY, make_kv())
+    assert same(store.get(KEY).kv, make_kv())

@@ -1,0 +1,376 @@
+import threading
+import time
+
+import pytest
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, Lookup, StoredChunk, TieredKVStore, codec
+
+from .samples import FINGERPRINT, OTHER_FINGERPRINT, chunk_files, make_key, make_kv, same
+
+KEYS = [make_key(number) for number in range(6)]
+HOST_CHUNK = make_kv().nbytes
+DISK_CHUNK = len(codec.encode(KEYS[0], make_kv()))
+
+
+@pytest.fixture
+def open_store(tmp_path):
+    """Open stores on one folder; all are closed at the end."""
+    stores = []
+
+    def open_(**options):
+        stores.append(TieredKVStore.open(**{"disk_path": tmp_path, **options}))
+        return stores[-1]
+
+    yield open_
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def store(open_store):
+    return open_store()
+
+
+def tiers_holding(store, key):
+    return [tier.name for tier in store.tiers if tier.contains(key)]
+
+
+class SlowDisk(DiskTier):
+    """Counts loads, and holds each back until told to go on."""
+
+    def __init__(self, path):
+        super().__init__(path)
+        self.loads = 0
+        self.loading, self.go_on = threading.Event(), threading.Event()
+
+    def _load(self, key):
+        self.loads += 1
+        self.loading.set()
+        assert self.go_on.wait(5)
+        return super()._load(key)
+
+
+def test_what_is_put_is_found_in_every_tier(store):
+    assert store.put(KEYS[0], make_kv())
+    assert tiers_holding(store, KEYS[0]) == ["host", "disk"]
+    found = store.get(KEYS[0])
+    assert (found.tier, found.reason) == ("host", None)
+    assert same(found.kv, make_kv())
+
+
+def test_what_was_never_put_is_not_stored(store):
+    assert store.get(KEYS[0]) == Lookup(None, None, "not stored")
+    assert not store.contains(KEYS[0])
+    assert store.nbytes(KEYS[0]) is None
+    assert not store.evict(KEYS[0])
+    assert not store.promote(KEYS[0])
+    assert not store.demote(KEYS[0])
+
+
+def test_questions_about_keys_read_nothing(open_store):
+    open_store().put(KEYS[1], make_kv())
+    store = open_store(host_bytes=0)
+    assert store.contains_many(KEYS[:3]) == [False, True, False]
+    assert store.nbytes(KEYS[1]) == DISK_CHUNK
+    assert store.keys() == [KEYS[1]]
+    stats = store.stats()["disk"]
+    assert (stats["hits"], stats["misses"]) == (0, 0)
+
+
+def test_memory_alone_is_a_store():
+    with TieredKVStore.open(host_bytes=None) as store:
+        store.put(KEYS[0], make_kv())
+        assert store.get(KEYS[0]).tier == "host"
+        assert not store.demote(KEYS[0])
+        assert store.contains(KEYS[0])
+
+
+def test_a_hit_below_is_promoted(open_store):
+    open_store().put(KEYS[0], make_kv())
+    store = open_store()
+    assert store.get(KEYS[0]).tier == "disk"
+    assert store.get(KEYS[0]).tier == "host"
+
+
+def test_a_hit_below_is_not_promoted_when_asked_not_to(open_store):
+    open_store().put(KEYS[0], make_kv())
+    store = open_store()
+    for _ in range(2):
+        assert store.get(KEYS[0], promote=False).tier == "disk"
+    assert tiers_holding(store, KEYS[0]) == ["disk"]
+
+
+def test_without_memory_nothing_is_retained(open_store):
+    store = open_store(host_bytes=0)
+    store.put(KEYS[0], make_kv())
+    found = store.get(KEYS[0])
+    assert found.tier == "disk"
+    assert store.get(KEYS[0]).kv.keys.data_ptr() != found.kv.keys.data_ptr()
+
+
+def test_promotion_does_not_evict_pinned_chunks(open_store):
+    open_store().put(KEYS[1], make_kv(1))
+    store = open_store(host_bytes=HOST_CHUNK)
+    store.pin(KEYS[0])
+    store.put(KEYS[0], make_kv(0))
+    assert store.get(KEYS[1]).tier == "disk"
+    assert tiers_holding(store, KEYS[0]) == ["host", "disk"]
+    assert not store.promote(KEYS[1])
+    store.unpin(KEYS[0])
+    assert store.promote(KEYS[1])
+    assert tiers_holding(store, KEYS[0]) == ["disk"]
+
+
+def test_promotion_evicts_the_least_recently_used(open_store):
+    store = open_store(host_bytes=2 * HOST_CHUNK)
+    for number in range(3):
+        store.put(KEYS[number], make_kv(number))
+    assert [tiers_holding(store, key)[0] for key in KEYS[:3]] == ["disk", "host", "host"]
+    store.get(KEYS[1])
+    store.get(KEYS[0])
+    assert [tiers_holding(store, key)[0] for key in KEYS[:3]] == ["host", "host", "disk"]
+
+
+def test_a_tier_too_small_leaves_the_chunk_to_the_others(open_store):
+    store = open_store(host_bytes=HOST_CHUNK - 1)
+    assert store.put(KEYS[0], make_kv())
+    assert tiers_holding(store, KEYS[0]) == ["disk"]
+    assert store.stats()["host"]["refused"] == 1
+    small_disk = open_store(disk_bytes=1)
+    assert small_disk.put(KEYS[1], make_kv())
+    assert tiers_holding(small_disk, KEYS[1]) == ["host"]
+    nowhere = open_store(host_bytes=1, disk_bytes=1)
+    assert not nowhere.put(KEYS[2], make_kv())
+    assert nowhere.get(KEYS[2]).reason == "not stored"
+
+
+def test_evict_reaches_every_tier(store):
+    store.put(KEYS[0], make_kv())
+    assert store.evict(KEYS[0])
+    assert tiers_holding(store, KEYS[0]) == []
+    assert store.get(KEYS[0]).reason == "not stored"
+
+
+def test_evict_where_takes_what_matches_and_nothing_else(open_store):
+    store = open_store(host_bytes=HOST_CHUNK)
+    foreign = make_key(0, of=OTHER_FINGERPRINT)
+    for key in (KEYS[0], KEYS[1], foreign):
+        store.put(key, make_kv())
+    assert store.evict_where(lambda key, entry: key.fingerprint == FINGERPRINT) == 2
+    assert store.keys() == [foreign]
+
+
+def test_demote_drops_from_memory_and_keeps_below(store):
+    store.put(KEYS[0], make_kv())
+    assert store.demote(KEYS[0])
+    assert tiers_holding(store, KEYS[0]) == ["disk"]
+    assert store.demote(KEYS[0])
+
+
+def test_demote_writes_below_first_where_absent(store):
+    store.put(KEYS[0], make_kv())
+    store.tiers[1].evict(KEYS[0])
+    assert store.demote(KEYS[0])
+    assert tiers_holding(store, KEYS[0]) == ["disk"]
+    assert same(store.get(KEYS[0]).kv, make_kv())
+
+
+def test_demote_keeps_what_no_lower_tier_takes(open_store):
+    store = open_store(disk_bytes=1)
+    store.put(KEYS[0], make_kv())
+    assert not store.demote(KEYS[0])
+    assert tiers_holding(store, KEYS[0]) == ["host"]
+
+
+def test_chunks_expire_in_every_tier(open_store, clock):
+    store = open_store(ttl_seconds=100)
+    store.put(KEYS[0], make_kv())
+    clock.advance(99)
+    assert store.get(KEYS[0]).tier == "host"
+    clock.advance(2)
+    assert not store.contains(KEYS[0])
+    assert store.keys() == []
+    assert store.get(KEYS[0]).reason == "not stored"
+    assert tiers_holding(store, KEYS[0]) == []
+    assert [stats["expired"] for stats in store.stats().values()] == [1, 1]
+
+
+def test_use_and_promotion_do_not_prolong_a_chunks_life(open_store, clock):
+    open_store().put(KEYS[0], make_kv())
+    store = open_store(ttl_seconds=100)
+    for _ in range(2):
+        clock.advance(40)
+        assert store.get(KEYS[0]).kv is not None
+    store.tiers[1].evict(KEYS[0])
+    assert store.demote(KEYS[0])
+    clock.advance(21)
+    assert not store.contains(KEYS[0])
+
+
+def test_storing_again_does(open_store, clock):
+    store = open_store(ttl_seconds=100)
+    store.put(KEYS[0], make_kv())
+    clock.advance(80)
+    store.put(KEYS[0], make_kv())
+    clock.advance(80)
+    assert store.contains(KEYS[0])
+
+
+def test_pinned_chunks_do_not_expire(open_store, clock):
+    store = open_store(ttl_seconds=100)
+    store.pin(KEYS[0])
+    for key in KEYS[:2]:
+        store.put(key, make_kv())
+    clock.advance(101)
+    assert store.evict_expired() == 2
+    assert store.get(KEYS[0]).tier == "host"
+    assert store.keys() == [KEYS[0]]
+    store.unpin(KEYS[0])
+    assert not store.contains(KEYS[0])
+
+
+def test_verify_counts_sweeps_and_reports_progress(open_store, clock):
+    store = open_store(ttl_seconds=100)
+    store.put(KEYS[0], make_kv())
+    clock.advance(101)
+    for key in KEYS[1:4]:
+        store.put(key, make_kv())
+    seen = []
+    report = store.verify(progress=lambda done, total: seen.append((done, total)))
+    assert (report.checked, report.damaged) == (3, ())
+    assert report.expired == 2
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_verify_names_damage_and_quarantines_only_when_asked(open_store, tmp_path):
+    store = open_store(host_bytes=0)
+    for number in range(3):
+        store.put(KEYS[number], make_kv(number))
+    victim = next(path for path in chunk_files(tmp_path) if str(KEYS[1]) in path.name)
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    for repair in (False, True):
+        (found,) = store.verify(repair=repair).damaged
+        assert (found.tier, found.key) == ("disk", KEYS[1])
+        assert "checksum" in found.reason
+        assert victim.exists() is not repair
+    assert store.verify().checked == 2
+    (name,) = store.tiers[0].quarantined()
+    assert (tmp_path / "quarantine" / name).read_bytes() == data
+    assert "checksum" in (tmp_path / "quarantine" / f"{name}.reason").read_text()
+
+
+def test_prefetch_loads_into_memory(open_store):
+    open_store().put(KEYS[0], make_kv())
+    store = open_store()
+    store.prefetch([KEYS[0], KEYS[0], KEYS[1]])
+    until = time.monotonic() + 5
+    while not store.tiers[0].contains(KEYS[0]) and time.monotonic() < until:
+        time.sleep(0.005)
+    assert store.get(KEYS[0]).tier == "host"
+    assert store.stats()["disk"]["hits"] == 1
+
+
+def test_prefetch_stops_when_memory_is_full(tmp_path):
+    filled = TieredKVStore([DiskTier(tmp_path)])
+    for key in KEYS:
+        filled.put(key, make_kv())
+    disk = SlowDisk(tmp_path)
+    disk.go_on.set()
+    store = TieredKVStore([HostTier(2 * DISK_CHUNK), disk])
+    store.prefetch(KEYS)
+    store._pool.shutdown(wait=True)
+    assert disk.loads == 2
+    assert all(store.tiers[0].contains(key) for key in KEYS[:2])
+
+
+def test_a_get_during_a_prefetch_waits_for_it(tmp_path):
+    disk = SlowDisk(tmp_path)
+    disk.put(KEYS[0], StoredChunk(make_kv(), time.time()))
+    with TieredKVStore([HostTier(None), disk]) as store:
+        store.prefetch([KEYS[0]])
+        assert disk.loading.wait(5)
+        found = []
+        reader = threading.Thread(target=lambda: found.append(store.get(KEYS[0])))
+        reader.start()
+        disk.go_on.set()
+        reader.join(5)
+        assert found[0].tier == "host"
+        assert disk.loads == 1
+
+
+def test_an_eviction_during_a_load_is_not_undone_by_the_promotion(tmp_path):
+    disk = SlowDisk(tmp_path)
+    disk.put(KEYS[0], StoredChunk(make_kv(), time.time()))
+    with TieredKVStore([HostTier(None), disk]) as store:
+        reader = threading.Thread(target=store.get, args=(KEYS[0],))
+        reader.start()
+        assert disk.loading.wait(5)
+        evictor = threading.Thread(target=store.evict, args=(KEYS[0],))
+        evictor.start()
+        disk.go_on.set()
+        reader.join(5)
+        evictor.join(5)
+        assert tiers_holding(store, KEYS[0]) == []
+
+
+def test_threads_may_share_a_store(open_store):
+    store = open_store(host_bytes=2 * HOST_CHUNK, disk_bytes=4 * DISK_CHUNK)
+    wrong = []
+
+    def work(seed):
+        for step in range(40):
+            number = (seed * 7 + step * 5) % len(KEYS)
+            if step % 4 == 0:
+                store.put(KEYS[number], make_kv(number))
+            elif step % 13 == 0:
+                store.evict(KEYS[number])
+            else:
+                found = store.get(KEYS[number], promote=step % 2 == 0)
+                if found.kv is None and found.reason != "not stored":
+                    wrong.append(found.reason)
+                if found.kv is not None and not same(found.kv, make_kv(number)):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    for stats in store.stats().values():
+        assert stats["bytes"] <= stats["capacity_bytes"]
+        assert stats["errors"] == stats["quarantined"] == stats["refused"] == 0
+
+
+def test_malformed_chunk_kv_is_an_error_and_is_stored_nowhere(store):
+    kv = make_kv()
+    with pytest.raises(ValueError, match="values are"):
+        store.put(KEYS[0], ChunkKV(kv.keys, kv.values[:1], 0))
+    assert store.keys() == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_bytes": 0, "disk_path": None}, "at least one tier"),
+        ({"ttl_seconds": 0}, "ttl_seconds=0"),
+        ({"host_bytes": -1}, "capacity_bytes=-1"),
+    ],
+)
+def test_wrong_settings_are_named(open_store, options, message):
+    with pytest.raises(StoreError, match=message):
+        open_store(**options)
+
+
+def test_tiers_need_names_of_their_own():
+    with pytest.raises(StoreError, match="host, host"):
+        TieredKVStore([HostTier(1), HostTier(2)])
+
+
+def test_a_path_that_is_a_file_is_an_error(open_store, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot keep chunk KV"):
+        open_store(disk_path=tmp_path / "file")

@@ -1,0 +1,289 @@
+"""Every tier through the same cases: a new tier is one more line in TIERS."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import (
+    ChunkKV,
+    DiskTier,
+    HostTier,
+    KVKey,
+    StoredChunk,
+    chunk_id,
+    codec,
+    fingerprint,
+)
+
+from .samples import make_key, make_kv, same
+
+TIERS = {
+    "host": lambda folder, capacity: HostTier(capacity),
+    "disk": DiskTier,
+    "disk, synced": lambda folder, capacity: DiskTier(folder, capacity, fsync=True),
+}
+KEYS = [make_key(number) for number in range(6)]
+
+
+@pytest.fixture(params=TIERS)
+def make_tier(request, tmp_path):
+    return lambda capacity=None: TIERS[request.param](tmp_path, capacity)
+
+
+def stored(number=0, **options):
+    return StoredChunk(make_kv(number, **options), time.time())
+
+
+def size_in(tier):
+    """Bytes one chunk of these tests takes in a tier."""
+    kv = make_kv()
+    return kv.nbytes if isinstance(tier, HostTier) else len(codec.encode(KEYS[0], kv))
+
+
+def fill(make_tier, chunks, *, extra=0):
+    """A tier with room for so many chunks and ``extra`` bytes, filled with as many."""
+    tier = make_tier(chunks * size_in(make_tier()) + extra)
+    for number in range(chunks):
+        assert tier.put(KEYS[number], stored(number))
+    return tier
+
+
+def held(tier):
+    return sorted(KEYS.index(key) for key, _ in tier.entries())
+
+
+def test_a_chunk_comes_back_as_it_was(make_tier):
+    tier = make_tier()
+    for number, dtype in enumerate([torch.float32, torch.float16, torch.bfloat16]):
+        chunk = stored(number, dtype=dtype, prior=number != 1)
+        assert tier.put(KEYS[number], chunk)
+        found = tier.get(KEYS[number])
+        assert same(found.kv, chunk.kv)
+        assert found.written_at == pytest.approx(chunk.written_at, abs=1e-3)
+
+
+def test_what_is_absent_is_a_miss(make_tier):
+    tier = make_tier()
+    assert tier.get(KEYS[0]) is None
+    assert tier.entry(KEYS[0]) is None
+    assert not tier.contains(KEYS[0])
+    assert not tier.evict(KEYS[0])
+    assert tier.check(KEYS[0]) is None
+    assert list(tier.entries()) == []
+    assert tier.stats()["misses"] == 1
+
+
+def test_entries_give_size_and_times_and_looking_is_no_use(make_tier, clock):
+    tier = make_tier()
+    tier.put(KEYS[0], stored())
+    clock.advance(50)
+    first = tier.entry(KEYS[0])
+    assert first.nbytes == size_in(tier)
+    assert first.written_at == pytest.approx(clock.now - 50, abs=0.01)
+    assert tier.entry(KEYS[0]) == first
+    tier.check(KEYS[0])
+    assert tier.entry(KEYS[0]).used_at == pytest.approx(clock.now - 50, abs=0.01)
+    tier.get(KEYS[0])
+    later = tier.entry(KEYS[0])
+    assert later.used_at == pytest.approx(clock.now, abs=0.01)
+    assert later.written_at == pytest.approx(first.written_at, abs=0.01)
+    assert dict(tier.entries()) == {KEYS[0]: later}
+
+
+def test_putting_again_replaces(make_tier):
+    tier = make_tier()
+    tier.put(KEYS[0], stored(0))
+    tier.put(KEYS[0], stored(9, tokens=7))
+    assert same(tier.get(KEYS[0]).kv, make_kv(9, tokens=7))
+    usage = tier.usage()
+    assert usage.entries == 1
+    assert usage.nbytes == tier.entry(KEYS[0]).nbytes
+
+
+def test_usage_follows_puts_and_evictions(make_tier):
+    tier = make_tier()
+    one = size_in(tier)
+    for number in range(3):
+        tier.put(KEYS[number], stored(number))
+    assert (tier.usage().entries, tier.usage().nbytes) == (3, 3 * one)
+    assert tier.evict(KEYS[1])
+    assert not tier.evict(KEYS[1])
+    assert (tier.usage().entries, tier.usage().nbytes) == (2, 2 * one)
+    assert tier.stats()["evictions"] == 1
+
+
+def test_the_least_recently_used_goes_first(make_tier):
+    tier = fill(make_tier, 3)
+    tier.get(KEYS[0])
+    assert tier.put(KEYS[3], stored(3))
+    assert held(tier) == [0, 2, 3]
+    assert tier.put(KEYS[4], stored(4))
+    assert held(tier) == [0, 3, 4]
+    assert tier.stats()["evictions"] == 2
+
+
+def test_capacity_is_never_passed(make_tier):
+    tier = fill(make_tier, 2, extra=size_in(make_tier()) // 2)
+    for number in (2, 3, 4, 5, 1, 2, 2):
+        assert tier.put(KEYS[number], stored(number))
+        assert tier.usage().nbytes <= tier.capacity_bytes
+        assert sum(entry.nbytes for _, entry in tier.entries()) == tier.usage().nbytes
+    assert held(tier) == [1, 2]
+
+
+def test_replacing_a_chunk_in_a_full_tier_evicts_nothing(make_tier):
+    tier = fill(make_tier, 2)
+    assert tier.put(KEYS[0], stored(9))
+    assert held(tier) == [0, 1]
+    assert same(tier.get(KEYS[0]).kv, make_kv(9))
+
+
+@pytest.mark.parametrize("missing", [1, 10**9])
+def test_a_capacity_below_one_chunk_refuses_and_says_why(make_tier, caplog, missing):
+    tier = make_tier(max(size_in(make_tier()) - missing, 0))
+    assert not tier.put(KEYS[0], stored())
+    assert not tier.put(KEYS[0], stored())
+    assert held(tier) == []
+    assert tier.stats()["refused"] == 2
+    refusals = [r for r in caplog.records if "refused" in r.message]
+    assert len(refusals) == 1
+    assert str(tier.capacity_bytes) in refusals[0].message
+
+
+def test_a_chunk_too_large_evicts_nothing(make_tier):
+    tier = fill(make_tier, 2)
+    assert not tier.put(KEYS[2], stored(2, tokens=100))
+    assert held(tier) == [0, 1]
+
+
+def test_pinned_chunks_stay(make_tier):
+    tier = fill(make_tier, 3)
+    tier.pin(KEYS[0])
+    for number in (3, 4, 5):
+        assert tier.put(KEYS[number], stored(number))
+    assert held(tier) == [0, 4, 5]
+    tier.unpin(KEYS[0])
+    assert tier.put(KEYS[1], stored(1))
+    assert held(tier) == [1, 4, 5]
+
+
+def test_a_tier_full_of_pins_refuses_and_loses_nothing(make_tier):
+    tier = fill(make_tier, 3)
+    for number in (0, 1):
+        tier.pin(KEYS[number])
+    assert not tier.put(KEYS[3], stored(3, tokens=8))
+    assert held(tier) == [0, 1, 2]
+    assert tier.stats()["refused"] == 1
+
+
+def test_a_negative_capacity_is_an_error(make_tier):
+    with pytest.raises(StoreError, match="capacity_bytes=-1"):
+        make_tier(-1)
+
+
+def test_threads_may_share_a_tier(make_tier):
+    tier = fill(make_tier, 3)
+    wrong = []
+
+    def work(seed):
+        for step in range(40):
+            number = (seed * 7 + step * 5) % len(KEYS)
+            if step % 3 == 0:
+                tier.put(KEYS[number], stored(number))
+            elif step % 11 == 0:
+                tier.evict(KEYS[number])
+            else:
+                found = tier.get(KEYS[number])
+                if found is not None and not same(found.kv, make_kv(number)):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    stats = tier.stats()
+    assert stats["errors"] == stats["quarantined"] == 0
+    assert stats["bytes"] == sum(entry.nbytes for _, entry in tier.entries())
+    assert stats["bytes"] <= tier.capacity_bytes
+
+
+def test_host_keeps_tensors_without_a_copy_but_not_what_they_are_cut_from():
+    tier = HostTier(None)
+    kv = make_kv()
+    tier.put(KEYS[0], StoredChunk(kv, 0.0))
+    assert tier.get(KEYS[0]).kv.values.data_ptr() == kv.values.data_ptr()
+    pool = torch.zeros(1000, 1, 4, 64)
+    tier.put(KEYS[1], StoredChunk(ChunkKV(pool[:2], pool[2:4], 0), 0.0))
+    found = tier.get(KEYS[1]).kv
+    assert found.keys.untyped_storage().nbytes() == found.keys.nbytes
+
+
+def test_host_keeps_a_chunk_read_from_disk_without_a_copy(tmp_path):
+    disk, host = DiskTier(tmp_path), HostTier(None)
+    disk.put(KEYS[0], stored())
+    read = disk.get(KEYS[0])
+    host.put(KEYS[0], read)
+    assert host.get(KEYS[0]).kv.keys.data_ptr() == read.kv.keys.data_ptr()
+
+
+def test_closing_host_frees_it():
+    tier = HostTier(None)
+    tier.put(KEYS[0], stored())
+    tier.close()
+    assert tier.usage().nbytes == 0
+    assert not tier.contains(KEYS[0])
+
+
+def test_disk_keeps_chunks_between_runs(tmp_path):
+    DiskTier(tmp_path).put(KEYS[0], stored())
+    again = DiskTier(tmp_path)
+    assert same(again.get(KEYS[0]).kv, make_kv())
+    assert again.usage().entries == 1
+    assert again.usage().nbytes == size_in(again)
+
+
+def test_disk_files_and_folders_are_the_owners_alone(tmp_path):
+    tier = DiskTier(tmp_path / "new" / "store")
+    tier.put(KEYS[0], stored())
+    paths = list((tmp_path / "new" / "store").rglob("*"))
+    assert sum(path.suffix == ".safetensors" for path in paths) == 1
+    for path in [tier.path, *paths]:
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_disk_does_not_take_strangers_for_chunks(tmp_path):
+    tier = DiskTier(tmp_path)
+    tier.put(KEYS[0], stored())
+    folder = next(tmp_path.glob("?/?"))
+    (folder / "notes.txt").write_text("mine")
+    (folder / "x.safetensors").write_text("mine")
+    assert held(DiskTier(tmp_path)) == [0]
+    assert (folder / "notes.txt").exists()
+
+
+def test_a_large_full_disk_evicts_a_little_ahead(tmp_path):
+    count = 130
+    tier = DiskTier(tmp_path, count * size_in(DiskTier(tmp_path)))
+    keys = [make_key(1000 + number) for number in range(count + 1)]
+    for key in keys:
+        assert tier.put(key, stored())
+    remaining = {key for key, _ in tier.entries()}
+    assert remaining == set(keys[3:])
+
+
+def test_a_relative_is_the_same_chunk_of_another_model_in_the_same_namespace(make_tier):
+    tier = make_tier()
+    chunk = chunk_id([1, 2, 3])
+    ours = KVKey(chunk, fingerprint({"model": 1}, "ours"))
+    tier.put(ours, StoredChunk(make_kv(), 1.0))
+    assert tier.has_relative(KVKey(chunk, fingerprint({"model": 2}, "ours")))
+    assert not tier.has_relative(ours)
+    assert not tier.has_relative(KVKey(chunk, fingerprint({"model": 2}, "theirs")))
+    assert not tier.has_relative(KVKey(chunk_id([9]), fingerprint({"model": 2}, "ours")))
+    tier.evict(ours)
+    assert not tier.has_relative(KVKey(chunk, fingerprint({"model": 2}, "ours")))

@@ -1,0 +1,94 @@
+"""Tiny random models of each supported family, and a word tokenizer, for exactness tests."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCABULARY = 256
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 16384,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+}
+HEAD = {"head_dim": 16}
+FAMILIES: dict[str, Any] = {
+    "llama": lambda: LlamaConfig(**SHAPE),
+    "llama-llama3-rope": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
+    "llama-yarn": lambda: LlamaConfig(**SHAPE, rope_parameters=YARN_ROPE),
+    "mistral-sliding": lambda: MistralConfig(**SHAPE, sliding_window=48),
+    "qwen2": lambda: Qwen2Config(**SHAPE),
+    "qwen3": lambda: Qwen3Config(**SHAPE, **HEAD),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **SHAPE, **HEAD, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48
+    ),
+    "gemma2": lambda: Gemma2Config(**SHAPE, **HEAD, query_pre_attn_scalar=16, sliding_window=48),
+    "gemma3": lambda: Gemma3TextConfig(
+        **{**SHAPE, "num_hidden_layers": 6},
+        **HEAD,
+        query_pre_attn_scalar=16,
+        sliding_window=48,
+        sliding_window_pattern=3,
+    ),
+    "phi3": lambda: Phi3Config(**SHAPE),
+}
+
+
+def make_model(family: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A random model of the family, always the same one."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    model.generation_config.eos_token_id = None
+    return model.to(dtype).eval()
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Words w2 .. w255, split at white space, with nothing put in front."""
+    words = {"<pad>": 0, "<bos>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+
+
+def words(count: int, seed: int) -> str:
+    """Random text of exactly ``count`` tokens."""
+    draw = random.Random(seed)
+    return " ".join(f"w{draw.randrange(2, VOCABULARY)}" for _ in range(count))

@@ -1,0 +1,254 @@
+"""The registry against a slow reference that is right at a glance, and its speed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from time import perf_counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document, Match
+from cacheblend_rag.cli.bench_registry import measure_registry
+from cacheblend_rag.errors import ConfigError, PromptError
+
+Hints = Sequence[Chunk | str]
+
+
+def reference_find(added: list[Chunk], text: str, hints: Hints) -> list[Match]:
+    """Find as ChunkRegistry promises, by trying every text at every character."""
+    known = {chunk.text for chunk in added}
+    hinted = {h.text for h in hints if isinstance(h, Chunk)}
+    hinted |= {chunk.text for chunk in added if chunk.document_id in hints}
+    spans = [(i, i + len(t)) for t in known for i in range(len(text)) if text.startswith(t, i)]
+    spans.sort(key=lambda s: (text[s[0] : s[1]] not in hinted, s[0] - s[1], s[0]))
+    kept: list[tuple[int, int]] = []
+    for start, end in spans:
+        if all(end <= other_start or other_end <= start for other_start, other_end in kept):
+            kept.append((start, end))
+    matches: list[Match] = []
+    for start, end in sorted(kept):
+        earlier = [m.chunk.text for m in matches]
+        matches.append(Match(start, end, reference_variant(added, text[start:end], earlier, hints)))
+    return matches
+
+
+def reference_variant(added: list[Chunk], text: str, earlier: list[str], hints: Hints) -> Chunk:
+    def continuity(chunk: Chunk) -> int:
+        document = {c.text for c in added if c.document_id == chunk.document_id}
+        here = [t for t in earlier if t in document]
+        there = [p for p in chunk.context if p in {c.text for c in added}]
+        count = 0
+        while count < min(len(here), len(there)) and here[-1 - count] == there[-1 - count]:
+            count += 1
+        return count
+
+    variants = [chunk for chunk in added if chunk.text == text]
+    documents = {h.document_id for h in hints if isinstance(h, Chunk) and h.text == text}
+    documents |= {h for h in hints if isinstance(h, str)}
+    equal = [chunk for chunk in variants if chunk in hints]
+    named = [chunk for chunk in variants if chunk.document_id in documents]
+    return max(equal or named or variants, key=lambda c: (continuity(c), added.index(c)))
+
+
+def with_last(added: list[Chunk], chunk: Chunk) -> list[Chunk]:
+    return [c for c in added if c != chunk] + [chunk]
+
+
+bricks = st.sampled_from(["a", "b", "ab", "a\r\n", " ", "é", "\U0001f600", "\ud800", "ab" * 8])
+long_bricks = st.sampled_from(["a" * 33, "ab" * 20, "b" + "a" * 40, "\n".join("abababab")])
+texts = st.lists(bricks | long_bricks, min_size=1, max_size=4).map("".join)
+chunk_texts = texts.filter(lambda text: not text.isspace())
+ids = st.sampled_from([None, "one", "two"])
+
+
+@st.composite
+def registered_chunks(draw: st.DrawFn) -> list[Chunk]:
+    pool = draw(st.lists(chunk_texts, min_size=1, max_size=5))
+    pool += [t for text in pool if (t := text[: len(text) // 2 + 1]).strip()]
+    text, piece = st.sampled_from(pool), st.sampled_from([*pool, "\n\n"])
+    context = st.lists(piece, max_size=4).map(tuple)
+    return draw(st.lists(st.builds(Chunk, text, ids, context), max_size=10))
+
+
+@st.composite
+def searches(draw: st.DrawFn) -> tuple[list[Chunk], str, list[Chunk | str]]:
+    chunks = draw(registered_chunks())
+    pieces = texts | st.sampled_from([c.text for c in chunks]) if chunks else texts
+    text = "".join(draw(st.lists(pieces, max_size=7)))
+    strangers = st.builds(Chunk, chunk_texts, ids)
+    hint: st.SearchStrategy[Chunk | str] = strangers | st.sampled_from(["one", "two", "none such"])
+    if chunks:
+        hint |= st.sampled_from(chunks)
+    return chunks, text, draw(st.lists(hint, max_size=3))
+
+
+@settings(max_examples=400, deadline=None)
+@given(searches())
+def test_finds_what_the_reference_finds(search: tuple[list[Chunk], str, list[Chunk | str]]) -> None:
+    chunks, text, hints = search
+    added: list[Chunk] = []
+    for chunk in chunks:
+        added = with_last(added, chunk)
+    assert ChunkRegistry(chunks).find(text, hints) == reference_find(added, text, hints)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    registered_chunks(),
+    st.lists(st.tuples(st.sampled_from(["add", "discard", "remove"]), st.integers(0, 9))),
+    st.data(),
+)
+def test_add_and_remove_in_any_order(
+    chunks: list[Chunk], steps: list[tuple[str, int]], data: st.DataObject
+) -> None:
+    registry = ChunkRegistry()
+    added: list[Chunk] = []
+    for step, index in steps if chunks else ():
+        chunk = chunks[index % len(chunks)]
+        if step == "add":
+            registry.add(chunk)
+            added = with_last(added, chunk)
+        elif step == "discard":
+            registry.discard(chunk)
+            added = [c for c in added if c != chunk]
+        elif chunk.document_id is not None:
+            gone = [c for c in added if c.document_id == chunk.document_id]
+            assert registry.document(chunk.document_id) == tuple(gone)
+            assert registry.remove_document(chunk.document_id) == gone
+            added = [c for c in added if c not in gone]
+    assert len(registry) == len(added)
+    for chunk in chunks:
+        assert (chunk.text in registry) == (chunk.text in {c.text for c in added})
+        assert registry.variants(chunk.text) == tuple(c for c in added if c.text == chunk.text)
+    text = "".join(data.draw(st.permutations([c.text for c in chunks])))
+    assert registry.find(text) == reference_find(added, text, ())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(min_size=1, max_size=90).filter(lambda t: not t.isspace()), st.text(), st.text())
+def test_a_planted_chunk_is_found(text: str, before: str, after: str) -> None:
+    matches = ChunkRegistry([Chunk(text)]).find(before + text + after)
+    found = [m for m in matches if m.end > len(before) and m.start < len(before) + len(text)]
+    assert found
+    assert all((before + text + after)[m.start : m.end] == m.chunk.text for m in matches)
+
+
+def test_the_longest_wins_and_then_the_leftmost() -> None:
+    registry = ChunkRegistry(
+        [Chunk("one two"), Chunk("two three four"), Chunk("three"), Chunk("aa")]
+    )
+    assert [m.chunk.text for m in registry.find("one two three four")] == ["two three four"]
+    assert registry.find("aaa") == [Match(0, 2, Chunk("aa"))]
+
+
+def test_a_hinted_chunk_wins_over_a_longer_one() -> None:
+    short = Chunk("one two", "short")
+    registry = ChunkRegistry([short, Chunk("two three four", "long")])
+    text = "one two three four"
+    assert registry.find(text, [short]) == [Match(0, 7, short)]
+    assert registry.find(text, ["short"]) == [Match(0, 7, short)]
+    assert [m.chunk.text for m in registry.find(text, ["short", "long"])] == ["two three four"]
+
+
+def test_a_variant_is_chosen_by_hint_then_context_then_age() -> None:
+    old = Document("old", ("Alpha.", "Shared.")).to_chunks()
+    new = Document("new", ("Beta.", "Shared.")).to_chunks()
+    registry = ChunkRegistry([*old, *new])
+    assert registry.variants("Shared.") == (old[1], new[1])
+    assert registry.find("Shared.")[0].chunk == new[1]
+    assert registry.find("Alpha. Shared.")[1].chunk == old[1]
+    assert registry.find("Beta. Alpha. Shared.", ["old"])[2].chunk == old[1]
+    assert registry.find("Alpha. Shared.", [new[1]])[1].chunk == new[1]
+    assert registry.find("Shared.", [Chunk("Shared.", "old")])[0].chunk == old[1]
+    registry.add(old[1])
+    assert registry.find("Shared.")[0].chunk == old[1]
+
+
+def test_text_is_compared_character_for_character() -> None:
+    registry = ChunkRegistry([Chunk("line one\r\nline two"), Chunk("caf\u00e9"), Chunk("x\ud83dy")])
+    assert registry.find("line one\nline two, cafe\u0301") == []
+    text = "line one\r\nline two, caf\u00e9 \U0001f600 x\ud83dy"
+    assert [m.chunk.text for m in registry.find(text)] == [
+        "line one\r\nline two",
+        "caf\u00e9",
+        "x\ud83dy",
+    ]
+
+
+def test_nothing_is_found_in_nothing() -> None:
+    assert ChunkRegistry([Chunk("a")]).find("") == []
+    assert ChunkRegistry().find("some text") == []
+    assert ChunkRegistry().variants("some text") == ()
+    assert ChunkRegistry().remove_document("none such") == []
+
+
+@pytest.mark.parametrize("text", ["", " ", "\r\n\t\u2003"])
+def test_blank_chunks_are_refused(text: str) -> None:
+    registry = ChunkRegistry()
+    with pytest.raises(PromptError, match=r"document 'manual' is empty or only white space"):
+        registry.add(Chunk(text, "manual"))
+    assert len(registry) == 0
+
+
+def test_the_registry_grows_past_its_first_table() -> None:
+    chunks = [Chunk(f"{n} is a number of its own, longer than one window.") for n in range(3000)]
+    registry = ChunkRegistry(chunks)
+    for chunk in chunks[::2]:
+        registry.discard(chunk)
+    text = " ".join(chunk.text for chunk in chunks[1000:1100])
+    assert [m.chunk for m in registry.find(text)] == chunks[1001:1100:2]
+
+
+def test_searches_run_while_chunks_are_added() -> None:
+    first = Chunk("This chunk has been known from the very beginning.", "first")
+    later = [Chunk(f"Chunk {n} was added while others searched.", f"d{n}") for n in range(2000)]
+    registry = ChunkRegistry([first])
+
+    def search(_: int) -> bool:
+        return [m.chunk for m in registry.find(f"Q: {first.text}?")] == [first]
+
+    with ThreadPoolExecutor(4) as pool:
+        adding = pool.submit(registry.add_many, later)
+        removing = pool.submit(lambda: [registry.remove_document(f"d{n}") for n in range(1000)])
+        assert all(pool.map(search, range(300)))
+        adding.result()
+        removing.result()
+    assert first.text in registry
+
+
+def best_seconds(chunk_texts: list[str], prompt: str) -> float:
+    registry = ChunkRegistry(map(Chunk, chunk_texts))
+    seconds = []
+    for _ in range(20):
+        start = perf_counter()
+        assert len(registry.find(prompt)) == 8
+        seconds.append(perf_counter() - start)
+    return min(seconds)
+
+
+def test_a_shared_beginning_costs_little() -> None:
+    rng = random.Random(7)
+    bodies = ["".join(rng.choices("abcdefgh ", k=600)) + "." for _ in range(10_000)]
+    plain = ["".join(rng.choices("ijklmnop ", k=200)) + body for body in bodies]
+    header = "Confidential. Property of the example company. " * 5
+    shared = [header[:200] + body for body in bodies]
+    plain_seconds = best_seconds(plain, "\n\n".join(plain[:8]))
+    assert best_seconds(shared, "\n\n".join(shared[:8])) < 10 * plain_seconds
+
+
+def test_the_measurement_finds_what_it_planted() -> None:
+    result = measure_registry(chunks=50, prompt_characters=12_000, repeat=5)
+    assert result["found"] == result["expected"]
+    assert isinstance(result["expected"], int)
+    assert result["expected"] > 20
+    again = measure_registry(chunks=50, prompt_characters=12_000, repeat=5)
+    assert again["expected"] == result["expected"]
+
+
+def test_the_measurement_refuses_nothing_to_measure() -> None:
+    with pytest.raises(ConfigError, match="repeat=0"):
+        measure_registry(chunks=1, prompt_characters=10, repeat=0)

@@ -1,0 +1,125 @@
+"""The evaluation loop on an engine that answers by rote: which calls it makes, what it adds up."""
+
+from __future__ import annotations
+
+import pytest
+
+from cacheblend_rag.chunks import Document
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.base import (
+    BlendReport,
+    ChunkReport,
+    Generation,
+    PhaseSeconds,
+    SamplingParams,
+)
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.evaluation import Evaluator, Rule
+from cacheblend_rag.quality.dataset import EvalQuestion
+
+DOCUMENTS = (Document("a", ("One.", "Two.")), Document("b", ("Three.",)))
+QUESTIONS = tuple(
+    EvalQuestion(f"{n}?", ("red",), tuple(DOCUMENTS[0].to_chunks()), DOCUMENTS, "adjacent")
+    for n in range(4)
+)
+PRIOR = Rule("instruction", "prior", 0.25)
+REUSE = Rule.reuse("document")
+
+
+class RoteEngine:
+    """Answers 'red', or 'blue' to the first question of a selector; records its calls."""
+
+    def __init__(self, blended: bool = True) -> None:
+        self.calls: list[object] = []
+        self.configs: list[BlendConfig] = []
+        self.blended = blended
+
+    def precompute(self, items, *, progress=True):
+        self.calls.append(("precompute", [d.document_id for d in items]))
+
+    def evict_document(self, document_id):
+        self.calls.append(("evict", document_id))
+
+    def generate_full(self, prompt, sampling=None):
+        self.calls.append("full")
+        if "long" in prompt.segments[-1].text:
+            raise PromptError("too long")
+        return self._generation("Red.", True, 1.0, 0)
+
+    def generate(self, prompt, sampling=None, *, config=None, hints=(), cancel=None):
+        self.calls.append(config.selector)
+        self.configs.append(config)
+        wrong = "Question: 0?" in prompt.segments[-1].text
+        return self._generation("blue" if wrong else "red", self.blended, 0.5, 2)
+
+    def _generation(self, text, blended, share, recomputed):
+        hit, miss = ("x", 0, 10, True), ("y", 10, 6, False, "not stored")
+        report = BlendReport(
+            "rote", blended, None if blended else "too short", 20, 8, recomputed, 4, 0.25, "prior",
+            "instruction", share, PhaseSeconds(),
+            (ChunkReport(*hit, recomputed=recomputed), ChunkReport(*miss)),
+        )  # fmt: skip
+        return Generation(text, (1,), "stop", 20, report)
+
+
+def evaluator(**engines):
+    return Evaluator(engines, "Do.", BlendConfig(min_tokens=0), SamplingParams(max_tokens=4))
+
+
+def test_full_prefill_comes_first_and_scores_are_means():
+    engine = RoteEngine()
+    full, row = evaluator(instruction=engine).run(QUESTIONS, [PRIOR]).rows
+    assert (full.lead_in, full.selector, full.ratio) == ("none", "full", 1.0)
+    assert (full.exact_match, full.f1, full.rouge_l, full.ci95) == (1.0, 1.0, 1.0, (1.0, 1.0))
+    assert (row.setting, row.lead_in, row.selector) == ("adjacent", "instruction", "prior")
+    assert (row.exact_match, row.f1, row.rouge_l, row.compute_share) == (0.75, 0.75, 0.75, 0.5)
+    assert row.ci95[0] < 0.75 < row.ci95[1]
+
+
+def test_missing_chunks_count_as_recomputed():
+    row = evaluator(instruction=RoteEngine()).run(QUESTIONS, [PRIOR]).rows[1]
+    assert row.recomputed_share == pytest.approx((2 + 6) / 16)
+
+
+def test_each_question_is_precomputed_once_a_lead_in_and_evicted():
+    first, second = RoteEngine(), RoteEngine()
+    rules = [PRIOR, Rule("instruction", "hkvd", 0.25), REUSE]
+    evaluator(instruction=first, document=second).run(QUESTIONS[:1], rules)
+    index, evict = ("precompute", ["a", "b"]), [("evict", "a"), ("evict", "b")]
+    assert first.calls == ["full", index, "prior", "hkvd", *evict]
+    assert second.calls == [index, "none", *evict]
+
+
+def test_rules_are_laid_over_the_base_config_with_their_options():
+    engine = RoteEngine()
+    base = BlendConfig(min_tokens=0, check_layers=(2, 3), recompute_ratios=(0.4, 0.2))
+    options = {"prior": {"weight": 2}}
+    Evaluator({"instruction": engine}, "", base, SamplingParams(), options).run(
+        QUESTIONS[:1], [PRIOR, Rule("instruction", "hkvd", 0.1)]
+    )
+    prior, hkvd = engine.configs
+    assert (prior.recompute_ratio, prior.lead_in, prior.min_tokens) == (0.25, "instruction", 0)
+    assert (prior.selector_options, prior.recompute_ratios) == ({"weight": 2}, None)
+    assert (hkvd.selector_options, hkvd.check_layers) == ({}, (2, 3))
+
+
+def test_prompts_that_were_not_blended_are_counted_by_reason():
+    found = evaluator(instruction=RoteEngine(blended=False)).run(QUESTIONS, [PRIOR])
+    assert found.not_blended == {"too short": 4}
+    assert evaluator(instruction=RoteEngine()).run(QUESTIONS, [PRIOR]).not_blended == {}
+
+
+def test_progress_is_told_after_each_question():
+    ticks: list[int] = []
+    evaluator(instruction=RoteEngine()).run(QUESTIONS, [PRIOR], lambda: ticks.append(1))
+    assert len(ticks) == len(QUESTIONS)
+
+
+def test_errors_name_what_is_wrong():
+    with pytest.raises(ConfigError, match="questions=0"):
+        evaluator(instruction=RoteEngine()).run((), [PRIOR])
+    with pytest.raises(ConfigError, match="'document' has no engine"):
+        evaluator(instruction=RoteEngine()).run(QUESTIONS, [REUSE])
+    long = EvalQuestion("How long?", ("x",), QUESTIONS[0].passages, DOCUMENTS)
+    with pytest.raises(PromptError, match="'How long\\?': too long"):
+        evaluator(instruction=RoteEngine()).run([long], [PRIOR])

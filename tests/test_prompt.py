@@ -1,0 +1,308 @@
+"""Prompts cut into segments, tokenized segment by segment, and chat templates of several kinds."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
+from cacheblend_rag.errors import PromptError
+from cacheblend_rag.prompt import (
+    BlendPrompt,
+    EncodedPrompt,
+    Segment,
+    opening_tokens,
+    segment,
+    tokenize_chunk,
+)
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+CORPUS = [
+    "The lighthouse at Vell was built in 1821 by a widow who had lost two ships.",
+    "She kept the lamp burning for forty years, and no vessel was lost again.",
+    "system user assistant tool Question Answer { } [ ] \n\n\t\r\n \"quoted\" 'text'",
+]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+WITH_BOS = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}"
+JSON_TOOLS = (
+    "{% for m in messages %}{{ m.role }}: "
+    "{% if m.role == 'tool' %}{{ {'result': m.content} | tojson }}{% else %}{{ m.content }}"
+    "{% endif %}\n{% endfor %}"
+)
+STRIPPING = "{% for m in messages %}{{ m.role }}: {{ m.content | trim }}\n{% endfor %}"
+REFUSING = "{{ raise_exception('roles must alternate') }}"
+TEMPLATES = [CHATML, WITH_BOS, JSON_TOOLS, STRIPPING]
+
+
+def wrap(tokenizer: Tokenizer, bos_in_front: bool) -> PreTrainedTokenizerFast:
+    if bos_in_front:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A </s>",
+            special_tokens=[("<s>", 0), ("</s>", 1)],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        **SPECIAL,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def byte_level(bos_in_front: bool) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=list(SPECIAL.values()),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return wrap(tokenizer, bos_in_front)
+
+
+def metaspace(bos_in_front: bool) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=200,
+        special_tokens=list(SPECIAL.values()),
+        unk_token=SPECIAL["unk_token"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return wrap(tokenizer, bos_in_front)
+
+
+TOKENIZERS = {
+    "byte-level": byte_level(False),
+    "byte-level, BOS": byte_level(True),
+    "metaspace": metaspace(False),
+    "metaspace, BOS": metaspace(True),
+}
+ADDS_BOS = {"byte-level, BOS", "metaspace, BOS"}
+every_tokenizer = pytest.mark.parametrize("name", TOKENIZERS)
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=30) | st.sampled_from(
+    [*CORPUS, "{chunk}", "{{ m }}", "\ue000\ue001", "\x00\x1f", "\r\n", '"', "\\n", "{% raw %}"]
+)
+chunks = texts.filter(lambda t: bool(t.strip())).map(Chunk)
+prompts = st.lists(texts | chunks, max_size=8).map(lambda parts: BlendPrompt.of(*parts))
+
+
+def with_template(name: str, template: str) -> PreTrainedTokenizerFast:
+    tokenizer = TOKENIZERS[name]
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def plain_rendering(
+    tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, Any]], generation: bool
+) -> str:
+    rendered = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=generation
+    )
+    assert isinstance(rendered, str)
+    return rendered
+
+
+def span_tokens(encoded: EncodedPrompt) -> list[tuple[int, ...]]:
+    return [encoded.token_ids[span.start : span.end] for span in encoded.spans]
+
+
+@given(st.lists(chunks, max_size=4), texts, st.data())
+def test_segments_joined_are_the_text(known: list[Chunk], text: str, data: st.DataObject) -> None:
+    registry = ChunkRegistry(known)
+    pieces = data.draw(st.permutations([text, *(c.text for c in known), text]))
+    whole = "".join(pieces)
+    segments = segment(whole, registry)
+    assert "".join(s.text for s in segments) == whole
+    assert all(s.text for s in segments)
+    assert all(s.chunk is None or s.chunk.text == s.text in registry for s in segments)
+    assert BlendPrompt.from_text(whole, registry).segments == segments
+
+
+@given(st.lists(texts | chunks, max_size=8))
+def test_explicit_parts_keep_text_and_chunks(parts: list[str | Chunk]) -> None:
+    prompt = BlendPrompt.of(*parts)
+    given_chunks = [part for part in parts if isinstance(part, Chunk)]
+    assert prompt.text == "".join(p.text if isinstance(p, Chunk) else p for p in parts)
+    assert [s.chunk for s in prompt.segments if s.chunk] == given_chunks
+    kinds = [s.chunk is None for s in prompt.segments]
+    assert not any(a and b for a, b in pairwise(kinds))
+
+
+@every_tokenizer
+@settings(max_examples=60, deadline=None)
+@given(prompt=prompts)
+def test_spans_hold_the_chunk_tokenized_alone(name: str, prompt: BlendPrompt) -> None:
+    tokenizer = TOKENIZERS[name]
+    encoded = prompt.encode(tokenizer)
+    alone = [(s.chunk, tokenize_chunk(tokenizer, s.text)) for s in prompt.segments if s.chunk]
+    expected = [(chunk, ids) for chunk, ids in alone if ids]
+    assert [span.chunk for span in encoded.spans] == [chunk for chunk, _ in expected]
+    assert span_tokens(encoded) == [ids for _, ids in expected]
+    assert encoded.token_ids.count(tokenizer.bos_token_id) == (name in ADDS_BOS)
+    assert tokenizer.eos_token_id not in encoded.token_ids
+
+
+@pytest.mark.parametrize("name", ["byte-level", "byte-level, BOS"])
+@settings(max_examples=60, deadline=None)
+@given(prompt=prompts)
+def test_byte_level_tokens_decode_to_the_prompt(name: str, prompt: BlendPrompt) -> None:
+    encoded = prompt.encode(TOKENIZERS[name])
+    assert TOKENIZERS[name].decode(encoded.token_ids, skip_special_tokens=True) == prompt.text
+
+
+@every_tokenizer
+def test_a_prompt_without_chunks_is_tokenized_as_usual(name: str) -> None:
+    text = " ".join(CORPUS[:2])
+    encoded = BlendPrompt.from_text(text, ChunkRegistry()).encode(TOKENIZERS[name])
+    usual = TOKENIZERS[name].encode(text)
+    assert list(encoded.token_ids) == (usual[:-1] if name in ADDS_BOS else usual)
+
+
+@every_tokenizer
+def test_bos_is_not_doubled(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    for prompt in (BlendPrompt.of("<s>The lamp"), BlendPrompt.of(Chunk("<s>The lamp"))):
+        token_ids = prompt.encode(tokenizer).token_ids
+        assert token_ids[0] == tokenizer.bos_token_id
+        assert token_ids.count(tokenizer.bos_token_id) == 1
+
+
+@every_tokenizer
+def test_an_empty_prompt_is_the_opening_alone(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    opening = (tokenizer.bos_token_id,) if name in ADDS_BOS else ()
+    assert opening_tokens(tokenizer) == opening
+    assert BlendPrompt.of("").encode(tokenizer) == EncodedPrompt(opening, ())
+
+
+def test_an_unpaired_surrogate_is_named() -> None:
+    with pytest.raises(PromptError, match=r"character 2 .* unpaired surrogate"):
+        BlendPrompt.of("ab\ud800c").encode(TOKENIZERS["byte-level"])
+
+
+def test_a_segment_must_hold_its_chunk() -> None:
+    with pytest.raises(PromptError, match="differs from its chunk's text"):
+        BlendPrompt((Segment("altered", Chunk("original")),))
+
+
+def test_a_part_of_another_type_is_named() -> None:
+    with pytest.raises(PromptError, match=r"part 1 .* not 7"):
+        BlendPrompt.of("text", 7)  # type: ignore[arg-type]
+
+
+roles = st.sampled_from(["system", "user", "assistant", "tool"])
+conversations = st.lists(
+    st.tuples(roles, st.lists(texts | st.sampled_from(CORPUS), max_size=4).map("".join)),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@settings(max_examples=60, deadline=None)
+@given(turns=conversations, generation=st.booleans())
+def test_the_text_is_the_plain_rendering(
+    template: str, turns: list[tuple[str, str]], generation: bool
+) -> None:
+    tokenizer = with_template("byte-level, BOS", template)
+    messages = [{"role": role, "content": content} for role, content in turns]
+    registry = ChunkRegistry(Chunk(text) for text in CORPUS)
+    prompt = BlendPrompt.from_messages(
+        messages, registry, tokenizer, add_generation_prompt=generation
+    )
+    assert prompt.text == plain_rendering(tokenizer, messages, generation)
+    encoded = prompt.encode(tokenizer)
+    assert encoded.token_ids.count(tokenizer.bos_token_id) == 1
+    assert span_tokens(encoded) == [tokenize_chunk(tokenizer, s.chunk.text) for s in encoded.spans]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_chunks_are_found_in_messages(template: str) -> None:
+    tokenizer = with_template("byte-level", template)
+    known = Document("vell", (CORPUS[0], CORPUS[1])).to_chunks()
+    content = f"  {CORPUS[0]}\n\n{CORPUS[1]}\n\nWho built it? {{braces}} \ue000"
+    messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": content}]
+    prompt = BlendPrompt.from_messages(messages, ChunkRegistry(known), tokenizer)
+    assert [s.chunk for s in prompt.segments if s.chunk] == known
+
+
+def test_a_template_that_encodes_content_leaves_only_verbatim_chunks() -> None:
+    tokenizer = with_template("byte-level", JSON_TOOLS)
+    known = [Chunk(CORPUS[0]), Chunk('He said "no"\nand left.')]
+    messages = [{"role": "tool", "content": f"{known[0].text}\n{known[1].text}"}]
+    prompt = BlendPrompt.from_messages(messages, ChunkRegistry(known), tokenizer)
+    assert [s.chunk for s in prompt.segments if s.chunk] == known[:1]
+    assert prompt.text == plain_rendering(tokenizer, messages, True)
+
+
+def test_hints_reach_the_registry() -> None:
+    tokenizer = with_template("byte-level", CHATML)
+    old, new = Chunk("Shared.", "old"), Chunk("Shared.", "new")
+    registry = ChunkRegistry([old, new])
+    messages = [{"role": "user", "content": "Shared."}]
+    by_hint = BlendPrompt.from_messages(messages, registry, tokenizer, hints=["old"])
+    assert [s.chunk for s in by_hint.segments if s.chunk] == [old]
+    assert BlendPrompt.from_text("Shared.", registry, [old]).segments[0].chunk == old
+
+
+def test_text_parts_are_joined_and_other_fields_kept() -> None:
+    template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{{ m.name }}{% endfor %}"
+    tokenizer = with_template("byte-level", template)
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": parts, "name": "ann"},
+        {"role": "assistant", "content": None, "tool_calls": [1]},
+    ]
+    prompt = BlendPrompt.from_messages(messages, ChunkRegistry(), tokenizer)
+    assert prompt.text == "one\ntwoannNone[1]"
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], "non-empty list"),
+        ("hello", "non-empty list"),
+        ({"role": "user", "content": "hello"}, "non-empty list"),
+        (["hello"], r"messages\[0\] must be a mapping"),
+        ([{"content": "hello"}], r"messages\[0\]\.role"),
+        ([{"role": "user", "content": "hi"}, {"role": "user"}], r"messages\[1\]\.content"),
+        ([{"role": "user", "content": 7}], r"messages\[0\]\.content"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], r"content\[0\] .* only text"),
+        ([{"role": "user", "content": ["hi"]}], r"content\[0\]"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"content\[0\]\.text"),
+    ],
+)
+def test_malformed_messages_are_named(messages: Any, complaint: str) -> None:
+    with pytest.raises(PromptError, match=complaint):
+        BlendPrompt.from_messages(messages, ChunkRegistry(), with_template("byte-level", CHATML))
+
+
+def test_a_missing_chat_template_is_explained() -> None:
+    with pytest.raises(PromptError, match=r"plain string or set tokenizer\.chat_template"):
+        BlendPrompt.from_messages(
+            [{"role": "user", "content": "hello"}], ChunkRegistry(), byte_level(False)
+        )
+
+
+@pytest.mark.parametrize("template", [REFUSING, "{{ messages[0].content + 1 }}", "{% if %}"])
+def test_a_failing_template_is_explained(template: str) -> None:
+    with pytest.raises(PromptError, match="the chat template refused the messages"):
+        BlendPrompt.from_messages(
+            [{"role": "user", "content": "hello"}],
+            ChunkRegistry(),
+            with_template("byte-level", template),
+        )
