@@ -70,7 +70,7 @@ class KVKey:
         return f"{self.fingerprint}-{self.chunk_id}{tail}"
 
     def is_relative(self, other: KVKey) -> bool:
-        """Whether ``other`` is the same chunk in the same namespace, of another model or lead-in."""
+        """Whether ``other`` is this chunk in this namespace, but of another model or lead-in."""
         return (
             other.chunk_id == self.chunk_id
             and other.fingerprint != self.fingerprint
@@ -93,7 +93,8 @@ class ChunkKV:
     keys, values: (layers, kv_heads, tokens, head_dim), keys rotated at positions
         ``position .. position + tokens - 1``; contiguous, same dtype, any device.
     position: position of the first token when the KV was computed (the lead-in's length).
-    prior: (tokens,) float32, how much each token's KV depends on what precedes the chunk, or None.
+    prior: (tokens,) float32, how much each token's KV depends on what precedes the chunk in its
+        document; None for a chunk that stands alone.
     """
 
     keys: Tensor

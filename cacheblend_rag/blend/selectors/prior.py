@@ -12,7 +12,10 @@ from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
 
 @dataclass(frozen=True)
 class Prior(Selector):
-    """The prior stored with each chunk; no work at question time. Source: this project's study."""
+    """Attention mass that left the chunk for its document when the document was indexed.
+
+    Stored with each chunk, so it costs nothing at question time. Source: this project's study.
+    """
 
     needs_prior: ClassVar[bool] = True
 

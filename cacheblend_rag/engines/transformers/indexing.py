@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -19,7 +18,6 @@ from cacheblend_rag.blend import AttentionCall, BlendPass, FusedKV
 from cacheblend_rag.blend.attention import BLOCK_ROWS, attention_mass
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY
-from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.engines.transformers.leadin import LedChunk
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.chunk_kv import ChunkKV
@@ -76,10 +74,9 @@ def compute_chunks(
         elif contextual:
             yield from compute_document(stack, work, store)
         elif missing:
-            known = {chunk.key: kv for chunk, kv in compute_document(stack, work, None)}
+            priors = {chunk.key: kv.prior for chunk, kv in compute_document(stack, work, None)}
             for chunk, kv in compute_alone(stack, model, missing):
-                prior = deviation_prior(stack, kv, known[chunk.key])
-                yield chunk, replace(kv, prior=prior)
+                yield chunk, replace(kv, prior=priors[chunk.key])
     yield from compute_alone(stack, model, alone)
 
 
@@ -140,17 +137,6 @@ def compute_alone(
             keys = torch.stack([layer.keys[part] for layer in cache.layers])
             values = torch.stack([layer.values[part] for layer in cache.layers])
             yield chunk, ChunkKV(keys, values, lead)
-
-
-def deviation_prior(stack: TransformersStack, alone: ChunkKV, contextual: ChunkKV) -> Tensor:
-    """Return (tokens,) float32: squared deviation of K between a chunk alone and in its document.
-
-    Summed over layers, heads and components; keys are compared at the same positions.
-    """
-    keys = alone.keys
-    if alone.position != contextual.position:
-        keys = rotated(keys, *stack.rotation(contextual.position - alone.position))
-    return (keys.float() - contextual.keys.float()).square().sum((0, 1, 3))
 
 
 class _ContextMass:
