@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose; each message names the cause and the fix in one line."""
+"""Every error this package raises on purpose; its message names cause and fix in one line."""
 
 
 class CacheBlendError(Exception):
@@ -6,7 +6,7 @@ class CacheBlendError(Exception):
 
 
 class ConfigError(CacheBlendError, ValueError):
-    """A setting is out of range or contradicts another; the message names field, value and range."""
+    """A setting is out of range or contradicts another; the message names field and range."""
 
 
 class MissingExtraError(CacheBlendError, ImportError):
@@ -22,7 +22,7 @@ class ModelLoadError(CacheBlendError):
 
 
 class UnsupportedModelError(CacheBlendError):
-    """This model's KV cannot be blended; ordinary prefill still works."""
+    """The model's KV cannot be blended; ordinary prefill still works."""
 
 
 class PromptError(CacheBlendError, ValueError):

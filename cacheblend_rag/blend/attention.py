@@ -6,77 +6,60 @@ the causal triangle costs, not the whole rectangle.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 BLOCK_ROWS = 128
+ACCELERATOR_BLOCK_ROWS = 1024
 
 
-@dataclass
-class RowAttention:
-    """Attention of the same rows in every layer of a pass; masks are built once and reused.
+def attend_rows(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rows: Tensor,
+    *,
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Return the rows' attention, (batch, rows, heads, head_dim).
 
-    rows: (rows,) int64, positions in rising order. dtype: of queries and keys.
+    query: (batch, heads, rows, head_dim). keys, values: (batch, kv_heads, tokens, head_dim), index
+    = position; every position up to the last row must hold finite values. rows: (rows,) int64,
+    positions in rising order. window: keys a row may see at most, itself included. softcap: logits
+    are capped at it, or None.
     """
-
-    rows: Tensor
-    dtype: torch.dtype
-    _masks: dict[int | None, list[tuple[int, int, int, Tensor]]] = field(default_factory=dict)
-
-    def __call__(
-        self,
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        scaling: float,
-        window: int | None = None,
-        softcap: float | None = None,
-    ) -> Tensor:
-        """Return (batch, rows, heads, head_dim).
-
-        query: (batch, heads, rows, head_dim). keys, values: (batch, kv_heads, tokens, head_dim),
-        index = position; every position up to the last row must hold finite values.
-        """
-        batch, heads, rows, _ = query.shape
-        out = query.new_empty(batch, rows, heads, values.shape[-1])
-        for start, end, seen, mask in self._blocks(window):
-            part = query[:, :, start:end], keys[:, :, :seen], values[:, :, :seen]
-            if softcap is None:
-                done = F.scaled_dot_product_attention(
-                    *part, attn_mask=mask, scale=scaling, enable_gqa=True
-                )
-            else:
-                done = _softcapped(*part, mask=mask, scaling=scaling, softcap=softcap)
-            out[:, start:end] = done.transpose(1, 2)
-        return out
-
-    def _blocks(self, window: int | None) -> list[tuple[int, int, int, Tensor]]:
-        """(first row, past last row, keys seen, additive mask (rows, keys)) of each block."""
-        if window not in self._masks:
-            self._masks[window] = [
-                self._block(start, min(start + BLOCK_ROWS, self.rows.numel()), window)
-                for start in range(0, self.rows.numel(), BLOCK_ROWS)
-            ]
-        return self._masks[window]
-
-    def _block(self, start: int, end: int, window: int | None) -> tuple[int, int, int, Tensor]:
-        seen = int(self.rows[end - 1]) + 1
-        hidden = _hidden(self.rows[start:end], seen, window)
-        mask = torch.zeros(hidden.shape, dtype=self.dtype, device=self.rows.device)
-        return start, end, seen, mask.masked_fill_(hidden, float("-inf"))
+    batch, heads, count, width = query.shape
+    kv_heads = keys.shape[1]
+    out = query.new_empty(batch, count, heads, width)
+    size = BLOCK_ROWS if rows.device.type == "cpu" else ACCELERATOR_BLOCK_ROWS
+    for start in range(0, count, size):
+        here = slice(start, min(start + size, count))
+        seen = int(rows[here.stop - 1]) + 1
+        # Heads that share a KV head are laid out as more rows of it: no KV is repeated, and every
+        # backend's fused kernel takes the mask.
+        part = (
+            query[:, :, here].reshape(batch, kv_heads, -1, width),
+            keys[:, :, :seen],
+            values[:, :, :seen],
+        )
+        mask = _visible(rows[here], seen, window).repeat(heads // kv_heads, 1)
+        if softcap is None:
+            done = functional.scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling)
+        else:
+            done = _softcapped(*part, mask=mask, scaling=scaling, softcap=softcap)
+        out[:, here] = done.reshape(batch, heads, -1, width).transpose(1, 2)
+    return out
 
 
 def _softcapped(
     query: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scaling: float, softcap: float
 ) -> Tensor:
     """Attention with capped logits, which PyTorch's fused attention cannot do."""
-    groups = query.shape[1] // keys.shape[1]
-    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    logits = softcap * torch.tanh(query @ keys.transpose(2, 3) * scaling / softcap) + mask
+    logits = softcap * torch.tanh(query @ keys.transpose(2, 3) * scaling / softcap)
+    logits = logits.masked_fill(~mask, float("-inf"))
     return logits.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
 
 
@@ -98,15 +81,13 @@ def attention_mass(
     logits = grouped @ keys[0].float().transpose(1, 2)[:, None] * scaling
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    hidden = _hidden(rows, keys.shape[2], window)
-    shares: Tensor = logits.masked_fill_(hidden, float("-inf")).softmax(-1)
+    visible = _visible(rows, keys.shape[2], window)
+    shares: Tensor = logits.masked_fill_(~visible, float("-inf")).softmax(-1)
     return shares.flatten(0, 1)
 
 
-def _hidden(rows: Tensor, tokens: int, window: int | None) -> Tensor:
-    """(rows, tokens) bool: keys a row must not see, later ones and those outside its window."""
-    keys = torch.arange(tokens, device=rows.device)[None]
-    hidden = keys > rows[:, None]
-    if window is not None:
-        hidden |= keys <= rows[:, None] - window
-    return hidden
+def _visible(rows: Tensor, tokens: int, window: int | None) -> Tensor:
+    """(rows, tokens) bool: keys a row may see, not later ones, nor those outside its window."""
+    distance = rows[:, None] - torch.arange(tokens, device=rows.device)[None]
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)

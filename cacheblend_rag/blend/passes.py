@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.attention import RowAttention
+from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.selection import Schedule, row_count, top_rows
@@ -91,7 +91,7 @@ class BlendPass:
     fused: FusedKV
     candidates: Candidates
     schedule: Schedule
-    row_block: int = 1024
+    row_block: int = 512
     observer: Observer | None = None
     hidden: Tensor = field(init=False)
     stats: PassStats = field(init=False)
@@ -156,8 +156,7 @@ class BlendPass:
         self._blocks: list[_Block] = []
         for start in range(0, rows.numel(), self.row_block):
             part = rows[start : start + self.row_block]
-            attention = RowAttention(part, self.stack.geometry.dtype)
-            self._blocks.append(_Block(start, part, self.stack.at(part[None]), attention))
+            self._blocks.append(_Block(start, part, self.stack.at(part[None])))
 
     def _run(self, layer: int) -> None:
         for block in self._blocks:
@@ -171,8 +170,8 @@ class BlendPass:
             keys, values = self.fused.layer(layer)
             if self.observer is not None:
                 self.observer(call, block.rows, keys)
-            return block.attention(
-                call.query, keys, values,
+            return attend_rows(
+                call.query, keys, values, block.rows,
                 scaling=call.scaling, window=call.window, softcap=call.softcap,
             )  # fmt: skip
 
@@ -232,7 +231,6 @@ class _Block:
     start: int
     rows: Tensor
     place: Any
-    attention: RowAttention
 
 
 class _Timer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cacheblend_rag.blend.attention import RowAttention, attention_mass
+from cacheblend_rag.blend.attention import attend_rows, attention_mass
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 
 TOKENS, HEADS, KV_HEADS, WIDTH = 300, 4, 2, 8
@@ -52,8 +52,9 @@ def test_rows_get_what_dense_causal_attention_gives_them(
     query, keys, values = inputs()
     shares = dense(query, keys, window, softcap)
     wanted = (shares @ values[0].repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1)[rows]
-    attention = RowAttention(rows, torch.float32)
-    found = attention(query[:, :, rows], keys, values, scaling=0.3, window=window, softcap=softcap)
+    found = attend_rows(
+        query[:, :, rows], keys, values, rows, scaling=0.3, window=window, softcap=softcap
+    )
     torch.testing.assert_close(found[0], wanted, atol=1e-5, rtol=0)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
@@ -153,7 +154,8 @@ class _ContextMass:
 
     def observe(self, call: AttentionCall, rows: Tensor, keys: Tensor) -> None:
         watched = (self.chunk_start[rows] > self.lead).nonzero()[:, 0]
-        for part in torch.split(watched, BLOCK_ROWS):
+        for start in range(0, watched.numel(), BLOCK_ROWS):
+            part = watched[start : start + BLOCK_ROWS]
             here = rows[part]
             shares = attention_mass(
                 call.query[:, :, part], keys[:, :, : int(here[-1]) + 1], here,

@@ -21,9 +21,9 @@ def pick_device(device: str | None) -> torch.device:
     """Return the device asked for, else CUDA, MPS or CPU, whichever is there first."""
     if device is not None:
         try:
-            return torch.device(device)
-        except RuntimeError as error:
-            raise ConfigError(f"device={device!r} must be cpu, cuda, cuda:N or mps") from error
+            return torch.empty(0, device=device).device
+        except (RuntimeError, AssertionError) as error:
+            raise ConfigError(f"device={device!r} is not to be had here: {_line(error)}") from error
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

@@ -192,7 +192,7 @@ class BlendPrefill:
         eligible, prior = cached.clone(), torch.zeros(tokens, device=device)
         offsets = torch.zeros(tokens, dtype=torch.long, device=device)
         reports: list[ChunkReport] = []
-        earlier: set[str] = set()
+        earlier: list[str] = []
         has_prior = False
         for span, key in self.chunks:
             found = self.chunks.store.get(key)
@@ -211,15 +211,19 @@ class BlendPrefill:
                 offsets[here] = torch.arange(kv.tokens, device=device)
                 if kv.prior is not None:
                     prior[here], has_prior = kv.prior.to(device), True
-            earlier.add(span.chunk.text)
+            earlier.append(span.chunk.text)
             yield
         return Candidates(cached, eligible, offsets, prior), reports, has_prior
 
-    def _protected(self, span: ChunkSpan, earlier: set[str]) -> bool:
-        """Whether fresh KV would forget what this chunk's cached KV knows of its document."""
+    def _protected(self, span: ChunkSpan, earlier: list[str]) -> bool:
+        """Whether fresh KV would forget what this chunk's cached KV knows of its document.
+
+        It would not where the document's earlier chunks stand right before this one, in order.
+        """
         if not self.config.protect_context or self.chunks.lead_in.name != "document":
             return False
-        return any(piece.strip() and piece not in earlier for piece in span.chunk.context)
+        context = [piece for piece in span.chunk.context if piece.strip()]
+        return bool(context) and earlier[-len(context) :] != context
 
     def _workable(
         self, schedule: Schedule, candidates: Candidates, has_prior: bool

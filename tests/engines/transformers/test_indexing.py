@@ -244,5 +244,7 @@ def test_context_that_the_prompt_lacks_is_protected(make_engine: EngineFactory) 
     engine.precompute([plain], progress=False)
     whole = engine.generate(f"{PIECES[0]}\n{PIECES[1]} w4", SHORT, hints=["plain"]).report
     assert whole.chunks[1].recomputed > 0
+    shuffled = engine.generate(f"{PIECES[0]}\n{PIECES[2]}\n{PIECES[1]} w4", SHORT, hints=["plain"])
+    assert [c.recomputed > 0 for c in shuffled.report.chunks] == [True, False, False]
     everything = engine.config.with_changes(recompute_ratio=1.0)
     assert engine.generate(f"w3 {PIECES[1]} w4", SHORT, config=everything).report.reused_tokens == 0

@@ -1,0 +1,63 @@
+"""The most memory a call holds beyond what was held before it.
+
+CUDA: the allocator's own peak, exact to the byte. Linux: the kernel's peak of the process's
+resident memory, reset before the call. That peak counts whole pages, other threads, and pages of
+files the call maps; memory that the call takes from what the allocator kept of earlier work is not
+counted, which is why freed memory is first given back to the system. Elsewhere it is not measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+_CLEAR = Path("/proc/self/clear_refs")
+_STATUS = Path("/proc/self/status")
+_RESET_PEAK = "5"
+
+
+def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
+    """Run ``call`` once and return the bytes it held at most, or None where unmeasurable."""
+    gc.collect()
+    if device.type == "cuda":
+        return _cuda_peak(call, device)
+    if _CLEAR.exists():
+        return _resident_peak(call)
+    return None
+
+
+def _cuda_peak(call: Callable[[], object], device: torch.device) -> int:
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    torch.cuda.synchronize(device)
+    return int(torch.cuda.max_memory_allocated(device)) - before
+
+
+def _resident_peak(call: Callable[[], object]) -> int | None:
+    _give_back_freed_memory()
+    try:
+        _CLEAR.write_text(_RESET_PEAK)
+    except OSError:
+        return None
+    before = _status_bytes("VmRSS")
+    call()
+    return max(0, _status_bytes("VmHWM") - before)
+
+
+def _give_back_freed_memory() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def _status_bytes(name: str) -> int:
+    for line in _STATUS.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) * 1024
+    return 0

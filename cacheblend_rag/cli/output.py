@@ -1,0 +1,108 @@
+"""Where output goes: results to stdout, everything else (progress, warnings, errors) to stderr."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+JsonOption = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object on stdout and nothing else there."),
+]
+
+
+def result_console() -> Console:
+    """Return the console that results are printed on."""
+    return Console()
+
+
+def side_console() -> Console:
+    """Return the console for progress and remarks."""
+    return Console(stderr=True)
+
+
+def warn(message: str) -> None:
+    """Print one line of warning."""
+    side_console().print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)
+
+
+def print_json(plain: Mapping[str, Any]) -> None:
+    """Print one JSON object on a line of its own; NaN and infinity raise ValueError."""
+    sys.stdout.write(json.dumps(plain, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def stdout_reserved(reserved: bool) -> Iterator[None]:
+    """Send what libraries print on stdout to stderr while ``reserved``."""
+    if not reserved:
+        yield
+        return
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+
+
+@contextlib.contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """Yield a progress display on stderr that leaves nothing behind; none without a terminal."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    console = side_console()
+    disable = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
+        yield progress
+
+
+def percent(share: float) -> str:
+    """Return a share from 0 to 1 as a percentage with one decimal."""
+    return f"{100 * share:.1f} %"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds, or milliseconds below a tenth of a second, with a unit."""
+    return f"{1000 * seconds:.1f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
+
+
+def numbers(text: str, option: str) -> tuple[float, ...]:
+    """Read comma-separated numbers given to ``option``; raises typer.BadParameter."""
+    try:
+        return tuple(float(part) for part in names(text))
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{text!r} must hold numbers, comma-separated", param_hint=option
+        ) from error
+
+
+def layers(text: str, option: str) -> tuple[int, ...]:
+    """Read comma-separated layer indices given to ``option``; raises typer.BadParameter."""
+    found = numbers(text, option)
+    if any(number != int(number) for number in found):
+        raise typer.BadParameter(f"{text!r} must hold layer indices", param_hint=option)
+    return tuple(int(number) for number in found)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Split comma-separated names, without blanks around them."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def print_facts(title: str, facts: Mapping[str, Any]) -> None:
+    """Print names and values as a two-column table."""
+    from rich.table import Table
+
+    table = Table(title=title, show_header=False, box=None)
+    for name, value in facts.items():
+        text = f"{value:,.6g}" if isinstance(value, float) else str(value)
+        table.add_row(escape(name.replace("_", " ")), escape(text))
+    result_console().print(table)

@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cacheblend_rag.cli.bench_memory import peak_extra_bytes
+from cacheblend_rag.cli.bench_ttft import TtftPlan
+from cacheblend_rag.engines.transformers import shapes
+from cacheblend_rag.errors import ConfigError
+
+TINY = shapes.ModelShape(
+    "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}
+)
+SMALL = ("--chunks", 2, "--chunk-tokens", 48, "--question-tokens", 4, "--repeat", 1)
+FIELDS = {
+    "engine", "shape", "prompt_tokens", "ratio", "tier", "full_seconds", "blend_seconds",
+    "speedup", "bound", "share_of_bound", "peak_extra_bytes", "prompt_kv_bytes",
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny_shape(monkeypatch):
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
+
+
+def test_several_rows_stand_under_rows(cli, tiny_shape):
+    outcome = cli(
+        "bench", "ttft", "--shape", "tiny", *SMALL, "--ratio", 0.25, "--ratio", 0, "--json"
+    )
+    assert outcome.code == 0
+    rows = outcome.json["rows"]
+    assert [(r["tier"], r["ratio"]) for r in rows] == [
+        ("host", 0.25), ("host", 0), ("disk", 0.25), ("disk", 0)
+    ]  # fmt: skip
+    assert all(set(row) == FIELDS for row in rows)
+    assert {row["prompt_tokens"] for row in rows} == {100}
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "prior", "question_prior"])
+def test_one_row_stands_alone(cli, tiny_shape, selector):
+    outcome = cli(
+        "bench",
+        "ttft",
+        "--shape",
+        "tiny",
+        *SMALL,
+        "--tier",
+        "host",
+        "--selector",
+        selector,
+        "--json",
+    )
+    row = outcome.json
+    assert set(row) == FIELDS
+    assert (row["engine"], row["shape"], row["ratio"]) == ("transformers", "tiny", 0.15)
+    assert row["speedup"] == pytest.approx(row["full_seconds"] / row["blend_seconds"])
+    assert row["share_of_bound"] == pytest.approx(row["speedup"] / row["bound"])
+    assert row["prompt_kv_bytes"] == 100 * 4 * 2 * 2 * 8 * 4
+
+
+def test_table_without_json(cli, tiny_shape):
+    outcome = cli("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "disk")
+    assert outcome.code == 0
+    assert "100 tokens" in outcome.stdout
+    assert "disk" in outcome.stdout
+
+
+def test_registry(cli):
+    outcome = cli(
+        "bench", "registry", "--chunks", 40, "--prompt-characters", 6000, "--repeat", 2, "--json"
+    )
+    assert outcome.json["chunks"] == 40
+    assert outcome.json["found"] == outcome.json["expected"] > 0
+    assert "chunk registry" in cli("bench", "registry", "--chunks", 4, "--repeat", 1).stdout
+
+
+def plan(**changes):
+    sizes = {"chunks": 8, "chunk_tokens": 50, "question_tokens": 100}
+    return TtftPlan(TINY, **{**sizes, **changes})
+
+
+def test_bound_counts_whole_layers_up_to_the_check_layer():
+    # 500 tokens, 4 layers: 2 whole, 2 with 100 question and 0.25 x 400 chunk tokens
+    assert 1 / plan().bound(0.25) == pytest.approx((2 + 2 * 200 / 500) / 4)
+    assert 1 / plan(check_layers=(2,)).bound(0.25) == pytest.approx((3 + 200 / 500) / 4)
+
+
+def test_bound_of_rows_chosen_before_layer_0_counts_those_rows():
+    assert 1 / plan(selector="prior").bound(0.25) == pytest.approx(200 / 500)
+    assert 1 / plan(selector="question").bound(0.25) == pytest.approx((200 + 100) / 500)
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "prior", "question"])
+def test_bound_of_plain_reuse_and_of_everything(selector):
+    assert plan(selector=selector).bound(0.0) == pytest.approx(5.0)
+    assert plan(selector=selector).bound(1.0) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"chunks": 100}, "prompt_tokens=5100"),
+        ({"tiers": ("cloud",)}, "tier='cloud'"),
+        ({"ratios": (1.5,)}, "recompute_ratio=1.5"),
+    ],
+)
+def test_plans_refuse_what_cannot_be_measured(changes, field):
+    with pytest.raises(ConfigError, match=field):
+        plan(**changes)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's peak is Linux's")
+def test_peak_sees_memory_that_is_gone_again():
+    size = 96 << 20
+    peak = peak_extra_bytes(lambda: torch.ones(size, dtype=torch.uint8), torch.device("cpu"))
+    assert peak is not None
+    assert abs(peak - size) < 16 << 20
+
+
+def test_random_weights_repeat_with_their_seed():
+    first, again = (TINY.build_model(dtype=torch.float32, device="cpu") for _ in range(2))
+    other = TINY.build_model(dtype=torch.float32, device="cpu", seed=1)
+    weights = [m.model.layers[2].mlp.up_proj.weight for m in (first, again, other)]
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    assert first.lm_head.weight is first.model.embed_tokens.weight
+
+
+def test_shape_tokenizer_makes_one_token_a_word():
+    tokenizer = TINY.build_tokenizer()
+    assert tokenizer("t5 t0 t511 ").input_ids == [5, 0, 511]
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("smollm2-135m", 134.5),
+        ("smollm2-360m", 361.8),
+        ("qwen2.5-0.5b", 494.0),
+        ("llama-3.2-1b", 1235.8),
+        ("mistral-7b", 7241.7),
+        ("llama-3.1-8b", 8030.3),
+    ],
+)
+def test_named_shapes_have_the_published_number_of_weights(name, millions):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shapes.named_shape(name).config())
+    assert sum(p.numel() for p in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.06)

@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cacheblend_rag.cli import doctor
+
+
+def test_a_usable_setup(cli, small_model):
+    outcome = cli("doctor", "--model", small_model, "--json")
+    found = outcome.json
+    assert (outcome.code, found["usable"]) == (0, True)
+    assert found["model"]["architecture"] == "LlamaForCausalLM"
+    assert found["model"]["problem"] is None
+    assert found["devices"][0]["device"] == "cpu"
+    assert found["versions"]["torch"]
+    assert found["store"] is None
+
+
+def test_a_missing_model_is_reported_not_raised(cli):
+    outcome = cli("doctor", "--model", "/nowhere", "--json")
+    assert (outcome.code, outcome.json["usable"]) == (1, False)
+    assert "config.json" in outcome.json["model"]["problem"]
+
+
+def test_a_model_that_cannot_be_blended_is_named(cli, small_model, tmp_path):
+    for file in small_model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    outcome = cli("doctor", "--model", tmp_path, "--json")
+    assert outcome.code == 1
+    assert "dynamic" in outcome.json["model"]["problem"]
+    evaluated = cli("eval", "--model", tmp_path, "--questions", 1, "--json")
+    assert (evaluated.code, evaluated.stdout) == (2, "")
+    assert "cannot be blended" in evaluated.stderr
+
+
+def test_a_missing_extra_says_how_to_install_it(cli, small_model, monkeypatch):
+    monkeypatch.setattr(doctor, "EXTRAS", {"demo": {"no-such-package": "no_such_package"}})
+    extra = cli("doctor", "--model", small_model, "--json").json["extras"]["demo"]
+    assert extra["missing"] == ["no-such-package"]
+    assert extra["install"] == "pip install 'cacheblend-rag[demo]'"
+
+
+def test_a_store_is_read_through(cli, small_model, tmp_path):
+    outcome = cli("doctor", "--model", small_model, "--store", tmp_path, "--json")
+    assert outcome.json["store"]["entries"] == 0
+    assert outcome.json["store"]["damaged"] == []
+    outcome = cli("doctor", "--model", small_model, "--store", tmp_path / "none", "--json")
+    assert (outcome.code, outcome.json["usable"]) == (1, False)
+
+
+@pytest.mark.parametrize("model", [None, "/nowhere"])
+def test_report_without_json(cli, small_model, model, tmp_path):
+    outcome = cli("doctor", "--model", model or small_model, "--store", tmp_path)
+    assert ("not usable" in outcome.stdout) == (outcome.code == 1)
+    assert "transformers" in outcome.stdout
+
+
+def test_report_keeps_the_brackets_of_extras(cli, small_model, monkeypatch):
+    monkeypatch.setattr(doctor, "EXTRAS", {"demo": {"no-such-package": "no_such_package"}})
+    text = cli("doctor", "--model", small_model).stdout
+    assert "cacheblend-rag[demo]" in "".join(text.split())

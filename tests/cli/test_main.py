@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+
+
+def test_version(cli):
+    outcome = cli("--version")
+    assert (outcome.code, outcome.stdout) == (0, f"{version('cacheblend-rag')}\n")
+
+
+def test_help_names_every_command(cli):
+    text = cli("--help").stdout
+    assert all(name in text for name in ("demo", "eval", "bench", "store", "doctor"))
+
+
+@pytest.mark.parametrize("command", ["demo", "eval", "doctor", "bench", "store"])
+def test_every_command_has_help(cli, command):
+    outcome = cli(command, "--help")
+    assert outcome.code == 0
+    assert "--help" in outcome.stdout
+
+
+def test_help_loads_no_model_library():
+    code = (
+        "import sys; from cacheblend_rag.cli.main import app; "
+        "print(sorted({'torch', 'transformers', 'faiss'} & set(sys.modules)))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("eval", "--model", "/nowhere", "--questions", "1"),
+        ("eval", "--dataset", "/nowhere.json"),
+        ("eval", "--settings", "upright"),
+        ("eval", "--selectors", "guess"),
+        ("eval", "--lead-ins", "preface"),
+        ("bench", "ttft", "--shape", "tiny"),
+        ("bench", "ttft", "--tier", "cloud"),
+        ("bench", "ttft", "--ratio", "2"),
+        ("bench", "ttft", "--dtype", "int8"),
+        ("bench", "ttft", "--chunks", "100"),
+    ],
+)
+def test_errors_are_one_line_on_stderr_with_exit_code_2(cli, arguments):
+    outcome = cli(*arguments, "--json")
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert outcome.stderr.startswith("cacheblend-rag: ")
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_verbose_raises_the_log_level(cli):
+    logger = logging.getLogger("cacheblend_rag")
+    before = logger.level
+    try:
+        cli("-vv", "store", "stats", "--path", "/nowhere")
+        assert logger.level == logging.DEBUG
+        cli("store", "stats", "--path", "/nowhere")
+        assert logger.level == logging.WARNING
+    finally:
+        logger.setLevel(before)

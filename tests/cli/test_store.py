@@ -1,0 +1,174 @@
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cacheblend_rag.cli.main import app
+from cacheblend_rag.kv import ChunkKV, DiskTier, KVKey, StoredChunk, chunk_id, fingerprint
+
+ONE, TWO = fingerprint({"model": 1}), fingerprint({"model": 2})
+KEYS = [KVKey(chunk_id([number]), of) for number, of in enumerate([ONE, ONE, TWO])]
+AGES = [5000, 50, 50]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A store of two chunks of one model and one of another; the first is old."""
+    tier = DiskTier(tmp_path)
+    for key, age in zip(KEYS, AGES, strict=True):
+        kv = ChunkKV(torch.rand(2, 1, 4, 8), torch.rand(2, 1, 4, 8), 1)
+        assert tier.put(key, StoredChunk(kv, time.time() - age))
+    return tmp_path
+
+
+@pytest.fixture
+def store(folder):
+    """Run ``store ARGUMENTS --path FOLDER``."""
+    return lambda *arguments, **options: run(*arguments, "--path", str(folder), **options)
+
+
+def run(*arguments, **options):
+    return CliRunner().invoke(app, ["store", *arguments], **options)
+
+
+def printed(result):
+    """The one JSON object on stdout."""
+    assert result.stdout.count("\n") == 1
+    return json.loads(result.stdout)
+
+
+def remaining(folder):
+    return {key for key, _ in DiskTier(folder).entries()}
+
+
+def damage(folder, key):
+    (path,) = folder.glob(f"?/?/{key}.safetensors")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_stats_count_in_all_and_by_fingerprint(store, folder):
+    result = printed(store("stats", "--json"))
+    sizes = [path.stat().st_size for path in folder.glob("?/?/*")]
+    assert (result["entries"], result["bytes"], result["quarantined"]) == (3, sum(sizes), 0)
+    assert result["fingerprints"][ONE]["entries"] == 2
+    assert result["fingerprints"][TWO] == {"entries": 1, "bytes": sizes[0]}
+
+
+def test_stats_is_a_table_otherwise(store):
+    result = store("stats")
+    assert result.exit_code == 0
+    assert ONE in result.stdout
+    assert "{" not in result.stdout
+
+
+def test_ls_gives_whole_keys_sizes_and_times(store):
+    chunks = printed(store("ls", "--json"))["chunks"]
+    assert [chunk["key"] for chunk in chunks] == [str(key) for key in KEYS]
+    assert chunks[0]["written_at"] == pytest.approx(time.time() - 5000, abs=30)
+    assert chunks[0]["used_at"] == pytest.approx(time.time(), abs=30)
+    assert all(str(key) in store("ls").stdout for key in KEYS)
+
+
+def test_verify_of_a_sound_folder_exits_0(store):
+    result = store("verify", "--json")
+    assert result.exit_code == 0
+    found = printed(result)
+    assert (found["checked"], found["damaged"]) == (3, [])
+
+
+def test_verify_names_damage_exits_1_and_moves_it_only_on_repair(store, folder):
+    damage(folder, KEYS[1])
+    for arguments, quarantined in ([], 0), (["--repair"], 1):
+        result = store("verify", "--json", *arguments)
+        assert result.exit_code == 1
+        found = printed(result)
+        (of,) = found["damaged"]
+        assert of["key"] == str(KEYS[1])
+        assert "checksum" in of["reason"]
+        assert found["quarantined"] == quarantined
+    assert store("verify").exit_code == 0
+    assert printed(store("stats", "--json"))["quarantined"] == 1
+
+
+def test_verify_shows_damage_as_a_table_otherwise(store, folder):
+    damage(folder, KEYS[1])
+    result = store("verify")
+    assert result.exit_code == 1
+    assert str(KEYS[1]) in result.stdout
+    assert "3 checked, 1 damaged" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gone"),
+    [
+        ([str(KEYS[0])], {0}),
+        ([str(KEYS[0]), str(KEYS[2])], {0, 2}),
+        ([str(KVKey(chunk_id([99]), ONE))], set()),
+        (["--fingerprint", ONE], {0, 1}),
+        (["--older-than", "1000"], {0}),
+        (["--older-than", "1000", "--fingerprint", TWO], set()),
+        (["--all", "--yes"], {0, 1, 2}),
+    ],
+)
+def test_evict_removes_what_was_chosen(store, folder, arguments, gone):
+    result = store("evict", *arguments, "--json")
+    assert result.exit_code == 0
+    assert printed(result)["evicted"] == len(gone)
+    assert remaining(folder) == set(KEYS) - {KEYS[number] for number in gone}
+
+
+@pytest.mark.parametrize(("answer", "left", "code"), [("y\n", 0, 0), ("n\n", 3, 1), ("", 3, 1)])
+def test_evict_all_asks_first_and_not_on_stdout(store, folder, answer, left, code):
+    result = store("evict", "--all", "--json", input=answer)
+    assert result.exit_code == code
+    assert "?" in result.stderr
+    assert len(remaining(folder)) == left
+    assert "?" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["evict"],
+        ["evict", "--all", "--fingerprint", ONE],
+        ["evict", str(KEYS[0]), "--all", "--yes"],
+        ["evict", "../../etc/passwd"],
+    ],
+)
+def test_an_unclear_choice_is_one_line_and_exit_2(store, folder, arguments):
+    result = store(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert remaining(folder) == set(KEYS)
+
+
+@pytest.mark.parametrize("command", ["stats", "ls", "verify", "evict"])
+def test_a_missing_folder_is_one_line_and_exit_2_and_is_not_made(tmp_path, command):
+    extra = ["--all", "--yes"] if command == "evict" else []
+    result = run(command, *extra, "--path", str(tmp_path / "none"), "--json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1
+    assert "none" in result.stderr
+    assert not (tmp_path / "none").exists()
+
+
+def test_the_folder_may_come_from_the_environment(folder):
+    result = run("stats", "--json", env={"CACHEBLEND_STORE": str(folder)})
+    assert printed(result)["entries"] == 3
+    assert run("stats", env={"CACHEBLEND_STORE": None}).exit_code == 2
+
+
+def test_help_does_not_wait_for_torch():
+    code = "import sys, cacheblend_rag.cli.main; print('torch' in sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert result.stdout == "False\n"

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cacheblend_rag.chunks import Document
+from cacheblend_rag.errors import DatasetError
+from cacheblend_rag.quality.dataset import (
+    EvalDataset,
+    EvalQuestion,
+    lead_text,
+    load_dataset,
+)
+
+PASSAGES = [
+    {
+        "question": "Who wrote it?",
+        "answers": ["Ada", "Ada Lovelace"],
+        "ctxs": [{"title": "Notes", "text": "Ada wrote it."}, {"title": "", "text": "An engine."}],
+    },
+    {"question": "When?", "answers": ["1843"], "ctxs": [{"text": "In 1843."}]},
+]
+FIRST, SECOND = Document("a", ("One.", "Two.", "Three.")), Document("b", ("Four.",), " ")
+
+
+def question(setting: str = "adjacent") -> EvalQuestion:
+    a, b = FIRST.to_chunks(), SECOND.to_chunks()
+    return EvalQuestion("Which?", ("two",), (a[1], b[0], a[2]), (FIRST, SECOND), setting, "direct")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write_json(plain):
+        path = tmp_path / "questions.json"
+        path.write_text(json.dumps(plain), encoding="utf-8")
+        return path
+
+    return write_json
+
+
+def test_passages_become_documents_of_their_own(write):
+    data = load_dataset(write(PASSAGES))
+    first, second = data.questions
+    assert (data.name, data.settings) == ("questions", ("retrieved",))
+    assert first.answers == ("Ada", "Ada Lovelace")
+    assert [p.text for p in first.passages] == ["Notes\nAda wrote it.", "An engine."]
+    assert [p.context for p in first.passages] == [(), ()]
+    assert [d.to_chunks()[0] for d in first.documents] == list(first.passages)
+    ids = [d.document_id for q in (first, second) for d in q.documents]
+    assert len(set(ids)) == 3
+
+
+def test_prompt_is_instruction_passages_and_question():
+    prompt = question().prompt("Answer.")
+    assert "".join(s.text for s in prompt.segments) == (
+        "Answer.\n\nTwo.\n\nFour.\n\nThree.\n\nQuestion: Which?\nAnswer:"
+    )
+    assert prompt.segments[0].text == lead_text("Answer.")
+    assert [s.chunk.text for s in prompt.segments if s.chunk] == ["Two.", "Four.", "Three."]
+
+
+def test_prompt_without_instruction_begins_with_the_first_passage():
+    assert lead_text("") == ""
+    assert question().prompt("").segments[0].chunk == FIRST.to_chunks()[1]
+
+
+def test_passages_can_be_cut_to_the_first_ones():
+    assert [p.text for p in question().first_passages(2).passages] == ["Two.", "Four."]
+
+
+def test_saved_dataset_comes_back_equal(tmp_path):
+    data = EvalDataset("mine", (question("adjacent"), question("shuffled")), "Do it, Zoë.")
+    data.save(tmp_path / "mine.json")
+    assert load_dataset(tmp_path / "mine.json") == data
+    assert data.of_setting("shuffled") == (question("shuffled"),)
+
+
+def test_optional_fields_have_defaults(write):
+    plain = {
+        "format": "cacheblend-rag/eval",
+        "version": 1,
+        "questions": [
+            {
+                "question": "Which?",
+                "answers": ["one"],
+                "documents": [{"id": "a", "chunks": ["One."]}],
+                "passages": [[0, 0]],
+            }
+        ],
+    }
+    (loaded,) = load_dataset(write(plain)).questions
+    assert (loaded.setting, loaded.kind) == ("retrieved", "question")
+    assert loaded.documents == (Document("a", ("One.",), "\n\n"),)
+
+
+def own(**changes):
+    item = {
+        "question": "Which?",
+        "answers": ["one"],
+        "documents": [{"id": "a", "chunks": ["One."]}],
+        "passages": [[0, 0]],
+    }
+    return {"format": "cacheblend-rag/eval", "version": 1, "questions": [{**item, **changes}]}
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ([], "at least 1"),
+        ([3], r"\[0\] must be an object"),
+        ([{"answers": ["x"], "ctxs": [{"text": "y"}]}], r"\[0\]: question is missing"),
+        ([{**PASSAGES[0], "answers": []}], r"\[0\]: answers must be a list of at least 1"),
+        ([{**PASSAGES[0], "answers": [1843]}], r"answers\[0\] must be a non-empty string"),
+        ([{**PASSAGES[0], "ctxs": [{"title": "T"}]}], r"ctxs\[0\]: text is missing"),
+        ([{**PASSAGES[0], "ctxs": "x"}], "ctxs must be a list"),
+        ("text", "must be an object"),
+        ({"format": "other", "version": 1}, "format and version"),
+        ({"format": "cacheblend-rag/eval"}, "version is missing"),
+        (own(passages=[[1, 0]]), r"passages\[0\]\[0\] must be an index from 0 to 0"),
+        (own(passages=[[0, 1]]), r"passages\[0\]\[1\] must be an index from 0 to 0"),
+        (own(passages=[[0]]), "at least 2"),
+        (own(passages=[[0, 0, 0]]), r"a \[document, chunk\] pair"),
+        (own(passages=[[True, 0]]), "an integer"),
+        (own(documents=[{"id": "a", "chunks": []}]), "chunks must be a list of at least 1"),
+        (own(documents=[{"id": "a", "chunks": ["One."]}] * 2), "different ids"),
+        (own(setting=""), "setting must be a non-empty string"),
+    ],
+)
+def test_errors_name_file_and_field_in_one_line(write, plain, message):
+    path = write(plain)
+    with pytest.raises(DatasetError, match=message) as caught:
+        load_dataset(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_and_damaged_files_are_dataset_errors(tmp_path):
+    with pytest.raises(DatasetError, match="cannot be read"):
+        load_dataset(tmp_path / "none.json")
+    (tmp_path / "cut.json").write_text('[{"question": ')
+    with pytest.raises(DatasetError, match="cannot be read as JSON"):
+        load_dataset(tmp_path / "cut.json")

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cacheblend_rag.quality.metrics import (
+    bootstrap_interval,
+    exact_match,
+    normalize_answer,
+    rouge_l,
+    token_f1,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "normalized"),
+    [
+        (" The  Eiffel-Tower! ", "eiffeltower"),
+        ("a cat, an owl and the dog", "cat owl and dog"),
+        ("Theatre", "theatre"),
+        ("1,969", "1969"),
+        ("", ""),
+    ],
+)
+def test_normalization_drops_case_punctuation_and_articles(text, normalized):
+    assert normalize_answer(text) == normalized
+
+
+def test_exact_match_takes_the_best_gold_answer():
+    assert exact_match("The Red.", ["blue", "red"]) == 1.0
+    assert exact_match("red car", ["blue", "red"]) == 0.0
+    assert exact_match("", ["red"]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds", "score"),
+    [
+        # found 4 words, wanted 3, 2 in common: precision 2/4, recall 2/3, F1 4/7
+        ("red car in town", ["red car here"], 4 / 7),
+        # words count as often as they stand: 2 of 'red' in common of 3 and 2 words
+        ("red red blue", ["red red"], 4 / 5),
+        ("red", ["blue"], 0.0),
+        ("the", ["a"], 1.0),
+        ("", ["red"], 0.0),
+        ("red car", ["blue", "red car"], 1.0),
+    ],
+)
+def test_token_f1(answer, golds, score):
+    assert token_f1(answer, golds) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds", "score"),
+    [
+        # longest common subsequence 'police the gunman' of 4 and 4 words: 3/4 both ways
+        ("police killed the gunman", ["police kill the gunman"], 1.0),  # stemming: killed = kill
+        ("police end the gunman", ["police kill the gunman"], 0.75),
+        ("the gunman kill police", ["police kill the gunman"], 0.5),
+        ("red", ["blue", "red"], 1.0),
+        ("", ["red"], 0.0),
+    ],
+)
+def test_rouge_l(answer, golds, score):
+    assert rouge_l(answer, golds) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("metric", [exact_match, token_f1, rouge_l])
+def test_a_score_needs_a_gold_answer(metric):
+    with pytest.raises(ValueError, match="at least one gold answer"):
+        metric("red", [])
+
+
+def test_interval_of_equal_scores_has_no_width():
+    assert bootstrap_interval([1.0] * 30) == (1.0, 1.0)
+    assert bootstrap_interval([0.25]) == (0.25, 0.25)
+
+
+def test_interval_of_a_share_is_close_to_the_normal_approximation():
+    scores = [1.0] * 300 + [0.0] * 100
+    low, high = bootstrap_interval(scores)
+    half_width = 1.96 * (0.75 * 0.25 / 400) ** 0.5
+    assert low == pytest.approx(0.75 - half_width, abs=0.01)
+    assert high == pytest.approx(0.75 + half_width, abs=0.01)
+
+
+def test_interval_repeats_with_its_seed_and_widens_with_its_level():
+    scores = np.linspace(0, 1, 57).tolist()
+    assert bootstrap_interval(scores, seed=3) == bootstrap_interval(scores, seed=3)
+    narrow, wide = bootstrap_interval(scores, level=0.5), bootstrap_interval(scores, level=0.99)
+    assert wide[0] < narrow[0] < narrow[1] < wide[1]
+
+
+@pytest.mark.parametrize(("scores", "level"), [([], 0.95), ([1.0], 0.0), ([1.0], 1.0)])
+def test_interval_refuses_bad_input(scores, level):
+    with pytest.raises(ValueError, match="must"):
+        bootstrap_interval(scores, level=level)
