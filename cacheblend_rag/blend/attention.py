@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BLOCK_ROWS = 128
+BLOCK_ROWS = 64
 ACCELERATOR_BLOCK_ROWS = 1024
 
 
@@ -45,7 +45,7 @@ def attend_rows(
             keys[:, :, :seen],
             values[:, :, :seen],
         )
-        mask = _visible(rows[here], seen, window).repeat(heads // kv_heads, 1)
+        mask = _bias(rows[here], seen, window, query.dtype).repeat(heads // kv_heads, 1)
         if softcap is None:
             done = functional.scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling)
         else:
@@ -58,8 +58,7 @@ def _softcapped(
     query: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scaling: float, softcap: float
 ) -> Tensor:
     """Attention with capped logits, which PyTorch's fused attention cannot do."""
-    logits = softcap * torch.tanh(query @ keys.transpose(2, 3) * scaling / softcap)
-    logits = logits.masked_fill(~mask, float("-inf"))
+    logits = softcap * torch.tanh(query @ keys.transpose(2, 3) * scaling / softcap) + mask
     return logits.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
 
 
@@ -84,6 +83,12 @@ def attention_mass(
     visible = _visible(rows, keys.shape[2], window)
     shares: Tensor = logits.masked_fill_(~visible, float("-inf")).softmax(-1)
     return shares.flatten(0, 1)
+
+
+def _bias(rows: Tensor, tokens: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """(rows, tokens) of ``dtype``: what fused attention adds to logits, 0 or minus infinity."""
+    bias = torch.where(_visible(rows, tokens, window), 0.0, float("-inf"))
+    return bias.to(dtype)
 
 
 def _visible(rows: Tensor, tokens: int, window: int | None) -> Tensor:
