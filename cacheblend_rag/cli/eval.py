@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 
 DEMO = "demo"
-DEFAULT_SEED = 20_261_121
+DEFAULT_SEED = 9_271_828
 DEFAULT_RATIOS = (0.05, 0.1, 0.15)
 DEFAULT_SELECTORS = ("hkvd", "prior", "random")
 DEFAULT_LEAD_INS: tuple[LeadIn, ...] = ("instruction", "document")
@@ -29,11 +29,11 @@ DEFAULT_LEAD_INS: tuple[LeadIn, ...] = ("instruction", "document")
 PlanCell = tuple[LeadIn, str, tuple[float, ...]]
 _WHOLE_DOCUMENTS: tuple[PlanCell, ...] = (
     ("instruction", "hkvd", (0.15,)),
-    ("instruction", "prior", (0.05, 0.1, 0.15, 0.2, 0.25)),
+    ("instruction", "prior", (0.05, 0.1, 0.15, 0.2)),
     ("instruction", "question", (0.2,)),
     ("instruction", "question_prior", (0.1, 0.2)),
     ("instruction", "chunk_head", (0.15,)),
-    ("instruction", "random", (0.05, 0.1, 0.15, 0.2, 0.25)),
+    ("instruction", "random", (0.05, 0.1, 0.15, 0.2)),
     ("document", "hkvd", (0.15,)),
     ("document", "prior", (0.15,)),
 )

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cacheblend_rag.config import BlendConfig, LeadIn
+from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ DtypeOption = Annotated[
 
 def model_folder(name: str) -> Path:
     """Return the folder of ``demo`` or of a local model; raises ModelLoadError when it is none."""
-    folder = Path(str(files("cacheblend_rag.demo") / "model")) if name == DEMO_MODEL else Path(name)
+    folder = MODEL_FOLDER if name == DEMO_MODEL else Path(name)
     if not (folder / "config.json").is_file():
         raise ModelLoadError(
             f"model={name!r}: {folder} holds no config.json; give a hub-format folder or 'demo'"

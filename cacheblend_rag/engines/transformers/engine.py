@@ -6,12 +6,14 @@ import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from tqdm import tqdm
@@ -33,6 +35,7 @@ from cacheblend_rag.engines.base import (
     SamplingParams,
 )
 from cacheblend_rag.engines.transformers import indexing, loading
+from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
 from cacheblend_rag.engines.transformers.leadin import LeadIn, LedChunk
 from cacheblend_rag.engines.transformers.prefill import (
@@ -47,13 +50,17 @@ from cacheblend_rag.engines.transformers.prefill import (
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.support import blend_refusal
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt
 
 logger = logging.getLogger(__name__)
 
 ASYNC_THREADS = 32
+PART_CHUNKS = 64
+
+_locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
+_locks_lock = threading.Lock()
 
 Item = Chunk | Document | str
 T = TypeVar("T")
@@ -86,8 +93,8 @@ class TransformersEngine:
     namespace: tenants with different namespaces never share KV.
     device, dtype: where and in what precision a model given by name is loaded.
 
-    Safe to share between threads: requests take turns, one layer or decode step at a time. The
-    model must not be used by others meanwhile.
+    Safe to share between threads: requests take turns, one layer or decode step at a time, also
+    those of other engines around the same model. Nothing else may use the model meanwhile.
 
     Raises ModelLoadError when the model or tokenizer cannot be loaded, ConfigError when the config
     does not suit the model. A model that cannot be blended is served by ordinary prefill;
@@ -139,7 +146,7 @@ class TransformersEngine:
                 "tensor_parallel": [0, 1],
             },
         )
-        self._lock = threading.RLock()
+        self._lock = _lock_of(self.model)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
         self._eos = _eos_token_ids(self.model, self.tokenizer)
 
@@ -169,30 +176,34 @@ class TransformersEngine:
         goes on where it stopped.
         """
         started = time.perf_counter()
-        refused: dict[str, int] = {}
-        wanted: list[LedChunk] = []
-        skipped = 0
-        for chunk in self._register_current(items, refused):
-            reason, led = self._admit(chunk)
-            if led is None:
-                refused[reason] = refused.get(reason, 0) + 1
-            elif self.store.contains(led.key):
-                skipped += 1
-                wanted.append(led)
-            else:
-                wanted.append(led)
-        wanted = list({led.key: led for led in wanted}.values())
-        computed = tokens = 0
-        pending = sum(not self.store.contains(led.key) for led in wanted)
-        with tqdm(total=pending, desc="precompute", unit="chunk", disable=not progress) as bar:
-            for led, kv in self._compute(wanted):
-                if self.store.put(led.key, kv):
-                    computed, tokens = computed + 1, tokens + kv.tokens
-                else:
-                    refused["store full"] = refused.get("store full", 0) + 1
-                bar.update()
-        seconds = time.perf_counter() - started
-        return PrecomputeReport(computed, skipped, tokens, seconds, refused)
+        counts: Counter[str] = Counter()
+        refused: Counter[str] = Counter()
+        chunks = self._register_current(items, refused)
+        with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
+            for part in _whole_documents(chunks, PART_CHUNKS):
+                wanted: dict[KVKey, LedChunk] = {}
+                for chunk in part:
+                    reason, led = self._admit(chunk)
+                    if led is None:
+                        refused[reason] += 1
+                    elif self.store.contains(led.key) or led.key in wanted:
+                        counts["skipped"] += 1
+                    if led is not None:
+                        wanted[led.key] = led
+                for led, kv in self._compute(list(wanted.values())):
+                    if self.store.put(led.key, kv):
+                        counts["computed"] += 1
+                        counts["tokens"] += kv.tokens
+                    else:
+                        refused["store full"] += 1
+                bar.update(len(part))
+        return PrecomputeReport(
+            computed=counts["computed"],
+            skipped=counts["skipped"],
+            computed_tokens=counts["tokens"],
+            seconds=time.perf_counter() - started,
+            refused=dict(refused),
+        )
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
         """Start loading chunks (or all chunks of a document, by id) into the fastest tier."""
@@ -318,19 +329,24 @@ class TransformersEngine:
 
     # Inside
 
-    def _register_current(self, items: Iterable[Item], refused: dict[str, int]) -> list[Chunk]:
+    def _register_current(self, items: Iterable[Item], refused: Counter[str]) -> list[Chunk]:
         """Register items, dropping what a newer version of a document no longer holds."""
         found: list[Chunk] = []
         for item in items:
-            chunks = [chunk for chunk in _chunks(item) if chunk.text.strip()]
-            empty = len(_chunks(item)) - len(chunks)
-            if empty:
-                refused["empty text"] = refused.get("empty text", 0) + empty
+            chunks = []
+            for chunk in _chunks(item):
+                if chunk.text.strip():
+                    chunks.append(chunk)
+                else:
+                    refused["empty text"] += 1
+            stale: set[Chunk] = set()
             if isinstance(item, Document):
-                for stale in set(self.registry.document(item.document_id)) - set(chunks):
-                    self.registry.discard(stale)
-                    self._drop(stale)
+                stale = set(self.registry.document(item.document_id)) - set(chunks)
+            for chunk in stale:
+                self.registry.discard(chunk)
             self.registry.add_many(chunks)
+            for chunk in stale:
+                self._drop(chunk)
             found += chunks
         return found
 
@@ -368,7 +384,11 @@ class TransformersEngine:
             yield item
 
     def _drop(self, chunk: Chunk) -> bool:
-        return self.store.evict(self._lead_in.key(chunk))
+        """Evict the KV of a chunk no longer registered, unless another chunk shares it."""
+        key = self._lead_in.key(chunk)
+        if any(self._lead_in.key(other) == key for other in self.registry.variants(chunk.text)):
+            return False
+        return self.store.evict(key)
 
     def _prepare(
         self,
@@ -385,9 +405,10 @@ class TransformersEngine:
         config, sampling = config or self.config, sampling or SamplingParams()
         if self._stack is not None:
             plan_schedule(config, self._stack.geometry.layers)
-        encoded = self._segments(prompt, hints).encode(self.tokenizer)
+        segmented = self._segments(prompt, hints)
+        encoded = segmented.encode(self.tokenizer)
         room = self.context_window - len(encoded.token_ids)
-        if not encoded.token_ids:
+        if not segmented.segments or not encoded.token_ids:
             raise PromptError("prompt is empty: give at least one token")
         if room < 1:
             raise PromptError(
@@ -465,12 +486,13 @@ class TransformersEngine:
     def _prefill(self, request: _Request) -> Steps:
         """Blend where there is something to reuse; otherwise ordinary prefill, saying why."""
         chunks = PromptChunks(request.prompt, self._lead_in, self.store)
+        reserve = min(request.max_tokens, GROWTH_TOKENS)
         refusal, miss = self._refusal(request, chunks)
         if refusal is None and self._stack is not None:
             blend = BlendPrefill(self._stack, chunks, request.config)
-            return (yield from blend.steps(request.max_tokens))
+            return (yield from blend.steps(reserve))
         prefilled = yield from ordinary_prefill(
-            self.model, self._stack, request.prompt.token_ids, request.max_tokens
+            self.model, self._stack, request.prompt.token_ids, reserve
         )
         prefilled.reason = refusal
         prefilled.chunks = [] if request.full else chunks.missed(miss)
@@ -547,10 +569,28 @@ class TransformersEngine:
         )
 
 
+def _lock_of(model: PreTrainedModel) -> threading.RLock:
+    """The lock of all engines around a model: driving its layers alters it for a moment."""
+    with _locks_lock:
+        return _locks.setdefault(model, threading.RLock())
+
+
 def _chunks(item: Item) -> list[Chunk]:
     if isinstance(item, Document):
         return item.to_chunks()
     return [Chunk(item) if isinstance(item, str) else item]
+
+
+def _whole_documents(chunks: Sequence[Chunk], size: int) -> Iterator[list[Chunk]]:
+    """Cut chunks into parts of at least ``size``, never between a chunk and what precedes it."""
+    part: list[Chunk] = []
+    for chunk in chunks:
+        if len(part) >= size and not chunk.context:
+            yield part
+            part = []
+        part.append(chunk)
+    if part:
+        yield part
 
 
 def _last(deltas: Iterator[Delta]) -> Generation:

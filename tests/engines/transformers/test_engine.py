@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TieredKVStore
 from cacheblend_rag.engines.base import Engine
@@ -220,6 +222,38 @@ def test_prompts_that_cannot_be_served_are_refused(
 ) -> None:
     with pytest.raises(PromptError, match=message):
         make_engine().generate(prompt)
+
+
+def test_an_empty_prompt_is_refused_even_where_a_bos_token_is_added(
+    make_engine: EngineFactory,
+) -> None:
+    engine = make_engine()
+    engine.tokenizer = copy.deepcopy(engine.tokenizer)
+    engine.tokenizer._tokenizer.post_processor = TemplateProcessing(
+        single="<bos> $A", special_tokens=[("<bos>", 1)]
+    )
+    assert engine.generate("w5 w6", SHORT).prompt_tokens == 3
+    with pytest.raises(PromptError, match="prompt is empty"):
+        engine.generate("")
+
+
+def test_answers_longer_than_the_reserved_room_go_on(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=1.0)
+    engine.precompute(CHUNKS, progress=False)
+    long = SamplingParams(max_tokens=300)
+    blended, full = engine.generate(TEXT, long), engine.generate_full(TEXT, long)
+    assert len(blended.token_ids) == 300
+    assert blended.token_ids == full.token_ids
+
+
+def test_engines_around_one_model_take_turns(make_engine: EngineFactory) -> None:
+    engines = [make_engine(lead_in=name, recompute_ratio=0.3) for name in ("none", "document")]
+    for engine in engines:
+        engine.precompute(CHUNKS, progress=False)
+    alone = [engine.generate(TEXT, SHORT).token_ids for engine in engines] * 4
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda e: e.generate(TEXT, SHORT).token_ids, engines * 4))
+    assert together == alone
 
 
 def test_an_answer_ends_at_the_context_window(make_engine: EngineFactory) -> None:

@@ -170,6 +170,33 @@ def test_deleting_a_document_drops_its_kv(make_engine: EngineFactory) -> None:
     assert engine.evict_document("doc") == 0
 
 
+def test_kv_that_another_document_shares_is_kept(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=0.0)
+    opening = words(20, 1)
+    engine.precompute(
+        [Document(name, (opening, words(9, i))) for i, name in enumerate("ab", 2)], progress=False
+    )
+    assert len(engine.store.keys()) == 3
+    assert engine.evict_document("a") == 1
+    report = engine.generate(f"{opening} w4", SHORT).report
+    assert [(c.hit, c.document_id) for c in report.chunks] == [(True, "b")]
+
+
+@pytest.mark.parametrize("lead_in", ["bos", "document"])
+def test_many_items_are_computed_part_by_part(make_engine: EngineFactory, lead_in: str) -> None:
+    engine = make_engine(lead_in=lead_in)
+    items = [
+        *(
+            Document(f"d{i}", (words(3, i), words(4, 100 + i), words(5, 200 + i)))
+            for i in range(30)
+        ),
+        *(Chunk(words(6, 300 + i)) for i in range(80)),
+    ]
+    report = engine.precompute([*items, *items[:5]], progress=False)
+    assert (report.computed, report.skipped) == (90 + 80, 15)
+    assert len(engine.store.keys()) == 170
+
+
 def test_the_prior_is_nothing_where_nothing_precedes_and_something_after(
     make_engine: EngineFactory,
 ) -> None:
