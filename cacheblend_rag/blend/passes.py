@@ -129,7 +129,8 @@ class BlendPass:
 
     def _first_rows(self) -> Tensor:
         if self.schedule.before is None:
-            return torch.arange(self.token_ids.numel(), device=self.token_ids.device)
+            # What may not be recomputed keeps its cached KV in every layer, also before the check.
+            return (self._always | self.candidates.eligible).nonzero()[:, 0]
         if self.schedule.before == 0:
             return self._always.nonzero()[:, 0]
         with _Timer(self.stats):

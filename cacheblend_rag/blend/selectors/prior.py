@@ -12,7 +12,7 @@ from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
 
 @dataclass(frozen=True)
 class Prior(Selector):
-    """Attention mass that left the chunk for its document when the document was indexed.
+    """How far the chunk's document moved each token's key when the document was indexed.
 
     Stored with each chunk, so it costs nothing at question time. Source: this project's study.
     """

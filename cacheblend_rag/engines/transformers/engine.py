@@ -366,10 +366,10 @@ class TransformersEngine:
         """Compute the KV of all that is not stored, a document or batch at a time."""
         if self._stack is None:
             return iter(())
-        contextual = self._lead_in.name == "document"
+        in_document = self._lead_in.name == "document"
         return self._taking_turns(
             indexing.compute_chunks(
-                self._stack, self.model, wanted, self.store, contextual=contextual
+                self._stack, self.model, wanted, self.store, in_document=in_document
             )
         )
 

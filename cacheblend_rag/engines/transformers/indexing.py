@@ -3,11 +3,15 @@
 Chunks that need no document are computed in padded batches. A document is computed in one pass and
 sliced into its chunks; chunks of it that are stored already are laid into the pass as cached KV, so
 editing a document recomputes only what follows the edit.
+
+The prior of a token is the squared deviation of its key in the first layer that depends on other
+tokens, between the chunk behind its lead-in alone and the chunk in its document. Whichever of the
+two is not computed anyway is run through that one layer only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,15 +20,18 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from cacheblend_rag.blend import AttentionCall, BlendPass, FusedKV
-from cacheblend_rag.blend.attention import BLOCK_ROWS, attention_mass
+from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY
+from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.engines.transformers.leadin import LedChunk
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.store import TieredKVStore
 
 BATCH_TOKENS = 8192
+PRIOR_LAYER = 1
+"""The first layer whose keys depend on other tokens: comparing there costs about one layer."""
 
 
 @dataclass
@@ -60,36 +67,37 @@ def compute_chunks(
     chunks: Iterable[LedChunk],
     store: TieredKVStore,
     *,
-    contextual: bool,
+    in_document: bool,
 ) -> Iterator[tuple[LedChunk, ChunkKV]]:
     """Yield the KV and prior of every chunk not in ``store``.
 
-    contextual: chunks are computed behind their document (lead-in ``document``); otherwise behind
-    the lead-in alone, and the document pass only serves the prior.
+    in_document: chunks are computed behind their document (lead-in ``document``); otherwise behind
+    the lead-in alone, and the document only serves the prior.
     """
     alone: list[LedChunk] = []
     for work in document_passes(chunks):
         missing = [chunk for chunk, _ in work.members if not store.contains(chunk.key)]
         if not any(chunk.context for chunk, _ in work.members):
             alone += missing
-        elif contextual:
+        elif in_document:
             yield from compute_document(stack, work, store)
         elif missing:
-            priors = {chunk.key: kv.prior for chunk, kv in compute_document(stack, work, None)}
+            starts = {chunk.key: start for chunk, start in work.members}
+            contextual = keys_of_prior_layer(stack, work.tokens)
             for chunk, kv in compute_alone(stack, model, missing):
-                yield chunk, replace(kv, prior=priors[chunk.key])
+                start = starts[chunk.key]
+                there = contextual[:, start : start + kv.tokens]
+                here = kv.keys[min(PRIOR_LAYER, stack.geometry.layers - 1)]
+                prior = context_deviation(stack, here, there, start - kv.position)
+                yield chunk, replace(kv, prior=prior)
     yield from compute_alone(stack, model, alone)
 
 
 def compute_document(
-    stack: TransformersStack, work: DocumentPass, store: TieredKVStore | None
+    stack: TransformersStack, work: DocumentPass, store: TieredKVStore
 ) -> Iterator[tuple[LedChunk, ChunkKV]]:
-    """Run one document pass; yield chunk KV, prior included, of every member not in ``store``.
-
-    The prior is attention mass: how much of a token's attention leaves the chunk for its document,
-    at most, over all heads and layers. It comes from this very pass.
-    """
-    missing = [(c, at) for c, at in work.members if store is None or not store.contains(c.key)]
+    """Run one document pass; yield the KV and prior of every member not in ``store``."""
+    missing = [(c, at) for c, at in work.members if not store.contains(c.key)]
     if not missing:
         return
     end = missing[-1][1] + len(missing[-1][0].token_ids)
@@ -98,7 +106,7 @@ def compute_document(
     fused = FusedKV(stack.geometry, end)
     cached = torch.zeros(end, dtype=torch.bool, device=device)
     for chunk, start in work.members:
-        if store is None or (chunk, start) in missing or start >= end:
+        if (chunk, start) in missing or start >= end:
             continue
         found = store.get(chunk.key, promote=False).kv
         if found is None:
@@ -106,15 +114,15 @@ def compute_document(
         else:
             fused.place(stack, found, start)
             cached[start : start + found.tokens] = True
-    mass = _ContextMass(end, len(work.members[0][0].lead), missing, device)
-    BlendPass(
-        stack, ids, fused, Candidates(cached, cached, torch.zeros_like(ids)), REUSE_ONLY,
-        observer=mass.observe,
-    ).run()  # fmt: skip
+    candidates = Candidates(cached, cached, torch.zeros_like(ids))
+    BlendPass(stack, ids, fused, candidates, REUSE_ONLY).run()
     for chunk, start in missing:
-        stop = start + len(chunk.token_ids)
-        kv = fused.slice(start, stop)
-        yield chunk, ChunkKV(kv.keys, kv.values, start, mass.prior[start:stop].clone())
+        kv = fused.slice(start, start + len(chunk.token_ids))
+        lead = len(chunk.lead)
+        alone = keys_of_prior_layer(stack, [*chunk.lead, *chunk.token_ids])[:, lead:]
+        there = kv.keys[min(PRIOR_LAYER, stack.geometry.layers - 1)]
+        prior = context_deviation(stack, alone, there, start - lead)
+        yield chunk, replace(kv, prior=prior)
 
 
 def compute_alone(
@@ -140,31 +148,39 @@ def compute_alone(
             yield chunk, ChunkKV(keys, values, lead)
 
 
-class _ContextMass:
-    """Watches a document pass and keeps, for each token, the attention that leaves its chunk."""
+def keys_of_prior_layer(stack: TransformersStack, tokens: Sequence[int]) -> Tensor:
+    """Return the keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, running only what is before it.
 
-    def __init__(
-        self, tokens: int, lead: int, chunks: list[tuple[LedChunk, int]], device: torch.device
-    ) -> None:
-        self.prior = torch.zeros(tokens, device=device)
-        self.lead = lead
-        self.chunk_start = torch.zeros(tokens, dtype=torch.long, device=device)
-        for chunk, start in chunks:
-            self.chunk_start[start : start + len(chunk.token_ids)] = start
+    tokens: the whole sequence from position 0.
+    """
+    ids = torch.tensor([tokens], device=stack.geometry.device)
+    rows = torch.arange(ids.shape[1], device=ids.device)
+    place, hidden = stack.at(rows[None]), stack.embed(ids)
+    last = min(PRIOR_LAYER, stack.geometry.layers - 1)
 
-    def observe(self, call: AttentionCall, rows: Tensor, keys: Tensor) -> None:
-        watched = (self.chunk_start[rows] > self.lead).nonzero()[:, 0]
-        for start in range(0, watched.numel(), BLOCK_ROWS):
-            part = watched[start : start + BLOCK_ROWS]
-            here = rows[part]
-            shares = attention_mass(
-                call.query[:, :, part], keys[:, :, : int(here[-1]) + 1], here,
-                scaling=call.scaling, window=call.window, softcap=call.softcap,
-            )  # fmt: skip
-            index = torch.arange(shares.shape[2], device=shares.device)[None]
-            context = (index >= self.lead) & (index < self.chunk_start[here][:, None])
-            left = (shares * context).sum(2).amax(0)
-            self.prior[here] = torch.maximum(self.prior[here], left)
+    def attend(call: AttentionCall) -> Tensor:
+        return attend_rows(
+            call.query, call.key, call.value, rows,
+            scaling=call.scaling, window=call.window, softcap=call.softcap,
+        )  # fmt: skip
+
+    for layer in range(last):
+        hidden = stack.run_layer(layer, hidden, place, attend)
+    return stack.probe_layer(last, hidden, place).key[0]
+
+
+def context_deviation(
+    stack: TransformersStack, alone: Tensor, contextual: Tensor, by: int
+) -> Tensor:
+    """Return the prior, (tokens,) float32: how far a chunk's document moves its keys.
+
+    alone, contextual: keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, computed behind the lead-in
+    only and in the document. by: positions the chunk stands further on in the document.
+    """
+    layer = min(PRIOR_LAYER, stack.geometry.layers - 1)
+    cos, sin = stack.rotation(by)
+    moved = rotated(alone[None], cos[layer, None], sin[layer, None])[0]
+    return (moved.float() - contextual.float()).square().sum((0, 2))
 
 
 def _batches(chunks: list[LedChunk]) -> Iterator[list[LedChunk]]:
