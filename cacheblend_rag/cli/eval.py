@@ -29,11 +29,11 @@ DEFAULT_LEAD_INS: tuple[LeadIn, ...] = ("instruction", "document")
 PlanCell = tuple[LeadIn, str, tuple[float, ...]]
 _WHOLE_DOCUMENTS: tuple[PlanCell, ...] = (
     ("instruction", "hkvd", (0.15,)),
-    ("instruction", "prior", (0.05, 0.1, 0.15, 0.2)),
+    ("instruction", "prior", (0.05, 0.1, 0.15, 0.2, 0.25)),
     ("instruction", "question", (0.2,)),
     ("instruction", "question_prior", (0.1, 0.2)),
     ("instruction", "chunk_head", (0.15,)),
-    ("instruction", "random", (0.05, 0.1, 0.15, 0.2)),
+    ("instruction", "random", (0.05, 0.1, 0.15, 0.2, 0.25)),
     ("document", "hkvd", (0.15,)),
     ("document", "prior", (0.15,)),
 )
