@@ -56,7 +56,3 @@ class FusedKV:
         return ChunkKV(
             self.keys[:, :, start:end].clone(), self.values[:, :, start:end].clone(), start
         )
-
-    @property
-    def nbytes(self) -> int:
-        return 2 * self.keys.numel() * self.keys.element_size()

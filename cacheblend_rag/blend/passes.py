@@ -37,13 +37,12 @@ class LayerStep:
 class PassStats:
     """What a pass did. ``recomputed``: (tokens,) bool, cached tokens that were computed to the end.
 
-    work: floating-point operations spent. scores: last scores of the cached tokens, by position.
+    work: floating-point operations spent.
     """
 
     recomputed: Tensor
     selection_seconds: float = 0.0
     work: float = 0.0
-    scores: Tensor | None = None
 
 
 @dataclass
@@ -143,13 +142,7 @@ class BlendPass:
         count = row_count(ratio, int(self.candidates.eligible.sum()))
         keep = self._always.clone()
         keep[candidates[top_rows(scores, count)]] = True
-        self._record_scores(candidates, scores)
         return keep.nonzero()[:, 0]
-
-    def _record_scores(self, rows: Tensor, scores: Tensor) -> None:
-        self.stats.scores = torch.full(
-            self.token_ids.shape, -torch.inf, device=self.token_ids.device
-        ).index_copy_(0, rows, scores.float())
 
     def _carry(self, rows: Tensor) -> None:
         """Make ``rows`` the rows that later layers run on."""
