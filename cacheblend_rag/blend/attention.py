@@ -45,7 +45,8 @@ def attend_rows(
             keys[:, :, :seen],
             values[:, :, :seen],
         )
-        mask = _bias(rows[here], seen, window, query.dtype).repeat(heads // kv_heads, 1)
+        copies = heads // kv_heads
+        mask = _bias(rows[here], seen, window, copies=copies, dtype=query.dtype)
         if softcap is None:
             done = functional.scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling)
         else:
@@ -85,14 +86,24 @@ def attention_mass(
     return shares.flatten(0, 1)
 
 
-def _bias(rows: Tensor, tokens: int, window: int | None, dtype: torch.dtype) -> Tensor:
-    """(rows, tokens) of ``dtype``: what fused attention adds to logits, 0 or minus infinity."""
-    bias = torch.where(_visible(rows, tokens, window), 0.0, float("-inf"))
-    return bias.to(dtype)
+def _bias(
+    rows: Tensor, tokens: int, window: int | None, *, copies: int, dtype: torch.dtype
+) -> Tensor:
+    """(copies x rows, tokens) of ``dtype``: what fused attention adds to logits, 0 or -infinity.
+
+    Without a window every row sees the keys before the first row, so only the rest is compared.
+    """
+    first = int(rows[0]) if window is None else 0
+    bias = torch.zeros(copies, rows.numel(), tokens, dtype=dtype, device=rows.device)
+    bias[:, :, first:].masked_fill_(~_visible(rows, tokens, window, first), float("-inf"))
+    return bias.flatten(0, 1)
 
 
-def _visible(rows: Tensor, tokens: int, window: int | None) -> Tensor:
-    """(rows, tokens) bool: keys a row may see, not later ones, nor those outside its window."""
-    distance = rows[:, None] - torch.arange(tokens, device=rows.device)[None]
+def _visible(rows: Tensor, tokens: int, window: int | None, first: int = 0) -> Tensor:
+    """(rows, tokens - first) bool: which keys from ``first`` on a row may see.
+
+    Not later ones, nor those outside its window.
+    """
+    distance = rows[:, None] - torch.arange(first, tokens, device=rows.device)[None]
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)
