@@ -172,10 +172,12 @@ class BlendPrefill:
         run.stats.work += probe_work
         logits = self.stack.logits(run.hidden)
         watch.lap("first_token")
+        reused = any(report.hit for report in reports)
         return Prefilled(
             cache=FusedCache(fused, ids.numel()),
             logits=logits,
-            blended=True,
+            blended=reused,
+            reason=None if reused else "no stored chunk could be read",
             selector=selector,
             ratio=schedule.ratio,
             chunks=[_with_recomputed(report, run.stats.recomputed) for report in reports],

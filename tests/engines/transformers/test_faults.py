@@ -116,6 +116,8 @@ def test_a_store_that_dies_meanwhile_costs_reuse_and_nothing_else(
     assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
     assert {c.reason for c in answer.report.chunks} == {"store error"}
     assert answer.report.reused_tokens == 0
+    assert not answer.report.blended
+    assert answer.report.reason == "no stored chunk could be read"
 
 
 REFUSED = {
