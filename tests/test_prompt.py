@@ -201,7 +201,7 @@ def test_a_segment_must_hold_its_chunk() -> None:
 
 def test_a_part_of_another_type_is_named() -> None:
     with pytest.raises(PromptError, match=r"part 1 .* not 7"):
-        BlendPrompt.of("text", 7)  # type: ignore[arg-type]
+        BlendPrompt.of("text", 7)
 
 
 roles = st.sampled_from(["system", "user", "assistant", "tool"])

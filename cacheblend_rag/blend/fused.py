@@ -22,6 +22,12 @@ class FusedKV:
         self.keys = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
         self.values = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
 
+    def fits(self, kv: ChunkKV, tokens: int) -> bool:
+        """Whether a chunk KV has this model's shape and type, and so many tokens."""
+        layers, kv_heads, _, head_dim = self.keys.shape
+        wanted = (layers, kv_heads, tokens, head_dim)
+        return tuple(kv.keys.shape) == wanted and kv.keys.dtype == self.keys.dtype
+
     def place(self, stack: DecoderStack, kv: ChunkKV, start: int) -> None:
         """Lay a chunk's KV at positions start .. start + kv.tokens - 1, keys re-rotated."""
         end = start + kv.tokens

@@ -44,7 +44,7 @@ def ttft_command(
 ) -> None:
     """Time to first token of ordinary prefill and of a blend, on random weights of a real shape."""
     from cacheblend_rag.cli import bench_ttft, models
-    from cacheblend_rag.engines.transformers.loading import pick_device
+    from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
     from cacheblend_rag.engines.transformers.shapes import named_shape
 
     with output.stdout_reserved(as_json):
@@ -59,7 +59,7 @@ def ttft_command(
             selector=selector,
             check_layers=output.layers(check_layers, "--check-layers"),
             repeat=repeat,
-            dtype=bench_ttft.named_dtype(dtype),
+            dtype=named_dtype(dtype),
             device=pick_device(device),
         )
         with output.side_console().status("starting") as status:

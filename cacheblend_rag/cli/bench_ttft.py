@@ -234,14 +234,6 @@ def _words(rng: random.Random, count: int, vocabulary: int) -> str:
     return "".join(f"t{rng.randrange(vocabulary)} " for _ in range(count))
 
 
-def named_dtype(name: str) -> torch.dtype:
-    """Return the floating-point dtype called ``name``; raises ConfigError for others."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(f"dtype={name!r} must be float32, bfloat16 or float16")
-    return found
-
-
 def plan_tiers(names: Sequence[str]) -> tuple[Tier, ...]:
     """Return known tier names, without repeats; raises ConfigError for others."""
     for name in names:

@@ -13,7 +13,7 @@ from cacheblend_rag.blend import FusedKV
 GROWTH_TOKENS = 256
 
 
-class FusedCache(Cache):  # type: ignore[misc]
+class FusedCache(Cache):  # type: ignore[misc] # base is untyped
     """Decodes in place: no step copies the KV, and layers with a sliding window keep all of it.
 
     fused: the prompt's KV, or an empty buffer that prefill will fill.
@@ -34,7 +34,7 @@ class FusedCache(Cache):  # type: ignore[misc]
             setattr(self.fused, name, torch.cat([old, room], 2))
 
 
-class _FusedLayer(DynamicLayer):  # type: ignore[misc]
+class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
     """One layer's view of the fused buffer."""
 
     def __init__(self, cache: FusedCache, layer: int, length: int) -> None:

@@ -87,7 +87,7 @@ def compute_chunks(
             for chunk, kv in compute_alone(stack, model, missing):
                 start = starts[chunk.key]
                 there = contextual[:, start : start + kv.tokens]
-                here = kv.keys[min(PRIOR_LAYER, stack.geometry.layers - 1)]
+                here = kv.keys[prior_layer(stack)]
                 prior = context_deviation(stack, here, there, start - kv.position)
                 yield chunk, replace(kv, prior=prior)
     yield from compute_alone(stack, model, alone)
@@ -109,7 +109,7 @@ def compute_document(
         if (chunk, start) in missing or start >= end:
             continue
         found = store.get(chunk.key, promote=False).kv
-        if found is None:
+        if found is None or not fused.fits(found, len(chunk.token_ids)):
             missing.append((chunk, start))
         else:
             fused.place(stack, found, start)
@@ -118,10 +118,12 @@ def compute_document(
     BlendPass(stack, ids, fused, candidates, REUSE_ONLY).run()
     for chunk, start in missing:
         kv = fused.slice(start, start + len(chunk.token_ids))
-        lead = len(chunk.lead)
-        alone = keys_of_prior_layer(stack, [*chunk.lead, *chunk.token_ids])[:, lead:]
-        there = kv.keys[min(PRIOR_LAYER, stack.geometry.layers - 1)]
-        prior = context_deviation(stack, alone, there, start - lead)
+        prior = torch.zeros(kv.tokens, device=device)
+        if chunk.context:
+            lead = len(chunk.lead)
+            alone = keys_of_prior_layer(stack, [*chunk.lead, *chunk.token_ids])[:, lead:]
+            there = kv.keys[prior_layer(stack)]
+            prior = context_deviation(stack, alone, there, start - lead)
         yield chunk, replace(kv, prior=prior)
 
 
@@ -148,6 +150,11 @@ def compute_alone(
             yield chunk, ChunkKV(keys, values, lead)
 
 
+def prior_layer(stack: TransformersStack) -> int:
+    """Return PRIOR_LAYER, or the only layer of a model that has no more."""
+    return min(PRIOR_LAYER, stack.geometry.layers - 1)
+
+
 def keys_of_prior_layer(stack: TransformersStack, tokens: Sequence[int]) -> Tensor:
     """Return the keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, running only what is before it.
 
@@ -156,7 +163,7 @@ def keys_of_prior_layer(stack: TransformersStack, tokens: Sequence[int]) -> Tens
     ids = torch.tensor([tokens], device=stack.geometry.device)
     rows = torch.arange(ids.shape[1], device=ids.device)
     place, hidden = stack.at(rows[None]), stack.embed(ids)
-    last = min(PRIOR_LAYER, stack.geometry.layers - 1)
+    last = prior_layer(stack)
 
     def attend(call: AttentionCall) -> Tensor:
         return attend_rows(
@@ -177,7 +184,7 @@ def context_deviation(
     alone, contextual: keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, computed behind the lead-in
     only and in the document. by: positions the chunk stands further on in the document.
     """
-    layer = min(PRIOR_LAYER, stack.geometry.layers - 1)
+    layer = prior_layer(stack)
     cos, sin = stack.rotation(by)
     moved = rotated(alone[None], cos[layer, None], sin[layer, None])[0]
     return (moved.float() - contextual.float()).square().sum((0, 2))

@@ -35,10 +35,15 @@ def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.d
         return dtype
     if dtype is None:
         return torch.float32 if device.type == "cpu" else "auto"
-    named = getattr(torch, dtype, None)
-    if not isinstance(named, torch.dtype) or not named.is_floating_point:
-        raise ConfigError(f"dtype={dtype!r} must be float32, bfloat16 or float16")
-    return named
+    return named_dtype(dtype)
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """Return the floating-point dtype called ``name``; raises ConfigError for others."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(f"dtype={name!r} must be float32, bfloat16 or float16")
+    return found
 
 
 def load_model(

@@ -200,7 +200,7 @@ class BlendPrefill:
             found = self.chunks.store.get(key)
             kv: ChunkKV | None = found.kv
             reason: MissReason | None = found.reason
-            if kv is not None and not self._fits(kv, span):
+            if kv is not None and not fused.fits(kv, span.end - span.start):
                 kv, reason = None, "damaged"
             elif reason == "not stored":
                 reason = self.chunks.absence(key)
@@ -258,11 +258,6 @@ class BlendPrefill:
                 mass, work = done.value
                 return mass, work
             yield
-
-    def _fits(self, kv: ChunkKV, span: ChunkSpan) -> bool:
-        shape = self.stack.geometry
-        wanted = (shape.layers, shape.kv_heads, span.end - span.start, shape.head_dim)
-        return tuple(kv.keys.shape) == wanted and kv.keys.dtype == shape.dtype
 
 
 def _with_recomputed(report: ChunkReport, recomputed: Tensor) -> ChunkReport:

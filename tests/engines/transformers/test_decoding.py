@@ -95,4 +95,4 @@ def test_bad_sampling_parameters_are_named(field: str, value: object) -> None:
 
 
 def test_one_stop_string_need_not_be_a_tuple() -> None:
-    assert SamplingParams(stop="end").stop == ("end",)  # type: ignore[arg-type]
+    assert SamplingParams(stop="end").stop == ("end",)

@@ -198,7 +198,7 @@ def test_cancelling_a_task_stops_its_work(make_engine: EngineFactory) -> None:
         seen.append(cancel)
         return inner(*args, cancel=cancel, **kwargs)
 
-    engine.generate = watched  # type: ignore[method-assign]
+    engine.generate = watched
 
     async def main() -> None:
         task = asyncio.create_task(engine.agenerate(TEXT, SamplingParams(max_tokens=4000)))

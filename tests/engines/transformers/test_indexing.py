@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TieredKVStore
+from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.engines.transformers import indexing
 from cacheblend_rag.engines.transformers.leadin import window_start
 from tests.engines.transformers.conftest import EngineFactory
@@ -115,6 +115,21 @@ def test_editing_a_document_recomputes_only_what_follows_the_edit(
     assert old[2].text not in engine.registry
 
 
+def test_stored_kv_of_another_shape_is_no_part_of_a_document_pass(
+    make_engine: EngineFactory,
+) -> None:
+    engine, other = make_engine(instruction=INSTRUCTION), make_engine(instruction=INSTRUCTION)
+    other.precompute([DOCUMENT], progress=False)
+    chunks = DOCUMENT.to_chunks()
+    wrong = torch.zeros(4, 2, 3, 16)
+    engine.store.put(engine._lead_in.key(chunks[1]), ChunkKV(wrong, wrong, 0))
+    engine.precompute([DOCUMENT], progress=False)
+    for chunk in chunks:
+        torch.testing.assert_close(
+            stored(engine, chunk).keys, stored(other, chunk).keys, atol=1e-5, rtol=0
+        )
+
+
 def test_what_is_stored_is_skipped_in_the_next_process(
     make_engine: EngineFactory, tmp_path
 ) -> None:
@@ -153,10 +168,10 @@ def test_an_interrupted_run_goes_on_where_it_stopped(make_engine: EngineFactory)
                 raise KeyboardInterrupt
             yield done
 
-    engine._compute = interrupted  # type: ignore[method-assign]
+    engine._compute = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.precompute(others, progress=False)
-    engine._compute = compute  # type: ignore[method-assign]
+    engine._compute = compute
     report = engine.precompute(others, progress=False)
     assert (report.computed, report.skipped) == (3, 3)
 
