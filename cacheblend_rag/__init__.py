@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     )
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
+    from cacheblend_rag.opening import open_engine
+    from cacheblend_rag.shared_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
 
@@ -39,7 +41,9 @@ _LAZY = {
     "PrecomputeReport": "cacheblend_rag.engines.base",
     "SamplingParams": "cacheblend_rag.engines.base",
     "TieredKVStore": "cacheblend_rag.kv",
+    "SharedChunkRegistry": "cacheblend_rag.shared_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
+    "open_engine": "cacheblend_rag.opening",
 }
 
 __all__ = [
@@ -58,8 +62,10 @@ __all__ = [
     "PrecomputeReport",
     "SamplingParams",
     "Segment",
+    "SharedChunkRegistry",
     "TieredKVStore",
     "TransformersEngine",
+    "open_engine",
 ]
 
 

@@ -91,7 +91,8 @@ class ChunkRegistry:
         self._variants: dict[str, dict[Chunk, int]] = {}
         self._documents: dict[str | None, dict[str, dict[Chunk, None]]] = {}
         self._anchors: dict[int, _AnchorTable] = {}
-        self.add_many(chunks)
+        for chunk in chunks:
+            self.add(chunk)
 
     def __len__(self) -> int:
         """Return how many chunks are registered, each variant counted."""
@@ -108,28 +109,23 @@ class ChunkRegistry:
 
         Raises PromptError when its text is empty or only white space.
         """
-        if not chunk.text or chunk.text.isspace():
-            raise PromptError(
-                f"chunk text {chunk.text[:20]!r} of document {chunk.document_id!r} is empty or "
-                "only white space; drop such chunks before registering"
-            )
-        with self._lock:
-            if chunk.text not in self._variants:
-                self._add_anchor(chunk.text)
-            self._serial += 1
-            self._variants.setdefault(chunk.text, {})[chunk] = self._serial
-            texts = self._documents.setdefault(chunk.document_id, {})
-            texts.setdefault(chunk.text, {})[chunk] = None
+        self.add_many([chunk])
 
     def add_many(self, chunks: Iterable[Chunk]) -> None:
         """Register chunks in order; searches may run in between. Raises as ``add``."""
         for chunk in chunks:
-            self.add(chunk)
+            self.check(chunk)
+            self._remember(chunk)
 
     def discard(self, chunk: Chunk) -> None:
         """Forget one chunk, if it is registered; other variants of its text stay."""
+        self.discard_many([chunk])
+
+    def discard_many(self, chunks: Iterable[Chunk]) -> None:
+        """Forget those of the chunks that are registered."""
         with self._lock:
-            self._discard(chunk)
+            for chunk in chunks:
+                self._discard(chunk)
 
     def remove_document(self, document_id: str) -> list[Chunk]:
         """Forget a document's chunks and return them, in the order of their registration."""
@@ -177,11 +173,29 @@ class ChunkRegistry:
 
             return self._name(text, _without_overlaps(spans, precedence), hinted)
 
+    @staticmethod
+    def check(chunk: Chunk) -> None:
+        """Raise PromptError when the chunk's text is empty or only white space."""
+        if not chunk.text or chunk.text.isspace():
+            raise PromptError(
+                f"chunk text {chunk.text[:20]!r} of document {chunk.document_id!r} is empty or "
+                "only white space; drop such chunks before registering"
+            )
+
     def _add_anchor(self, text: str) -> None:
         *_, (width, hashes) = _windows(text)
         if width not in self._anchors:
             self._anchors[width] = _AnchorTable()
         self._anchors[width].add(text, hashes)
+
+    def _remember(self, chunk: Chunk) -> None:
+        with self._lock:
+            if chunk.text not in self._variants:
+                self._add_anchor(chunk.text)
+            self._serial += 1
+            self._variants.setdefault(chunk.text, {})[chunk] = self._serial
+            texts = self._documents.setdefault(chunk.document_id, {})
+            texts.setdefault(chunk.text, {})[chunk] = None
 
     def _discard(self, chunk: Chunk) -> None:
         variants = self._variants.get(chunk.text, {})

@@ -21,6 +21,10 @@ class ModelLoadError(CacheBlendError):
     """A model or its tokenizer could not be loaded."""
 
 
+class EngineUnavailableError(CacheBlendError):
+    """The engine asked for cannot be reached or is not part of this version."""
+
+
 class UnsupportedModelError(CacheBlendError):
     """The model's KV cannot be blended; ordinary prefill still works."""
 

@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from cacheblend_rag.config import BlendConfig, LeadIn
-from cacheblend_rag.engines.base import Engine, Generation, PromptLike, SamplingParams
+from cacheblend_rag.engines.base import Engine, Generation, SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalQuestion
 from cacheblend_rag.quality.metrics import bootstrap_interval, exact_match, rouge_l, token_f1
 
 FULL = "full"
-
-
-class EvaluationEngine(Engine, Protocol):
-    """An engine that can also answer the very same token ids by ordinary prefill."""
-
-    def generate_full(
-        self, prompt: PromptLike, sampling: SamplingParams | None = None
-    ) -> Generation:
-        """Answer one prompt by ordinary prefill."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +71,7 @@ class Evaluator:
     base: the config that rules are laid over. options: selector options by selector name.
     """
 
-    engines: Mapping[LeadIn, EvaluationEngine]
+    engines: Mapping[LeadIn, Engine]
     instruction: str
     base: BlendConfig
     sampling: SamplingParams

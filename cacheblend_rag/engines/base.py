@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from threading import Event
 from typing import Any, Literal, Protocol
 
-from cacheblend_rag.chunks import Chunk, Document
+from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import BlendPrompt, Message
@@ -171,16 +171,34 @@ class Engine(Protocol):
     """What the frameworks' classes, the command line and the workflows rely on."""
 
     name: str
+    model_name: str
     config: BlendConfig
+    registry: ChunkRegistry
+    instruction: str
 
     @property
     def context_window(self) -> int:
         """Most tokens a prompt and its answer may hold together."""
 
+    @property
+    def fingerprint(self) -> str:
+        """What chunk KV is stored under: model, dtype, tokenizer, lead-in, namespace."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts may be chat messages."""
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of ``text`` alone, without special tokens around it."""
+
     def precompute(
         self, items: Iterable[Chunk | Document | str], *, progress: bool = True
     ) -> PrecomputeReport:
-        """Register chunks and store their KV; what is stored already is skipped."""
+        """Register chunks and store their KV; what is stored already is skipped.
+
+        A Document replaces what was known of its document_id before this call; several Documents
+        with one document_id in a call are variants of it and stand side by side.
+        """
 
     def register(self, items: Iterable[Chunk | Document | str]) -> None:
         """Make chunks known without computing anything (after a restart, say)."""
@@ -223,6 +241,11 @@ class Engine(Protocol):
     ) -> list[Generation]:
         """Answer several prompts, in order."""
 
+    def generate_full(
+        self, prompt: PromptLike, sampling: SamplingParams | None = None
+    ) -> Generation:
+        """Answer by ordinary prefill of the same tokens: the baseline to compare with."""
+
     async def agenerate(
         self,
         prompt: PromptLike,
@@ -242,3 +265,6 @@ class Engine(Protocol):
         hints: Sequence[Chunk | str] = (),
     ) -> AsyncIterator[Delta]:
         """As stream, off the event loop."""
+
+    def close(self) -> None:
+        """Free what the engine holds."""

@@ -33,8 +33,12 @@ def fingerprint(parts: Mapping[str, Any], namespace: str = "default") -> str:
     """
     whole = {**parts, "namespace": namespace, "format": FORMAT_VERSION}
     text = json.dumps(whole, sort_keys=True, default=str)
-    tenant = hashlib.blake2b(namespace.encode(), digest_size=NAMESPACE_DIGITS // 2).hexdigest()
-    return tenant + hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+    return namespace_id(namespace) + hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+
+
+def namespace_id(namespace: str) -> str:
+    """Return the digits that every fingerprint of ``namespace`` begins with."""
+    return hashlib.blake2b(namespace.encode(), digest_size=NAMESPACE_DIGITS // 2).hexdigest()
 
 
 def _int_bytes(token_ids: Sequence[int]) -> bytes:

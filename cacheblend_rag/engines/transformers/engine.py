@@ -52,7 +52,7 @@ from cacheblend_rag.engines.transformers.support import blend_refusal
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt
+from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt, tokenize_chunk
 
 logger = logging.getLogger(__name__)
 
@@ -122,9 +122,13 @@ class TransformersEngine:
                 raise ConfigError("tokenizer must be given together with a loaded model")
             self.model = loading.prepare(model)
             self.tokenizer = tokenizer
+            name = model.config.name_or_path or model.config.model_type
         else:
             self.model = loading.load_model(model, loading.pick_device(device), dtype)
             self.tokenizer = tokenizer or loading.load_tokenizer(model)
+            name = str(model)
+        self.model_name = loading.public_name(name)
+        self.instruction = instruction
         self.registry = ChunkRegistry() if registry is None else registry
         self.store = TieredKVStore.open() if store is None else store
         self.blend_refusal = blend_refusal(self.model)
@@ -160,20 +164,29 @@ class TransformersEngine:
         """What this engine's chunk KV is stored under: model, tokenizer, lead-in, namespace."""
         return self._lead_in.fingerprint
 
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts may be chat messages."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of ``text`` alone; raises PromptError on unpaired surrogates."""
+        return tokenize_chunk(self.tokenizer, text)
+
     # Index time
 
     def register(self, items: Iterable[Item]) -> None:
-        """Make chunks known without computing anything; raises ConfigError on empty text."""
-        for item in items:
-            self.registry.add_many(_chunks(item))
+        """Make chunks known without computing anything; raises PromptError on empty text."""
+        self.registry.add_many([chunk for item in items for chunk in _chunks(item)])
 
     def precompute(self, items: Iterable[Item], *, progress: bool = True) -> PrecomputeReport:
         """Register chunks and store their KV; what is stored already is skipped.
 
-        A Document replaces what was known of the same document_id: chunks it no longer has are
-        forgotten and their KV dropped. Chunks that are empty or longer than the context window are
-        refused and counted. Each chunk is stored as soon as it is computed, so an interrupted run
-        goes on where it stopped.
+        A Document replaces what was known of its document_id before this call: chunks that it no
+        longer has are forgotten and their KV dropped. Several Documents with one document_id in a
+        call are variants of it and stand side by side. Chunks that are empty or longer than the
+        context window are refused and counted. Each chunk is stored as soon as it is computed, so
+        an interrupted run goes on where it stopped.
         """
         started = time.perf_counter()
         counts: Counter[str] = Counter()
@@ -331,24 +344,24 @@ class TransformersEngine:
 
     def _register_current(self, items: Iterable[Item], refused: Counter[str]) -> list[Chunk]:
         """Register items, dropping what a newer version of a document no longer holds."""
-        found: list[Chunk] = []
+        given: list[Chunk] = []
+        documents: dict[str, None] = {}
         for item in items:
-            chunks = []
             for chunk in _chunks(item):
                 if chunk.text.strip():
-                    chunks.append(chunk)
+                    given.append(chunk)
                 else:
                     refused["empty text"] += 1
-            stale: set[Chunk] = set()
             if isinstance(item, Document):
-                stale = set(self.registry.document(item.document_id)) - set(chunks)
-            for chunk in stale:
-                self.registry.discard(chunk)
-            self.registry.add_many(chunks)
-            for chunk in stale:
-                self._drop(chunk)
-            found += chunks
-        return found
+                documents[item.document_id] = None
+        current = set(given)
+        stale = [c for name in documents for c in self.registry.document(name) if c not in current]
+        if stale:
+            self.registry.discard_many(stale)
+        self.registry.add_many(given)
+        for chunk in stale:
+            self._drop(chunk)
+        return given
 
     def _admit(self, chunk: Chunk) -> tuple[str, LedChunk | None]:
         """Return the chunk ready to be computed, or the reason why it will not be."""

@@ -1,0 +1,308 @@
+"""A chunk registry kept in a file: known after a restart, and shared between processes.
+
+The file is an SQLite database. Every process holds all chunks in memory, writes what it adds and
+forgets to the file at once, and reads what others wrote before each search. A context is stored as
+its last piece and the context before that, so a document takes little more than its text. Texts
+that no chunk needs any more are deleted from the file, and overwritten there.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from threading import RLock
+
+from cacheblend_rag.chunks import Chunk, ChunkRegistry, Match
+from cacheblend_rag.errors import PromptError, StoreError
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+WAIT_SECONDS = 60.0
+NO_CONTEXT = 0
+TABLES = """
+CREATE TABLE texts (id INTEGER PRIMARY KEY AUTOINCREMENT, text BLOB NOT NULL UNIQUE);
+CREATE TABLE contexts (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    parent INTEGER NOT NULL,
+    text INTEGER NOT NULL,
+    UNIQUE (parent, text)
+);
+CREATE TABLE chunks (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    text INTEGER NOT NULL,
+    document BLOB,
+    context INTEGER NOT NULL
+);
+CREATE TABLE removals (id INTEGER PRIMARY KEY AUTOINCREMENT, chunk INTEGER NOT NULL);
+CREATE INDEX contexts_by_text ON contexts (text);
+CREATE INDEX chunks_by_text ON chunks (text);
+CREATE INDEX chunks_by_context ON chunks (context)
+"""
+
+
+class SharedChunkRegistry(ChunkRegistry):
+    """A ChunkRegistry that lives in the file ``path``; see there for how chunks are found.
+
+    Chunks that another process adds or forgets are found or gone at the next call. Should the file
+    become unreadable later, searches go on with what is in memory, and a warning is logged; adding
+    and forgetting raise StoreError.
+
+    Raises StoreError when the file cannot be opened or is no registry of this version.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self.path = Path(path)
+        self._file_lock = RLock()
+        self._rows: dict[int, Chunk] = {}
+        self._ids: dict[Chunk, int] = {}
+        self._contexts: dict[int, tuple[str, ...]] = {NO_CONTEXT: ()}
+        self._last_chunk = self._last_removal = self._seen_version = 0
+        with self._failing("opened"):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.touch(mode=0o600)
+            self._file = sqlite3.connect(
+                self.path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
+            )
+            self._file.execute("PRAGMA secure_delete = ON")
+            self._make_tables()
+            self._read_news()
+
+    def __len__(self) -> int:
+        """Return how many chunks are registered, each variant counted."""
+        self._catch_up()
+        return super().__len__()
+
+    def __contains__(self, text: object) -> bool:
+        """Tell whether ``text`` is the text of a registered chunk."""
+        self._catch_up()
+        return super().__contains__(text)
+
+    def add_many(self, chunks: Iterable[Chunk]) -> None:
+        """Register chunks in order, all of them or, on an error, none.
+
+        Raises PromptError on empty text, StoreError when the file cannot be written.
+        """
+        chunks = list(dict.fromkeys(reversed(list(chunks))))[::-1]  # the last of equal ones counts
+        for chunk in chunks:
+            self.check(chunk)
+        with self._writing():
+            for chunk in chunks:
+                if self._variants.get(chunk.text, {}).keys() != {chunk}:
+                    self._delete_row(chunk)
+                    self._insert_row(chunk)
+
+    def discard_many(self, chunks: Iterable[Chunk]) -> None:
+        """Forget those of the chunks that are registered. Raises StoreError."""
+        with self._writing():
+            for chunk in dict.fromkeys(chunks):
+                self._delete_row(chunk)
+
+    def remove_document(self, document_id: str) -> list[Chunk]:
+        """Forget a document's chunks and return them, in the order of their registration."""
+        chunks = list(self.document(document_id))
+        self.discard_many(chunks)
+        return chunks
+
+    def document(self, document_id: str) -> tuple[Chunk, ...]:
+        """Return a document's chunks, in the order of their registration; empty when unknown."""
+        self._catch_up()
+        return super().document(document_id)
+
+    def variants(self, text: str) -> tuple[Chunk, ...]:
+        """Return the registered chunks with this text, the most recently added last."""
+        self._catch_up()
+        return super().variants(text)
+
+    def find(self, text: str, hints: Sequence[Chunk | str] = ()) -> list[Match]:
+        """Return the registered chunks that stand in ``text``; see ChunkRegistry.find."""
+        self._catch_up()
+        return super().find(text, hints)
+
+    def close(self) -> None:
+        """Close the file; what is known so far stays known to this object."""
+        with self._file_lock:
+            self._file.close()
+
+    # Reading
+
+    def _catch_up(self) -> None:
+        """Read what other processes wrote since the last look, if they did."""
+        try:
+            with self._file_lock:
+                (version,) = self._file.execute("PRAGMA data_version").fetchone()
+                if version != self._seen_version:
+                    self._read_news()
+        except (sqlite3.Error, PromptError) as error:
+            logger.warning("chunk registry %s cannot be read: %s", self.path, error)
+
+    def _read_news(self) -> None:
+        """Take in what was removed, then what was added, since the last look."""
+        with self._file_lock, self._transaction("DEFERRED"):
+            (version,) = self._file.execute("PRAGMA data_version").fetchone()
+            removed = self._file.execute(
+                "SELECT id, chunk FROM removals WHERE id > ? ORDER BY id", (self._last_removal,)
+            ).fetchall()
+            added = self._file.execute(
+                "SELECT chunks.id, texts.text, document, context FROM chunks"
+                " JOIN texts ON texts.id = chunks.text WHERE chunks.id > ? ORDER BY chunks.id",
+                (self._last_chunk,),
+            ).fetchall()
+            gone = [self._rows.pop(row) for _, row in removed if row in self._rows]
+            for chunk in gone:
+                self._ids.pop(chunk, None)
+            super().discard_many(gone)
+            for row, text, document, context in added:
+                chunk = Chunk(_decoded(text), _document_id(document), self._context(context))
+                super().add_many([chunk])
+                self._rows[row], self._ids[chunk], self._last_chunk = chunk, row, row
+            self._last_removal = removed[-1][0] if removed else self._last_removal
+            self._seen_version = version
+
+    def _context(self, context: int) -> tuple[str, ...]:
+        """Return the pieces of a stored context."""
+        unknown: list[tuple[int, str]] = []
+        while context not in self._contexts:
+            found = self._file.execute(
+                "SELECT parent, texts.text FROM contexts JOIN texts ON texts.id = contexts.text"
+                " WHERE contexts.id = ?",
+                (context,),
+            ).fetchone()
+            if found is None or found[0] >= context:  # a parent is always written before
+                raise sqlite3.DatabaseError(f"context {context} is broken")
+            unknown.append((context, _decoded(found[1])))
+            context = found[0]
+        pieces = self._contexts[context]
+        for known, text in reversed(unknown):
+            self._contexts[known] = pieces = (*pieces, text)
+        return pieces
+
+    # Writing
+
+    def _make_tables(self) -> None:
+        """Lay out an empty file; raises StoreError when it is of another version."""
+        with self._transaction("IMMEDIATE"):
+            (version,) = self._file.execute("PRAGMA user_version").fetchone()
+            (tables,) = self._file.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+            if (version, tables) == (0, 0):
+                for statement in TABLES.split(";"):
+                    self._file.execute(statement)
+                self._file.execute(f"PRAGMA user_version = {VERSION}")
+            elif version != VERSION:
+                raise StoreError(
+                    f"{self.path} is no chunk registry of version {VERSION}: give another path, "
+                    "or delete it and index again"
+                )
+
+    def _insert_row(self, chunk: Chunk) -> None:
+        """Write a chunk, and its texts and context where they are new."""
+        context = NO_CONTEXT
+        for piece in chunk.context:
+            context = self._id_of("contexts", parent=context, text=self._text_id(piece))
+        document = None if chunk.document_id is None else _encoded(chunk.document_id)
+        self._insert("chunks", text=self._text_id(chunk.text), document=document, context=context)
+
+    def _delete_row(self, chunk: Chunk) -> None:
+        """Delete a chunk, if it is there, and the texts and contexts that only it needed."""
+        row = self._ids.get(chunk)
+        if row is None:
+            return
+        text, context = self._file.execute(
+            "SELECT text, context FROM chunks WHERE id = ?", (row,)
+        ).fetchone()
+        self._file.execute("DELETE FROM chunks WHERE id = ?", (row,))
+        self._insert("removals", chunk=row)
+        self._delete_text(text)
+        while context != NO_CONTEXT and not self._needs_context(context):
+            (parent, text) = self._file.execute(
+                "SELECT parent, text FROM contexts WHERE id = ?", (context,)
+            ).fetchone()
+            self._file.execute("DELETE FROM contexts WHERE id = ?", (context,))
+            self._contexts.pop(context, None)
+            self._delete_text(text)
+            context = parent
+
+    def _needs_context(self, context: int) -> bool:
+        return self._has("chunks WHERE context = ?", context) or self._has(
+            "contexts WHERE parent = ?", context
+        )
+
+    def _delete_text(self, text: int) -> None:
+        if not self._has("chunks WHERE text = ?", text) and not self._has(
+            "contexts WHERE text = ?", text
+        ):
+            self._file.execute("DELETE FROM texts WHERE id = ?", (text,))
+
+    def _has(self, rows: str, value: int) -> bool:
+        return self._file.execute(f"SELECT 1 FROM {rows} LIMIT 1", (value,)).fetchone() is not None  # noqa: S608
+
+    def _text_id(self, text: str) -> int:
+        return self._id_of("texts", text=_encoded(text))
+
+    def _id_of(self, table: str, **values: int | bytes) -> int:
+        """Return the id of the row that holds ``values``, inserted when it is new."""
+        match = " AND ".join(f"{name} = ?" for name in values)
+        found = self._file.execute(f"SELECT id FROM {table} WHERE {match}", [*values.values()])  # noqa: S608
+        row = found.fetchone()
+        return self._insert(table, **values) if row is None else int(row[0])
+
+    def _insert(self, table: str, **values: int | bytes | None) -> int:
+        names, marks = ", ".join(values), ", ".join("?" * len(values))
+        written = self._file.execute(
+            f"INSERT INTO {table} ({names}) VALUES ({marks})",  # noqa: S608
+            [*values.values()],
+        )
+        return int(written.lastrowid or 0)
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Hold the file, with everything read that was written before; then take in the rest."""
+        with self._file_lock, self._failing("changed"):
+            with self._transaction("IMMEDIATE"):
+                self._read_news()
+                yield
+            self._read_news()
+
+    @contextmanager
+    def _transaction(self, kind: str) -> Iterator[None]:
+        """See one state of the file; within another transaction, be a part of it."""
+        if self._file.in_transaction:
+            yield
+            return
+        self._file.execute(f"BEGIN {kind}")
+        try:
+            yield
+            self._file.execute("COMMIT")
+        except BaseException:
+            if self._file.in_transaction:
+                self._file.execute("ROLLBACK")
+            raise
+
+    @contextmanager
+    def _failing(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, PromptError, OSError) as error:
+            raise StoreError(f"chunk registry {self.path} cannot be {what}: {error}") from error
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _decoded(stored: object) -> str:
+    """Return stored text; raises DatabaseError, since a file is not trusted to hold text."""
+    if not isinstance(stored, bytes):
+        raise sqlite3.DatabaseError("what should be text is not")
+    try:
+        return stored.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise sqlite3.DatabaseError("a text is not UTF-8") from error
+
+
+def _document_id(stored: object) -> str | None:
+    return None if stored is None else _decoded(stored)

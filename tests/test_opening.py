@@ -1,0 +1,145 @@
+"""open_engine: which engine a name gives, and errors of one line that name the fix."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cacheblend_rag.opening
+from cacheblend_rag import BlendConfig, Chunk, Document, SamplingParams, open_engine
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    EngineUnavailableError,
+    MissingExtraError,
+    ModelLoadError,
+)
+from tests.models import make_model, make_tokenizer
+
+DOCUMENT = Document("report", ("alpha beta gamma delta", "epsilon zeta eta theta"))
+ONE_TOKEN = SamplingParams(max_tokens=1)
+
+
+def open_tiny(kv_path: Path | None, **options: Any):
+    return open_engine(
+        "transformers",
+        model=make_model(),
+        tokenizer=make_tokenizer(),
+        config=BlendConfig(min_tokens=0),
+        kv_path=kv_path,
+        **options,
+    )
+
+
+def test_the_bundled_model_has_a_name() -> None:
+    engine = open_engine(model="demo")
+    assert engine.name == "transformers"
+    assert engine.has_chat_template
+    assert len(engine.tokenize("Clara lives in Rome.")) > 3
+    engine.close()
+
+
+def test_what_one_engine_precomputed_another_finds_and_reuses(tmp_path: Path) -> None:
+    indexing = open_tiny(tmp_path)
+    asking = open_tiny(tmp_path)
+    indexing.precompute([DOCUMENT], progress=False)
+    prompt = "\n\n".join(DOCUMENT.chunks) + " question"
+    report = asking.generate(prompt, ONE_TOKEN).report
+    assert [chunk.hit for chunk in report.chunks] == [True, True]
+
+    assert indexing.evict_document("report") == 2
+    report = asking.generate(prompt, ONE_TOKEN).report
+    assert not report.blended
+    assert report.reason == "no known chunk in the prompt"
+
+
+def test_namespaces_do_not_share_known_chunks(tmp_path: Path) -> None:
+    ours, theirs = open_tiny(tmp_path, namespace="ours"), open_tiny(tmp_path, namespace="theirs")
+    ours.precompute([DOCUMENT], progress=False)
+    assert len(theirs.registry) == 0
+    report = theirs.generate(DOCUMENT.chunks[0] + " question", ONE_TOKEN).report
+    assert report.chunks == ()
+
+
+def test_documents_of_one_id_in_a_call_are_variants_and_a_later_call_replaces_them() -> None:
+    engine = open_tiny(None)
+    titled = Document("report", tuple(f"title: t {text}" for text in DOCUMENT.chunks))
+    engine.precompute([DOCUMENT, titled], progress=False)
+    assert set(engine.registry.document("report")) == {*DOCUMENT.to_chunks(), *titled.to_chunks()}
+
+    engine.precompute([titled], progress=False)
+    assert engine.registry.document("report") == tuple(titled.to_chunks())
+    assert engine.store.contains_many([engine._lead_in.key(c) for c in DOCUMENT.to_chunks()]) == [
+        False,
+        False,
+    ]
+
+
+def test_a_chunk_given_with_its_documents_new_version_is_not_stale() -> None:
+    engine = open_tiny(None)
+    extra = Chunk("appendix of the report", "report")
+    engine.precompute([extra], progress=False)
+    engine.precompute([DOCUMENT, extra], progress=False)
+    assert extra in engine.registry.document("report")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"engine": "trt"}, ConfigError, "engine='trt' must be auto, transformers, vllm"),
+        ({"model": "no/such-folder"}, ModelLoadError, "no/such-folder"),
+        ({"engine": "http://127.0.0.1:9"}, EngineUnavailableError, "no server answers"),
+    ],
+)
+def test_errors_are_one_line_and_name_the_fix(
+    options: dict[str, Any], error: type[CacheBlendError], said: str
+) -> None:
+    with pytest.raises(error, match=said) as caught:
+        open_engine(**{"model": "demo", **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_vllm_without_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cacheblend_rag.opening, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[vllm\]"):
+        open_engine("vllm", model="demo")
+
+
+def test_a_server_error_never_shows_the_key() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.raises(EngineUnavailableError) as caught:
+        open_engine(f"http://127.0.0.1:{port}", model="demo", api_key="sesame")
+    assert "sesame" not in str(caught.value)
+
+
+def test_a_server_that_answers_is_refused_by_name() -> None:
+    class Healthy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments: Any) -> None:
+            return
+
+    server = HTTPServer(("127.0.0.1", 0), Healthy)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        with pytest.raises(EngineUnavailableError, match="not supported by this version"):
+            open_engine(f"http://127.0.0.1:{server.server_port}", model="demo")
+    finally:
+        server.shutdown()
+
+
+def test_public_names_hide_folders(tmp_path: Path) -> None:
+    from cacheblend_rag.engines.transformers.loading import public_name
+
+    assert public_name("org/model-7b") == "org/model-7b"
+    assert public_name(str(tmp_path / "secret" / "my-model")) == "my-model"
+    assert public_name("./models/my-model") == "my-model"

@@ -1,0 +1,189 @@
+"""The registry in a file: the same finds as in memory, after restarts and across processes."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
+from cacheblend_rag.errors import PromptError, StoreError
+from cacheblend_rag.shared_registry import SharedChunkRegistry
+
+REPORT = Document("report", ("Alpha is first.", "It was founded in Rome.", "It has ten members."))
+LETTER = Document("letter", ("Dear reader,", "It was founded in Rome."))
+OTHER_PROCESS = """
+import sys
+from cacheblend_rag.chunks import Document
+from cacheblend_rag.shared_registry import SharedChunkRegistry
+registry = SharedChunkRegistry(sys.argv[1])
+for name in sys.argv[3:]:
+    registry.add_many(Document(name, (f"First of {name}.", f"Second of {name}.")).to_chunks())
+registry.remove_document(sys.argv[2])
+"""
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kv" / "chunks.sqlite"
+
+
+def test_what_was_added_is_found_after_a_restart_with_its_context(path: Path) -> None:
+    first = SharedChunkRegistry(path)
+    first.add_many(REPORT.to_chunks())
+    first.close()
+
+    again = SharedChunkRegistry(path)
+    assert again.document("report") == tuple(REPORT.to_chunks())
+    assert [m.chunk for m in again.find("So: It has ten members. Yes.")] == [REPORT.to_chunks()[2]]
+    assert "Alpha is first." in again
+    assert len(again) == 3
+
+
+def test_two_open_registries_see_each_others_changes(path: Path) -> None:
+    one, two = SharedChunkRegistry(path), SharedChunkRegistry(path)
+    one.add_many(REPORT.to_chunks())
+    two.add_many(LETTER.to_chunks())
+    assert len(one) == len(two) == 5
+    assert one.variants("It was founded in Rome.") == two.variants("It was founded in Rome.")
+
+    one.remove_document("letter")
+    assert two.document("letter") == ()
+    assert two.find("Dear reader,") == []
+    assert [m.chunk.document_id for m in two.find("It was founded in Rome.")] == ["report"]
+
+
+def test_another_process_adds_and_removes(path: Path) -> None:
+    here = SharedChunkRegistry(path)
+    here.add_many(REPORT.to_chunks())
+    run = [sys.executable, "-c", OTHER_PROCESS, str(path), "report"]
+    others = [subprocess.Popen([*run, *(f"{k}{i}" for i in range(20))]) for k in "ab"]
+    assert [other.wait(60) for other in others] == [0, 0]
+    assert here.document("report") == ()
+    assert len(here) == 80
+    assert here.find("Second of b19.")[0].chunk.context == ("First of b19.", "\n\n")
+
+
+def test_random_changes_through_two_registries_equal_one_in_memory(path: Path) -> None:
+    draw = random.Random(3)
+    files = [SharedChunkRegistry(path), SharedChunkRegistry(path)]
+    memory = ChunkRegistry()
+    texts = [f"passage number {i}" for i in range(6)]
+    for _ in range(150):
+        registry = draw.choice(files)
+        chunks = Document(draw.choice("xyz"), tuple(draw.sample(texts, 3))).to_chunks()
+        match draw.randrange(4):
+            case 0:
+                registry.discard_many(chunks)
+                memory.discard_many(chunks)
+            case 1:
+                name = draw.choice("xyz")
+                assert set(registry.remove_document(name)) == set(memory.remove_document(name))
+            case _:
+                for chunk in chunks:
+                    registry.add(chunk)
+                    memory.add(chunk)
+        prompt = " ".join(draw.sample(texts, 4))
+        expected = memory.find(prompt)
+        assert [file.find(prompt) for file in files] == [expected, expected]
+        assert [len(file) for file in files] == [len(memory)] * 2
+    assert SharedChunkRegistry(path).find(" ".join(texts)) == memory.find(" ".join(texts))
+
+
+def test_a_removed_document_leaves_no_text_in_the_file(path: Path) -> None:
+    registry = SharedChunkRegistry(path)
+    registry.add_many([*REPORT.to_chunks(), *LETTER.to_chunks()])
+    registry.remove_document("report")
+    registry.close()
+    kept = path.read_bytes()
+    assert b"Alpha is first" not in kept
+    assert b"ten members" not in kept
+    assert b"Dear reader" in kept
+
+
+def test_only_the_owner_may_read_the_file(path: Path) -> None:
+    SharedChunkRegistry(path)
+    assert path.stat().st_mode & 0o077 == 0
+
+
+def test_registering_again_what_is_known_does_not_touch_the_file(path: Path) -> None:
+    registry = SharedChunkRegistry(path)
+    registry.add_many(REPORT.to_chunks())
+    before = path.read_bytes()
+    registry.add_many(REPORT.to_chunks())
+    assert path.read_bytes() == before
+
+
+def test_threads_may_share_it(path: Path) -> None:
+    registry = SharedChunkRegistry(path)
+
+    def work(index: int) -> int:
+        document = Document(f"d{index}", (f"one of {index}", f"two of {index}"))
+        registry.add_many(document.to_chunks())
+        return len(registry.find(f"two of {index}"))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(work, range(40))) == [1] * 40
+    assert len(SharedChunkRegistry(path)) == 80
+
+
+def test_any_text_survives(path: Path) -> None:
+    chunk = Chunk("{braces} \x00 \u2028 \ud800 \U0001f600", "caf\udce9.txt", ("\ud800", "\n\n"))
+    SharedChunkRegistry(path).add(chunk)
+    assert SharedChunkRegistry(path).variants(chunk.text) == (chunk,)
+
+
+def test_an_empty_text_is_refused_and_nothing_is_added(path: Path) -> None:
+    registry = SharedChunkRegistry(path)
+    with pytest.raises(PromptError, match="empty"):
+        registry.add_many([Chunk("good"), Chunk("  ")])
+    assert len(registry) == 0
+
+
+def test_a_file_that_is_no_registry_is_an_error_of_one_line(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(StoreError, match="cannot be opened"):
+        SharedChunkRegistry(path)
+
+    path.unlink()
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE something (x)")
+    with pytest.raises(StoreError, match="no chunk registry of version 1"):
+        SharedChunkRegistry(path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE texts SET text = 'a string' WHERE id = 1",
+        "UPDATE texts SET text = x'ff' WHERE id = 1",
+        "UPDATE texts SET text = x'20' WHERE id = 1",
+        "UPDATE contexts SET parent = 99 WHERE id = 1",
+        "UPDATE chunks SET context = 99",
+    ],
+)
+def test_damaged_rows_are_an_error_when_opened(path: Path, damage: str) -> None:
+    SharedChunkRegistry(path).add_many(REPORT.to_chunks())
+    with sqlite3.connect(path) as file:
+        file.execute(damage)
+    with pytest.raises(StoreError, match="cannot be opened"):
+        SharedChunkRegistry(path)
+
+
+def test_searches_go_on_when_the_file_is_damaged_later(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = SharedChunkRegistry(path)
+    registry.add_many(REPORT.to_chunks())
+    with sqlite3.connect(path) as file:
+        file.execute("DROP TABLE removals")
+    assert len(registry.find("Alpha is first.")) == 1
+    assert "cannot be read" in caplog.text
+    with pytest.raises(StoreError, match="cannot be changed"):
+        registry.add(Chunk("more"))
