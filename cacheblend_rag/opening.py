@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.prompt import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +37,7 @@ def open_engine(
     model: str | Path | PreTrainedModel,
     tokenizer: Any = None,
     config: BlendConfig | None = None,
-    instruction: str = "",
+    instruction: str | Callable[[Tokenizer], str] = "",
     namespace: str = "default",
     kv_path: str | Path | None = None,
     host_bytes: int = 4 << 30,
@@ -50,7 +52,8 @@ def open_engine(
         one that is installed.
     model: a hub name, a local folder, ``demo`` (the bundled model) or a loaded model. tokenizer:
         the model's own by default; must be given with a loaded model.
-    instruction: what prompts say before their first chunk; lead-ins compute chunks behind it.
+    instruction: what prompts say before their first chunk; lead-ins compute chunks behind it. A
+        function is given the model's tokenizer and returns it.
     namespace: tenants with different namespaces share neither KV nor known chunks.
     kv_path: a folder for chunk KV and the registry of known chunks, shared between processes;
         None keeps both in this process' memory. host_bytes: memory for chunk KV. disk_bytes: room

@@ -58,6 +58,19 @@ def test_what_one_engine_precomputed_another_finds_and_reuses(tmp_path: Path) ->
     assert report.reason == "no known chunk in the prompt"
 
 
+def test_an_instruction_may_be_made_with_the_models_tokenizer() -> None:
+    def before_first_chunk(tokenizer: Any) -> str:
+        messages = [{"role": "user", "content": "Answer from:\n@"}]
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        return str(rendered).partition("@")[0]
+
+    made = open_engine(model="demo", instruction=before_first_chunk)
+    assert made.instruction.endswith("Answer from:\n")
+    given = open_engine(model="demo", instruction=made.instruction)
+    assert made.fingerprint == given.fingerprint
+    assert made.fingerprint != open_engine(model="demo").fingerprint
+
+
 def test_namespaces_do_not_share_known_chunks(tmp_path: Path) -> None:
     ours, theirs = open_tiny(tmp_path, namespace="ours"), open_tiny(tmp_path, namespace="theirs")
     ours.precompute([DOCUMENT], progress=False)

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ from cacheblend_rag.engines.transformers.support import blend_refusal
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt, tokenize_chunk
+from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt, Tokenizer, tokenize_chunk
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class TransformersEngine:
     store: where chunk KV is kept; by default 4 GiB of host memory.
     registry: known chunks; several engines may share one.
     instruction: what prompts say before their first chunk; lead-ins ``instruction`` and
-        ``document`` compute chunks behind it.
+        ``document`` compute chunks behind it. A function is given the tokenizer and returns it.
     namespace: tenants with different namespaces never share KV.
     device, dtype: where and in what precision a model given by name is loaded.
 
@@ -111,7 +111,7 @@ class TransformersEngine:
         config: BlendConfig | None = None,
         store: TieredKVStore | None = None,
         registry: ChunkRegistry | None = None,
-        instruction: str = "",
+        instruction: str | Callable[[Tokenizer], str] = "",
         namespace: str = "default",
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
@@ -125,10 +125,10 @@ class TransformersEngine:
             name = model.config.name_or_path or model.config.model_type
         else:
             self.model = loading.load_model(model, loading.pick_device(device), dtype)
-            self.tokenizer = tokenizer or loading.load_tokenizer(model)
+            self.tokenizer = tokenizer = tokenizer or loading.load_tokenizer(model)
             name = str(model)
         self.model_name = loading.public_name(name)
-        self.instruction = instruction
+        self.instruction = instruction if isinstance(instruction, str) else instruction(tokenizer)
         self.registry = ChunkRegistry() if registry is None else registry
         self.store = TieredKVStore.open() if store is None else store
         self.blend_refusal = blend_refusal(self.model)
@@ -140,7 +140,7 @@ class TransformersEngine:
         self._lead_in = LeadIn(
             self.tokenizer,
             self.config,
-            instruction=instruction,
+            instruction=self.instruction,
             namespace=namespace,
             identity={
                 "weights": loading.weights_identity(self.model),
