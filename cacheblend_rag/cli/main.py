@@ -10,10 +10,13 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from cacheblend_rag.cli.ask import ask_command
 from cacheblend_rag.cli.bench import bench_app
+from cacheblend_rag.cli.chat import chat_command
 from cacheblend_rag.cli.demo import demo_command
 from cacheblend_rag.cli.doctor import doctor_command
 from cacheblend_rag.cli.eval import evaluate_command
+from cacheblend_rag.cli.index import index_command
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.errors import CacheBlendError
 
@@ -40,6 +43,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("demo")(demo_command)
+app.command("index")(index_command)
+app.command("ask")(ask_command)
+app.command("chat")(chat_command)
 app.command("eval")(evaluate_command)
 app.command("doctor")(doctor_command)
 app.add_typer(bench_app, name="bench")

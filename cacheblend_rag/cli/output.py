@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
@@ -12,6 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 JsonOption = Annotated[
     bool,
@@ -32,6 +35,11 @@ def side_console() -> Console:
 def warn(message: str) -> None:
     """Print one line of warning."""
     side_console().print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)
+
+
+def printable(text: str) -> str:
+    """Return text without control characters but line breaks and tabs: terminals obey them."""
+    return CONTROL.sub("", text)
 
 
 def print_json(plain: Mapping[str, Any]) -> None:

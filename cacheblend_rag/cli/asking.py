@@ -1,0 +1,308 @@
+"""A collection ready for questions: retrieval, the prompt, the answer with its sources and report.
+
+`ask` and `chat` share it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain
+from pathlib import Path
+from textwrap import shorten
+from threading import Event
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Any, Self, cast
+
+import typer
+
+from cacheblend_rag.chunks import Chunk
+from cacheblend_rag.cli import output
+from cacheblend_rag.cli.collection import Collection
+from cacheblend_rag.cli.collection_engine import open_known
+from cacheblend_rag.cli.models import quiet_libraries
+from cacheblend_rag.cli.rag_prompt import RagPrompt, Turn
+from cacheblend_rag.cli.reading import EXTRA
+from cacheblend_rag.cli.retrieval import Embedder, Vectors, VectorSearch
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.prompt import BlendPrompt
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import (
+        BlendReport,
+        ChunkReport,
+        Delta,
+        Generation,
+        SamplingParams,
+    )
+    from cacheblend_rag.engines.transformers import TransformersEngine
+
+TOP_K = 4
+MAX_TOKENS = 256
+ANSWER_SHARE = 4
+SHOWN_CHARACTERS = 60
+
+FromOption = Annotated[
+    Path, typer.Option("--from", metavar="FOLDER", help="The collection that `index` made.")
+]
+TopKOption = Annotated[int, typer.Option(min=1, help="How many passages are retrieved.")]
+MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+TemperatureOption = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")]
+RatioOption = Annotated[
+    float | None,
+    typer.Option(
+        "--ratio", "--recompute-ratio", min=0, max=1, help="Share of passage tokens recomputed."
+    ),
+]
+SelectorOption = Annotated[
+    str | None, typer.Option(help="The rule that chooses them: hkvd, prior, none, ...")
+]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A retrieved passage: chunk ``position`` (from 0) of its document, and its cosine."""
+
+    chunk: Chunk
+    position: int
+    score: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "source": self.chunk.document_id,
+            "chunk": self.position,
+            "score": self.score,
+            "text": self.chunk.text,
+        }
+
+
+class Order(StrEnum):
+    """How passages stand in the prompt."""
+
+    SCORE = "score"
+    DOCUMENT = "document"
+    REVERSE = "reverse"
+
+    def arrange(self, found: Sequence[Source]) -> list[Source]:
+        """Put passages, given best first, in this order."""
+        if self is Order.REVERSE:
+            return list(reversed(found))
+        if self is Order.SCORE:
+            return list(found)
+        documents = list(dict.fromkeys(source.chunk.document_id for source in found))
+        return sorted(
+            found, key=lambda source: (documents.index(source.chunk.document_id), source.position)
+        )
+
+
+OrderOption = Annotated[
+    Order,
+    typer.Option(
+        help="Best first, as they stand in their documents (best document first), or best last."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class AskedTurn:
+    """A turn and the passages it shows."""
+
+    turn: Turn
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class FittedPrompt:
+    """A prompt that leaves room for an answer, and what it holds.
+
+    turns: the earlier turns that found room, then the one that asks.
+    """
+
+    prompt: BlendPrompt
+    turns: tuple[AskedTurn, ...]
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The passages of the turn that asks."""
+        return self.turns[-1].sources
+
+
+class Asker:
+    """Answers questions from a collection.
+
+    Raises StoreError when there is none or it is damaged, ConfigError when its models are not those
+    it was indexed with, ModelLoadError, MissingExtraError.
+    """
+
+    def __init__(self, folder: Path, device: str | None = None) -> None:
+        quiet_libraries()
+        with Collection.open(folder) as collection:
+            settings = collection.settings
+            stored = collection.load()
+        self._chunks = [
+            (chunk, position)
+            for document in stored.documents
+            for position, chunk in enumerate(document.to_chunks())
+        ]
+        self._size = stored.vectors.shape[1]
+        self._search = VectorSearch(stored.vectors, EXTRA)
+        self._embedding_model = settings.embedding_model
+        self._embedder = Embedder(settings.embedding_model, EXTRA)
+        self.engine: TransformersEngine = open_known(folder, settings, device)
+        self._config = self.engine.config
+        self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.engine.close()
+
+    def sampling(self, max_tokens: int, temperature: float) -> SamplingParams:
+        """Return how answers are drawn; raises ConfigError."""
+        from cacheblend_rag.engines.base import SamplingParams
+
+        return SamplingParams(max_tokens, temperature, stop=self._prompt.stop)
+
+    def set_blend(self, ratio: float | None, selector: str | None) -> None:
+        """Change how answers are blended, where something is given; raises ConfigError."""
+        changes = {"recompute_ratio": ratio, "selector": selector}
+        given = {name: value for name, value in changes.items() if value is not None}
+        self._config = self._config.with_changes(**given)
+
+    def retrieve(self, question: str, top_k: int, order: Order) -> list[Source]:
+        """Return the passages nearest to a question, in the order of the prompt."""
+        (vector,) = self._embedder.embed([question])
+        self._check_size(vector)
+        found = [
+            Source(*self._chunks[place], score)
+            for place, score in self._search.nearest(vector, top_k)
+        ]
+        return order.arrange(found)
+
+    def fit(
+        self,
+        earlier: Sequence[AskedTurn],
+        question: str,
+        sources: Sequence[Source],
+        max_tokens: int,
+    ) -> FittedPrompt:
+        """Make the prompt; what does not fit is left out whole: the oldest turns, then passages.
+
+        Of the passages, the worst go first. Raises PromptError when the question alone is too long.
+        """
+        window = self.engine.context_window
+        room = window - min(max_tokens, window // ANSWER_SHARE)
+        kept, shown = list(earlier), list(sources)
+        while True:
+            texts = tuple(source.chunk.text for source in shown)
+            turns = (*kept, AskedTurn(Turn(question, texts), tuple(shown)))
+            prompt = self._segmented(turns)
+            tokens = len(prompt.encode(self.engine.tokenizer).token_ids)
+            if tokens <= room:
+                return FittedPrompt(prompt, turns)
+            if kept:
+                kept.pop(0)
+            elif shown:
+                shown.remove(min(shown, key=lambda source: source.score))
+            else:
+                raise PromptError(f"the question takes {tokens} tokens, there is room for {room}")
+
+    def stream(
+        self, fitted: FittedPrompt, sampling: SamplingParams, cancel: Event | None = None
+    ) -> Iterator[Delta]:
+        """Answer piece by piece."""
+        hints = _chunks_of(fitted.turns)
+        return self.engine.stream(
+            fitted.prompt, sampling, config=self._config, hints=hints, cancel=cancel
+        )
+
+    def _segmented(self, turns: Sequence[AskedTurn]) -> BlendPrompt:
+        text = self._prompt.render([asked.turn for asked in turns])
+        return BlendPrompt.from_text(text, self.engine.registry, _chunks_of(turns))
+
+    def _check_size(self, vector: Vectors) -> None:
+        if len(vector) != self._size:
+            raise ConfigError(
+                f"embedding model {self._embedding_model!r} gives {len(vector)} numbers a text, "
+                f"the collection holds {self._size}: index with --rebuild"
+            )
+
+
+def clean_question(text: str) -> str:
+    """Return a question without blanks around it; raises PromptError when nothing is left."""
+    cleaned = text.encode("utf-8", "replace").decode("utf-8").strip()
+    if not cleaned:
+        raise PromptError("the question is empty")
+    return cleaned
+
+
+def written(deltas: Iterable[Delta]) -> Iterator[Delta]:
+    """Pass deltas on, and print their text on stdout as it comes, with a line break at the end."""
+    begun = False
+    for delta in deltas:
+        text = delta.text if begun else delta.text.lstrip()
+        begun = begun or bool(text)
+        typer.echo(output.printable(text), nl=False)
+        yield delta
+    typer.echo()
+
+
+def finished(deltas: Iterable[Delta]) -> Generation:
+    """Run a stream to its end and return the whole answer."""
+    *_, last = deltas
+    return cast("Generation", last.generation)
+
+
+def print_sources(sources: Sequence[Source]) -> None:
+    """Print one line a passage."""
+    for source in sources:
+        start = shorten(output.printable(source.chunk.text), SHOWN_CHARACTERS, placeholder=" ...")
+        name = output.printable(source.chunk.document_id or "")
+        typer.echo(f"  {source.score:.2f}  {name} [{source.position}]  {start}")
+
+
+def print_report(report: BlendReport) -> None:
+    """Print what a request did, in at most three lines."""
+    for line in report_lines(report):
+        typer.echo(f"  {line}")
+
+
+def report_lines(report: BlendReport) -> list[str]:
+    """Return tokens and time, then how it was done, then what was missed and why."""
+    seconds = report.seconds.time_to_first_token
+    lines = [
+        f"{report.prompt_tokens:,} tokens: {report.reused_tokens:,} reused, "
+        f"{report.recomputed_tokens:,} recomputed, {report.computed_tokens:,} computed; "
+        f"first token after {output.duration(seconds)}"
+    ]
+    if report.blended:
+        lines.append(
+            f"blended: {report.selector}, ratio {report.recompute_ratio:g}, "
+            f"{output.percent(report.compute_share)} of full prefill's work"
+        )
+    else:
+        lines.append(f"ordinary prefill: {report.reason}")
+    if report.chunks:
+        lines.append(f"passages: {_counted([_fate(chunk) for chunk in report.chunks])}")
+    return lines
+
+
+def _fate(chunk: ChunkReport) -> str:
+    return f"reused from {chunk.tier}" if chunk.hit else str(chunk.reason)
+
+
+def _counted(names: Sequence[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(names).items())
+
+
+def _chunks_of(turns: Sequence[AskedTurn]) -> list[Chunk]:
+    return [source.chunk for source in chain.from_iterable(asked.sources for asked in turns)]

@@ -1,0 +1,336 @@
+"""A collection: the folder that `index` fills and `ask` and `chat` read.
+
+``collection.sqlite`` holds settings, documents, chunks and their vectors; ``kv/`` belongs to the
+engine. A document is written in one transaction, after its KV is stored: whatever interrupts an
+``index``, the collection holds whole documents only. Nothing read from the file is trusted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sqlite3
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from cacheblend_rag.chunks import Document
+from cacheblend_rag.cli.retrieval import Vectors
+from cacheblend_rag.errors import CacheBlendError, ConfigError, StoreError
+
+DEFAULT_FOLDER = Path(".cacheblend")
+FILE_NAME = "collection.sqlite"
+KV_NAME = "kv"
+LOCK_NAME = "index.lock"
+APPLICATION_ID = 0x63627261
+VERSION = 1
+WAIT_SECONDS = 60.0
+VECTOR_TYPE = "<f4"
+TABLES = """
+CREATE TABLE settings (body TEXT NOT NULL);
+CREATE TABLE documents (
+    id INTEGER PRIMARY KEY,
+    source TEXT NOT NULL UNIQUE,
+    content_hash TEXT NOT NULL
+);
+CREATE TABLE chunks (
+    document INTEGER NOT NULL REFERENCES documents ON DELETE CASCADE,
+    position INTEGER NOT NULL,
+    text TEXT NOT NULL,
+    vector BLOB NOT NULL,
+    PRIMARY KEY (document, position)
+) WITHOUT ROWID
+"""
+
+
+@dataclass(frozen=True)
+class CollectionSettings:
+    """What a collection was indexed with, and so what it must be asked with.
+
+    model: ``demo``, a hub name or an absolute folder. lead_in: what prompts say before their first
+    chunk: ``instruction`` as the model's chat template renders it. dtype: the weights' precision.
+    fingerprint: what the engine stored the KV under.
+    """
+
+    model: str
+    embedding_model: str
+    chunk_size: int
+    chunk_overlap: int
+    instruction: str
+    namespace: str
+    lead_in: str
+    dtype: str
+    fingerprint: str
+
+    def chosen(self) -> dict[str, str | int]:
+        """Return what the user may choose; the rest follows from it."""
+        derived = ("lead_in", "fingerprint")
+        return {name: value for name, value in asdict(self).items() if name not in derived}
+
+
+@dataclass(frozen=True)
+class StoredCollection:
+    """All of a collection in memory; ``vectors`` has one row a chunk, in the documents' order."""
+
+    documents: tuple[Document, ...]
+    vectors: Vectors
+
+
+class Collection:
+    """An open collection. Errors of the file are raised as StoreError, in one line."""
+
+    def __init__(self, folder: Path, settings: CollectionSettings, file: sqlite3.Connection):
+        self.folder = folder
+        self.settings = settings
+        self._file = file
+
+    @classmethod
+    def open(cls, folder: Path) -> Collection:
+        """Open the collection in ``folder``; raises StoreError when there is none."""
+        path = folder / FILE_NAME
+        if not path.is_file():
+            raise StoreError(
+                f"{folder} holds no collection: make one with "
+                f"`cacheblend-rag index PATH --into {folder}`"
+            )
+        with _reading(path):
+            file = _connect(path)
+            (application,) = file.execute("PRAGMA application_id").fetchone()
+            (version,) = file.execute("PRAGMA user_version").fetchone()
+            if (application, version) != (APPLICATION_ID, VERSION):
+                raise sqlite3.DatabaseError(f"it is no collection of version {VERSION}")
+            ((body,),) = file.execute("SELECT body FROM settings").fetchall()
+            return cls(folder, _settings(body), file)
+
+    @classmethod
+    def create(cls, folder: Path, settings: CollectionSettings) -> Collection:
+        """Make an empty collection in ``folder``, in which there is none."""
+        prepare_folder(folder)
+        path = folder / FILE_NAME
+        begun = path.with_suffix(".new")
+        with _reading(path):
+            begun.unlink(missing_ok=True)
+            os.close(os.open(begun, os.O_CREAT | os.O_WRONLY, 0o600))
+            with closing(_connect(begun)) as file, _transaction(file):
+                for statement in TABLES.split(";"):
+                    file.execute(statement)
+                file.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                file.execute(f"PRAGMA user_version = {VERSION}")
+                file.execute("INSERT INTO settings VALUES (?)", (json.dumps(asdict(settings)),))
+            begun.replace(path)
+        return cls.open(folder)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def path_of(self, source: str) -> Path:
+        """Return the path of the file called ``source``."""
+        return self.folder.resolve().parent / source
+
+    def content_hashes(self) -> dict[str, str]:
+        """Return the hash of each document's file, by source."""
+        with self._reading():
+            return dict(self._file.execute("SELECT source, content_hash FROM documents").fetchall())
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many documents and how many chunks there are."""
+        with self._reading():
+            ((documents,),) = self._file.execute("SELECT COUNT(*) FROM documents").fetchall()
+            ((chunks,),) = self._file.execute("SELECT COUNT(*) FROM chunks").fetchall()
+            return documents, chunks
+
+    def replace(self, document: Document, content_hash: str, vectors: Vectors) -> None:
+        """Write a document in place of what was known under its id (its source).
+
+        Raises ConfigError when its vectors are of another size than those that are there.
+        """
+        with self._reading(), _transaction(self._file):
+            self._check_size(vectors)
+            self._file.execute("DELETE FROM documents WHERE source = ?", (document.document_id,))
+            written = self._file.execute(
+                "INSERT INTO documents (source, content_hash) VALUES (?, ?)",
+                (document.document_id, content_hash),
+            )
+            rows = [
+                (written.lastrowid, position, text, vector.astype(VECTOR_TYPE).tobytes())
+                for position, (text, vector) in enumerate(
+                    zip(document.chunks, vectors, strict=True)
+                )
+            ]
+            self._file.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?)", rows)
+
+    def remove(self, source: str) -> None:
+        """Delete a document, if it is there."""
+        with self._reading(), _transaction(self._file):
+            self._file.execute("DELETE FROM documents WHERE source = ?", (source,))
+
+    def load(self) -> StoredCollection:
+        """Read all documents and vectors; raises StoreError when there is none, or damage."""
+        texts: dict[str, list[str]] = {}
+        vectors: list[bytes] = []
+        with self._reading():
+            rows = self._file.execute(
+                "SELECT source, position, text, vector FROM chunks"
+                " JOIN documents ON documents.id = chunks.document ORDER BY source, position"
+            )
+            for source, position, text, vector in rows:
+                of_document = texts.setdefault(source, [])
+                if not _is_chunk(source, text, vector) or position != len(of_document):
+                    raise sqlite3.DatabaseError(f"chunk {position} of {source!r} is broken")
+                of_document.append(text)
+                vectors.append(vector)
+            if len({len(vector) for vector in vectors}) > 1:
+                raise sqlite3.DatabaseError("vectors differ in length")
+        if not vectors:
+            raise StoreError(f"{self.folder} holds no documents: add some with `index`")
+        documents = tuple(Document(source, tuple(found)) for source, found in texts.items())
+        matrix = np.frombuffer(b"".join(vectors), VECTOR_TYPE).reshape(len(vectors), -1)
+        if not np.isfinite(matrix).all():
+            raise _damaged(self.folder / FILE_NAME, "a vector holds no numbers")
+        return StoredCollection(documents, matrix.astype(np.float32))
+
+    def _check_size(self, vectors: Vectors) -> None:
+        found = self._file.execute("SELECT LENGTH(vector) FROM chunks LIMIT 1").fetchone()
+        size = vectors.shape[1] * np.dtype(VECTOR_TYPE).itemsize
+        if found is not None and found[0] != size:
+            raise ConfigError(
+                f"embedding model {self.settings.embedding_model!r} is not the one that "
+                f"{self.folder} was indexed with: index with --rebuild"
+            )
+
+    def _reading(self) -> AbstractContextManager[None]:
+        return _reading(self.folder / FILE_NAME)
+
+
+def source_name(folder: Path, path: Path) -> str:
+    """Return what a file is called in the collection in ``folder``: its document's id.
+
+    That is its path seen from the collection's parent folder; the absolute path when it is not
+    below that.
+    """
+    parent, path = folder.resolve().parent, path.parent.resolve() / path.name
+    name = path.relative_to(parent) if path.is_relative_to(parent) else path
+    return os.fsencode(name.as_posix()).decode("utf-8", "backslashreplace")
+
+
+def known_paths(folder: Path) -> tuple[Path, ...]:
+    """Return the files of all documents in ``folder``; none when it holds no collection."""
+    if not (folder / FILE_NAME).exists():
+        return ()
+    with Collection.open(folder) as collection:
+        return tuple(collection.path_of(source) for source in collection.content_hashes())
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make the folder, readable by its owner only and unknown to Git; raises StoreError."""
+    try:
+        if not folder.exists():
+            folder.mkdir(mode=0o700, parents=True)
+            (folder / ".gitignore").write_text("*\n")
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be made: {error.strerror}") from error
+    if not folder.is_dir():
+        raise StoreError(f"{folder} is no folder")
+
+
+def clear(folder: Path) -> None:
+    """Delete a collection: the KV first, so that a half-deleted one has documents without KV."""
+    try:
+        if (folder / KV_NAME).exists():
+            shutil.rmtree(folder / KV_NAME)
+        for name in (FILE_NAME, f"{FILE_NAME}-journal"):
+            (folder / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise StoreError(f"{folder} cannot be cleared: {error}") from error
+
+
+@contextmanager
+def sole_writer(folder: Path) -> Iterator[None]:
+    """Keep other ``index`` runs out of ``folder``; raises StoreError when one is at work."""
+    prepare_folder(folder)
+    try:
+        with FileLock(folder / LOCK_NAME, timeout=0):
+            yield
+    except Timeout as error:
+        raise StoreError(f"another `index` is at work in {folder}: wait for its end") from error
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    file = sqlite3.connect(path, timeout=WAIT_SECONDS, isolation_level=None)
+    for pragma in ("trusted_schema = OFF", "foreign_keys = ON", "secure_delete = ON"):
+        file.execute(f"PRAGMA {pragma}")
+    return file
+
+
+@contextmanager
+def _transaction(file: sqlite3.Connection) -> Iterator[None]:
+    file.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        file.execute("COMMIT")
+    except BaseException:
+        if file.in_transaction:
+            file.execute("ROLLBACK")
+        raise
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise what SQLite raises, and any row of another form, as one StoreError."""
+    try:
+        yield
+    except CacheBlendError:
+        raise
+    except (sqlite3.OperationalError, OSError) as error:  # locked, full, gone, not ours to write
+        raise StoreError(f"{path} cannot be used: {error}") from error
+    except (sqlite3.DatabaseError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, reason: object) -> StoreError:
+    return StoreError(
+        f"{path} cannot be used ({reason}): make it anew with `cacheblend-rag index PATH --into "
+        f"{path.parent} --rebuild`"
+    )
+
+
+def _settings(body: object) -> CollectionSettings:
+    """Read settings; raises ValueError when they are not what this version writes."""
+    plain = json.loads(body) if isinstance(body, str) else None
+    wanted = {f.name: int if f.type == "int" else str for f in fields(CollectionSettings)}
+    if not isinstance(plain, dict) or {k: type(v) for k, v in plain.items()} != wanted:
+        raise ValueError("its settings are broken")
+    settings = CollectionSettings(**plain)
+    if not 0 <= settings.chunk_overlap < settings.chunk_size:
+        raise ValueError("its settings are broken")
+    return settings
+
+
+def _is_chunk(source: object, text: object, vector: object) -> bool:
+    return (
+        isinstance(source, str)
+        and isinstance(text, str)
+        and bool(text.strip())
+        and isinstance(vector, bytes)
+        and len(vector) > 0
+        and len(vector) % np.dtype(VECTOR_TYPE).itemsize == 0
+    )

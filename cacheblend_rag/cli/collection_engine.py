@@ -1,0 +1,122 @@
+"""The engine of a collection: opened as the collection's settings say, over its own KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from cacheblend_rag.cli.collection import KV_NAME, CollectionSettings
+from cacheblend_rag.cli.models import quiet_libraries
+from cacheblend_rag.cli.rag_prompt import INSTRUCTION, RagPrompt
+from cacheblend_rag.cli.retrieval import BUNDLED
+from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.demo import corpus as demo_corpus
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.opening import DEMO_MODEL, open_engine
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.transformers import TransformersEngine
+
+CHUNK_SIZE = 256
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a collection is made with.
+
+    instruction: None is the one that suits the model. dtype: None is the one that suits the device.
+    Raises ConfigError when chunks would repeat themselves whole.
+    """
+
+    model: str = DEMO_MODEL
+    embedding_model: str = BUNDLED
+    chunk_size: int = CHUNK_SIZE
+    chunk_overlap: int = 0
+    instruction: str | None = None
+    namespace: str = "default"
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.chunk_overlap < self.chunk_size:
+            raise ConfigError(
+                f"--chunk-overlap {self.chunk_overlap} must be below --chunk-size {self.chunk_size}"
+            )
+
+
+def resolved_name(name: str) -> str:
+    """Return a model's name, made absolute when it is a folder, so that it holds everywhere."""
+    if name in {DEMO_MODEL, BUNDLED} or not Path(name).is_dir():
+        return name
+    return str(Path(name).resolve())
+
+
+def default_instruction(model: str) -> str:
+    """Return the instruction that suits a model: the bundled one knows only its own."""
+    return demo_corpus.INSTRUCTION if model == DEMO_MODEL else INSTRUCTION
+
+
+def new_settings(choices: Choices) -> CollectionSettings:
+    """Return the settings of a collection that is to be made, as far as its tokenizer tells them.
+
+    Raises ModelLoadError when there is no such model.
+    """
+    from cacheblend_rag.engines.transformers.loading import load_tokenizer
+
+    quiet_libraries()
+    model = choices.model
+    tokenizer = load_tokenizer(MODEL_FOLDER if model == DEMO_MODEL else model)
+    instruction = choices.instruction
+    if instruction is None:
+        instruction = default_instruction(model)
+    return CollectionSettings(
+        model=model,
+        embedding_model=choices.embedding_model,
+        chunk_size=choices.chunk_size,
+        chunk_overlap=choices.chunk_overlap,
+        instruction=instruction,
+        namespace=choices.namespace,
+        lead_in=RagPrompt(tokenizer, instruction).lead_in,
+        dtype=choices.dtype or "",
+        fingerprint="",
+    )
+
+
+def open_new(
+    folder: Path, settings: CollectionSettings, device: str | None
+) -> tuple[CollectionSettings, TransformersEngine]:
+    """Open the engine of a collection that is to be made; returns its complete settings too."""
+    engine = _open(folder, settings, device)
+    dtype = str(engine.model.dtype).removeprefix("torch.")
+    return replace(settings, dtype=dtype, fingerprint=engine.fingerprint), engine
+
+
+def open_known(
+    folder: Path, settings: CollectionSettings, device: str | None
+) -> TransformersEngine:
+    """Open the engine of a collection.
+
+    Raises ConfigError when the model is no longer the one that the collection was indexed with.
+    """
+    quiet_libraries()
+    engine = _open(folder, settings, device)
+    if engine.fingerprint != settings.fingerprint:
+        engine.close()
+        raise ConfigError(
+            f"model {settings.model!r} is not the one that {folder} was indexed with (its weights "
+            "or its tokenizer changed): index with --rebuild"
+        )
+    return engine
+
+
+def _open(folder: Path, settings: CollectionSettings, device: str | None) -> TransformersEngine:
+    engine = open_engine(
+        "transformers",
+        model=settings.model,
+        instruction=settings.lead_in,
+        namespace=settings.namespace,
+        kv_path=folder / KV_NAME,
+        device=device,
+        dtype=settings.dtype or None,
+    )
+    return cast("TransformersEngine", engine)

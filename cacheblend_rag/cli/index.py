@@ -1,0 +1,166 @@
+"""``cacheblend-rag index``: read files, split, embed, precompute chunk KV; resume at any time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.cli import output
+from cacheblend_rag.cli.collection import DEFAULT_FOLDER, known_paths, sole_writer
+from cacheblend_rag.cli.collection_engine import CHUNK_SIZE, resolved_name
+from cacheblend_rag.cli.indexing import Indexing, IndexReport
+from cacheblend_rag.cli.models import DEMO_MODEL, DeviceOption, DtypeOption
+from cacheblend_rag.cli.reading import FoundFiles, find_files
+from cacheblend_rag.cli.retrieval import BUNDLED
+from cacheblend_rag.errors import StoreError
+
+SMALLEST_CHUNK = 16
+INTERRUPTED = 130
+
+
+def index_command(
+    paths: Annotated[
+        list[Path], typer.Argument(metavar="PATH...", help="Files, and folders with all in them.")
+    ],
+    *,
+    into: Annotated[
+        Path, typer.Option("--into", metavar="FOLDER", help="The collection to make or add to.")
+    ] = DEFAULT_FOLDER,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="'demo' (the bundled model), a hub name or a folder.", show_default=DEMO_MODEL
+        ),
+    ] = None,
+    chunk_size: Annotated[
+        int | None,
+        typer.Option(min=SMALLEST_CHUNK, help="Tokens a chunk.", show_default=str(CHUNK_SIZE)),
+    ] = None,
+    chunk_overlap: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens a chunk repeats of the one before.", show_default="0"),
+    ] = None,
+    embedding_model: Annotated[
+        str | None,
+        typer.Option(
+            help="'bundled' or a sentence-transformers name or folder.", show_default=BUNDLED
+        ),
+    ] = None,
+    instruction: Annotated[
+        str | None,
+        typer.Option(
+            help="What prompts say before the passages.", show_default="one that suits the model"
+        ),
+    ] = None,
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="Collections of other namespaces share no KV.", show_default="default"),
+    ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Remove documents whose files are gone.")
+    ] = False,
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Delete the collection first, and make it anew.")
+    ] = False,
+    device: DeviceOption = None,
+    dtype: DtypeOption = None,
+    as_json: output.JsonOption = False,
+) -> None:
+    """Index text, Markdown, HTML and PDF files: split, embed, and precompute chunk KV.
+
+    Run it again after an interruption, or when files have changed: what is indexed stays, what is
+    new or changed is read.
+    """
+    options = {
+        "model": model and resolved_name(model),
+        "embedding_model": embedding_model and resolved_name(embedding_model),
+        "chunk_size": chunk_size,
+        "chunk_overlap": chunk_overlap,
+        "instruction": instruction,
+        "namespace": namespace,
+        "dtype": dtype,
+    }
+    asked = {name: value for name, value in options.items() if value is not None}
+    with output.stdout_reserved(as_json):
+        found = find_files(paths, leave_out=into)
+        _check_paths(paths, found, () if rebuild else known_paths(into))
+        with (
+            sole_writer(into),
+            Indexing(into, asked, device=device, rebuild=rebuild) as indexing,
+        ):
+            report = indexing.report
+            report.unknown = found.unknown
+            for folder, reason in found.unopened:
+                indexing.skip(folder, reason)
+            try:
+                with output.progress_bar() as bar:
+                    indexing.add(found.files, bar)
+                    indexing.remove_vanished(paths, found.files, prune=prune)
+            except KeyboardInterrupt:
+                _print_interrupted(report, rebuild=rebuild)
+                raise typer.Exit(INTERRUPTED) from None
+            indexing.count()
+    _check_report(paths, report)
+    if as_json:
+        output.print_json({"collection": str(into), **report.to_dict()})
+    else:
+        _print_report(into, report)
+
+
+def _check_paths(paths: list[Path], found: FoundFiles, known: Sequence[Path]) -> None:
+    """Raise StoreError when a path is not there, or nothing is to be done, before doing anything.
+
+    known: the files of the collection's documents; below a path that is gone, they may be pruned.
+    """
+    for path in paths:
+        below = (file for file in known if file.is_relative_to(path.resolve()))
+        if not os.path.lexists(path) and not any(below):
+            raise StoreError(f"{path} does not exist")
+    if not found.files and not known:
+        raise StoreError(_nothing(paths, found.unknown, 0))
+
+
+def _check_report(paths: list[Path], report: IndexReport) -> None:
+    done = report.added + report.changed + report.unchanged + report.removed + report.vanished
+    if not done:
+        raise StoreError(_nothing(paths, report.unknown, len(report.skipped)))
+
+
+def _nothing(paths: list[Path], unknown: int, skipped: int) -> str:
+    return (
+        f"nothing could be indexed in {', '.join(map(str, paths))}: {skipped} files skipped, "
+        f"{unknown} with an extension that is not text, Markdown, HTML or PDF"
+    )
+
+
+def _print_interrupted(report: IndexReport, *, rebuild: bool) -> None:
+    done = report.added + report.changed
+    command = "the same command without --rebuild" if rebuild else "the same command"
+    output.side_console().print(
+        f"interrupted: {done} files were indexed and stay, {command} goes on from here",
+        soft_wrap=True,
+    )
+
+
+def _print_report(into: Path, report: IndexReport) -> None:
+    """Print the totals, then each count that is not zero."""
+    lines = [
+        f"{into}: {report.documents} documents, {report.chunks} chunks",
+        f"files: {report.added} added, {report.changed} changed, {report.unchanged} unchanged",
+        f"chunk KV: {report.computed_chunks} computed, {report.stored_chunks} stored already",
+    ]
+    if report.refused_chunks:
+        reasons = ", ".join(f"{count} {why}" for why, count in report.refused_chunks.items())
+        lines.append(f"chunks without KV: {reasons}")
+    if report.skipped or report.unknown:
+        lines.append(f"skipped: {len(report.skipped)} files, {report.unknown} of other kinds")
+    if report.removed:
+        lines.append(f"removed: {report.removed} whose files are gone")
+    if report.vanished:
+        lines.append(f"kept: {report.vanished} whose files are gone; --prune removes them")
+    for line in lines:
+        typer.echo(line)

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import shutil
+import sqlite3
+
+import pytest
+
+from cacheblend_rag.chunks import Chunk
+from cacheblend_rag.cli.asking import Asker, Order, Source
+from cacheblend_rag.cli.collection import FILE_NAME, KV_NAME
+
+
+@pytest.fixture
+def ask(cli, indexed):
+    """Run ``ask QUESTION --from COLLECTION``."""
+    return lambda question, *options: cli("ask", question, "--from", indexed[0], *options)
+
+
+@pytest.fixture
+def own(indexed, tmp_path):
+    """A copy of the collection to spoil."""
+    shutil.copytree(indexed[0], tmp_path / "collection")
+    return tmp_path / "collection"
+
+
+@pytest.fixture(scope="module")
+def asker(indexed):
+    with Asker(indexed[0]) as asker:
+        yield asker
+
+
+def test_questions_are_answered_from_reused_passages(ask, indexed):
+    right = 0
+    for item in indexed[1]:
+        found = ask(item.question, "--ratio", 0, "--json").json
+        right += found["answer"] == item.answer
+        report = found["report"]
+        assert report["blended"]
+        assert report["recompute_ratio"] == 0
+        assert report["reused_tokens"] == sum(chunk["tokens"] for chunk in report["chunks"])
+        assert [chunk["hit"] for chunk in report["chunks"]] == [True] * 4
+        assert [chunk["document_id"] for chunk in report["chunks"]] == [
+            source["source"] for source in found["sources"]
+        ]
+    assert right >= 3
+
+
+def test_the_answer_sources_and_report_are_printed(ask, indexed):
+    item = indexed[1][0]
+    outcome = ask(item.question)
+    answer, *rest = outcome.stdout.splitlines()
+    assert answer == item.answer
+    assert sum("notes/" in line for line in rest) == 4
+    assert any("tokens:" in line and "reused" in line for line in rest)
+    assert "passages: 4 reused from disk" in outcome.stdout
+    assert outcome.stderr == ""
+
+
+def test_compare_answers_both_ways(ask, indexed):
+    question = indexed[1][0].question
+    found = ask(question, "--compare", "--json", "--ratio", 1).json
+    assert found["full"]["report"]["reused_tokens"] == 0
+    assert found["full"]["answer"] == found["answer"]
+    both = (found["full"]["report"], found["report"])
+    full, blend = (report["seconds"]["time_to_first_token"] for report in both)
+    assert found["speedup"] == pytest.approx(full / blend)
+    lines = ask(question, "--compare").stdout.splitlines()
+    assert lines[0] == "blend:"
+    assert "full prefill:" in lines
+    assert "sooner" in lines[-1]
+    assert "reused from host" in "".join(lines)
+
+
+def test_selector_and_ratio_reach_the_engine(ask, indexed):
+    question = indexed[1][0].question
+    report = ask(question, "--selector", "prior", "--ratio", 0.5, "--json").json["report"]
+    assert (report["selector"], report["recompute_ratio"]) == ("prior", 0.5)
+    outcome = ask(question, "--selector", "nonsense")
+    assert outcome.code == 2
+    assert "selector='nonsense'" in outcome.stderr
+
+
+def source(document, position, score):
+    return Source(Chunk(f"{document}{position}", document), position, score)
+
+
+@pytest.mark.parametrize(
+    ("order", "texts"),
+    [
+        (Order.SCORE, ["b1", "a2", "b0", "a0"]),
+        (Order.REVERSE, ["a0", "b0", "a2", "b1"]),
+        (Order.DOCUMENT, ["b0", "b1", "a0", "a2"]),
+    ],
+)
+def test_passages_stand_in_the_order_asked_for(order, texts):
+    found = [source("b", 1, 0.9), source("a", 2, 0.8), source("b", 0, 0.7), source("a", 0, 0.6)]
+    assert [source.chunk.text for source in order.arrange(found)] == texts
+
+
+def test_passages_that_do_not_name_their_subject_are_found_by_their_files_name(asker, indexed):
+    found = asker.retrieve("What is the favourite food of Xaver Mason?", 2, Order.SCORE)
+    assert {source.chunk.document_id[:17] for source in found} == {"notes/xaver-mason"}
+    assert any("Xaver" not in source.chunk.text for source in found)
+    assert len(asker.retrieve("anything", 1000, Order.SCORE)) > 8
+
+
+def test_what_does_not_fit_is_left_out_whole_the_worst_first(asker, indexed, monkeypatch):
+    question = indexed[1][0].question
+    sources = asker.retrieve(question, 6, Order.REVERSE)
+    whole = asker.fit((), question, sources, 16).prompt.encode(asker.engine.tokenizer)
+    window = property(lambda engine: len(whole.token_ids) + 10)
+    monkeypatch.setattr(type(asker.engine), "context_window", window)
+    fitted = asker.fit((), question, sources, 16)
+    assert 0 < len(fitted.sources) < 6
+    assert list(fitted.sources) == sources[6 - len(fitted.sources) :]
+    held = [span.chunk for span in fitted.prompt.encode(asker.engine.tokenizer).spans]
+    assert held == [source.chunk for source in fitted.sources]
+
+
+def test_a_prompt_without_room_is_told(ask, indexed):
+    outcome = ask(indexed[1][0].question, "--top-k", 1000, "--max-tokens", 4000, "--json")
+    assert outcome.code == 0
+    outcome = ask("Who? " * 5000)
+    assert outcome.code == 2
+    assert outcome.stderr.splitlines()[-1].startswith("cacheblend-rag: the question takes")
+
+
+def test_without_stored_kv_it_is_ordinary_prefill_with_the_reason(cli, own, indexed):
+    for path in (own / KV_NAME).glob("?/?/*.safetensors"):
+        path.unlink()
+    question = indexed[1][0].question
+    found = cli("ask", question, "--from", own, "--json").json
+    assert not found["report"]["blended"]
+    assert {chunk["reason"] for chunk in found["report"]["chunks"]} == {"not stored"}
+    shutil.rmtree(own / KV_NAME)
+    outcome = cli("ask", question, "--from", own)
+    assert outcome.code == 0
+    assert "ordinary prefill: no known chunk in the prompt" in outcome.stdout
+
+
+def test_vectors_of_another_embedding_model_are_one_line(cli, own):
+    with sqlite3.connect(own / FILE_NAME) as file:
+        file.execute("UPDATE chunks SET vector = x'0000803f'")
+    file.close()
+    outcome = cli("ask", "Who?", "--from", own)
+    assert outcome.code == 2
+    assert outcome.stderr.count("\n") == 1
+    assert "--rebuild" in outcome.stderr
+
+
+@pytest.mark.parametrize("question", ["", "  \n"])
+def test_an_empty_question_is_one_line(ask, question):
+    outcome = ask(question)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert outcome.stderr == "cacheblend-rag: the question is empty\n"
+
+
+def test_questions_may_hold_anything(ask):
+    outcome = ask("What {about} \x07 \ud800 [bold]this[/bold]?", "--json")
+    assert outcome.code == 0
+    assert "{about}" in outcome.json["question"]
+
+
+def test_a_missing_collection_is_one_line(cli, tmp_path):
+    outcome = cli("ask", "Who?", "--from", tmp_path / "none")
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert outcome.stderr.count("\n") == 1
+    assert "cacheblend-rag index" in outcome.stderr
+    assert not (tmp_path / "none").exists()

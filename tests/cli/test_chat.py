@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+from dataclasses import replace
+
+import pytest
+from typer.testing import CliRunner
+
+from cacheblend_rag.cli.main import app
+from cacheblend_rag.engines.transformers import TransformersEngine
+
+REMARK = re.compile(r"(\d+) passages, (\d+) earlier turns, ([\d,]+) of ([\d,]+) tokens reused")
+
+
+@pytest.fixture
+def chat(indexed):
+    """Pipe lines into ``chat``."""
+
+    def run(*lines, options=()):
+        arguments = ["chat", "--from", str(indexed[0]), *map(str, options)]
+        result = CliRunner().invoke(app, arguments, input="\n".join(lines))
+        if result.exception and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        assert result.exit_code == 0, result.stderr
+        return result
+
+    return run
+
+
+def remarks(result):
+    """(passages, earlier turns, reused tokens, all tokens) of each answer."""
+    return [
+        tuple(int(n.replace(",", "")) for n in found) for found in REMARK.findall(result.stderr)
+    ]
+
+
+def test_each_line_is_a_question_and_stdout_holds_the_answers(chat, indexed):
+    asked = indexed[1][:2]
+    lines = [line for item in asked for line in (item.question, "", "/reset")]
+    result = chat(*lines, options=["--ratio", 0])
+    assert result.stdout.splitlines() == [item.answer for item in asked]
+    assert [turns for _, turns, *_ in remarks(result)] == [0, 0]
+
+
+def test_earlier_turns_stay_and_their_passages_are_reused(chat, indexed):
+    questions = [item.question for item in indexed[1][:3]]
+    result = chat(*questions, options=["--ratio", 0])
+    assert [turns for _, turns, *_ in remarks(result)] == [0, 1, 2]
+    computed = [all_of - reused for *_, reused, all_of in remarks(result)]
+    reused = [of for *_, of, _ in remarks(result)]
+    assert reused[0] < reused[1] < reused[2]
+    assert computed[2] < reused[2] / 4
+
+
+def test_commands_tell_of_the_last_answer(chat, indexed):
+    result = chat(
+        "/sources", indexed[1][0].question, "/sources", "/report", "/nonsense", "/exit", "Never?"
+    )
+    lines = result.stdout.splitlines()
+    assert sum("notes/" in line for line in lines) == 4
+    assert any("passages: 4 reused from disk" in line for line in lines)
+    assert "nothing was asked yet" in result.stderr
+    assert "/nonsense is no command" in result.stderr
+    assert len(remarks(result)) == 1
+
+
+def test_the_oldest_turns_go_whole_when_the_window_is_full(chat, indexed, monkeypatch):
+    monkeypatch.setattr(TransformersEngine, "context_window", property(lambda engine: 1200))
+    questions = [item.question for item in indexed[1]]
+    result = chat(*questions, options=["--max-tokens", 8])
+    turns = [turns for _, turns, *_ in remarks(result)]
+    assert turns == [0, 1, 1, 1]
+    assert all(all_of <= 1200 - 8 for *_, all_of in remarks(result))
+
+
+def test_an_error_ends_the_turn_not_the_program(chat, indexed):
+    result = chat("Who? " * 5000, indexed[1][0].question)
+    assert "warning: the question takes" in result.stderr
+    assert result.stdout.strip() == indexed[1][0].answer
+
+
+def test_ctrl_c_stops_the_answer_not_the_program(chat, indexed, monkeypatch):
+    whole = TransformersEngine.stream
+
+    def interrupted(engine, prompt, sampling, **options):
+        sampling = replace(sampling, ignore_eos=True, max_tokens=200)
+        for number, delta in enumerate(whole(engine, prompt, sampling, **options)):
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield delta
+
+    monkeypatch.setattr(TransformersEngine, "stream", interrupted)
+    result = chat(indexed[1][0].question, "/report", indexed[1][1].question)
+    assert len(remarks(result)) == 2
+    assert result.stderr.count("stopped") == 2
+    assert result.stdout.startswith(indexed[1][0].answer)
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)  # outside of an answer it interrupts again
+
+
+def test_a_missing_collection_is_one_line(tmp_path):
+    result = CliRunner().invoke(app, ["chat", "--from", str(tmp_path / "none")])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+from jinja2 import TemplateError
+from transformers import AutoTokenizer
+
+from cacheblend_rag.cli.rag_prompt import RagPrompt, Turn
+from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.demo.corpus import DEFAULT_FRAME, INSTRUCTION
+from cacheblend_rag.errors import ConfigError
+
+NOW = Turn("What {now}?", ("Passage {a}.", "Passage b."))
+BEFORE = Turn("What before?", ("Passage c.",), "An answer.")
+
+
+class Templated:
+    """A tokenizer with a chat template, as a function of the messages."""
+
+    chat_template = "yes"
+
+    def __init__(self, template):
+        self._template = template
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
+        return self._template(messages)
+
+
+class Plain:
+    chat_template = None
+
+
+def marked(messages):
+    return "".join(f"<{m['role']}>{m['content']}</>" for m in messages) + "<assistant>"
+
+
+def refuses_system(messages):
+    if messages[0]["role"] == "system":
+        raise TemplateError("System role not supported")
+    return marked(messages)
+
+
+def drops_system(messages):
+    return marked([m for m in messages if m["role"] != "system"])
+
+
+def test_the_demo_model_is_asked_as_it_was_trained():
+    prompt = RagPrompt(AutoTokenizer.from_pretrained(MODEL_FOLDER), INSTRUCTION)
+    assert prompt.lead_in == f"<bos>{DEFAULT_FRAME.head}"
+    tail = DEFAULT_FRAME.tail.format(question="Who?")
+    assert prompt.render([Turn("Who?", ("A.", "B."))]) == f"{prompt.lead_in}A.\n\nB.{tail}"
+    assert prompt.stop == ()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "lead_in"),
+    [
+        (Templated(marked), "<system>Be {brief}.</><user>"),
+        (Templated(refuses_system), "<user>Be {brief}.\n\n"),
+        (Templated(drops_system), "<user>Be {brief}.\n\n"),
+        (Plain(), "Be {brief}.\n\n"),
+    ],
+)
+def test_every_prompt_begins_with_the_lead_in_and_holds_the_passages_whole(tokenizer, lead_in):
+    prompt = RagPrompt(tokenizer, " Be {brief}.\n")
+    assert prompt.lead_in == lead_in
+    for turns in ([NOW], [BEFORE, NOW], [BEFORE, BEFORE, NOW]):
+        text = prompt.render(turns)
+        assert text.startswith(f"{lead_in}{turns[0].passages[0]}\n\n")
+        assert text.count("Be {brief}.") == 1
+        assert "Passage {a}.\n\nPassage b.\n\nQuestion: What {now}?\nAnswer:" in text
+        assert text.count("An answer.") == len(turns) - 1
+
+
+def test_a_model_without_a_template_is_stopped_before_it_asks_itself():
+    prompt = RagPrompt(Plain(), "")
+    assert prompt.lead_in == ""
+    assert prompt.stop == ("\n\nQuestion:",)
+
+
+def test_a_template_that_shows_no_user_text_is_refused():
+    with pytest.raises(ConfigError, match="chat template"):
+        RagPrompt(Templated(lambda messages: "fixed"), "Be brief.")
