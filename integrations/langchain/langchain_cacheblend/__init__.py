@@ -1,0 +1,18 @@
+"""langchain-cacheblend: answer RAG questions in LangChain from passages' stored KV caches."""
+
+from langchain_cacheblend.chains import DEFAULT_PROMPT, create_cacheblend_chain
+from langchain_cacheblend.chat_models import ChatCacheBlend
+from langchain_cacheblend.document_compressors import CacheBlendCompressor
+from langchain_cacheblend.document_transformers import CacheBlendTransformer
+from langchain_cacheblend.hints import retrieval_hints
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DEFAULT_PROMPT",
+    "CacheBlendCompressor",
+    "CacheBlendTransformer",
+    "ChatCacheBlend",
+    "create_cacheblend_chain",
+    "retrieval_hints",
+]

@@ -1,0 +1,158 @@
+"""create_cacheblend_chain: a retrieval chain with index-time KV, hints and report wired in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+
+from langchain_core.documents import Document
+from langchain_core.embeddings import Embeddings
+from langchain_core.prompts import (
+    BasePromptTemplate,
+    ChatPromptTemplate,
+    PromptTemplate,
+    format_document,
+)
+from langchain_core.runnables import (
+    Runnable,
+    RunnableGenerator,
+    RunnableLambda,
+    RunnablePassthrough,
+)
+from langchain_core.runnables.utils import AddableDict
+from langchain_core.vectorstores import InMemoryVectorStore
+
+from langchain_cacheblend.chat_models import ChatCacheBlend
+from langchain_cacheblend.document_compressors import CacheBlendCompressor, Order
+from langchain_cacheblend.document_transformers import CacheBlendTransformer
+from langchain_cacheblend.instruction import prompt_instruction
+from langchain_cacheblend.sources import to_hints
+
+logger = logging.getLogger(__name__)
+
+Values = dict[str, Any]
+
+DEFAULT_PROMPT = ChatPromptTemplate.from_messages(
+    [
+        ("system", "Answer the question from the passages below. Give a short answer."),
+        ("human", "{context}\n\nQuestion: {input}"),
+    ]
+)
+PAGE_CONTENT = PromptTemplate.from_template("{page_content}")
+
+
+def create_cacheblend_chain(
+    documents_or_retriever: Sequence[Document] | Runnable[str, list[Document]],
+    llm: ChatCacheBlend,
+    *,
+    prompt: BasePromptTemplate[Any] = DEFAULT_PROMPT,
+    embedding: Embeddings | None = None,
+    k: int = 4,
+    document_prompt: BasePromptTemplate[str] = PAGE_CONTENT,
+    document_separator: str = "\n\n",
+    order: Order = "score",
+    document_key: str | None = None,
+) -> Runnable[str | Values, Values]:
+    """Return a chain from a question to ``input``, ``context``, ``answer`` and ``report``.
+
+    documents_or_retriever: split Documents, which are precomputed and put into an in-memory vector
+        store, or a retriever over Documents that CacheBlendTransformer has seen.
+    llm: where neither its engine is open nor its ``instruction`` given, it takes the instruction
+        from ``prompt``: what prompts say before their first passage.
+    prompt: takes ``context`` (the passages' text) and ``input`` (the question).
+    embedding, k: how Documents are embedded and how many are retrieved; only with Documents.
+    document_prompt, document_separator: how passages are printed and joined. Text around
+        ``page_content`` is computed, ``page_content`` itself is reused.
+    order, document_key: as in CacheBlendCompressor.
+
+    The chain takes a question, or a dict with ``input`` and what else the prompt asks for. Its
+    ``answer`` is text, streamed piece by piece; ``report`` comes last. Raises ValueError when the
+    prompt takes no ``context``, or Documents come without an ``embedding``.
+    """
+    if "context" not in prompt.input_variables:
+        raise ValueError(f"prompt must take 'context', not only {prompt.input_variables}")
+    _settle_instruction(llm, prompt)
+    compressor = CacheBlendCompressor(engine=llm.engine, order=order, document_key=document_key)
+
+    def compress(values: Values) -> Sequence[Document]:
+        return compressor.compress_documents(values["context"], values["input"])
+
+    async def acompress(values: Values) -> Sequence[Document]:
+        return await compressor.acompress_documents(values["context"], values["input"])
+
+    def ask(values: Values) -> Runnable[Values, Any]:
+        passages = document_separator.join(
+            format_document(document, document_prompt) for document in values["context"]
+        )
+        hints = to_hints(values["context"], document_key)
+        return (
+            RunnablePassthrough.assign(context=lambda _: passages) | prompt | llm.bind(hints=hints)
+        )
+
+    retriever = _as_retriever(documents_or_retriever, llm, embedding, k, document_key)
+    chain = (
+        RunnableLambda(_as_values)
+        | RunnablePassthrough.assign(context=RunnableLambda(_question) | retriever)
+        | RunnablePassthrough.assign(context=RunnableLambda(compress, acompress))
+        | RunnablePassthrough.assign(message=RunnableLambda(ask))
+        | RunnableGenerator(_answers, _aanswers)
+    )
+    return chain.with_config(run_name="cacheblend_chain")
+
+
+def _settle_instruction(llm: ChatCacheBlend, prompt: BasePromptTemplate[Any]) -> None:
+    if not llm.is_open and llm.instruction is None:
+        llm.instruction = prompt
+        return
+    tokenizer = getattr(llm.engine, "tokenizer", None)
+    if tokenizer is not None and llm.engine.instruction != prompt_instruction(prompt, tokenizer):
+        logger.warning(
+            "passages are computed behind another instruction than this prompt's: "
+            "open the model with instruction=prompt"
+        )
+
+
+def _as_retriever(
+    source: Sequence[Document] | Runnable[str, list[Document]],
+    llm: ChatCacheBlend,
+    embedding: Embeddings | None,
+    k: int,
+    document_key: str | None,
+) -> Runnable[str, list[Document]]:
+    if isinstance(source, Runnable):
+        return source
+    if embedding is None:
+        raise ValueError("embedding must be given together with Documents")
+    transformer = CacheBlendTransformer(engine=llm.engine, document_key=document_key)
+    documents = transformer.transform_documents(source)
+    store = InMemoryVectorStore.from_documents(list(documents), embedding)
+    return store.as_retriever(search_kwargs={"k": k})
+
+
+def _as_values(question: str | Values) -> Values:
+    return {"input": question} if isinstance(question, str) else question
+
+
+def _question(values: Values) -> str:
+    return str(values["input"])
+
+
+def _answers(pieces: Iterator[Values]) -> Iterator[Values]:
+    for piece in pieces:
+        yield _without_message(piece)
+
+
+async def _aanswers(pieces: AsyncIterator[Values]) -> AsyncIterator[Values]:
+    async for piece in pieces:
+        yield _without_message(piece)
+
+
+def _without_message(piece: Values) -> AddableDict:
+    """Return the piece with the model's message taken apart into answer and report."""
+    values = AddableDict({name: value for name, value in piece.items() if name != "message"})
+    if (message := piece.get("message")) is not None:
+        values["answer"] = message.text
+        if report := message.response_metadata.get("cacheblend"):
+            values["report"] = report
+    return values

@@ -1,0 +1,275 @@
+"""ChatCacheBlend: a chat model that finds known passages in its prompt and reuses their KV."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+from cacheblend_rag import BlendConfig, Chunk, Delta, Engine, Generation, SamplingParams
+from cacheblend_rag.errors import ConfigError
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import BaseChatModel, LangSmithParams
+from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.runnables import run_in_executor
+from pydantic import ConfigDict, Field, model_validator
+
+from langchain_cacheblend.hints import current_hints
+from langchain_cacheblend.messages import plain_text, to_engine_messages
+from langchain_cacheblend.options import EngineOptions
+
+SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed")
+CALL_FIELDS = (*SAMPLING_FIELDS, "recompute_ratio", "hints")
+CORE_FIELDS = ("stream",)
+"""Call options that langchain-core reads itself."""
+
+
+class ChatCacheBlend(EngineOptions, BaseChatModel):
+    """A self-hosted chat model that reuses the KV of retrieved passages.
+
+    .. code-block:: python
+
+        llm = ChatCacheBlend(model="path/to/model", instruction=prompt, kv_path="kv")
+        answer = llm.invoke("...")
+        answer.response_metadata["cacheblend"]  # what was reused, and why the rest was not
+
+    Passages precomputed by CacheBlendTransformer are found in any prompt, word for word. A passage
+    that is not found or not stored is computed, as by any other model.
+
+    Each call takes ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``repetition_penalty``,
+    ``seed`` and ``stop`` in place of the model's own, ``recompute_ratio`` (0 is plain reuse, 1 is
+    ordinary prefill) and ``hints`` (Chunks, or ids of documents, the prompt is known to hold).
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 is off."""
+    repetition_penalty: float = 1.0
+    """1 is off."""
+    seed: int | None = None
+    stop: list[str] = Field(default_factory=list)
+    """Strings that end an answer and are cut from it."""
+    streaming: bool = False
+    """Stream inside ``invoke`` too, so that callbacks see tokens."""
+
+    @model_validator(mode="after")
+    def _check_sampling(self) -> Self:
+        self._sampling({}, None)
+        return self
+
+    # What identifies the model
+
+    @property
+    def _llm_type(self) -> str:
+        return "cacheblend"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        """What an answer depends on; the LLM cache's key is made of it."""
+        return {
+            "model": self.model_name,
+            "engine_identity": self.engine_identity,
+            **{name: getattr(self, name) for name in SAMPLING_FIELDS},
+            "default_stop": self.stop,
+            "blend_config": asdict(self._blend_config()),
+        }
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop=self.stop if stop is None else stop, **kwargs)
+        params["ls_provider"] = "cacheblend"
+        params["ls_model_name"] = str(kwargs.get("model", self.model_name))
+        return params
+
+    def _get_invocation_params(
+        self, stop: list[str] | None = None, **kwargs: Any
+    ) -> dict[str, Any]:
+        return super()._get_invocation_params(stop=stop, **_with_named_hints(kwargs))
+
+    def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
+        return super()._get_llm_string(stop=stop, **_with_named_hints(kwargs))
+
+    # Tokens
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Return the model's own tokens of ``text``, without special tokens around it."""
+        if self.custom_get_token_ids is not None:
+            return self.custom_get_token_ids(text)
+        return list(self.engine.tokenize(text))
+
+    # Answers
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        engine = self.engine
+        call = self._call(engine, messages, stop, kwargs)
+        return self._result(
+            engine.generate(call.prompt, call.sampling, config=call.config, hints=call.hints),
+        )
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        engine = await self._open_engine()
+        call = self._call(engine, messages, stop, kwargs)
+        return self._result(
+            await engine.agenerate(
+                call.prompt, call.sampling, config=call.config, hints=call.hints
+            ),
+        )
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        engine = self.engine
+        call = self._call(engine, messages, stop, kwargs)
+        deltas = engine.stream(call.prompt, call.sampling, config=call.config, hints=call.hints)
+        with closing(deltas):  # type: ignore[type-var]
+            for delta in deltas:
+                chunk = self._chunk(delta)
+                if run_manager:
+                    run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        engine = await self._open_engine()
+        call = self._call(engine, messages, stop, kwargs)
+        deltas = engine.astream(call.prompt, call.sampling, config=call.config, hints=call.hints)
+        async with aclosing(deltas):  # type: ignore[type-var]
+            async for delta in deltas:
+                chunk = self._chunk(delta)
+                if run_manager:
+                    await run_manager.on_llm_new_token(delta.text, chunk=chunk)
+                yield chunk
+
+    # Inside
+
+    async def _open_engine(self) -> Engine:
+        """Return the engine; where it has yet to be opened, off the event loop."""
+        return self.engine if self.is_open else await run_in_executor(None, lambda: self.engine)
+
+    def _blend_config(self) -> BlendConfig:
+        """Return the config of calls that change nothing; opens nothing."""
+        if self.blend_config is not None:
+            return self.blend_config
+        return self.engine.config if self.is_open else BlendConfig()
+
+    def _call(
+        self,
+        engine: Engine,
+        messages: Sequence[BaseMessage],
+        stop: list[str] | None,
+        options: Mapping[str, Any],
+    ) -> _Call:
+        """Return what to ask the engine; raises ConfigError for an option that is none."""
+        for name in options:
+            if name not in CALL_FIELDS and name not in CORE_FIELDS:
+                raise ConfigError(f"{name} is no call option; known: {', '.join(CALL_FIELDS)}")
+        config, ratio = self._blend_config(), options.get("recompute_ratio")
+        if ratio is not None:
+            config = config.with_changes(recompute_ratio=ratio, recompute_ratios=None)
+        hints = options.get("hints")
+        if hints is None:
+            hints = current_hints()
+        return _Call(
+            prompt=to_engine_messages(messages)
+            if engine.has_chat_template
+            else plain_text(messages),
+            sampling=self._sampling(options, stop),
+            config=config,
+            hints=(hints,) if isinstance(hints, str) else tuple(hints),
+        )
+
+    def _sampling(self, options: Mapping[str, Any], stop: list[str] | None) -> SamplingParams:
+        values = {name: options.get(name, getattr(self, name)) for name in SAMPLING_FIELDS}
+        return SamplingParams(**values, stop=tuple(self.stop if stop is None else stop))
+
+    def _result(self, generation: Generation) -> ChatResult:
+        message = AIMessage(
+            content=generation.text,
+            usage_metadata=_usage(generation),
+            response_metadata=self._metadata(generation),
+        )
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+    def _chunk(self, delta: Delta) -> ChatGenerationChunk:
+        """Return one piece of an answer; the last one carries usage and report."""
+        if delta.generation is None:
+            return ChatGenerationChunk(message=AIMessageChunk(content=delta.text))
+        return ChatGenerationChunk(
+            message=AIMessageChunk(
+                content=delta.text,
+                usage_metadata=_usage(delta.generation),
+                response_metadata=self._metadata(delta.generation),
+                chunk_position="last",
+            )
+        )
+
+    def _metadata(self, generation: Generation) -> dict[str, Any]:
+        return {
+            "model_name": self.model_name,
+            "model_provider": "cacheblend",
+            "finish_reason": generation.finish_reason,
+            "cacheblend": generation.report.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One request as the engine takes it."""
+
+    prompt: str | list[dict[str, str]]
+    sampling: SamplingParams
+    config: BlendConfig
+    hints: Sequence[Chunk | str]
+
+
+def _usage(generation: Generation) -> UsageMetadata:
+    prompt_tokens, new_tokens = generation.prompt_tokens, len(generation.token_ids)
+    return UsageMetadata(
+        input_tokens=prompt_tokens,
+        output_tokens=new_tokens,
+        total_tokens=prompt_tokens + new_tokens,
+        input_token_details=InputTokenDetails(cache_read=generation.report.reused_tokens),
+    )
+
+
+def _with_named_hints(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with hinted chunks named by hashes: traces and cache keys need no text."""
+    if not options.get("hints"):
+        return dict(options)
+    return {**options, "hints": [_hint_name(hint) for hint in options["hints"]]}
+
+
+def _hint_name(hint: Chunk | str) -> str:
+    if isinstance(hint, str):
+        return hint
+    digest = hashlib.sha256(repr(hint).encode(errors="surrogatepass")).hexdigest()[:16]
+    return f"{hint.document_id}#{digest}"

@@ -1,0 +1,59 @@
+"""CacheBlendTransformer: computes passages' KV when they are indexed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cacheblend_rag import PrecomputeReport
+from langchain_core.documents import BaseDocumentTransformer, Document
+from pydantic import ConfigDict
+
+from langchain_cacheblend.options import EngineOptions
+from langchain_cacheblend.sources import to_engine_documents
+
+logger = logging.getLogger(__name__)
+
+
+class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
+    """Computes and stores the KV of split Documents, and returns them unchanged.
+
+    .. code-block:: python
+
+        chunks = splitter.split_documents(documents)
+        CacheBlendTransformer(engine=llm.engine).transform_documents(chunks)
+        store.add_documents(chunks)
+
+    Chunks of one source document are computed behind the chunks that precede them there, so give
+    all of them in one call; they replace what was known of that document. Chunks without a source
+    stand alone.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True, extra="forbid")
+
+    document_key: str | None = None
+    """The metadata field that names the source document; by default the first of ``document_id``,
+    ``doc_id``, ``source`` and ``id`` that is there."""
+    show_progress: bool = False
+
+    def transform_documents(
+        self, documents: Sequence[Document], **kwargs: Any
+    ) -> Sequence[Document]:
+        """Store what is new of these documents' KV and return the documents as they are."""
+        self.precompute(documents)
+        return documents
+
+    def precompute(self, documents: Iterable[Document]) -> PrecomputeReport:
+        """As transform_documents, but return how many chunks were computed, skipped or refused."""
+        report = self.engine.precompute(
+            to_engine_documents(documents, self.document_key), progress=self.show_progress
+        )
+        for reason, count in report.refused.items():
+            logger.warning("%d chunks were not precomputed: %s", count, reason)
+        return report
+
+    def evict(self, document_ids: str | Iterable[str]) -> int:
+        """Forget source documents and drop their KV; returns how many chunks were dropped."""
+        ids = [document_ids] if isinstance(document_ids, str) else document_ids
+        return sum(self.engine.evict_document(name) for name in ids)

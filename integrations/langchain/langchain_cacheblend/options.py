@@ -1,0 +1,158 @@
+"""EngineOptions: which engine a class works on, given ready or opened on first use."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any, Self
+
+from cacheblend_rag import BlendConfig, Engine, open_engine
+from langchain_core.prompts import BasePromptTemplate
+from langchain_core.utils import secret_from_env
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PrivateAttr,
+    SecretStr,
+    model_validator,
+)
+
+from langchain_cacheblend.instruction import prompt_instruction
+
+SETTLED_BY_ENGINE = frozenset(
+    [
+        "model",
+        "tokenizer",
+        "instruction",
+        "namespace",
+        "kv_path",
+        "host_bytes",
+        "disk_bytes",
+        "device",
+        "dtype",
+    ]
+)
+
+_opening = Lock()
+
+
+class EngineOptions(BaseModel):
+    """The engine, and how to open one.
+
+    Give either ``engine=`` an engine (``llm.engine``, say, to share its model, its known chunks and
+    its KV) or ``model=`` and, where the defaults do not suit, the options below. An engine is
+    opened on first use, once.
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+
+    model: Any = Field(default=None, repr=False, exclude=True)
+    """A hub name, a local folder, ``demo`` (the bundled model), or a loaded model."""
+    engine_source: Any = Field(default="auto", alias="engine", repr=False, exclude=True)
+    """An engine, or the kind to open: ``auto``, ``transformers``, ``vllm``, a server's URL."""
+    tokenizer: Any = Field(default=None, repr=False, exclude=True)
+    """The model's own by default; must be given with a loaded model."""
+    blend_config: InstanceOf[BlendConfig] | None = None
+    """How stored KV is fused; the engine's own by default."""
+    instruction: str | InstanceOf[BasePromptTemplate[Any]] | None = Field(default=None, repr=False)
+    """What prompts say before their first passage, or the prompt template, which tells it."""
+    namespace: str = "default"
+    """Tenants with different namespaces share neither KV nor known chunks."""
+    kv_path: str | Path | None = Field(default=None, repr=False, exclude=True)
+    """A folder that keeps chunk KV and known chunks; None keeps them in this process' memory."""
+    host_bytes: int = 4 << 30
+    """Memory for chunk KV."""
+    disk_bytes: int | None = None
+    """Room for chunk KV in ``kv_path``; None is without limit."""
+    device: str | None = None
+    dtype: str | None = None
+    api_key: SecretStr | None = Field(
+        default_factory=secret_from_env("CACHEBLEND_API_KEY", default=None), exclude=True
+    )
+    """What a server asks for; the environment variable CACHEBLEND_API_KEY by default."""
+
+    _opened: Engine | None = PrivateAttr(default=None)
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        if self.model is None and isinstance(self.engine_source, str):
+            raise ValueError("give model= (a name, a folder, 'demo', a loaded model) or engine=")
+        idle = sorted(self.model_fields_set & SETTLED_BY_ENGINE)
+        if idle and not isinstance(self.engine_source, str):
+            raise ValueError(f"{', '.join(idle)}: already settled by the engine given as engine=")
+        return self
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, opened on first use.
+
+        Raises ModelLoadError, MissingExtraError, EngineUnavailableError or ConfigError, each with
+        one line that says what to change.
+        """
+        if not isinstance(self.engine_source, str):
+            given: Engine = self.engine_source
+            return given
+        if self._opened is not None:
+            return self._opened
+        with _opening:
+            if self._opened is None:
+                self._opened = self._open(self.engine_source)
+            return self._opened
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine is there already, so that its instruction is settled."""
+        return self._opened is not None or not isinstance(self.engine_source, str)
+
+    @property
+    def model_name(self) -> str:
+        """The model's hub name, or its folder's own name; opens nothing."""
+        if not isinstance(self.engine_source, str):
+            return str(self.engine_source.model_name)
+        name = str(self.model if isinstance(self.model, str | Path) else self.model.name_or_path)
+        local = Path(name).is_absolute() or name.startswith(".") or Path(name).exists()
+        return (Path(name).resolve().name if local else name) or "model"
+
+    @property
+    def engine_identity(self) -> str:
+        """A hash that differs wherever model, precision, instruction or namespace do.
+
+        Opens nothing unless a loaded model was given. It holds no path, URL or secret.
+        """
+        if not isinstance(self.engine_source, str) or not isinstance(self.model, str | Path):
+            return self.engine.fingerprint
+        parts = (
+            self.engine_source,
+            str(self.model),
+            self.dtype,
+            self.namespace,
+            repr(self.instruction),
+            repr(self.blend_config),
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+    def _open(self, source: str) -> Engine:
+        instruction: str | Callable[[Any], str] = ""
+        if isinstance(self.instruction, BasePromptTemplate):
+            instruction = partial(prompt_instruction, self.instruction)
+        elif self.instruction:
+            instruction = self.instruction
+        return open_engine(
+            source,
+            model=self.model,
+            tokenizer=self.tokenizer,
+            config=self.blend_config,
+            instruction=instruction,
+            namespace=self.namespace,
+            kv_path=self.kv_path,
+            host_bytes=self.host_bytes,
+            disk_bytes=self.disk_bytes,
+            device=self.device,
+            dtype=self.dtype,
+            api_key=self.api_key.get_secret_value() if self.api_key else None,
+        )

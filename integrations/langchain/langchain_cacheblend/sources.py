@@ -1,0 +1,71 @@
+"""Which source document a LangChain Document was cut from, and where it stood in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from cacheblend_rag import Chunk
+from cacheblend_rag import Document as EngineDocument
+from langchain_core.documents import Document
+
+DOCUMENT_KEYS = ("document_id", "doc_id", "source", "id")
+
+
+def document_id(document: Document, key: str | None = None) -> str | None:
+    """Return the id of the source document, or None for a text that stands alone.
+
+    key: the metadata field that holds it; by default the first of DOCUMENT_KEYS that is there.
+    """
+    for name in DOCUMENT_KEYS if key is None else (key,):
+        value = document.metadata.get(name)
+        if value is not None and value != "":
+            return str(value)
+    return None
+
+
+def to_hints(documents: Iterable[Document], key: str | None = None) -> list[Chunk]:
+    """Return what a prompt over these documents is expected to hold, to be passed as ``hints``."""
+    return [
+        Chunk(document.page_content, document_id(document, key))
+        for document in documents
+        if document.page_content.strip()
+    ]
+
+
+def to_engine_documents(
+    documents: Iterable[Document], key: str | None = None
+) -> list[EngineDocument | Chunk]:
+    """Return source documents with their chunks in order, and chunks that stand alone.
+
+    Documents without text are left out.
+    """
+    found: list[EngineDocument | Chunk] = []
+    groups: dict[str, list[Document]] = {}
+    for document in documents:
+        if not document.page_content.strip():
+            continue
+        source = document_id(document, key)
+        if source is None:
+            found.append(Chunk(document.page_content))
+        else:
+            groups.setdefault(source, []).append(document)
+    for source, parts in groups.items():
+        found.append(EngineDocument(source, tuple(d.page_content for d in _in_order(parts))))
+    return found
+
+
+def _in_order(parts: Sequence[Document]) -> list[Document]:
+    """Order chunks by page and ``start_index`` where every one has a place of its own.
+
+    Otherwise the order given stands: text splitters keep it, and a source loaded in several parts
+    (rows, sections) counts ``start_index`` anew in each.
+    """
+    placed = {place: part for part in parts if (place := _place(part)) is not None}
+    return [placed[place] for place in sorted(placed)] if len(placed) == len(parts) else list(parts)
+
+
+def _place(part: Document) -> tuple[int, int] | None:
+    page, start = part.metadata.get("page", 0), part.metadata.get("start_index", -1)
+    if not isinstance(page, int) or not isinstance(start, int) or start < 0:
+        return None
+    return page, start

@@ -1,0 +1,179 @@
+"""An agent looks passages up with a tool and answers from their stored KV.
+
+ChatCacheBlend calls no tools, so the step that does is scripted; the answers are the engine's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from cacheblend_rag import TransformersEngine
+from langchain.agents import create_agent
+from langchain_core.callbacks import CallbackManagerForLLMRun
+from langchain_core.documents import Document
+from langchain_core.language_models import BaseChatModel
+from langchain_core.messages import AIMessage, BaseMessage, HumanMessage, ToolMessage
+from langchain_core.outputs import ChatGeneration, ChatResult
+from langchain_core.runnables import Runnable, RunnableLambda
+from langchain_core.tools import BaseTool, create_retriever_tool, tool
+
+from langchain_cacheblend import CacheBlendTransformer, ChatCacheBlend
+from langchain_cacheblend.middleware import CacheBlendMiddleware
+from tests.models import random_engine
+
+CHUNKS = [
+    Document(page_content=f"Part {i} says {{this}}: " + text * 8, metadata={"source": "report"})
+    for i, text in enumerate(["the river is quiet. ", "the tower is old. ", "she left Rome. "])
+]
+NEW = Document(page_content="A page just read from the web: the bridge is closed. " * 6)
+CALL = {"name": "search", "args": {"query": "river"}, "id": "1", "type": "tool_call"}
+
+
+class ToolCaller(BaseChatModel):
+    """Calls the search tool when a person asked, else says that it was asked again."""
+
+    @property
+    def _llm_type(self) -> str:
+        return "scripted"
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Runnable[Any, AIMessage]:
+        return self
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        asked = isinstance(messages[-1], HumanMessage)
+        message = AIMessage("", tool_calls=[CALL]) if asked else AIMessage("asked again")
+        return ChatResult(generations=[ChatGeneration(message=message)])
+
+
+class ToolCallingCacheBlend(ChatCacheBlend):
+    """A ChatCacheBlend whose tool calls are scripted and whose answers are its own."""
+
+    def bind_tools(self, tools: Sequence[Any], **kwargs: Any) -> Runnable[Any, AIMessage]:
+        kwargs.pop("tool_choice")
+        return self.bind(**kwargs)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        if isinstance(messages[-1], HumanMessage):
+            message = AIMessage("", tool_calls=[CALL])
+            return ChatResult(generations=[ChatGeneration(message=message)])
+        return super()._generate(messages, stop, run_manager, **kwargs)
+
+
+def search_tool(documents: Sequence[Document]) -> BaseTool:
+    return create_retriever_tool(
+        RunnableLambda(lambda _: list(documents)),
+        "search",
+        "Look passages up.",
+        response_format="content_and_artifact",
+    )
+
+
+@pytest.fixture
+def engine() -> Iterator[TransformersEngine]:
+    found = random_engine(recompute_ratio=0.0)
+    CacheBlendTransformer(engine=found).transform_documents(CHUNKS)
+    yield found
+    found.close()
+
+
+def ask(agent: Any, text: str = "Is the river quiet?") -> list[BaseMessage]:
+    return list(agent.invoke({"messages": [HumanMessage(text)]})["messages"])
+
+
+def hits(message: BaseMessage) -> list[bool]:
+    return [chunk["hit"] for chunk in message.response_metadata["cacheblend"]["chunks"]]
+
+
+def test_the_answer_comes_from_the_stored_kv_of_what_the_tool_found(
+    engine: TransformersEngine,
+) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=6)
+    agent = create_agent(
+        ToolCaller(),
+        tools=[search_tool(CHUNKS)],
+        system_prompt="Answer from what you find.",
+        middleware=[CacheBlendMiddleware(llm)],
+    )
+    messages = ask(agent)
+    assert [type(m) for m in messages] == [HumanMessage, AIMessage, ToolMessage, AIMessage]
+    assert hits(messages[-1]) == [True] * 3
+    report = messages[-1].response_metadata["cacheblend"]
+    passages = sum(llm.get_num_tokens(chunk.page_content) for chunk in CHUNKS)
+    assert report["reused_tokens"] == passages - 1  # a prompt's last token is always computed
+    assert {chunk["document_id"] for chunk in report["chunks"]} == {"report"}
+
+
+async def test_asynchronous_agents_answer_the_same(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=6)
+    agent = create_agent(
+        ToolCaller(), tools=[search_tool(CHUNKS)], middleware=[CacheBlendMiddleware(llm)]
+    )
+    outcome = await agent.ainvoke({"messages": [HumanMessage("Is the river quiet?")]})
+    assert outcome["messages"][-1].text == ask(agent)[-1].text
+    assert hits(outcome["messages"][-1]) == [True] * 3
+
+
+def test_a_model_that_calls_tools_itself_gets_the_hints(engine: TransformersEngine) -> None:
+    llm = ToolCallingCacheBlend(engine=engine, max_tokens=6)
+    agent = create_agent(llm, tools=[search_tool(CHUNKS)], middleware=[CacheBlendMiddleware(llm)])
+    assert hits(ask(agent)[-1]) == [True] * 3
+
+
+def test_texts_no_index_knows_are_reused_too(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=2)
+    agent = create_agent(
+        ToolCaller(), tools=[search_tool([NEW, CHUNKS[0]])], middleware=[CacheBlendMiddleware(llm)]
+    )
+    assert hits(ask(agent)[-1]) == [True, True]
+
+
+def test_other_calls_stay_with_the_agents_own_model(engine: TransformersEngine) -> None:
+    @tool
+    def search(query: str) -> str:
+        """Look something up, without Documents."""
+        return "nothing"
+
+    llm = ChatCacheBlend(engine=engine, max_tokens=2)
+    middleware = [CacheBlendMiddleware(llm)]
+    assert ask(create_agent(ToolCaller(), [search], middleware=middleware))[-1].text == (
+        "asked again"
+    )
+
+
+def test_a_text_the_tool_altered_is_named(engine: TransformersEngine) -> None:
+    @tool(response_format="content_and_artifact")
+    def search(query: str) -> tuple[str, list[Document]]:
+        """Look passages up, and shorten them."""
+        return CHUNKS[0].page_content[:40], CHUNKS[:1]
+
+    llm = ChatCacheBlend(engine=engine, max_tokens=2)
+    agent = create_agent(ToolCaller(), [search], middleware=[CacheBlendMiddleware(llm)])
+    report = ask(agent)[-1].response_metadata["cacheblend"]
+    assert [chunk["reason"] for chunk in report["chunks"]] == ["altered text"]
+
+
+def test_several_agents_do_not_share_hints(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=2)
+
+    def agent_over(documents: Sequence[Document]) -> Callable[[], list[BaseMessage]]:
+        agent = create_agent(
+            ToolCaller(), [search_tool(documents)], middleware=[CacheBlendMiddleware(llm)]
+        )
+        return lambda: ask(agent)
+
+    first, second = agent_over(CHUNKS[:1]), agent_over(CHUNKS[1:])
+    assert [hits(run()[-1]) for run in (first, second, first)] == [[True], [True] * 2, [True]]

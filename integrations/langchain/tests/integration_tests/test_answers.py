@@ -1,0 +1,298 @@
+"""Answers of ChatCacheBlend against the plain engine's, in every way LangChain asks for them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cacheblend_rag import BlendConfig, Chunk, Delta, Document, SamplingParams, TransformersEngine
+from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.demo.corpus import INSTRUCTION, generate_prompts
+from cacheblend_rag.errors import EngineUnavailableError
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage
+from langchain_core.runnables import RunnableParallel
+
+from langchain_cacheblend import ChatCacheBlend, retrieval_hints
+from langchain_cacheblend.hints import publish
+from tests.models import make_tokenizer, random_engine, random_model
+
+DOCUMENTS = [
+    Document(f"doc-{i}", tuple(f"Note {i}.{j}: " + text for j in range(3)))
+    for i, text in enumerate(
+        [
+            "the quiet river stands near the old bridge and the small garden. " * 3,
+            "many people visit the large museum each summer and the tower too. " * 3,
+            "a path leads from the harbour to the distant castle on the road. " * 3,
+        ]
+    )
+]
+
+
+def prompt_over(*documents: Document, question: str = "Where is the museum?") -> str:
+    passages = "\n\n".join(text for document in documents for text in document.chunks)
+    return f"{passages}\n\nQuestion: {question}"
+
+
+@pytest.fixture
+def engine() -> Iterator[TransformersEngine]:
+    found = random_engine()
+    found.precompute(DOCUMENTS, progress=False)
+    yield found
+    found.close()
+
+
+def plain_answer(engine: TransformersEngine, text: str, tokens: int) -> str:
+    messages = [{"role": "user", "content": text}]
+    return engine.generate_full(messages, SamplingParams(max_tokens=tokens)).text
+
+
+def test_at_ratio_one_the_answer_is_the_plain_engines(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=24)
+    text = prompt_over(*DOCUMENTS)
+    answer = llm.invoke(text, recompute_ratio=1.0)
+    assert answer.text == plain_answer(engine, text, 24)
+    assert answer.response_metadata["cacheblend"]["blended"]
+    assert llm.bind(recompute_ratio=1.0).invoke(text).text == answer.text
+
+
+def test_a_plain_prompt_without_hints_finds_its_passages(engine: TransformersEngine) -> None:
+    answer = ChatCacheBlend(engine=engine, max_tokens=1).invoke(
+        prompt_over(DOCUMENTS[2], DOCUMENTS[0]), recompute_ratio=0.0
+    )
+    report = answer.response_metadata["cacheblend"]
+    assert [chunk["document_id"] for chunk in report["chunks"]] == ["doc-2"] * 3 + ["doc-0"] * 3
+    assert all(chunk["hit"] for chunk in report["chunks"])
+    assert answer.response_metadata["finish_reason"] == "length"
+    usage = answer.usage_metadata
+    assert usage is not None
+    assert usage["input_token_details"]["cache_read"] == report["reused_tokens"] > 0
+    assert usage["input_tokens"] == report["prompt_tokens"]
+    assert usage["output_tokens"] == 1
+
+
+def test_pieces_of_a_stream_join_to_the_answer(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=16)
+    text = prompt_over(*DOCUMENTS)
+    pieces = list(llm.stream(text))
+    whole = AIMessageChunk(content="")
+    for piece in pieces:
+        whole += piece
+    answer = llm.invoke(text)
+    assert len(pieces) > 4
+    assert whole.text == answer.text
+    assert [piece.usage_metadata is not None for piece in pieces[-2:]] == [False, True]
+    assert whole.usage_metadata == answer.usage_metadata
+    assert whole.response_metadata["cacheblend"]["blended"]
+
+
+async def test_asynchronous_answers_are_the_synchronous_ones(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=12)
+    text = prompt_over(*DOCUMENTS)
+    answer = llm.invoke(text)
+    assert (await llm.ainvoke(text)).text == answer.text
+    assert "".join([piece.text async for piece in llm.astream(text)]) == answer.text
+
+
+def test_stop_strings_end_an_answer_and_are_cut_from_it(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=24)
+    whole = llm.invoke("hello").text
+    stop = whole[6:10]
+    cut = llm.invoke("hello", stop=[stop])
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.response_metadata["finish_reason"] == "stop"
+    assert ChatCacheBlend(engine=engine, max_tokens=24, stop=[stop]).invoke("hello").text == (
+        cut.text
+    )
+
+
+def test_a_seed_repeats_what_was_drawn(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=12, temperature=1.5, seed=3)
+    assert llm.invoke("hello").text == llm.invoke("hello").text
+    assert llm.invoke("hello").text != llm.invoke("hello", seed=4).text
+
+
+def test_messages_are_rendered_as_the_engine_renders_them(engine: TransformersEngine) -> None:
+    messages = [{"role": "system", "content": "Answer."}, {"role": "user", "content": "Who?"}]
+    answer = ChatCacheBlend(engine=engine, max_tokens=8).invoke(
+        [SystemMessage("Answer."), HumanMessage("Who?")]
+    )
+    assert answer.text == engine.generate_full(messages, SamplingParams(max_tokens=8)).text
+
+
+def test_a_model_without_a_chat_template_reads_plain_text() -> None:
+    engine = random_engine(chat_template=False)
+    engine.precompute(DOCUMENTS, progress=False)
+    llm = ChatCacheBlend(engine=engine, max_tokens=8)
+    text = prompt_over(*DOCUMENTS)
+    answer = llm.invoke([SystemMessage("Answer."), HumanMessage(text)], recompute_ratio=1.0)
+    plain = engine.generate_full(f"Answer.\n\n{text}", SamplingParams(max_tokens=8))
+    assert answer.text == plain.text
+    assert sum(chunk["hit"] for chunk in answer.response_metadata["cacheblend"]["chunks"]) == 9
+
+
+def test_batches_and_parallel_branches(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=6)
+    texts = [prompt_over(document) for document in DOCUMENTS]
+    single = [llm.invoke(text).text for text in texts]
+    assert [answer.text for answer in llm.batch(texts)] == single
+    branches = RunnableParallel(a=llm, b=llm.bind(max_tokens=2)).invoke(texts[0])
+    assert branches["a"].text == single[0]
+    assert branches["b"].usage_metadata["output_tokens"] == 2
+
+
+async def test_32_requests_side_by_side_answer_as_one_by_one(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=4)
+    texts = [
+        prompt_over(DOCUMENTS[i % 3], DOCUMENTS[(i + 1) % 3], question=f"Is it {i}?")
+        for i in range(32)
+    ]
+    together = await asyncio.gather(*(llm.ainvoke(text) for text in texts))
+    assert [answer.text for answer in together] == [llm.invoke(text).text for text in texts]
+
+
+async def test_hints_of_requests_side_by_side_never_mix() -> None:
+    """One text in two documents: each request is served the variant of its own document."""
+    shared = "the same words stand in two documents and mean two things. " * 4
+    engine = random_engine()
+    engine.precompute([Document(n, (f"{n} begins.", shared)) for n in ("a", "b")], progress=False)
+    llm = ChatCacheBlend(engine=engine, max_tokens=1)
+
+    async def used(name: str) -> str:
+        with retrieval_hints():
+            publish([Chunk(shared, name)])
+            await asyncio.sleep(0)
+            answer = await llm.ainvoke(f"{shared}\n\nWho?")
+        return str(answer.response_metadata["cacheblend"]["chunks"][0]["document_id"])
+
+    names = ["a", "b"] * 16
+    assert await asyncio.gather(*map(used, names)) == names
+    explicit = [llm.invoke(f"{shared}\n\nWho?", hints=[name]) for name in ("a", "b")]
+    chunks = [answer.response_metadata["cacheblend"]["chunks"][0] for answer in explicit]
+    assert [chunk["document_id"] for chunk in chunks] == ["a", "b"]
+
+
+async def test_the_event_loop_waits_no_longer_than_for_a_decode_step() -> None:
+    engine = random_engine()
+    llm = ChatCacheBlend(engine=engine, max_tokens=40)
+    text = prompt_over(*DOCUMENTS)
+    llm.invoke(text)
+    ticks = [time.perf_counter()]
+
+    async def tick() -> None:
+        while True:
+            await asyncio.sleep(0)
+            ticks.append(time.perf_counter())
+
+    ticker = asyncio.create_task(tick())
+    answer, *_ = await asyncio.gather(*(llm.ainvoke(text) for _ in range(4)))
+    pieces = [piece async for piece in llm.astream(text)]
+    ticker.cancel()
+    seconds = answer.response_metadata["cacheblend"]["seconds"]
+    assert len(pieces) > 1
+    longest = max(after - before for before, after in pairwise(ticks))
+    assert longest < 3 * max(seconds["decode"] / 39, seconds["recompute"])
+
+
+async def test_cancelling_a_request_stops_its_work(
+    engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends: list[str] = []
+    stream = engine.stream
+
+    def watched(*args: Any, **options: Any) -> Iterator[Delta]:
+        try:
+            for delta in stream(*args, **options):
+                if delta.generation:
+                    ends.append(delta.generation.finish_reason)
+                yield delta
+        except GeneratorExit:
+            ends.append("closed")
+            raise
+
+    monkeypatch.setattr(engine, "stream", watched)
+    llm = ChatCacheBlend(engine=engine, max_tokens=16000)
+    task = asyncio.create_task(llm.ainvoke("hello"))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async for _ in llm.astream("hello"):
+        break
+    for _ in llm.stream("hello"):
+        break
+    await asyncio.to_thread(engine.close)  # waits for what still runs
+    assert sorted(ends) == ["cancelled", "cancelled", "closed"]
+
+
+def test_the_llm_cache_answers_until_the_blend_config_changes(engine: TransformersEngine) -> None:
+    cache = InMemoryCache()
+    text = prompt_over(DOCUMENTS[0])
+
+    def ask(**options: object) -> bool:
+        llm = ChatCacheBlend(engine=engine, max_tokens=2, cache=cache, **options)
+        message = llm.invoke(text)
+        return "total_cost" in (message.usage_metadata or {})  # what langchain-core adds on a hit
+
+    assert not ask()
+    assert ask()
+    assert not ask(blend_config=BlendConfig(recompute_ratio=0.5))
+    assert not ask(temperature=0.3, seed=1)
+    assert ask(blend_config=BlendConfig(recompute_ratio=0.5))
+
+
+def test_braces_and_control_characters_in_passages() -> None:
+    texts = (
+        "Use {braces} and {{double}} ones, {0} and %s and ${x} too. " * 4,
+        "A bell \x07, a tab \t, a null \x00 and an escape \x1b stand here. " * 4,
+        "Marks <bos> and <eos> in a text are text; \u202e and \ue000 too. " * 4,
+    )
+    engine = random_engine()
+    engine.precompute([Document("odd", texts)], progress=False)
+    answer = ChatCacheBlend(engine=engine, max_tokens=4).invoke("\n\n".join(texts) + "\n\nWho?")
+    assert [c["hit"] for c in answer.response_metadata["cacheblend"]["chunks"]] == [True] * 3
+
+
+def test_a_store_of_another_model_is_not_used(tmp_path: Path) -> None:
+    text = "the quiet river stands near the old bridge. " * 12
+    options = {"kv_path": tmp_path, "blend_config": BlendConfig(min_tokens=0)}
+    ours = ChatCacheBlend(model=MODEL_FOLDER, max_tokens=2, **options)
+    ours.engine.precompute([text], progress=False)
+    other = ChatCacheBlend(
+        model=random_model(), tokenizer=make_tokenizer(), max_tokens=2, **options
+    )
+    report = other.invoke(text).response_metadata["cacheblend"]
+    assert not report["blended"]
+    assert [chunk["reason"] for chunk in report["chunks"]] == ["other model"]
+    again = ChatCacheBlend(model=MODEL_FOLDER, max_tokens=2, **options)
+    assert again.invoke(text).response_metadata["cacheblend"]["blended"]
+
+
+def test_a_server_that_is_down() -> None:
+    with pytest.raises(EngineUnavailableError) as raised:
+        ChatCacheBlend(model="demo", engine="http://127.0.0.1:9").invoke("hello")
+    assert "127.0.0.1:9" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_demo_model_answers() -> None:
+    prompt = next(iter(generate_prompts("adjacent", 1, 11)))
+    llm = ChatCacheBlend(model="demo", instruction=f"<bos>{INSTRUCTION}\n\n", max_tokens=8)
+    llm.engine.precompute(
+        [Document(d.document_id, d.chunks) for d in prompt.documents], progress=False
+    )
+    passages = "\n\n".join(prompt.chunk_texts)
+    answer = llm.invoke(
+        [
+            SystemMessage(INSTRUCTION),
+            HumanMessage(f"{passages}\n\nQuestion: {prompt.question.question}\nAnswer:"),
+        ]
+    )
+    assert answer.response_metadata["cacheblend"]["blended"]
+    assert answer.response_metadata["model_name"] == "demo"
+    assert answer.text.strip() == prompt.question.answer

@@ -1,0 +1,382 @@
+"""From source documents to answers: splitters, stores, chains, updates."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cacheblend_rag import Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag.demo.corpus import generate_collection
+from langchain_classic.chains import create_retrieval_chain
+from langchain_classic.chains.combine_documents import create_stuff_documents_chain
+from langchain_classic.retrievers import ContextualCompressionRetriever
+from langchain_core.documents import Document
+from langchain_core.embeddings import DeterministicFakeEmbedding
+from langchain_core.indexing import InMemoryRecordManager, index
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
+from langchain_core.runnables import RunnableLambda, RunnableParallel
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_text_splitters import (
+    CharacterTextSplitter,
+    MarkdownHeaderTextSplitter,
+    RecursiveCharacterTextSplitter,
+)
+
+from langchain_cacheblend import (
+    DEFAULT_PROMPT,
+    CacheBlendCompressor,
+    CacheBlendTransformer,
+    ChatCacheBlend,
+    create_cacheblend_chain,
+    retrieval_hints,
+)
+from langchain_cacheblend.instruction import prompt_instruction
+from tests.models import make_tokenizer, random_engine, random_model
+
+EMBEDDING = DeterministicFakeEmbedding(size=16)
+SOURCES = [
+    Document(page_content="\n\n".join(d.chunks), metadata={"source": f"{d.document_id}.txt"})
+    for d in generate_collection(documents=6, questions=1, seed=5)[0]
+]
+QUESTIONS = ("Where does she live?", "What is the main product?", "Who plays the piano?")
+
+
+def open_llm(**options: Any) -> ChatCacheBlend:
+    """A model on a new engine, whose passages stand behind the default prompt's instruction."""
+    engine = random_engine(
+        instruction=prompt_instruction(DEFAULT_PROMPT, make_tokenizer()), recompute_ratio=0.0
+    )
+    return ChatCacheBlend(engine=engine, **{"max_tokens": 4, **options})
+
+
+def markdown() -> list[Document]:
+    pages = []
+    for number, source in enumerate(SOURCES):
+        parts = source.page_content.split("\n\n")
+        text = "\n\n".join(f"## Part {i}\n\n{part}" for i, part in enumerate(parts))
+        splitter = MarkdownHeaderTextSplitter([("##", "part")], strip_headers=bool(number % 2))
+        for page in splitter.split_text(text):
+            page.metadata.update(source.metadata)
+            pages.append(page)
+    return pages
+
+
+def split(name: str) -> list[Document]:
+    recursive = RecursiveCharacterTextSplitter
+    if name == "recursive":
+        return recursive(chunk_size=500, chunk_overlap=0).split_documents(SOURCES)
+    if name == "recursive, overlap":
+        splitter = recursive(chunk_size=500, chunk_overlap=120, add_start_index=True)
+        return splitter.split_documents(SOURCES)
+    if name == "recursive, by tokens":
+        splitter = recursive.from_huggingface_tokenizer(
+            make_tokenizer(), chunk_size=90, chunk_overlap=20
+        )
+        return splitter.split_documents(SOURCES)
+    if name == "character":
+        return CharacterTextSplitter(chunk_size=600, chunk_overlap=0).split_documents(SOURCES)
+    if name == "markdown":
+        return markdown()
+    return recursive(chunk_size=300, chunk_overlap=40).split_documents(markdown())
+
+
+def reused_share(llm: ChatCacheBlend, outcome: dict[str, Any]) -> float:
+    """Reused tokens as a share of the retrieved passages' tokens."""
+    retrieved = sum(llm.get_num_tokens(d.page_content) for d in outcome["context"])
+    return float(outcome["report"]["reused_tokens"]) / retrieved
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "recursive",
+        "recursive, overlap",
+        "recursive, by tokens",
+        "character",
+        "markdown",
+        "markdown, recursive",
+    ],
+)
+def test_what_the_usual_splitters_make_is_reused(name: str) -> None:
+    llm, chunks = open_llm(max_tokens=1), split(name)
+    chain = create_cacheblend_chain(chunks, llm, embedding=EMBEDDING, k=5)
+    outcomes = chain.batch(list(QUESTIONS), config={"max_concurrency": 1})
+    assert all(len(outcome["context"]) == 5 for outcome in outcomes)
+    assert min(reused_share(llm, outcome) for outcome in outcomes) >= 0.95
+    behind = [llm.engine.registry.variants(chunk.page_content) for chunk in chunks]
+    assert sum(bool(variants[0].context) for variants in behind) > len(chunks) / 2
+
+
+def test_the_chain_answers_as_the_plain_engine_at_ratio_one() -> None:
+    llm = open_llm(max_tokens=16)
+    chunks = split("recursive")
+    llm_full = ChatCacheBlend(
+        engine=llm.engine,
+        max_tokens=16,
+        blend_config=llm.engine.config.with_changes(recompute_ratio=1.0),
+    )
+    chain = create_cacheblend_chain(chunks, llm_full, embedding=EMBEDDING)
+    outcome = chain.invoke("Where does she live?")
+    passages = "\n\n".join(d.page_content for d in outcome["context"])
+    messages = [
+        {"role": "system", "content": DEFAULT_PROMPT[0].prompt.template},  # type: ignore[union-attr]
+        {"role": "user", "content": f"{passages}\n\nQuestion: Where does she live?"},
+    ]
+    plain = llm.engine.generate_full(messages, SamplingParams(max_tokens=16))
+    assert outcome["answer"] == plain.text
+    assert outcome["report"]["blended"]
+
+
+async def test_the_chain_streams_and_answers_asynchronously() -> None:
+    llm = open_llm(max_tokens=8)
+    chain = create_cacheblend_chain(split("recursive"), llm, embedding=EMBEDDING)
+    question = {"input": QUESTIONS[0]}
+    outcome = chain.invoke(question)
+    assert list(outcome) == ["input", "context", "answer", "report"]
+    pieces = list(chain.stream(question))
+    answers = [piece["answer"] for piece in pieces if "answer" in piece]
+    assert len(answers) > 4
+    assert "".join(answers) == outcome["answer"]
+    assert "report" in pieces[-1]
+    apieces = [piece async for piece in chain.astream(question)]
+    assert "".join(piece.get("answer", "") for piece in apieces) == outcome["answer"]
+    together = await asyncio.gather(*(chain.ainvoke(QUESTIONS[i % 3]) for i in range(32)))
+    single = [chain.invoke(question)["answer"] for question in QUESTIONS]
+    assert [found["answer"] for found in together] == [single[i % 3] for i in range(32)]
+
+
+def test_the_chain_tells_the_model_its_instruction() -> None:
+    tokenizer = make_tokenizer()
+    llm = ChatCacheBlend(model=random_model(), tokenizer=tokenizer, max_tokens=1)
+    prompt = ChatPromptTemplate.from_template("Read this:\n{context}\nAnd answer: {input}")
+    create_cacheblend_chain(SOURCES[:1], llm, prompt=prompt, embedding=EMBEDDING)
+    assert llm.engine.instruction == "<bos>Read this:\n"
+
+
+def test_the_chain_warns_when_passages_stand_behind_another_instruction(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    prompt = ChatPromptTemplate.from_template("Read this:\n{context}\nAnd answer: {input}")
+    with caplog.at_level(logging.WARNING):
+        create_cacheblend_chain(SOURCES[:1], open_llm(), embedding=EMBEDDING)
+        assert "another instruction" not in caplog.text
+        create_cacheblend_chain(SOURCES[:1], open_llm(), prompt=prompt, embedding=EMBEDDING)
+    assert "another instruction" in caplog.text
+
+
+def test_the_chain_refuses_what_it_cannot_do() -> None:
+    with pytest.raises(ValueError, match="embedding"):
+        create_cacheblend_chain(SOURCES, open_llm())
+    prompt = ChatPromptTemplate.from_template("{question}")
+    with pytest.raises(ValueError, match="context"):
+        create_cacheblend_chain(SOURCES, open_llm(), prompt=prompt, embedding=EMBEDDING)
+
+
+def test_a_document_prompt_leaves_passages_whole() -> None:
+    llm = open_llm(max_tokens=1)
+    chain = create_cacheblend_chain(
+        split("recursive"),
+        llm,
+        embedding=EMBEDDING,
+        document_prompt=PromptTemplate.from_template("[{source}] {page_content}"),
+        document_separator="\n---\n",
+    )
+    outcome = chain.invoke(QUESTIONS[0])
+    assert reused_share(llm, outcome) >= 0.95
+
+
+def test_an_existing_application_changes_only_its_parts() -> None:
+    """create_retrieval_chain and create_stuff_documents_chain of langchain-classic."""
+    llm = open_llm()
+    chunks = CacheBlendTransformer(engine=llm.engine).transform_documents(split("recursive"))
+    store = InMemoryVectorStore.from_documents(list(chunks), EMBEDDING)
+    retriever = ContextualCompressionRetriever(
+        base_retriever=store.as_retriever(),
+        base_compressor=CacheBlendCompressor(engine=llm.engine),
+    )
+    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(llm, DEFAULT_PROMPT))
+    ours = create_cacheblend_chain(retriever, llm)
+    plain = chain.invoke({"input": QUESTIONS[0]})
+    with retrieval_hints():
+        hinted = chain.invoke({"input": QUESTIONS[0]})
+    assert plain["answer"] == hinted["answer"] == ours.invoke(QUESTIONS[0])["answer"]
+
+    messages = []
+    keeping = llm | RunnableLambda(lambda message: messages.append(message) or message)
+    chain = create_retrieval_chain(retriever, create_stuff_documents_chain(keeping, DEFAULT_PROMPT))
+    outcome = chain.invoke({"input": QUESTIONS[1]})
+    report = messages[0].response_metadata["cacheblend"]
+    assert reused_share(llm, {**outcome, "report": report}) >= 0.95
+
+
+def test_chains_run_side_by_side() -> None:
+    llm = open_llm()
+    chain = create_cacheblend_chain(split("recursive"), llm, embedding=EMBEDDING)
+    both = RunnableParallel(chain=chain, bare=DEFAULT_PROMPT | llm | StrOutputParser())
+    outcome = both.invoke({"input": QUESTIONS[0], "context": "none"})
+    assert outcome["chain"]["answer"]
+    assert outcome["bare"]
+
+
+@pytest.fixture
+def ordered() -> tuple[TransformersEngine, list[Document]]:
+    engine = random_engine()
+    chunks = [
+        Document(page_content=f"Part {i} of {name}. {text}", metadata={"source": name})
+        for name, text in (("a", "The river is quiet. " * 6), ("b", "The tower is old. " * 6))
+        for i in range(3)
+    ]
+    CacheBlendTransformer(engine=engine).transform_documents(chunks)
+    return engine, chunks
+
+
+def texts(documents: Sequence[Document]) -> list[str]:
+    return [document.page_content[:11] for document in documents]
+
+
+async def test_the_compressor_orders_and_drops_nothing(
+    ordered: tuple[TransformersEngine, list[Document]],
+) -> None:
+    engine, (a0, a1, a2, _, b1, _) = ordered
+    stray = Document(page_content="Part 9 of c, never indexed", metadata={"source": "a"})
+    found = [a2, b1, stray, a0, a1]
+    orders = {
+        order: texts(CacheBlendCompressor(engine=engine, order=order).compress_documents(found, ""))
+        for order in ("score", "document", "reverse")
+    }
+    assert orders["score"] == texts(found)
+    assert orders["reverse"] == texts(found[::-1])
+    assert orders["document"] == texts([a0, a1, a2, stray, b1])
+    compressor = CacheBlendCompressor(engine=engine, order="document")
+    assert texts(await compressor.acompress_documents(found, "")) == orders["document"]
+
+
+def test_the_compressor_prefetches_the_documents_own_chunks(
+    ordered: tuple[TransformersEngine, list[Document]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, (a0, a1, _, b0, *_) = ordered
+    asked: list[Chunk] = []
+    monkeypatch.setattr(engine, "prefetch", asked.extend)
+    CacheBlendCompressor(engine=engine).compress_documents([b0, a1], "")
+    assert asked == [engine.registry.document("b")[0], engine.registry.document("a")[1]]
+    assert asked[1].context[0] == a0.page_content
+
+
+def test_another_process_answers_from_what_was_indexed(tmp_path: Path) -> None:
+    chunks = split("recursive")
+    options = {
+        "model": random_model(),
+        "tokenizer": make_tokenizer(),
+        "kv_path": tmp_path,
+        "instruction": DEFAULT_PROMPT,
+    }
+    CacheBlendTransformer(**options).transform_documents(chunks)
+    llm = ChatCacheBlend(**options, max_tokens=1)
+    chain = create_cacheblend_chain(RunnableLambda(lambda _: chunks[:4]), llm)
+    found = chain.invoke("Who?")["report"]["chunks"]
+    assert [chunk["hit"] for chunk in found] == [True] * 4
+
+
+def test_text_that_changed_after_indexing_is_computed_and_named(
+    ordered: tuple[TransformersEngine, list[Document]],
+) -> None:
+    engine, (a0, a1, *_) = ordered
+    changed = a1.model_copy(update={"page_content": a1.page_content.replace("quiet", "loud")})
+    llm = ChatCacheBlend(engine=engine, max_tokens=1)
+    chain = create_cacheblend_chain(RunnableLambda(lambda _: [a0, changed]), llm)
+    report = chain.invoke("Who?")["report"]
+    assert [(chunk["hit"], chunk["reason"]) for chunk in report["chunks"]] == [
+        (True, None),
+        (False, "unknown"),
+    ]
+    shouting = create_cacheblend_chain(
+        RunnableLambda(lambda _: [a0, a1]),
+        llm,
+        document_prompt=PromptTemplate.from_template(
+            "{{ page_content | upper }}", template_format="jinja2"
+        ),
+    )
+    report = shouting.invoke("Who?")["report"]
+    assert [chunk["reason"] for chunk in report["chunks"]] == ["altered text", "altered text"]
+
+
+def test_a_document_without_text_passes_through(caplog: pytest.LogCaptureFixture) -> None:
+    engine = random_engine()
+    documents = [
+        Document(page_content="", metadata={"source": "a"}),
+        Document(page_content="The river is quiet.", metadata={"source": "a"}),
+        Document(page_content="  \n"),
+    ]
+    transformer = CacheBlendTransformer(engine=engine)
+    assert transformer.transform_documents(documents) == documents
+    assert len(engine.registry) == 1
+    llm = ChatCacheBlend(engine=engine, max_tokens=1)
+    chain = create_cacheblend_chain(RunnableLambda(lambda _: documents), llm)
+    assert [c["hit"] for c in chain.invoke("Who?")["report"]["chunks"]] == [True]
+
+
+async def test_indexing_again_replaces_and_evicting_forgets() -> None:
+    engine = random_engine()
+    transformer = CacheBlendTransformer(engine=engine)
+    chunks = split("recursive")
+    first = transformer.precompute(chunks)
+    assert first.computed == len(chunks)
+    assert await transformer.atransform_documents(chunks) == chunks
+    assert transformer.precompute(chunks).skipped == len(chunks)
+
+    source = chunks[0].metadata["source"]
+    own = [chunk for chunk in chunks if chunk.metadata["source"] == source]
+    transformer.precompute(own[:-1])
+    assert own[-1].page_content not in engine.registry
+    assert transformer.evict(source) == len(own) - 1
+    assert engine.registry.document(source) == ()
+    assert transformer.evict([source, "never seen"]) == 0
+
+
+def test_the_index_api_keeps_store_and_kv_in_step() -> None:
+    engine = random_engine()
+    transformer = CacheBlendTransformer(engine=engine)
+    store, records = InMemoryVectorStore(EMBEDDING), InMemoryRecordManager("test")
+    records.create_schema()
+
+    def update(sources: Sequence[Document]) -> dict[str, int]:
+        splitter = RecursiveCharacterTextSplitter(chunk_size=500, chunk_overlap=0)
+        chunks = transformer.transform_documents(splitter.split_documents(sources))
+        return dict(
+            index(
+                chunks,
+                records,
+                store,
+                cleanup="incremental",
+                source_id_key="source",
+                key_encoder="sha256",
+            )
+        )
+
+    def known() -> set[str]:
+        return {
+            chunk.text
+            for source in SOURCES
+            for chunk in engine.registry.document(source.metadata["source"])
+        }
+
+    def stored() -> set[str]:
+        return {str(entry["text"]) for entry in store.store.values()}
+
+    assert update(SOURCES)["num_deleted"] == 0
+    assert known() == stored()
+    shorter = SOURCES[0].model_copy(
+        update={"page_content": SOURCES[0].page_content.partition("\n\n")[0]}
+    )
+    assert update([shorter])["num_deleted"] > 0
+    assert known() == stored()
+
+    gone = SOURCES[1].metadata["source"]
+    store.delete([key for key, e in store.store.items() if e["metadata"]["source"] == gone])
+    transformer.evict(gone)
+    assert known() == stored()

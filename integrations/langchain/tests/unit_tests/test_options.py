@@ -1,0 +1,171 @@
+"""Which engine is opened, what is told about it, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError, ModelLoadError
+from langchain_core.load import dumpd, dumps
+from langchain_core.prompts import ChatPromptTemplate
+from pydantic import ValidationError
+
+from langchain_cacheblend import CacheBlendCompressor, CacheBlendTransformer, ChatCacheBlend
+from tests.models import random_engine
+
+
+def one_line(error: BaseException) -> str:
+    assert "\n" not in str(error)
+    return str(error)
+
+
+def test_nothing_is_opened_before_it_is_needed() -> None:
+    llm = ChatCacheBlend(model="no-such-model")
+    assert not llm.is_open
+    assert llm.model_name == "no-such-model"
+
+
+@pytest.mark.parametrize("options", [{}, {"engine": "transformers"}])
+def test_a_model_or_an_engine_must_be_given(options: dict[str, str]) -> None:
+    with pytest.raises(ValidationError, match="give model="):
+        ChatCacheBlend(**options)
+
+
+def test_options_without_effect_are_refused() -> None:
+    with pytest.raises(ValidationError, match="instruction, kv_path: already settled"):
+        ChatCacheBlend(engine=random_engine(), instruction="Answer.", kv_path="kv")
+    with pytest.raises(ValidationError, match="document_ky"):
+        CacheBlendTransformer(engine=random_engine(), document_ky="id")
+
+
+def test_a_model_that_does_not_load(tmp_path: Path) -> None:
+    llm = ChatCacheBlend(model=tmp_path / "none", instruction=ChatPromptTemplate.from_template("x"))
+    with pytest.raises(ModelLoadError) as raised:
+        llm.invoke("hello")
+    assert "could not be loaded" in one_line(raised.value)
+    with pytest.raises(ModelLoadError):
+        CacheBlendTransformer(model=tmp_path / "none").transform_documents([])
+
+
+async def test_a_model_that_does_not_load_when_asked_asynchronously(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError):
+        await ChatCacheBlend(model=tmp_path / "none").ainvoke("hello")
+
+
+def test_an_unknown_engine() -> None:
+    with pytest.raises(ConfigError) as raised:
+        ChatCacheBlend(model="demo", engine="warp").invoke("hello")
+    assert "engine='warp'" in one_line(raised.value)
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="the extra is installed")
+def test_an_engine_without_its_extra() -> None:
+    with pytest.raises(MissingExtraError) as raised:
+        ChatCacheBlend(model="demo", engine="vllm").invoke("hello")
+    assert "cacheblend-rag[vllm]" in one_line(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"stop": [""]}, "stop"),
+    ],
+)
+def test_sampling_out_of_range_is_refused_when_it_is_set(
+    options: dict[str, object], named: str
+) -> None:
+    with pytest.raises(ValidationError, match=named):
+        ChatCacheBlend(model="demo", **options)
+
+
+def test_call_options_are_checked() -> None:
+    llm = ChatCacheBlend(engine=random_engine(), max_tokens=1)
+    for options, named in (
+        ({"tools": []}, "tools is no call option"),
+        ({"recompute_ratio": 2}, "recompute_ratio=2"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+    ):
+        with pytest.raises(CacheBlendError) as raised:
+            llm.invoke("hello", **options)
+        assert named in one_line(raised.value)
+
+
+def test_no_secret_and_no_engine_is_told(tmp_path: Path) -> None:
+    llm = ChatCacheBlend(model=str(tmp_path), api_key="s3cret", engine="http://u:s3cret@host")
+    told = [
+        repr(llm),
+        str(llm),
+        dumps(llm),
+        json.dumps(dumpd(llm)),
+        llm.model_dump_json(),
+        repr(llm._identifying_params),
+        llm._get_llm_string(),
+        repr(llm._get_ls_params()),
+    ]
+    assert not any("s3cret" in text or str(tmp_path.parent) in text for text in told)
+    given = ChatCacheBlend(engine=random_engine())
+    assert not any("Engine object" in text for text in (repr(given), given.model_dump_json()))
+
+
+def test_classes_share_an_engine() -> None:
+    engine = random_engine()
+    llm = ChatCacheBlend(engine=engine)
+    assert llm.engine is engine
+    assert CacheBlendTransformer(engine=llm.engine).engine is engine
+    assert CacheBlendCompressor(engine=llm.engine).engine is engine
+
+
+def test_the_cache_key_changes_with_what_an_answer_depends_on() -> None:
+    def key(**options: object) -> str:
+        return ChatCacheBlend(**{"model": "a", **options})._get_llm_string()
+
+    keys = [
+        key(),
+        key(model="b"),
+        key(model="folder/a"),
+        key(instruction="Answer."),
+        key(namespace="other"),
+        key(temperature=0.5),
+        key(max_tokens=7),
+        key(seed=1),
+        key(stop=["x"]),
+        key(dtype="bfloat16"),
+        key(blend_config=BlendConfig(recompute_ratio=0.5)),
+        ChatCacheBlend(model="a")._get_llm_string(recompute_ratio=0.5),
+        ChatCacheBlend(model="a")._get_llm_string(hints=["report"]),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert key() == keys[0]
+
+
+def test_traces_name_the_model_and_its_provider() -> None:
+    params = ChatCacheBlend(model="org/name", stop=["x"])._get_ls_params(temperature=0.5)
+    assert params == {
+        "ls_provider": "cacheblend",
+        "ls_model_type": "chat",
+        "ls_model_name": "org/name",
+        "ls_temperature": 0.5,
+        "ls_max_tokens": 256,
+        "ls_stop": ["x"],
+    }
+
+
+def test_tokens_are_counted_by_the_models_own_tokenizer() -> None:
+    engine = random_engine()
+    llm = ChatCacheBlend(engine=engine)
+    assert llm.get_token_ids("the quiet river") == list(engine.tokenize("the quiet river"))
+    assert llm.get_num_tokens("the quiet river") == len(engine.tokenize("the quiet river"))
+
+
+def test_what_it_cannot_do_it_does_not_claim() -> None:
+    llm = ChatCacheBlend(engine=random_engine())
+    with pytest.raises(NotImplementedError):
+        llm.bind_tools([])
+    with pytest.raises(NotImplementedError):
+        llm.with_structured_output({"title": "x", "type": "object"})

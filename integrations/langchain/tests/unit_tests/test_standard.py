@@ -1,0 +1,23 @@
+"""LangChain's own unit tests of chat models, none of them changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from langchain_tests.unit_tests import ChatModelUnitTests
+
+from langchain_cacheblend import ChatCacheBlend
+
+
+class TestChatCacheBlendUnit(ChatModelUnitTests):
+    @property
+    def chat_model_class(self) -> type[ChatCacheBlend]:
+        return ChatCacheBlend
+
+    @property
+    def chat_model_params(self) -> dict[str, Any]:
+        return {"model": "demo"}
+
+    @property
+    def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:
+        return {"CACHEBLEND_API_KEY": "key"}, {"model": "demo"}, {"api_key": "key"}
