@@ -77,7 +77,7 @@ def open_engine(
     from cacheblend_rag.kv.store import TieredKVStore
 
     logger.info("engine: transformers")
-    return TransformersEngine(
+    opened = TransformersEngine(
         MODEL_FOLDER if model == DEMO_MODEL else model,
         tokenizer=tokenizer,
         config=config,
@@ -88,6 +88,9 @@ def open_engine(
         device=device,
         dtype=dtype,
     )
+    if model == DEMO_MODEL:
+        opened.model_name = DEMO_MODEL
+    return opened
 
 
 def _open_registry(kv_path: str | Path | None, namespace: str) -> ChunkRegistry:

@@ -38,7 +38,7 @@ def open_tiny(kv_path: Path | None, **options: Any):
 
 def test_the_bundled_model_has_a_name() -> None:
     engine = open_engine(model="demo")
-    assert engine.name == "transformers"
+    assert (engine.name, engine.model_name) == ("transformers", "demo")
     assert engine.has_chat_template
     assert len(engine.tokenize("Clara lives in Rome.")) > 3
     engine.close()
