@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
-    from cacheblend_rag.opening import open_engine
+    from cacheblend_rag.opening import load_tokenizer, open_engine
     from cacheblend_rag.shared_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
@@ -43,6 +43,7 @@ _LAZY = {
     "TieredKVStore": "cacheblend_rag.kv",
     "SharedChunkRegistry": "cacheblend_rag.shared_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
+    "load_tokenizer": "cacheblend_rag.opening",
     "open_engine": "cacheblend_rag.opening",
 }
 
@@ -65,6 +66,7 @@ __all__ = [
     "SharedChunkRegistry",
     "TieredKVStore",
     "TransformersEngine",
+    "load_tokenizer",
     "open_engine",
 ]
 

@@ -78,7 +78,7 @@ def open_engine(
 
     logger.info("engine: transformers")
     opened = TransformersEngine(
-        MODEL_FOLDER if model == DEMO_MODEL else model,
+        _named(model),
         tokenizer=tokenizer,
         config=config,
         store=TieredKVStore.open(host_bytes=host_bytes, disk_path=kv_path, disk_bytes=disk_bytes),
@@ -91,6 +91,20 @@ def open_engine(
     if model == DEMO_MODEL:
         opened.model_name = DEMO_MODEL
     return opened
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    """Return a model's tokenizer without its weights; raises ModelLoadError.
+
+    model: as for open_engine, by name.
+    """
+    from cacheblend_rag.engines.transformers import loading
+
+    return loading.load_tokenizer(_named(model))
+
+
+def _named(model: Any) -> Any:
+    return MODEL_FOLDER if model == DEMO_MODEL else model
 
 
 def _open_registry(kv_path: str | Path | None, namespace: str) -> ChunkRegistry:

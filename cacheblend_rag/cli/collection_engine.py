@@ -10,10 +10,9 @@ from cacheblend_rag.cli.collection import KV_NAME, CollectionSettings
 from cacheblend_rag.cli.models import quiet_libraries
 from cacheblend_rag.cli.rag_prompt import INSTRUCTION, RagPrompt
 from cacheblend_rag.cli.retrieval import BUNDLED
-from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo import corpus as demo_corpus
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.opening import DEMO_MODEL, open_engine
+from cacheblend_rag.opening import DEMO_MODEL, load_tokenizer, open_engine
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
@@ -61,11 +60,9 @@ def new_settings(choices: Choices) -> CollectionSettings:
 
     Raises ModelLoadError when there is no such model.
     """
-    from cacheblend_rag.engines.transformers.loading import load_tokenizer
-
     quiet_libraries()
     model = choices.model
-    tokenizer = load_tokenizer(MODEL_FOLDER if model == DEMO_MODEL else model)
+    tokenizer = load_tokenizer(model)
     instruction = choices.instruction
     if instruction is None:
         instruction = default_instruction(model)

@@ -1,0 +1,16 @@
+from llama_index.llms.cacheblend.events import CacheBlendReportEvent, collect_reports
+from llama_index.llms.cacheblend.llm import CacheBlendLLM
+from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute
+from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
+from llama_index.llms.cacheblend.query_engine import cacheblend_query_engine
+from llama_index.llms.cacheblend.vector_store import CacheBlendVectorStore
+
+__all__ = [
+    "CacheBlendLLM",
+    "CacheBlendPrecompute",
+    "CacheBlendPromptHelper",
+    "CacheBlendReportEvent",
+    "CacheBlendVectorStore",
+    "cacheblend_query_engine",
+    "collect_reports",
+]

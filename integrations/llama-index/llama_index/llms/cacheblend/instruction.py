@@ -1,0 +1,65 @@
+"""The text that prompts hold before their first chunk, read off a question template."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, LLMMetadata, MessageRole
+from llama_index.core.prompts import BasePromptTemplate, SelectorPromptTemplate
+from llama_index.core.prompts.default_prompt_selectors import DEFAULT_TEXT_QA_PROMPT_SEL
+
+from llama_index.llms.cacheblend.messages import plain_messages
+
+CONTEXT_VARIABLES = ("context_str", "context_msg")
+PLACE = "\ue000"
+
+
+def text_before_context(
+    template: BasePromptTemplate | None,
+    *,
+    tokenizer: Any,
+    is_chat_model: bool | None,
+    system_prompt: str | None,
+) -> str:
+    """Return what a prompt made of ``template`` says before its context.
+
+    template: None for LlamaIndex's own question template. is_chat_model: None asks the tokenizer.
+    """
+    renders = bool(getattr(tokenizer, "chat_template", None))
+    chat = renders if is_chat_model is None else is_chat_model
+    selected = _select(template or DEFAULT_TEXT_QA_PROMPT_SEL, chat)
+    values = dict.fromkeys(selected.template_vars, "") | dict.fromkeys(CONTEXT_VARIABLES, PLACE)
+    if not chat:
+        text = f"{system_prompt}\n\n" if system_prompt else ""
+        return _head(text + selected.format(llm=None, **values))
+    messages = selected.format_messages(llm=None, **values)
+    if system_prompt:
+        messages = [ChatMessage(role=MessageRole.SYSTEM, content=system_prompt), *messages]
+    return _head(_render(messages, tokenizer)) if renders else ""
+
+
+def _select(template: BasePromptTemplate, chat: bool) -> BasePromptTemplate:
+    if not isinstance(template, SelectorPromptTemplate):
+        return template
+    asked: Any = SimpleNamespace(metadata=LLMMetadata(is_chat_model=chat))
+    return template.select(llm=asked)
+
+
+def _head(text: str) -> str:
+    head, found, _ = text.partition(PLACE)
+    return head if found else ""
+
+
+def _render(messages: list[ChatMessage], tokenizer: Any) -> str:
+    """Render messages; empty when the template refuses them, as it will refuse the prompt too."""
+    from jinja2 import TemplateError
+
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                plain_messages(messages), tokenize=False, add_generation_prompt=True
+            )
+        )
+    except (TemplateError, TypeError, ValueError):
+        return ""

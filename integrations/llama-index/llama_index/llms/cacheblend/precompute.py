@@ -1,0 +1,131 @@
+"""CacheBlendPrecompute: an ingestion step that computes and stores the KV of nodes' texts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from llama_index.core.bridge.pydantic import Field
+from llama_index.core.schema import BaseNode, TransformComponent
+
+from cacheblend_rag import Chunk, Document, Engine
+from cacheblend_rag.errors import ConfigError
+from llama_index.llms.cacheblend.documents import (
+    SEPARATOR,
+    SourceDocument,
+    bare_text,
+    shown_text,
+    source_documents,
+)
+from llama_index.llms.cacheblend.settings import EngineSettings, is_url
+
+logger = logging.getLogger(__name__)
+
+Variant = Literal["llm", "bare"]
+TEXTS: dict[Variant, Callable[[BaseNode], str]] = {"llm": shown_text, "bare": bare_text}
+
+
+class CacheBlendPrecompute(EngineSettings, TransformComponent):
+    """Puts nodes' KV where a CacheBlendLLM with equal settings finds it; passes nodes on unchanged.
+
+    Put it behind the node parser. A document's nodes are computed in order, each behind what
+    precedes it there. Nodes of a document replace all that was known of it. A node without text is
+    skipped; so is one that no tokenizer can encode.
+
+    variants: which texts of a node get KV: ``llm`` (with metadata, what most prompts hold) or
+    ``bare`` (without it, what CitationQueryEngine shows). The other is only made known, so that a
+    report can name it.
+
+    With ``num_workers`` every worker opens its own engine: give ``kv_path``, which they share.
+    An IngestionCache hit skips this step. KV that is missing afterwards is computed with the
+    prompt; call the step itself, ``precompute(nodes)``, to store it again.
+
+    Example:
+        ```python
+        pipeline = IngestionPipeline(
+            transformations=[SentenceSplitter(), CacheBlendPrecompute.from_llm(llm), embed_model]
+        )
+        ```
+
+    """
+
+    variants: tuple[Variant, ...] = Field(
+        default=("llm",), description="Texts of a node that get KV: 'llm', 'bare'.", min_length=1
+    )
+    show_progress: bool = Field(default=True, description="Show progress bars.", exclude=True)
+
+    @classmethod
+    def from_llm(cls, llm: EngineSettings, **fields: Any) -> CacheBlendPrecompute:
+        """Return a step that shares ``llm``'s engine, which outlives it.
+
+        fields: variants, show_progress.
+        """
+        step = cls(**{**llm.settings(), **fields})
+        step._held = llm._held
+        return step
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "CacheBlendPrecompute"
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Refuse to be sent to a worker whose KV nobody else would ever see."""
+        state = super().__getstate__()
+        if self.kv_path is None and not is_url(self.engine):
+            raise ConfigError("kv_path=None: workers share KV through a folder, so name one")
+        return state
+
+    def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """Compute and store the nodes' KV; returns the nodes as they are."""
+        engine = self.open()
+        known: list[Document | Chunk] = []
+        wanted: list[Document | Chunk] = []
+        for source in source_documents(nodes):
+            texts = {name: _texts(source, read) for name, read in TEXTS.items()}
+            if texts["llm"] == texts["bare"]:
+                wanted += _items(source, texts["llm"])
+                continue
+            for name in TEXTS:
+                (wanted if name in self.variants else known).extend(_items(source, texts[name]))
+        self._precompute(engine, wanted)
+        engine.register(known)
+        return nodes
+
+    async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
+        """As a call, off the event loop."""
+        return await asyncio.to_thread(self, nodes, **kwargs)
+
+    def _precompute(self, engine: Engine, items: list[Document | Chunk]) -> None:
+        report = engine.precompute(items, progress=self.show_progress)
+        for reason, count in report.refused.items():
+            logger.warning("%d chunks were not precomputed: %s", count, reason)
+
+
+def _texts(source: SourceDocument, read: Callable[[BaseNode], str]) -> tuple[str, ...]:
+    """Return the nodes' texts in order, without those that hold nothing an engine can read."""
+    texts = []
+    for node in source.nodes:
+        text = read(node)
+        if not text:
+            logger.warning("node %s holds no text: it was not precomputed", node.node_id)
+        elif not _encodable(text):
+            logger.warning("node %s holds an unpaired surrogate: skipped", node.node_id)
+        else:
+            texts.append(text)
+    return tuple(texts)
+
+
+def _encodable(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _items(source: SourceDocument, texts: tuple[str, ...]) -> list[Document | Chunk]:
+    """Return a document, which replaces what is known of it, or, of a part of one, its chunks."""
+    document = Document(source.document_id, texts, SEPARATOR)
+    return [document] if source.whole else list(document.to_chunks())

@@ -1,0 +1,116 @@
+"""cacheblend_query_engine: a query engine with every CacheBlend part in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llama_index.core import Settings, StorageContext, VectorStoreIndex
+from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.prompts import BasePromptTemplate
+from llama_index.core.prompts.default_prompt_selectors import (
+    DEFAULT_TEXT_QA_PROMPT_SEL,
+    DEFAULT_TREE_SUMMARIZE_PROMPT_SEL,
+)
+from llama_index.core.query_engine import RetrieverQueryEngine
+from llama_index.core.response_synthesizers import ResponseMode, get_response_synthesizer
+from llama_index.core.schema import BaseNode, Document, TransformComponent
+from llama_index.core.vector_stores import SimpleVectorStore
+from llama_index.core.vector_stores.types import BasePydanticVectorStore
+
+from cacheblend_rag.errors import ConfigError
+from llama_index.llms.cacheblend.llm import CacheBlendLLM
+from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute, Variant
+from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
+from llama_index.llms.cacheblend.vector_store import CacheBlendVectorStore
+from llama_index.postprocessor.cacheblend.postprocessor import CacheBlendPostprocessor, Order
+
+
+def cacheblend_query_engine(
+    source: Sequence[Document] | BaseIndex[Any],
+    llm: CacheBlendLLM | None = None,
+    *,
+    transformations: Sequence[TransformComponent] | None = None,
+    embed_model: BaseEmbedding | None = None,
+    vector_store: BasePydanticVectorStore | None = None,
+    text_qa_template: BasePromptTemplate | None = None,
+    summary_template: BasePromptTemplate | None = None,
+    response_mode: ResponseMode = ResponseMode.COMPACT,
+    similarity_top_k: int = 4,
+    node_postprocessors: Sequence[BaseNodePostprocessor] = (),
+    order: Order = "score",
+    variants: tuple[Variant, ...] = ("llm",),
+    streaming: bool = False,
+    use_async: bool = False,
+    show_progress: bool = True,
+) -> RetrieverQueryEngine:
+    """Return a query engine over ``source`` whose retrieved chunks are reused, not read again.
+
+    source: documents, indexed here in a vector store that evicts the KV of what is deleted from
+        it, or an index there is, whose nodes are precomputed as far as they are not stored yet.
+    llm: by default ``Settings.llm``. Unless it has an instruction, or was opened before, chunks
+        are precomputed behind the head of the template.
+    transformations: what turns documents into nodes; by default those of ``Settings``.
+    text_qa_template, summary_template: by default LlamaIndex's own. response_mode, streaming and
+        use_async are as for any synthesizer. node_postprocessors run before the one that hints.
+    order, variants: see CacheBlendPostprocessor and CacheBlendPrecompute.
+
+    Raises ConfigError when the LLM is not a CacheBlendLLM.
+    """
+    llm = _blending(llm)
+    summarizes = response_mode == ResponseMode.TREE_SUMMARIZE
+    if llm.instruction is None and not llm.is_open:
+        own = summary_template if summarizes else text_qa_template
+        default = DEFAULT_TREE_SUMMARIZE_PROMPT_SEL if summarizes else DEFAULT_TEXT_QA_PROMPT_SEL
+        llm.instruction = llm.resolve_instruction(own or default)
+    precompute = CacheBlendPrecompute.from_llm(llm, variants=variants, show_progress=show_progress)
+    if isinstance(source, BaseIndex):
+        precompute(_nodes_of(source))
+        index = source
+    else:
+        store = CacheBlendVectorStore(vector_store or SimpleVectorStore(), llm)
+        index = VectorStoreIndex.from_documents(
+            source,
+            storage_context=StorageContext.from_defaults(vector_store=store),
+            transformations=[*(transformations or Settings.transformations), precompute],
+            embed_model=embed_model,
+            show_progress=show_progress,
+        )
+    synthesizer = get_response_synthesizer(
+        llm=llm,
+        prompt_helper=CacheBlendPromptHelper.from_llm(llm),
+        text_qa_template=text_qa_template,
+        summary_template=summary_template,
+        response_mode=response_mode,
+        streaming=streaming,
+        use_async=use_async,
+    )
+    hinting = CacheBlendPostprocessor(llm=llm, order=order)
+    return RetrieverQueryEngine(
+        retriever=index.as_retriever(similarity_top_k=similarity_top_k),
+        response_synthesizer=synthesizer,
+        node_postprocessors=[*node_postprocessors, hinting],
+    )
+
+
+def _blending(llm: CacheBlendLLM | None) -> CacheBlendLLM:
+    chosen = Settings.llm if llm is None else llm
+    if not isinstance(chosen, CacheBlendLLM):
+        raise ConfigError(f"llm is a {type(chosen).__name__}: give a CacheBlendLLM")
+    return chosen
+
+
+def _nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:
+    """Return an index's nodes, from its document store or, where that is empty, its vectors'."""
+    nodes = [node for node in index.docstore.docs.values() if not isinstance(node, Document)]
+    if nodes or not isinstance(index, VectorStoreIndex):
+        return nodes
+    try:
+        return list(index.vector_store.get_nodes())
+    except NotImplementedError:
+        store = type(index.vector_store).__name__
+        raise ConfigError(
+            f"{store} cannot list its nodes: run CacheBlendPrecompute on them"
+        ) from None

@@ -1,0 +1,3 @@
+from llama_index.postprocessor.cacheblend.postprocessor import CacheBlendPostprocessor
+
+__all__ = ["CacheBlendPostprocessor"]

@@ -1,0 +1,93 @@
+"""CacheBlendPostprocessor: tells the LLM which chunks come, loads their KV, and orders them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from llama_index.core.bridge.pydantic import Field, SerializeAsAny
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
+
+from cacheblend_rag import Chunk, Engine
+from llama_index.llms.cacheblend.documents import bare_text, document_id, shown_text, start_index
+from llama_index.llms.cacheblend.hints import HintedNode, expect
+from llama_index.llms.cacheblend.settings import EngineSettings
+
+Order = Literal["score", "document", "reverse"]
+
+
+class CacheBlendPostprocessor(BaseNodePostprocessor):
+    """Put it last: what leaves it is what prompts will hold.
+
+    llm: the CacheBlendLLM that will answer. order: ``score`` (best first), ``reverse`` (best last,
+    next to the question) or ``document`` (nodes of one document together and in its order, the
+    document with the best node first).
+    """
+
+    llm: SerializeAsAny[EngineSettings] = Field(description="The CacheBlendLLM that answers.")
+    order: Order = Field(default="score", description="'score', 'document' or 'reverse'.")
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "CacheBlendPostprocessor"
+
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        engine = self.llm.open()
+        ordered = _ordered(nodes, self.order, engine)
+        hinted = [_hinted(node.node, engine) for node in ordered if shown_text(node.node)]
+        expect(hinted)
+        engine.prefetch([node.shown for node in hinted if node.shown.text in engine.registry])
+        return ordered
+
+    async def _apostprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
+    ) -> list[NodeWithScore]:
+        """Run in the query's own task, not in a thread: its hints are this task's."""
+        await self.llm.aopen()
+        return self._postprocess_nodes(nodes, query_bundle)
+
+
+def _ordered(nodes: Sequence[NodeWithScore], order: Order, engine: Engine) -> list[NodeWithScore]:
+    best_first = sorted(nodes, key=lambda node: -(node.score or 0.0))
+    if order == "score":
+        return best_first
+    if order == "reverse":
+        return best_first[::-1]
+    documents: dict[str, list[NodeWithScore]] = {}
+    for node in best_first:
+        documents.setdefault(document_id(node.node), []).append(node)
+    return [
+        node
+        for name, found in documents.items()
+        for node in _in_document_order(name, found, engine)
+    ]
+
+
+def _in_document_order(
+    name: str, nodes: list[NodeWithScore], engine: Engine
+) -> list[NodeWithScore]:
+    """Sort by place among the document's known chunks, else by offset, else keep the order."""
+    known = {chunk.text: place for place, chunk in enumerate(engine.registry.document(name))}
+    for places in (
+        [known.get(shown_text(node.node)) for node in nodes],
+        [start_index(node.node) for node in nodes],
+    ):
+        if None not in places:
+            return [
+                nodes[index] for _, index in sorted(zip(places, range(len(nodes)), strict=True))
+            ]
+    return nodes
+
+
+def _hinted(node: BaseNode, engine: Engine) -> HintedNode:
+    name = document_id(node)
+    return HintedNode(_known(shown_text(node), name, engine), _known(bare_text(node), name, engine))
+
+
+def _known(text: str, name: str, engine: Engine) -> Chunk:
+    """Return the chunk the engine knows by this text and document, or one it does not know."""
+    variants = engine.registry.variants(text)
+    return next((chunk for chunk in variants if chunk.document_id == name), Chunk(text, name))

@@ -1,0 +1,145 @@
+"""What goes wrong says so in one line, or costs time and is told in the report."""
+
+from __future__ import annotations
+
+import socket
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core.schema import NodeRelationship, NodeWithScore, RelatedNodeInfo, TextNode
+
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    EngineUnavailableError,
+    MissingExtraError,
+    ModelLoadError,
+    PromptError,
+)
+from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
+from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
+
+HARD = "Braces {context_str} {{query_str}} {0}, quotes \"'\\n, controls \x00\x07\x1b, \r\n\t, 😀."
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def one_line(error: Exception) -> bool:
+    return bool(str(error)) and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("component", [CacheBlendLLM, CacheBlendPrecompute])
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"model": "/no/such/model"}, ModelLoadError),
+        ({"model": "demo", "engine": "vllm"}, MissingExtraError),
+        ({"model": "demo", "engine": "server"}, EngineUnavailableError),
+        ({"model": "demo", "engine": "onnx"}, CacheBlendError),
+    ],
+    ids=["model", "extra", "server", "engine"],
+)
+def test_what_cannot_be_opened_says_why(
+    component: Any, fields: dict[str, Any], expected: type[CacheBlendError]
+) -> None:
+    if fields.get("engine") == "vllm" and find_spec("vllm"):
+        pytest.skip("vllm is installed here")
+    if fields.get("engine") == "server":
+        fields = {**fields, "engine": f"http://127.0.0.1:{free_port()}"}
+    opening = component(**fields)
+    with pytest.raises(expected) as raised:
+        opening.open()
+    assert one_line(raised.value)
+
+
+def test_an_empty_and_a_too_long_prompt(llm: CacheBlendLLM) -> None:
+    for prompt in ("", "word " * 5000):
+        with pytest.raises(PromptError) as raised:
+            llm.complete(prompt, formatted=True)
+        assert one_line(raised.value)
+
+
+@pytest.fixture
+def small(random_model: Path, tmp_path: Path) -> CacheBlendLLM:
+    return llm_of(random_model, tmp_path)
+
+
+def llm_of(model: Path, kv_path: Path) -> CacheBlendLLM:
+    return CacheBlendLLM(
+        model=model,
+        kv_path=kv_path,
+        instruction="Notes:\n",
+        blend_config={"min_tokens": 0},
+        max_tokens=1,
+        is_chat_model=False,
+    )
+
+
+def node(text: str, **metadata: str) -> TextNode:
+    source = RelatedNodeInfo(node_id="doc")
+    return TextNode(text=text, metadata=metadata, relationships={NodeRelationship.SOURCE: source})
+
+
+def outcomes(llm: CacheBlendLLM, asked: TextNode) -> list[tuple[bool, str | None]]:
+    """Index-time text against the node's text of now: what became of its chunk."""
+    CacheBlendPostprocessor(llm=llm).postprocess_nodes([NodeWithScore(node=asked)])
+    prompt = f"Notes:\n{asked.get_content('llm')}\n\nWhat?"
+    report = llm.complete(prompt, formatted=True).additional_kwargs["cacheblend"]
+    return [(chunk["hit"], chunk["reason"]) for chunk in report["chunks"]]
+
+
+def index(llm: CacheBlendLLM, *nodes: TextNode) -> None:
+    CacheBlendPrecompute.from_llm(llm, show_progress=False)(nodes)
+
+
+def test_braces_and_control_characters_are_reused_verbatim(small: CacheBlendLLM) -> None:
+    hard = node(HARD, file="{hard}.txt")
+    index(small, hard)
+    assert outcomes(small, hard) == [(True, None)]
+
+
+def test_metadata_changed_after_indexing(small: CacheBlendLLM) -> None:
+    index(small, node("A text about stones.", page="1"))
+    changed = node("A text about stones.", page="2")
+    assert outcomes(small, changed) == [(False, "not stored"), (False, "unknown")]
+
+
+def test_a_node_without_text(small: CacheBlendLLM) -> None:
+    index(small, node(""), node("A text about stones."))
+    assert outcomes(small, node("A text about stones.")) == [(True, None)]
+    assert outcomes(small, node("")) == []
+
+
+def test_a_node_that_was_never_indexed(small: CacheBlendLLM) -> None:
+    assert outcomes(small, node("A text about stones.")) == [(False, "unknown")]
+
+
+def test_a_store_of_another_model(
+    small: CacheBlendLLM, other_random_model: Path, tmp_path: Path
+) -> None:
+    stone = node("A text about stones.")
+    index(small, stone)
+    assert outcomes(small, stone) == [(True, None)]
+    assert outcomes(llm_of(other_random_model, tmp_path), stone) == [(False, "other model")]
+
+
+def test_a_model_that_cannot_be_blended_is_served_by_ordinary_prefill(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    from cacheblend_rag.demo import MODEL_FOLDER
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_FOLDER)
+    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512}
+    GPT2LMHeadModel(
+        GPT2Config(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2, **shape)
+    ).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    llm = CacheBlendLLM(model=tmp_path, max_tokens=1, is_chat_model=False)
+    stone = node("A text about stones.")
+    index(llm, stone)
+    assert outcomes(llm, stone) == [(False, "unsupported model")]

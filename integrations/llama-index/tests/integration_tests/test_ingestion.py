@@ -1,0 +1,107 @@
+"""Ingestion pipelines: caches, changed models, workers."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import llama_index.core
+import pytest
+from llama_index.core import Document
+from llama_index.core.ingestion import IngestionCache, IngestionPipeline
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import BaseNode
+
+from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
+
+SPLITTER = SentenceSplitter(chunk_size=60, chunk_overlap=0)
+
+
+def documents(count: int = 2) -> list[Document]:
+    return [
+        Document(
+            text=" ".join(f"Stone {n} of heap {heap} is heavy." for n in range(12)),
+            id_=f"heap-{heap}",
+        )
+        for heap in range(count)
+    ]
+
+
+def settings(model: Path, kv_path: Path) -> dict[str, Any]:
+    return {
+        "model": model,
+        "kv_path": kv_path,
+        "instruction": "Notes:\n",
+        "blend_config": {"min_tokens": 0},
+    }
+
+
+def pipeline(model: Path, kv_path: Path, cache: IngestionCache | None = None) -> IngestionPipeline:
+    precompute = CacheBlendPrecompute(**settings(model, kv_path), show_progress=False)
+    return IngestionPipeline(transformations=[SPLITTER, precompute], cache=cache)
+
+
+def outcomes(model: Path, kv_path: Path, nodes: list[BaseNode]) -> list[tuple[bool, str | None]]:
+    """Ask about all nodes; tell of each chunk found whether its KV was reused, and why not."""
+    llm = CacheBlendLLM(**settings(model, kv_path), max_tokens=1)
+    prompt = "Notes:\n" + "\n\n".join(node.get_content() for node in nodes) + "\n\nWhat is heavy?"
+    report = llm.complete(prompt, formatted=True).additional_kwargs["cacheblend"]
+    return [(chunk["hit"], chunk["reason"]) for chunk in report["chunks"]]
+
+
+def wipe_kv(kv_path: Path) -> None:
+    """Remove stored KV, and leave what is known of chunks."""
+    for entry in kv_path.iterdir():
+        if "sqlite" not in entry.name:
+            shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+
+
+def test_a_cached_run_leaves_kv_in_place(random_model: Path, tmp_path: Path) -> None:
+    cache = IngestionCache()
+    for _ in range(2):
+        nodes = list(pipeline(random_model, tmp_path, cache).run(documents=documents()))
+    assert outcomes(random_model, tmp_path, nodes) == [(True, None)] * len(nodes)
+
+
+def test_a_cached_run_over_wiped_kv_costs_time_and_no_answer(
+    random_model: Path, tmp_path: Path
+) -> None:
+    kv_path, cache = tmp_path / "kv", IngestionCache()
+    pipeline(random_model, kv_path, cache).run(documents=documents())
+    wipe_kv(kv_path)
+    again = pipeline(random_model, kv_path, cache)
+    nodes = list(again.run(documents=documents()))
+    assert outcomes(random_model, kv_path, nodes) == [(False, "not stored")] * len(nodes)
+
+    again.transformations[-1](nodes)
+    assert outcomes(random_model, kv_path, nodes) == [(True, None)] * len(nodes)
+
+
+def test_a_changed_model_is_computed_anew(
+    random_model: Path, other_random_model: Path, tmp_path: Path
+) -> None:
+    cache = IngestionCache()
+    nodes = list(pipeline(random_model, tmp_path, cache).run(documents=documents()))
+    assert outcomes(other_random_model, tmp_path, nodes) == [(False, "other model")] * len(nodes)
+
+    pipeline(other_random_model, tmp_path, cache).run(documents=documents())
+    for model in (random_model, other_random_model):
+        assert outcomes(model, tmp_path, nodes) == [(True, None)] * len(nodes)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["run", "arun"])
+def test_workers_share_one_folder(
+    asynchronous: bool, random_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Workers read the splitter's tokenizer anew: from LlamaIndex's copy, not from the network.
+    tokenizers = Path(llama_index.core.__file__).parent / "_static" / "tiktoken_cache"
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tokenizers))
+    working = pipeline(random_model, tmp_path)
+    if asynchronous:
+        nodes = asyncio.run(working.arun(documents=documents(4), num_workers=2))
+    else:
+        nodes = working.run(documents=documents(4), num_workers=2)
+    assert not working.transformations[-1].is_open
+    assert outcomes(random_model, tmp_path, list(nodes)) == [(True, None)] * len(nodes)

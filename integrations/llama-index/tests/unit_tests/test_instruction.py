@@ -1,0 +1,33 @@
+from __future__ import annotations
+
+from llama_index.core import PromptTemplate
+
+from llama_index.llms.cacheblend import CacheBlendLLM
+
+
+def test_the_head_of_the_question_template_is_the_instruction() -> None:
+    llm = CacheBlendLLM(model="demo", is_chat_model=False, system_prompt="Be brief.")
+    head = "Be brief.\n\nContext information is below.\n---------------------\n"
+    assert llm.resolve_instruction() == head
+
+
+def test_a_chat_models_instruction_is_rendered() -> None:
+    instruction = CacheBlendLLM(model="demo").resolve_instruction()
+    assert instruction.startswith("<bos>You are an expert Q&A system")
+    assert instruction.endswith("Context information is below.\n---------------------\n")
+
+
+def test_a_template_of_ones_own() -> None:
+    template = PromptTemplate("Read {context_str} and answer {query_str}.")
+    llm = CacheBlendLLM(model="demo", is_chat_model=False)
+    assert llm.resolve_instruction(template) == "Read "
+    question_first = PromptTemplate("No place for chunks: {query_str}")
+    assert llm.resolve_instruction(question_first) == ""
+
+
+def test_a_given_instruction_wins() -> None:
+    assert CacheBlendLLM(model="demo", instruction="Notes:\n").resolve_instruction() == "Notes:\n"
+
+
+def test_a_model_without_tokenizer_has_none() -> None:
+    assert CacheBlendLLM(model="/no/such/folder", is_chat_model=True).resolve_instruction() == ""

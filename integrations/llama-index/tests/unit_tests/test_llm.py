@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
+from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
+from llama_index.core.callbacks.schema import CBEventType
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.llms import LLM, CustomLLM
+
+from cacheblend_rag import BlendConfig, Document, Engine, SamplingParams
+from cacheblend_rag.errors import ConfigError, PromptError
+from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendReportEvent, collect_reports
+
+QUESTION = "Where does Clara Berg live?"
+MESSAGES = [
+    ChatMessage(role=MessageRole.SYSTEM, content="Be brief."),
+    ChatMessage(role=MessageRole.USER, content=QUESTION),
+]
+PASSAGE = "Clara Berg lives in Paris. " * 40
+
+
+def chat(llm: CacheBlendLLM, **kwargs: Any) -> str:
+    return str(llm.chat(MESSAGES, **kwargs).message.content)
+
+
+def stream_chat(llm: CacheBlendLLM, **kwargs: Any) -> str:
+    return "".join(step.delta or "" for step in llm.stream_chat(MESSAGES, **kwargs))
+
+
+def achat(llm: CacheBlendLLM, **kwargs: Any) -> str:
+    return str(asyncio.run(llm.achat(MESSAGES, **kwargs)).message.content)
+
+
+def astream_chat(llm: CacheBlendLLM, **kwargs: Any) -> str:
+    async def read() -> str:
+        steps = await llm.astream_chat(MESSAGES, **kwargs)
+        return "".join([step.delta or "" async for step in steps])
+
+    return asyncio.run(read())
+
+
+def complete(llm: CacheBlendLLM, **kwargs: Any) -> str:
+    return llm.complete(QUESTION, **kwargs).text
+
+
+def stream_complete(llm: CacheBlendLLM, **kwargs: Any) -> str:
+    return [step.text for step in llm.stream_complete(QUESTION, **kwargs)][-1]
+
+
+def acomplete(llm: CacheBlendLLM, **kwargs: Any) -> str:
+    return asyncio.run(llm.acomplete(QUESTION, **kwargs)).text
+
+
+def astream_complete(llm: CacheBlendLLM, **kwargs: Any) -> str:
+    async def read() -> str:
+        steps = await llm.astream_complete(QUESTION, **kwargs)
+        return [step.text async for step in steps][-1]
+
+    return asyncio.run(read())
+
+
+CHATS = [chat, stream_chat, achat, astream_chat]
+COMPLETIONS = [complete, stream_complete, acomplete, astream_complete]
+Endpoint = Callable[..., str]
+
+
+def test_class_is_an_llm_but_no_custom_llm() -> None:
+    assert issubclass(CacheBlendLLM, LLM)
+    assert not issubclass(CacheBlendLLM, CustomLLM)
+    assert CacheBlendLLM.class_name() == "CacheBlendLLM"
+
+
+@pytest.mark.parametrize("endpoint", CHATS)
+def test_chat_endpoints_say_what_the_engine_says(
+    endpoint: Endpoint, llm: CacheBlendLLM, demo_engine: Engine
+) -> None:
+    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": QUESTION}]
+    expected = demo_engine.generate(plain, SamplingParams(max_tokens=6))
+    assert endpoint(llm) == expected.text
+
+
+@pytest.mark.parametrize("endpoint", COMPLETIONS)
+def test_completion_endpoints_say_what_the_engine_says(
+    endpoint: Endpoint, llm: CacheBlendLLM, demo_engine: Engine
+) -> None:
+    expected = demo_engine.generate(QUESTION, SamplingParams(max_tokens=6))
+    assert endpoint(llm, formatted=True) == expected.text
+
+
+@pytest.mark.parametrize("endpoint", CHATS + COMPLETIONS)
+def test_calls_take_sampling_arguments(endpoint: Endpoint, llm: CacheBlendLLM) -> None:
+    long = endpoint(llm, max_tokens=12, ignore_eos=True)
+    first, second = long.split()[:2]
+    assert endpoint(llm, max_tokens=1, ignore_eos=True).strip() == first
+    assert second not in endpoint(llm, max_tokens=12, stop=[second], ignore_eos=True)
+
+
+@pytest.mark.parametrize("endpoint", CHATS + COMPLETIONS)
+def test_unknown_arguments_are_named(endpoint: Endpoint, llm: CacheBlendLLM) -> None:
+    with pytest.raises(ConfigError, match="tokens_max is no argument of a call; known: blend_con"):
+        endpoint(llm, tokens_max=3)
+
+
+def test_metadata_is_the_models(llm: CacheBlendLLM, demo_engine: Engine) -> None:
+    metadata = llm.metadata
+    assert metadata.context_window == demo_engine.context_window == 4096
+    assert metadata.num_output == 6
+    assert metadata.is_chat_model
+    assert metadata.model_name == demo_engine.model_name
+    assert "/" not in metadata.model_name
+
+
+def test_metadata_can_be_overridden(demo_engine: Engine) -> None:
+    metadata = CacheBlendLLM(engine=demo_engine, context_window=1000, is_chat_model=False).metadata
+    assert metadata.context_window == 1000
+    assert not metadata.is_chat_model
+
+
+def test_an_unformatted_completion_is_a_user_message_of_a_chat_model(llm: CacheBlendLLM) -> None:
+    message = [ChatMessage(role=MessageRole.USER, content=QUESTION)]
+    asked = llm.complete(QUESTION).raw["prompt_tokens"]
+    assert asked == llm.chat(message).raw["prompt_tokens"]
+
+
+def test_prompt_functions_are_used_unless_formatted(demo_engine: Engine) -> None:
+    seen: list[Any] = []
+
+    def from_messages(messages: Any) -> str:
+        seen.append(messages)
+        return "one two three"
+
+    def from_completion(prompt: str) -> str:
+        seen.append(prompt)
+        return "one two three four"
+
+    llm = CacheBlendLLM(
+        engine=demo_engine,
+        max_tokens=1,
+        messages_to_prompt=from_messages,
+        completion_to_prompt=from_completion,
+    )
+    tokens = [
+        len(demo_engine.tokenize(text)) + 1 for text in ("one two three", "one two three four")
+    ]
+    assert llm.chat(MESSAGES).raw["prompt_tokens"] == tokens[0]
+    assert llm.complete(QUESTION).raw["prompt_tokens"] == tokens[1]
+    assert seen == [MESSAGES, QUESTION]
+    assert llm.complete("one two three", formatted=True).raw["prompt_tokens"] == tokens[0]
+    assert len(seen) == 2
+
+
+def test_a_system_prompt_opens_predictions(demo_engine: Engine) -> None:
+    from llama_index.core import PromptTemplate
+
+    def tokens(**fields: Any) -> int:
+        llm = CacheBlendLLM(engine=demo_engine, max_tokens=1, is_chat_model=False, **fields)
+        with collect_reports() as reports:
+            llm.predict(PromptTemplate("Hello"))
+        return int(reports[0]["prompt_tokens"])
+
+    added = len(demo_engine.tokenize("Be brief.\n\n"))
+    assert tokens(system_prompt="Be brief.") - tokens() == added
+
+
+def test_responses_tell_usage_and_report(llm: CacheBlendLLM, demo_engine: Engine) -> None:
+    demo_engine.precompute([Document("clara", (PASSAGE,))], progress=False)
+    response = llm.complete(f"{PASSAGE}\n\nQuestion: {QUESTION}\nAnswer:", formatted=True)
+    report = response.additional_kwargs["cacheblend"]
+    usage = response.raw["usage"]
+    assert report["chunks"][0]["hit"]
+    assert report["chunks"][0]["document_id"] == "clara"
+    assert usage["prompt_tokens"] == report["prompt_tokens"]
+    assert usage["cached_tokens"] == report["reused_tokens"] >= len(demo_engine.tokenize(PASSAGE))
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert response.raw["cached_tokens"] == usage["cached_tokens"]
+    json.dumps(report)
+
+
+def test_only_the_last_step_of_a_stream_tells_a_report(llm: CacheBlendLLM) -> None:
+    *steps, last = llm.stream_complete(QUESTION)
+    assert not any(step.additional_kwargs for step in steps)
+    assert last.additional_kwargs["cacheblend"]["prompt_tokens"] == last.raw["prompt_tokens"]
+
+
+def test_blend_arguments_of_a_call_win(llm: CacheBlendLLM, demo_engine: Engine) -> None:
+    demo_engine.precompute([Document("clara", (PASSAGE,))], progress=False)
+
+    def report(**kwargs: Any) -> Any:
+        prompt = f"Notes:\n{PASSAGE}\n\n{QUESTION}"
+        return llm.complete(prompt, formatted=True, **kwargs).additional_kwargs["cacheblend"]
+
+    assert report()["recompute_ratio"] == 0.0
+    assert report(recompute_ratio=0.5)["recompute_ratio"] == 0.5
+    given = {"recompute_ratio": 0.25, "selector": "chunk_head", "min_tokens": 0}
+    assert report(blend_config=given)["selector"] == "chunk_head"
+    assert report(blend_config=BlendConfig(min_tokens=10_000))["blended"] is False
+
+
+def test_callbacks_and_token_counts(demo_engine: Engine) -> None:
+    debug, counter = LlamaDebugHandler(print_trace_on_end=False), TokenCountingHandler()
+    llm = CacheBlendLLM(
+        engine=demo_engine, max_tokens=4, callback_manager=CallbackManager([debug, counter])
+    )
+    llm.complete(QUESTION, formatted=True)
+    list(llm.stream_chat(MESSAGES))
+    assert len(debug.get_event_pairs(CBEventType.LLM)) == 2
+    assert counter.llm_token_counts[0].prompt_token_count == len(demo_engine.tokenize(QUESTION)) + 1
+
+
+def test_instrumentation_sees_every_report(llm: CacheBlendLLM) -> None:
+    class Seen(BaseEventHandler):
+        events: list[Any] = []  # noqa: RUF012
+
+        def handle(self, event: Any, **kwargs: Any) -> None:
+            self.events.append(event)
+
+    handler, root = Seen(), get_dispatcher()
+    root.add_event_handler(handler)
+    try:
+        llm.complete(QUESTION)
+        list(llm.stream_chat(MESSAGES))
+    finally:
+        root.event_handlers.remove(handler)
+    reports = [event for event in handler.events if isinstance(event, CacheBlendReportEvent)]
+    assert [event.report["engine"] for event in reports] == ["transformers"] * 2
+    names = {event.class_name() for event in handler.events}
+    assert {"LLMCompletionStartEvent", "LLMChatEndEvent", "CacheBlendReportEvent"} <= names
+
+
+def test_reports_are_collected_where_they_are_asked_for(llm: CacheBlendLLM) -> None:
+    async def twice() -> tuple[int, int]:
+        async def once(calls: int) -> int:
+            with collect_reports() as reports:
+                for _ in range(calls):
+                    await llm.acomplete(QUESTION)
+            return len(reports)
+
+        one, two = await asyncio.gather(once(1), once(2))
+        return one, two
+
+    assert asyncio.run(twice()) == (1, 2)
+
+
+def test_leaving_a_stream_stops_the_work(llm: CacheBlendLLM, demo_engine: Engine) -> None:
+    async def leave() -> None:
+        steps = await llm.astream_complete(QUESTION, max_tokens=4000, ignore_eos=True)
+        async for _ in steps:
+            break
+        await steps.aclose()
+
+    asyncio.run(leave())
+    # A new request does not wait for thousands of tokens: the engine works on one at a time.
+    with collect_reports() as reports:
+        llm.complete(QUESTION, max_tokens=1)
+    assert reports[0]["seconds"]["time_to_first_token"] < 5
+
+
+def test_messages_that_hold_more_than_text_are_refused(llm: CacheBlendLLM) -> None:
+    message = ChatMessage(role=MessageRole.USER, blocks=[ImageBlock(url="http://x.org/a.png")])
+    with pytest.raises(PromptError, match=r"messages\[0\] holds a block of type 'image'"):
+        llm.chat([message])
+
+
+def test_settings_travel_without_secrets() -> None:
+    llm = CacheBlendLLM(
+        model="demo",
+        engine="http://localhost:1",
+        api_key="sesame",
+        blend_config={"recompute_ratio": 0.3},
+        stop=["\n"],
+    )
+    told = [json.dumps(llm.to_dict()), llm.to_json(), repr(llm), str(llm), str(llm.to_payload())]
+    assert not any("sesame" in text for text in told)
+    again = CacheBlendLLM.from_dict(json.loads(json.dumps(llm.to_dict())))
+    assert again.to_dict() == llm.to_dict()
+    assert again.blend_config == BlendConfig(recompute_ratio=0.3)
+    assert pickle.loads(pickle.dumps(llm)).to_dict() == llm.to_dict()  # noqa: S301
+
+
+def test_an_open_engine_is_never_serialized(llm: CacheBlendLLM) -> None:
+    told = llm.to_dict()
+    assert told["engine"] == "transformers"
+    assert told["model"] == llm.open().model_name
+    json.dumps(told)
+    assert "object at" not in repr(llm)
+
+
+def test_copies_share_the_engine_and_pickles_do_not_hold_it(llm: CacheBlendLLM) -> None:
+    assert copy.deepcopy(llm).open() is llm.open()
+    with pytest.raises(ConfigError, match="an open engine cannot be pickled"):
+        pickle.dumps(llm)
+    opened = CacheBlendLLM(model="demo", namespace="pickled")
+    opened.open()
+    assert not pickle.loads(pickle.dumps(opened)).is_open  # noqa: S301
+
+
+def test_nothing_is_loaded_before_it_is_needed() -> None:
+    llm = CacheBlendLLM(model="no-such-model")
+    assert not llm.is_open
+    assert llm.to_payload()["model_name"] == "no-such-model"
+
+
+def test_components_with_equal_settings_share_an_engine() -> None:
+    one, two = (
+        CacheBlendLLM(model="demo", namespace="shared", blend_config={"recompute_ratio": ratio})
+        for ratio in (0.1, 0.2)
+    )
+    assert one.open() is two.open()
+    for change in ({"namespace": "other"}, {"blend_config": {"lead_in": "bos"}}):
+        other = CacheBlendLLM(**{"model": "demo", "namespace": "shared", **change})
+        assert other.open() is not one.open()
+
+
+@pytest.mark.parametrize("given", [{}, {"engine": "transformers"}])
+def test_a_model_must_be_named(given: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="model=None: name a model"):
+        CacheBlendLLM(**given)
+
+
+def test_a_password_in_a_url_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give a server's key as api_key="):
+        CacheBlendLLM(engine="http://me:sesame@localhost:1")

@@ -1,0 +1,156 @@
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import Document
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode
+
+from cacheblend_rag import Engine
+from cacheblend_rag.errors import ConfigError
+from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
+
+SMALL = {"blend_config": {"min_tokens": 0}, "instruction": "Notes:\n", "show_progress": False}
+
+
+@pytest.fixture
+def precompute(random_model: Path, tmp_path: Path) -> CacheBlendPrecompute:
+    return CacheBlendPrecompute(model=random_model, kv_path=tmp_path / "kv", **SMALL)
+
+
+def split(text: str, name: str = "doc") -> list[BaseNode]:
+    document = Document(text=text, id_=name, metadata={"file": f"{name}.txt"})
+    return SentenceSplitter(chunk_size=40, chunk_overlap=0).get_nodes_from_documents([document])
+
+
+def sentences(count: int, word: str = "stone") -> str:
+    return " ".join(f"Sentence {n} says that {word} number {n} is heavy." for n in range(count))
+
+
+def found(engine: Engine, text: str) -> list[tuple[bool, str | None]]:
+    report = engine.generate(f"Notes:\n{text}\n\nQuestion?").report
+    return [(chunk.hit, chunk.reason) for chunk in report.chunks]
+
+
+def test_nodes_pass_unchanged_and_their_kv_is_found(precompute: CacheBlendPrecompute) -> None:
+    nodes = split(sentences(12))
+    before = [node.to_dict() for node in nodes]
+    assert precompute(nodes) is nodes
+    assert [node.to_dict() for node in nodes] == before
+    text = "\n\n".join(node.get_content("llm") for node in nodes)
+    assert found(precompute.open(), text) == [(True, None)] * len(nodes)
+
+
+def test_chunks_know_what_precedes_them(precompute: CacheBlendPrecompute) -> None:
+    nodes = split(sentences(12))
+    precompute(nodes[::-1])
+    chunks = precompute.open().registry.document("doc")
+    shown = [chunk for chunk in chunks if chunk.text.startswith("file: doc.txt")]
+    assert [len(chunk.context) for chunk in shown] == [2 * n for n in range(len(nodes))]
+    assert shown[1].context == (nodes[0].get_content("llm"), "\n\n")
+
+
+def test_the_bare_text_is_known_but_not_stored(precompute: CacheBlendPrecompute) -> None:
+    nodes = split(sentences(4))
+    precompute(nodes)
+    assert found(precompute.open(), nodes[0].get_content())[0] == (False, "not stored")
+
+
+def test_both_variants_can_be_stored(random_model: Path) -> None:
+    precompute = CacheBlendPrecompute(
+        model=random_model, namespace="both", variants=("llm", "bare"), **SMALL
+    )
+    nodes = split(sentences(4))
+    precompute(nodes)
+    for text in ("none", "llm"):
+        assert found(precompute.open(), nodes[0].get_content(text))[0] == (True, None)
+
+
+def test_a_new_version_replaces_the_old(precompute: CacheBlendPrecompute) -> None:
+    old, new = split(sentences(8)), split(sentences(8, word="brick"))
+    precompute(old)
+    precompute(new)
+    engine = precompute.open()
+    assert found(engine, old[0].get_content("llm")) == []
+    assert found(engine, new[0].get_content("llm")) == [(True, None)]
+    assert {c.text for c in engine.registry.document("doc")} == {
+        text for node in new for text in (node.get_content("llm"), node.get_content())
+    }
+
+
+def test_a_part_of_a_document_replaces_nothing(precompute: CacheBlendPrecompute) -> None:
+    nodes = split(sentences(12))
+    precompute(nodes[:1])
+    precompute(nodes[1:])
+    text = "\n\n".join(node.get_content("llm") for node in nodes)
+    assert all(hit for hit, _ in found(precompute.open(), text))
+
+
+def test_bad_nodes_are_skipped_and_named(
+    precompute: CacheBlendPrecompute, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="doc")}
+    texts = {"empty": " \n", "broken": "half a \ud83d pair", "good": "Sentence {n} with {braces}."}
+    nodes = [TextNode(id_=name, text=text, relationships=source) for name, text in texts.items()]
+    precompute(nodes)
+    assert "node empty holds no text" in caplog.text
+    assert "node broken holds an unpaired surrogate" in caplog.text
+    assert found(precompute.open(), texts["good"]) == [(True, None)]
+
+
+def test_the_async_call_does_the_same(precompute: CacheBlendPrecompute) -> None:
+    nodes = split(sentences(4))
+    assert asyncio.run(precompute.acall(nodes)) is nodes
+    assert found(precompute.open(), nodes[0].get_content("llm")) == [(True, None)]
+
+
+def test_it_shares_the_engine_of_its_llm(random_model: Path) -> None:
+    llm = CacheBlendLLM(model=random_model, system_prompt="Be brief.", is_chat_model=False)
+    precompute = CacheBlendPrecompute.from_llm(llm)
+    assert precompute.instruction == llm.resolve_instruction()
+    assert precompute.instruction.startswith("Be brief.")
+    assert precompute.open() is llm.open()
+    other = CacheBlendLLM(model=random_model, namespace="outliving")
+    engine = CacheBlendPrecompute.from_llm(other).open()
+    assert other.open() is engine
+    given = CacheBlendLLM(engine=llm.open())
+    assert CacheBlendPrecompute.from_llm(given).open() is llm.open()
+
+
+def test_it_is_pickled_without_its_engine(precompute: CacheBlendPrecompute) -> None:
+    precompute.open()
+    again = pickle.loads(pickle.dumps(precompute))  # noqa: S301
+    assert not again.is_open
+    assert again.to_dict() == precompute.to_dict()
+    assert not again.show_progress
+
+
+@pytest.mark.parametrize("open_engine", [False, True])
+def test_what_no_worker_could_share_is_not_pickled(random_model: Path, open_engine: bool) -> None:
+    fields: dict[str, Any] = {"model": random_model}
+    if open_engine:
+        fields = {"engine": CacheBlendLLM(model=random_model).open()}
+    with pytest.raises(ConfigError, match="kv_path"):
+        pickle.dumps(CacheBlendPrecompute(**fields))
+
+
+def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> None:
+    def key(**fields: Any) -> str:
+        return str(CacheBlendPrecompute(**{"model": random_model, **fields}).to_dict())
+
+    plain = key()
+    changes: list[dict[str, Any]] = [
+        {"model": "demo"},
+        {"kv_path": "kv"},
+        {"instruction": "Read:"},
+        {"namespace": "other"},
+        {"dtype": "bfloat16"},
+        {"variants": ("bare",)},
+        {"blend_config": {"lead_in": "bos"}},
+    ]
+    assert len({plain, *(key(**change) for change in changes)}) == len(changes) + 1
+    assert key(show_progress=False, host_bytes=1 << 20, device="cpu") == plain

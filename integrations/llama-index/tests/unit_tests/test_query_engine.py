@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from llama_index.core import (
+    Document,
+    PromptTemplate,
+    Settings,
+    SimpleDirectoryReader,
+    VectorStoreIndex,
+)
+from llama_index.core.llms import MockLLM
+from llama_index.core.node_parser import SentenceSplitter
+from llama_index.core.response_synthesizers import ResponseMode
+
+from cacheblend_rag.errors import ConfigError
+from llama_index.llms.cacheblend import (
+    CacheBlendLLM,
+    CacheBlendPromptHelper,
+    cacheblend_query_engine,
+    collect_reports,
+)
+
+SPLITTER = [SentenceSplitter(chunk_size=40, chunk_overlap=0)]
+
+
+@pytest.fixture
+def llm(random_model: Path) -> CacheBlendLLM:
+    return CacheBlendLLM(
+        model=random_model,
+        namespace="query-engine",
+        blend_config={"min_tokens": 0},
+        max_tokens=2,
+        is_chat_model=False,
+    )
+
+
+def documents() -> list[Document]:
+    return [
+        Document(
+            text=" ".join(f"{word} number {n} is heavy." for n in range(9)),
+            id_=word,
+            metadata={"file": f"{word}.txt"},
+        )
+        for word in ("Stone", "Brick")
+    ]
+
+
+def all_hit(query_engine: Any) -> bool:
+    with collect_reports() as reports:
+        query_engine.query("What is heavy?")
+    return bool(reports[0]["chunks"]) and all(chunk["hit"] for chunk in reports[0]["chunks"])
+
+
+def test_documents_become_a_query_engine(llm: CacheBlendLLM) -> None:
+    query_engine = cacheblend_query_engine(
+        documents(), llm, transformations=SPLITTER, show_progress=False
+    )
+    assert all_hit(query_engine)
+    helper = query_engine._response_synthesizer._prompt_helper
+    assert isinstance(helper, CacheBlendPromptHelper)
+    query_engine.retriever._index.delete_ref_doc("Stone")
+    assert llm.open().registry.document("Stone") == ()
+
+
+def test_the_five_lines_of_the_readme(llm: CacheBlendLLM, tmp_path: Path) -> None:
+    for name in ("stone", "brick"):
+        (tmp_path / f"{name}.txt").write_text(
+            " ".join(f"A {name} of weight {n}." for n in range(60))
+        )
+    Settings.llm = llm
+    documents = SimpleDirectoryReader(str(tmp_path)).load_data()
+    query_engine = cacheblend_query_engine(documents, show_progress=False)
+    assert all_hit(query_engine)
+    with collect_reports() as reports:
+        query_engine.query("What is heavy?")
+    assert len(reports[0]["chunks"]) == 2
+
+
+def test_an_index_becomes_a_query_engine(llm: CacheBlendLLM) -> None:
+    index = VectorStoreIndex.from_documents(documents(), transformations=SPLITTER)
+    assert all_hit(cacheblend_query_engine(index, llm, show_progress=False))
+
+
+def test_the_llm_of_settings_is_used(llm: CacheBlendLLM) -> None:
+    Settings.llm = llm
+    assert all_hit(cacheblend_query_engine(documents(), show_progress=False))
+
+
+@pytest.mark.parametrize(
+    ("given", "instruction"),
+    [
+        ({}, "Context information is below.\n---------------------\n"),
+        (
+            {"response_mode": ResponseMode.TREE_SUMMARIZE},
+            "Context information from multiple sources is below.\n---------------------\n",
+        ),
+        ({"text_qa_template": PromptTemplate("Read {context_str}: {query_str}")}, "Read "),
+    ],
+)
+def test_the_instruction_is_the_head_of_the_template(
+    given: dict[str, Any], instruction: str, llm: CacheBlendLLM
+) -> None:
+    query_engine = cacheblend_query_engine(documents(), llm, show_progress=False, **given)
+    assert llm.instruction == instruction
+    assert all_hit(query_engine)
+
+
+def test_an_instruction_of_ones_own_stays(random_model: Path) -> None:
+    llm = CacheBlendLLM(model=random_model, instruction="Mine:\n", max_tokens=1)
+    cacheblend_query_engine(documents(), llm, show_progress=False)
+    assert llm.instruction == "Mine:\n"
+
+
+def test_another_llm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
+        cacheblend_query_engine(documents(), MockLLM())
