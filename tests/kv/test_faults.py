@@ -59,6 +59,7 @@ def run_python(code, *arguments):
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(prelude) + textwrap.dedent(code), *arguments],
         env={**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -257,6 +258,7 @@ def test_two_processes_may_write_one_chunk_while_a_third_reads(tmp_path):
     writer = """
         tier = DiskTier(folder, 2 * len(codec.encode(make_key(0), make_kv())))
         print("ready", flush=True)
+        input()
         for step in range(25):
             for number in (0, 0, step % 3):
                 assert tier.put(make_key(number), StoredChunk(make_kv(number), time.time()))
@@ -268,6 +270,9 @@ def test_two_processes_may_write_one_chunk_while_a_third_reads(tmp_path):
     for process in processes:
         assert process.stdout.readline() == "ready\n"
     reader = DiskTier(tmp_path, 2 * len(DATA))
+    for process in processes:  # all at once, and none before its first line is read
+        process.stdin.write("go\n")
+        process.stdin.flush()
     hits = 0
     while any(process.poll() is None for process in processes):
         for number in range(3):
