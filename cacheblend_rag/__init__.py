@@ -16,7 +16,6 @@ from cacheblend_rag.prompt import BlendPrompt, Segment
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import (
         BlendReport,
-        ChunkReport,
         Delta,
         Engine,
         Generation,
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.opening import load_tokenizer, open_engine
+    from cacheblend_rag.reports import ChunkReport
     from cacheblend_rag.shared_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
@@ -33,7 +33,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "BlendReport": "cacheblend_rag.engines.base",
     "ChunkKV": "cacheblend_rag.kv",
-    "ChunkReport": "cacheblend_rag.engines.base",
+    "ChunkReport": "cacheblend_rag.reports",
     "Delta": "cacheblend_rag.engines.base",
     "Engine": "cacheblend_rag.engines.base",
     "Generation": "cacheblend_rag.engines.base",

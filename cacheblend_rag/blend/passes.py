@@ -25,6 +25,11 @@ Observer = Callable[[AttentionCall, Tensor, Tensor], None]
 """Sees each attention call, the positions (rows,) of its rows, and the layer's fused keys."""
 
 
+Attention = Callable[[AttentionCall, FusedKV, Tensor], Tensor]
+"""Attention of rows at positions (rows,) over a layer's fused KV, which holds their fresh KV
+already; returns (1, rows, heads, head_dim)."""
+
+
 @dataclass(frozen=True, slots=True)
 class LayerStep:
     """One step of a pass: the layer just run and how many rows it was run on."""
@@ -79,10 +84,12 @@ class BlendPass:
 
     token_ids: (tokens,) int64. fused: holds the cached tokens' KV, re-rotated. candidates: which
     tokens those are. row_block: rows run through a layer at once, which bounds the memory of layers
-    that compute all tokens.
+    that compute all tokens. needs_hidden: whether the last token's hidden state is wanted, or only
+    KV. attention: how rows attend; by default exactly, over the fused KV.
 
     ``steps()`` is a generator: each step runs one layer, so a caller may do other work in between.
-    Afterwards ``hidden`` is the last token's hidden state (1, 1, hidden) and ``stats`` is complete.
+    Afterwards ``stats`` is complete and, where it was wanted, ``hidden`` is the last token's hidden
+    state (1, 1, hidden).
     """
 
     stack: DecoderStack
@@ -92,14 +99,16 @@ class BlendPass:
     schedule: Schedule
     row_block: int = 512
     observer: Observer | None = None
+    needs_hidden: bool = True
+    attention: Attention | None = None
     hidden: Tensor = field(init=False)
     stats: PassStats = field(init=False)
 
     def __post_init__(self) -> None:
         self.stats = PassStats(recomputed=torch.zeros_like(self.candidates.cached))
-        # The last token yields the logits, so it is always computed.
         self._always = ~self.candidates.cached
-        self._always[-1] = True
+        if self.needs_hidden:  # the last token yields the logits
+            self._always[-1] = True
 
     @property
     def compute_share(self) -> float:
@@ -161,13 +170,9 @@ class BlendPass:
     def _run_block(self, layer: int, block: _Block, hidden: Tensor) -> Tensor:
         def attend(call: AttentionCall) -> Tensor:
             self.fused.write(layer, block.rows, call.key, call.value)
-            keys, values = self.fused.layer(layer)
             if self.observer is not None:
-                self.observer(call, block.rows, keys)
-            return attend_rows(
-                call.query, keys, values, block.rows,
-                scaling=call.scaling, window=call.window, softcap=call.softcap,
-            )  # fmt: skip
+                self.observer(call, block.rows, self.fused.layer(layer)[0])
+            return (self.attention or attend_fused)(call, self.fused, block.rows)
 
         return self.stack.run_layer(layer, hidden, block.place, attend)
 
@@ -193,14 +198,17 @@ class BlendPass:
             self._carry(kept)
 
     def _finish(self, layer: int) -> None:
-        """The last layer: K and V of every row, the layer itself for the last token only."""
+        """The last layer: K and V of every row, the layer itself for the last token at most."""
         computed = self._rows
-        if computed.numel() > 1:
+        only_last = self.needs_hidden and computed.numel() == 1
+        if computed.numel() and not only_last:
             for block, call in self._probe(layer):
                 self.fused.write(layer, block.rows, call.key, call.value)
                 if self.observer is not None:
                     self.observer(call, block.rows, self.fused.layer(layer)[0])
-            self.stats.work += self.stack.costs[layer].probe(computed.numel() - 1)
+            self.stats.work += self.stack.costs[layer].probe(computed.numel() - self.needs_hidden)
+        if not self.needs_hidden:
+            return
         self.hidden = self.hidden[:, -1:]
         observer, self.observer = self.observer, None
         self._carry(computed[-1:])
@@ -216,6 +224,15 @@ class BlendPass:
         mask = torch.zeros_like(self._always)
         mask[rows] = True
         return mask
+
+
+def attend_fused(call: AttentionCall, fused: FusedKV, rows: Tensor) -> Tensor:
+    """Attend exactly, with PyTorch's attention, over the fused KV."""
+    keys, values = fused.layer(call.layer)
+    return attend_rows(
+        call.query, keys, values, rows,
+        scaling=call.scaling, window=call.window, softcap=call.softcap,
+    )  # fmt: skip
 
 
 @dataclass

@@ -11,18 +11,9 @@ from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import BlendPrompt, Message
+from cacheblend_rag.reports import ChunkReport
 
 FinishReason = Literal["stop", "length", "cancelled"]
-MissReason = Literal[
-    "unknown",  # the chunk was given as such, but never registered
-    "not stored",  # registered, but its KV is in no tier
-    "other model",  # stored KV belongs to another model, tokenizer, lead-in or namespace
-    "altered text",  # the text differs from the chunk the hint named
-    "damaged",  # stored bytes failed their checksum and were quarantined
-    "store error",  # a tier could not be read
-    "too short",  # the prompt's reusable tokens are fewer than min_tokens
-    "unsupported model",  # this model's KV cannot be blended
-]
 
 
 @dataclass(frozen=True)
@@ -58,25 +49,6 @@ class SamplingParams:
             raise ConfigError(f"top_k={self.top_k!r} must be at least 0")
         if self.repetition_penalty <= 0:
             raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} must be above 0")
-
-
-@dataclass(frozen=True)
-class ChunkReport:
-    """What became of one chunk of a prompt.
-
-    start: index of its first token in the prompt. tokens: its length. hit: whether its KV was
-    reused. reason: why not, None on a hit. tier: where the KV was found ("host", "disk"), None on
-    a miss. recomputed: how many of its tokens were computed afresh.
-    """
-
-    chunk_id: str
-    start: int
-    tokens: int
-    hit: bool
-    reason: MissReason | None = None
-    tier: str | None = None
-    document_id: str | None = None
-    recomputed: int = 0
 
 
 @dataclass(frozen=True)

@@ -24,35 +24,36 @@ from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import (
     BlendReport,
-    ChunkReport,
     Delta,
     FinishReason,
     Generation,
-    MissReason,
     PhaseSeconds,
     PrecomputeReport,
     PromptLike,
     SamplingParams,
 )
-from cacheblend_rag.engines.transformers import indexing, loading
+from cacheblend_rag.engines.transformers import loading
+from cacheblend_rag.engines.transformers.batches import compute_batches
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
-from cacheblend_rag.engines.transformers.leadin import LeadIn, LedChunk
 from cacheblend_rag.engines.transformers.prefill import (
-    BlendPrefill,
     Prefilled,
     PromptChunks,
     Steps,
-    Stopwatch,
+    blended_prefill,
     decode,
     ordinary_prefill,
 )
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.support import blend_refusal
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.fusion.indexing import Computed, compute_chunks
+from cacheblend_rag.fusion.lead_in import LeadIn, LedChunk
+from cacheblend_rag.fusion.prompt_pass import Stopwatch
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt, Tokenizer, tokenize_chunk
+from cacheblend_rag.reports import ChunkReport, MissReason
 
 logger = logging.getLogger(__name__)
 
@@ -376,15 +377,19 @@ class TransformersEngine:
         return "", led
 
     def _compute(self, wanted: list[LedChunk]) -> Iterator[tuple[LedChunk, ChunkKV]]:
-        """Compute the KV of all that is not stored, a document or batch at a time."""
+        """Compute the KV of all that is not stored, a layer or batch at a time."""
         if self._stack is None:
-            return iter(())
-        in_document = self._lead_in.name == "document"
-        return self._taking_turns(
-            indexing.compute_chunks(
-                self._stack, self.model, wanted, self.store, in_document=in_document
-            )
+            return
+        work: Computed = compute_chunks(
+            self._stack,
+            wanted,
+            self.store,
+            alone=lambda chunks: compute_batches(self.model, chunks),
+            in_document=self._lead_in.name == "document",
         )
+        for computed in self._taking_turns(work):
+            if computed is not None:
+                yield computed
 
     def _taking_turns(self, steps: Iterator[T]) -> Iterator[T]:
         """Run each step alone and without gradients, letting other requests run in between."""
@@ -502,8 +507,7 @@ class TransformersEngine:
         reserve = min(request.max_tokens, GROWTH_TOKENS)
         refusal, miss = self._refusal(request, chunks)
         if refusal is None and self._stack is not None:
-            blend = BlendPrefill(self._stack, chunks, request.config)
-            return (yield from blend.steps(reserve))
+            return (yield from blended_prefill(self._stack, chunks, request.config, reserve))
         prefilled = yield from ordinary_prefill(
             self.model, self._stack, request.prompt.token_ids, reserve
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
-from cacheblend_rag.engines.transformers import indexing
-from cacheblend_rag.engines.transformers.leadin import window_start
+from cacheblend_rag.blend.passes import LayerStep
+from cacheblend_rag.fusion import indexing
+from cacheblend_rag.fusion.lead_in import window_start
 from tests.engines.transformers.conftest import EngineFactory
 from tests.engines.transformers.test_exactness import ordinary_kv
 from tests.models import words
@@ -81,9 +83,9 @@ def computed_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
 
     class Recorded(indexing.BlendPass):
-        def run(self) -> None:
+        def steps(self) -> Iterator[LayerStep]:
             rows.append(int((~self.candidates.cached).sum()))
-            super().run()
+            return super().steps()
 
     monkeypatch.setattr(indexing, "BlendPass", Recorded)
     return rows

@@ -10,7 +10,8 @@ from typing import Any
 from cacheblend_rag.chunks import Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
-from cacheblend_rag.prompt import BlendPrompt, opening_tokens, tokenize_chunk
+from cacheblend_rag.prompt import BlendPrompt, ChunkSpan, opening_tokens, tokenize_chunk
+from cacheblend_rag.reports import ChunkReport, MissReason
 
 CACHED_KEYS = 200_000
 CACHED_PIECES = 10_000
@@ -29,6 +30,32 @@ class LedChunk:
     lead: tuple[int, ...]
     context: tuple[int, ...]
     key: KVKey
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedChunk:
+    """Tokens [start, end) of a prompt are the chunk stored under ``key``.
+
+    protected: fresh KV of its tokens would forget what the cached KV knows of its document.
+    """
+
+    key: KVKey
+    start: int
+    end: int
+    protected: bool = False
+    document_id: str | None = None
+
+    def report(self, reason: MissReason | None, tier: str | None = None) -> ChunkReport:
+        """Report a hit when ``tier`` says where, otherwise a miss for ``reason``."""
+        return ChunkReport(
+            chunk_id=self.key.chunk_id,
+            start=self.start,
+            tokens=self.end - self.start,
+            hit=tier is not None,
+            reason=reason,
+            tier=tier,
+            document_id=self.document_id,
+        )
 
 
 class LeadIn:
@@ -81,6 +108,31 @@ class LeadIn:
         pieces = [self._tokenize(piece) for piece in chunk.context]
         kept = pieces[window_start([len(piece) for piece in pieces], self.window) :]
         return tuple(token for piece in kept for token in piece)
+
+
+def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChunk]:
+    """Return the chunks of a prompt with their keys, and which of them are to be protected.
+
+    Fresh KV would forget what contextual KV knows, except where the document's earlier chunks stand
+    right before the chunk, in order.
+    """
+    placed: list[PlacedChunk] = []
+    earlier: list[str] = []
+    for span in spans:
+        chunk = span.chunk
+        context = [piece for piece in chunk.context if piece.strip()]
+        known = not context or earlier[-len(context) :] == context
+        placed.append(
+            PlacedChunk(
+                key=lead_in.key(chunk),
+                start=span.start,
+                end=span.end,
+                protected=lead_in.name == "document" and not known,
+                document_id=chunk.document_id,
+            )
+        )
+        earlier.append(chunk.text)
+    return placed
 
 
 def window_start(lengths: Sequence[int], window: int) -> int:

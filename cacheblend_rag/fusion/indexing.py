@@ -11,25 +11,28 @@ two is not computed anyway is run through that one layer only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from cacheblend_rag.blend import AttentionCall, BlendPass, FusedKV
 from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
-from cacheblend_rag.engines.transformers.leadin import LedChunk
-from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.blend.stack import DecoderStack
+from cacheblend_rag.fusion.lead_in import LedChunk
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.store import TieredKVStore
 
-BATCH_TOKENS = 8192
+Computed = Iterator[tuple[LedChunk, ChunkKV] | None]
+"""Chunks as they are computed; None where a layer was run and others may have their turn."""
+
+ComputeAlone = Callable[[list[LedChunk]], Computed]
+"""Computes chunks behind their lead-in only, without a prior."""
+
 PRIOR_LAYER = 1
 """The first layer whose keys depend on other tokens: comparing there costs about one layer."""
 
@@ -62,40 +65,42 @@ def document_passes(chunks: Iterable[LedChunk]) -> list[DocumentPass]:
 
 
 def compute_chunks(
-    stack: TransformersStack,
-    model: PreTrainedModel,
+    stack: DecoderStack,
     chunks: Iterable[LedChunk],
     store: TieredKVStore,
     *,
+    alone: ComputeAlone,
     in_document: bool,
-) -> Iterator[tuple[LedChunk, ChunkKV]]:
+) -> Computed:
     """Yield the KV and prior of every chunk not in ``store``.
 
     in_document: chunks are computed behind their document (lead-in ``document``); otherwise behind
     the lead-in alone, and the document only serves the prior.
     """
-    alone: list[LedChunk] = []
+    unrelated: list[LedChunk] = []
     for work in document_passes(chunks):
         missing = [chunk for chunk, _ in work.members if not store.contains(chunk.key)]
         if not any(chunk.context for chunk, _ in work.members):
-            alone += missing
+            unrelated += missing
         elif in_document:
             yield from compute_document(stack, work, store)
         elif missing:
             starts = {chunk.key: start for chunk, start in work.members}
             contextual = keys_of_prior_layer(stack, work.tokens)
-            for chunk, kv in compute_alone(stack, model, missing):
+            for computed in alone(missing):
+                if computed is None:
+                    yield None
+                    continue
+                chunk, kv = computed
                 start = starts[chunk.key]
                 there = contextual[:, start : start + kv.tokens]
                 here = kv.keys[prior_layer(stack)]
                 prior = context_deviation(stack, here, there, start - kv.position)
                 yield chunk, replace(kv, prior=prior)
-    yield from compute_alone(stack, model, alone)
+    yield from alone(unrelated)
 
 
-def compute_document(
-    stack: TransformersStack, work: DocumentPass, store: TieredKVStore
-) -> Iterator[tuple[LedChunk, ChunkKV]]:
+def compute_document(stack: DecoderStack, work: DocumentPass, store: TieredKVStore) -> Computed:
     """Run one document pass; yield the KV and prior of every member not in ``store``."""
     missing = [(c, at) for c, at in work.members if not store.contains(c.key)]
     if not missing:
@@ -114,8 +119,7 @@ def compute_document(
         else:
             fused.place(stack, found, start)
             cached[start : start + found.tokens] = True
-    candidates = Candidates(cached, cached, torch.zeros_like(ids))
-    BlendPass(stack, ids, fused, candidates, REUSE_ONLY).run()
+    yield from _run(stack, ids, fused, cached)
     for chunk, start in missing:
         kv = fused.slice(start, start + len(chunk.token_ids))
         prior = torch.zeros(kv.tokens, device=device)
@@ -127,35 +131,30 @@ def compute_document(
         yield chunk, replace(kv, prior=prior)
 
 
-def compute_alone(
-    stack: TransformersStack, model: PreTrainedModel, chunks: list[LedChunk]
-) -> Iterator[tuple[LedChunk, ChunkKV]]:
-    """Compute chunks behind their lead-in only, in batches of like length; without a prior.
-
-    Padding stands on the right, where causal attention never looks, so it needs no mask.
-    """
-    for batch in _batches(sorted(chunks, key=lambda c: len(c.token_ids))):
-        lead = len(batch[0].lead)
-        width = lead + len(batch[-1].token_ids)
-        rows = [[*c.lead, *c.token_ids] for c in batch]
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        cache = DynamicCache()
-        model.get_decoder()(
-            input_ids=ids.to(stack.geometry.device), past_key_values=cache, use_cache=True
-        )
-        for index, chunk in enumerate(batch):
-            part = (index, slice(None), slice(lead, lead + len(chunk.token_ids)))
-            keys = torch.stack([layer.keys[part] for layer in cache.layers])
-            values = torch.stack([layer.values[part] for layer in cache.layers])
-            yield chunk, ChunkKV(keys, values, lead)
+def compute_one_by_one(stack: DecoderStack, chunks: Iterable[LedChunk]) -> Computed:
+    """Compute chunks behind their lead-in only, each in a pass of its own; without a prior."""
+    device = stack.geometry.device
+    for chunk in chunks:
+        ids = torch.tensor([*chunk.lead, *chunk.token_ids], device=device)
+        fused = FusedKV(stack.geometry, ids.numel())
+        yield from _run(stack, ids, fused, torch.zeros_like(ids, dtype=torch.bool))
+        yield chunk, fused.slice(len(chunk.lead), ids.numel())
 
 
-def prior_layer(stack: TransformersStack) -> int:
+def _run(stack: DecoderStack, ids: Tensor, fused: FusedKV, cached: Tensor) -> Iterator[None]:
+    """Compute all tokens that are not cached."""
+    candidates = Candidates(cached, cached, torch.zeros_like(ids))
+    run = BlendPass(stack, ids, fused, candidates, REUSE_ONLY, needs_hidden=False)
+    for _ in run.steps():
+        yield None
+
+
+def prior_layer(stack: DecoderStack) -> int:
     """Return PRIOR_LAYER, or the only layer of a model that has no more."""
     return min(PRIOR_LAYER, stack.geometry.layers - 1)
 
 
-def keys_of_prior_layer(stack: TransformersStack, tokens: Sequence[int]) -> Tensor:
+def keys_of_prior_layer(stack: DecoderStack, tokens: Sequence[int]) -> Tensor:
     """Return the keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, running only what is before it.
 
     tokens: the whole sequence from position 0.
@@ -176,9 +175,7 @@ def keys_of_prior_layer(stack: TransformersStack, tokens: Sequence[int]) -> Tens
     return stack.probe_layer(last, hidden, place).key[0]
 
 
-def context_deviation(
-    stack: TransformersStack, alone: Tensor, contextual: Tensor, by: int
-) -> Tensor:
+def context_deviation(stack: DecoderStack, alone: Tensor, contextual: Tensor, by: int) -> Tensor:
     """Return the prior, (tokens,) float32: how far a chunk's document moves its keys.
 
     alone, contextual: keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, computed behind the lead-in
@@ -188,16 +185,3 @@ def context_deviation(
     cos, sin = stack.rotation(by)
     moved = rotated(alone[None], cos[layer, None], sin[layer, None])[0]
     return (moved.float() - contextual.float()).square().sum((0, 2))
-
-
-def _batches(chunks: list[LedChunk]) -> Iterator[list[LedChunk]]:
-    """Cut chunks, shortest first, into batches of at most BATCH_TOKENS padded tokens."""
-    batch: list[LedChunk] = []
-    for chunk in chunks:
-        width = len(chunk.lead) + len(chunk.token_ids)
-        if batch and width * (len(batch) + 1) > BATCH_TOKENS:
-            yield batch
-            batch = []
-        batch.append(chunk)
-    if batch:
-        yield batch

@@ -1,0 +1,48 @@
+"""Index time: chunks that need no document, computed in padded batches of like length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from cacheblend_rag.fusion.lead_in import LedChunk
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+
+BATCH_TOKENS = 8192
+
+
+def compute_batches(
+    model: PreTrainedModel, chunks: list[LedChunk]
+) -> Iterator[tuple[LedChunk, ChunkKV]]:
+    """Compute chunks behind their lead-in only, in batches of like length; without a prior.
+
+    Padding stands on the right, where causal attention never looks, so it needs no mask.
+    """
+    for batch in _batches(sorted(chunks, key=lambda c: len(c.token_ids))):
+        lead = len(batch[0].lead)
+        width = lead + len(batch[-1].token_ids)
+        rows = [[*c.lead, *c.token_ids] for c in batch]
+        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+        cache = DynamicCache()
+        model.get_decoder()(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
+        for index, chunk in enumerate(batch):
+            part = (index, slice(None), slice(lead, lead + len(chunk.token_ids)))
+            keys = torch.stack([layer.keys[part] for layer in cache.layers])
+            values = torch.stack([layer.values[part] for layer in cache.layers])
+            yield chunk, ChunkKV(keys, values, lead)
+
+
+def _batches(chunks: list[LedChunk]) -> Iterator[list[LedChunk]]:
+    """Cut chunks, shortest first, into batches of at most BATCH_TOKENS padded tokens."""
+    batch: list[LedChunk] = []
+    for chunk in chunks:
+        width = len(chunk.lead) + len(chunk.token_ids)
+        if batch and width * (len(batch) + 1) > BATCH_TOKENS:
+            yield batch
+            batch = []
+        batch.append(chunk)
+    if batch:
+        yield batch

@@ -1,0 +1,212 @@
+"""PromptPass: load a prompt's stored chunk KV, choose rows, recompute them, a step at a time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend import BlendPass, FusedKV, Schedule, plan_schedule
+from cacheblend_rag.blend.passes import Attention, Candidates
+from cacheblend_rag.blend.probe import REUSE_ONLY, probe_question
+from cacheblend_rag.blend.stack import DecoderStack
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.fusion.lead_in import PlacedChunk
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.reports import ChunkReport, MissReason
+
+
+class Stopwatch:
+    """Adds up seconds by phase; on an accelerator each reading waits for the work queued so far."""
+
+    def __init__(self, device: torch.device, seconds: dict[str, float] | None = None) -> None:
+        self.device = device
+        self.seconds = {} if seconds is None else seconds
+        self.skip()
+
+    def skip(self) -> None:
+        """Charge the time since the last reading to nothing."""
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Charge the time since the last reading to ``phase``."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._add(phase, time.perf_counter() - self._last)
+        self.skip()
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Charge some of one phase's seconds to another."""
+        self._add(source, -seconds)
+        self._add(target, seconds)
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
+
+
+@dataclass
+class FusedPrompt:
+    """A prompt's KV, and how it came to be.
+
+    hidden: the last token's final hidden state (1, 1, hidden), None when it was not asked for.
+    seconds: by phase, as PhaseSeconds names them.
+    """
+
+    fused: FusedKV
+    hidden: Tensor | None
+    selector: str
+    ratio: float
+    chunks: list[ChunkReport]
+    compute_share: float
+    seconds: dict[str, float]
+
+    @property
+    def blended(self) -> bool:
+        """Whether any chunk could be reused."""
+        return any(chunk.hit for chunk in self.chunks)
+
+
+@dataclass
+class PromptPass:
+    """The pass over one prompt.
+
+    token_ids: (tokens,) int64. placed: the prompt's chunks, in order. reserve: room in the buffer
+    for tokens decoded later. needs_hidden: whether the last token's hidden state is wanted.
+    attention: how rows attend, see BlendPass. on_layer: called with each layer whose KV is final.
+    """
+
+    stack: DecoderStack
+    token_ids: Tensor
+    placed: Sequence[PlacedChunk]
+    store: TieredKVStore
+    config: BlendConfig
+    reserve: int = 0
+    needs_hidden: bool = True
+    attention: Attention | None = None
+    on_layer: Callable[[int, FusedKV], None] | None = None
+    watch: Stopwatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = Stopwatch(self.stack.geometry.device)
+
+    def steps(self) -> Generator[None, None, FusedPrompt]:
+        """Load, select, recompute: yields after each chunk, then after each layer."""
+        schedule = plan_schedule(self.config, self.stack.geometry.layers)
+        fused = FusedKV(self.stack.geometry, self.token_ids.numel(), self.reserve)
+        candidates, reports, has_prior = yield from self._load(fused, schedule)
+        self.watch.lap("load")
+        schedule, selector = self._workable(schedule, candidates, has_prior)
+        probe_work = 0.0
+        if schedule.selector.needs_question and schedule.before:
+            candidates.question_attention, probe_work = yield from self._probe(fused, candidates)
+            self.watch.lap("selection")
+        run = BlendPass(
+            self.stack,
+            self.token_ids,
+            fused,
+            candidates,
+            schedule,
+            needs_hidden=self.needs_hidden,
+            attention=self.attention,
+        )
+        for step in run.steps():
+            if self.on_layer is not None:
+                self.on_layer(step.layer, fused)
+            yield
+        self.watch.lap("recompute")
+        self.watch.move(run.stats.selection_seconds, "recompute", "selection")
+        run.stats.work += probe_work
+        return FusedPrompt(
+            fused=fused,
+            hidden=run.hidden if self.needs_hidden else None,
+            selector=selector,
+            ratio=schedule.ratio,
+            chunks=[_with_recomputed(report, run.stats.recomputed) for report in reports],
+            compute_share=run.compute_share,
+            seconds=self.watch.seconds,
+        )
+
+    def _load(
+        self, fused: FusedKV, schedule: Schedule
+    ) -> Generator[None, None, tuple[Candidates, list[ChunkReport], bool]]:
+        """Lay stored chunk KV into the buffer, one chunk at a time."""
+        tokens, device = fused.tokens, self.stack.geometry.device
+        cached = torch.zeros(tokens, dtype=torch.bool, device=device)
+        eligible, prior = cached.clone(), torch.zeros(tokens, device=device)
+        offsets = torch.zeros(tokens, dtype=torch.long, device=device)
+        reports: list[ChunkReport] = []
+        has_prior = False
+        for chunk in self.placed:
+            found = self.store.get(chunk.key)
+            kv: ChunkKV | None = found.kv
+            reason: MissReason | None = found.reason
+            if kv is not None and not fused.fits(kv, chunk.end - chunk.start):
+                kv, reason = None, "damaged"
+            elif reason == "not stored":
+                reason = absence(self.store, chunk.key)
+            reports.append(chunk.report(reason, found.tier if kv else None))
+            if kv is not None:
+                fused.place(self.stack, kv, chunk.start)
+                here = slice(chunk.start, chunk.end)
+                cached[here] = True
+                eligible[here] = schedule.recomputes_all or not self._protects(chunk)
+                offsets[here] = torch.arange(kv.tokens, device=device)
+                if kv.prior is not None:
+                    prior[here], has_prior = kv.prior.to(device), True
+            yield
+        return Candidates(cached, eligible, offsets, prior), reports, has_prior
+
+    def _protects(self, chunk: PlacedChunk) -> bool:
+        return chunk.protected and self.config.protect_context
+
+    def _workable(
+        self, schedule: Schedule, candidates: Candidates, has_prior: bool
+    ) -> tuple[Schedule, str]:
+        """Replace a schedule that this prompt gives nothing to go by; returns it with its name."""
+        name = self.config.selector
+        if schedule.recomputes_all:
+            return schedule, name
+        if not bool(candidates.eligible.any()):
+            return REUSE_ONLY, f"{name} (no token may be recomputed)"
+        if schedule.selector.needs_prior and not has_prior:
+            fallback = replace(self.config, selector="chunk_head", selector_options={})
+            return (
+                plan_schedule(fallback, self.stack.geometry.layers),
+                f"chunk_head (no prior stored for {name})",
+            )
+        return schedule, name
+
+    def _probe(
+        self, fused: FusedKV, candidates: Candidates
+    ) -> Generator[None, None, tuple[Tensor, float]]:
+        question_start = max(chunk.end for chunk in self.placed)
+        steps = probe_question(
+            self.stack,
+            self.token_ids,
+            fused,
+            candidates,
+            min(question_start, self.token_ids.numel() - 1),
+        )
+        while True:
+            try:
+                next(steps)
+            except StopIteration as done:
+                mass, work = done.value
+                return mass, work
+            yield
+
+
+def absence(store: TieredKVStore, key: KVKey) -> MissReason:
+    """Why the store has no such key: at all, or because its KV is another model's."""
+    return "other model" if store.has_relative(key) else "not stored"
+
+
+def _with_recomputed(report: ChunkReport, recomputed: Tensor) -> ChunkReport:
+    if not report.hit:
+        return report
+    part = recomputed[report.start : report.start + report.tokens]
+    return replace(report, recomputed=int(part.sum()))
