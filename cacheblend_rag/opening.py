@@ -48,8 +48,8 @@ def open_engine(
 ) -> Engine:
     """Return an engine.
 
-    engine: ``transformers`` (embedded), ``vllm``, the URL of a vLLM server, or ``auto``, the best
-        one that is installed.
+    engine: ``transformers`` (embedded), ``vllm`` (by name only; not yet complete, see the
+        changelog), the URL of a vLLM server, or ``auto``, which is the embedded one.
     model: a hub name, a local folder, ``demo`` (the bundled model) or a loaded model. tokenizer:
         the model's own by default; must be given with a loaded model.
     instruction: what prompts say before their first chunk; lead-ins compute chunks behind it. A
@@ -68,29 +68,50 @@ def open_engine(
         raise _no_server(engine, api_key)
     if engine not in ENGINES:
         raise ConfigError(f"engine={engine!r} must be {', '.join(ENGINES)} or a server's URL")
+    shared: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "config": config,
+        "registry": _open_registry(kv_path, namespace),
+        "instruction": instruction,
+        "namespace": namespace,
+        "dtype": dtype,
+    }
+    room: dict[str, Any] = {"host_bytes": host_bytes, "disk_bytes": disk_bytes}
     if engine == "vllm":
-        if find_spec("vllm") is None:
-            raise MissingExtraError("engine='vllm'", "vllm")
-        raise EngineUnavailableError("engine='vllm' is not part of this version: use transformers")
+        opened = _open_vllm(model, kv_path=kv_path, **room, **shared)
+    else:
+        opened = _open_transformers(model, device, kv_path=kv_path, **room, **shared)
+    if model == DEMO_MODEL:
+        opened.model_name = DEMO_MODEL
+    logger.info("engine: %s", opened.name)
+    return opened
 
+
+def _open_vllm(model: Any, *, dtype: Any, **options: Any) -> Engine:
+    if find_spec("vllm") is None:
+        raise MissingExtraError("engine='vllm'", "vllm")
+    if not isinstance(model, str | Path):
+        raise ConfigError("model must be a name or a folder with engine='vllm'")
+    from cacheblend_rag.engines.vllm.engine import VLLMEngine
+
+    precision = "auto" if dtype is None else str(dtype).removeprefix("torch.")
+    return VLLMEngine(_named(model), dtype=precision, **options)
+
+
+def _open_transformers(
+    model: Any,
+    device: str | None,
+    *,
+    kv_path: str | Path | None,
+    host_bytes: int,
+    disk_bytes: int | None,
+    **options: Any,
+) -> Engine:
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv.store import TieredKVStore
 
-    logger.info("engine: transformers")
-    opened = TransformersEngine(
-        _named(model),
-        tokenizer=tokenizer,
-        config=config,
-        store=TieredKVStore.open(host_bytes=host_bytes, disk_path=kv_path, disk_bytes=disk_bytes),
-        registry=_open_registry(kv_path, namespace),
-        instruction=instruction,
-        namespace=namespace,
-        device=device,
-        dtype=dtype,
-    )
-    if model == DEMO_MODEL:
-        opened.model_name = DEMO_MODEL
-    return opened
+    store = TieredKVStore.open(host_bytes=host_bytes, disk_path=kv_path, disk_bytes=disk_bytes)
+    return TransformersEngine(_named(model), store=store, device=device, **options)
 
 
 def load_tokenizer(model: str | Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -72,12 +74,32 @@ FAMILIES: dict[str, Any] = {
 }
 
 
+GPT2_CONFIG = GPT2Config(
+    vocab_size=VOCABULARY, n_embd=256, n_layer=2, n_head=4, n_positions=2048, bos_token_id=1
+)
+
+
 def make_model(family: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A random model of the family, always the same one."""
     torch.manual_seed(7)
     model = AutoModelForCausalLM.from_config(FAMILIES[family]())
     model.generation_config.eos_token_id = None
     return model.to(dtype).eval()
+
+
+def save_model(family: str, folder: Path, head_dim: int) -> None:
+    """Save a random model, with heads as wide as vLLM's kernels need them.
+
+    family: one of FAMILIES, or ``gpt2``, whose KV cannot be moved.
+    """
+    config = GPT2_CONFIG if family == "gpt2" else FAMILIES[family]()
+    config.hidden_size = config.num_attention_heads * head_dim
+    if getattr(config, "head_dim", None) is not None:
+        config.head_dim = head_dim
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = None
+    model.float().save_pretrained(folder)
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

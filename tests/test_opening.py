@@ -151,7 +151,7 @@ def test_a_server_that_answers_is_refused_by_name() -> None:
 
 
 def test_public_names_hide_folders(tmp_path: Path) -> None:
-    from cacheblend_rag.engines.transformers.loading import public_name
+    from cacheblend_rag.engines.naming import public_name
 
     assert public_name("org/model-7b") == "org/model-7b"
     assert public_name(str(tmp_path / "secret" / "my-model")) == "my-model"

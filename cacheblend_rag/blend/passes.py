@@ -66,6 +66,17 @@ class Candidates:
     prior: Tensor | None = None
     question_attention: Tensor | None = None
 
+    def first(self, count: int) -> Candidates:
+        """Return what is known of the first ``count`` tokens."""
+        prior, attention = self.prior, self.question_attention
+        return Candidates(
+            self.cached[:count],
+            self.eligible[:count],
+            self.offsets[:count],
+            None if prior is None else prior[:count],
+            None if attention is None else attention[:count],
+        )
+
     def evidence(self, rows: Tensor, **fresh: Tensor) -> Evidence:
         """Return what is known about the tokens at positions ``rows``."""
         return Evidence(

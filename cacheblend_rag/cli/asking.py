@@ -32,12 +32,12 @@ from cacheblend_rag.prompt import BlendPrompt
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import (
         BlendReport,
-        ChunkReport,
         Delta,
         Generation,
         SamplingParams,
     )
     from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.reports import ChunkReport
 
 TOP_K = 4
 MAX_TOKENS = 256

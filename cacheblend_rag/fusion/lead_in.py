@@ -25,7 +25,6 @@ class LedChunk:
     own document within the window, whatever the lead-in. key: where its KV is stored.
     """
 
-    chunk: Chunk
     token_ids: tuple[int, ...]
     lead: tuple[int, ...]
     context: tuple[int, ...]
@@ -89,7 +88,7 @@ class LeadIn:
     def resolve(self, chunk: Chunk) -> LedChunk:
         """Return the chunk's tokens, its lead-in and its key."""
         return LedChunk(
-            chunk, self._tokenize(chunk.text), self.tokens, self._context(chunk), self.key(chunk)
+            self._tokenize(chunk.text), self.tokens, self._context(chunk), self.key(chunk)
         )
 
     def _lead_tokens(self, instruction: str) -> tuple[int, ...]:

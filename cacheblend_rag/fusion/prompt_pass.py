@@ -74,8 +74,9 @@ class FusedPrompt:
 class PromptPass:
     """The pass over one prompt.
 
-    token_ids: (tokens,) int64. placed: the prompt's chunks, in order. reserve: room in the buffer
-    for tokens decoded later. needs_hidden: whether the last token's hidden state is wanted.
+    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. reserve: room in the
+    buffer for tokens decoded later. needs_hidden: whether the last token's hidden state is wanted.
+    until: only so many of the first tokens are wanted, at least all chunks; None is all.
     attention: how rows attend, see BlendPass. on_layer: called with each layer whose KV is final.
     """
 
@@ -86,6 +87,7 @@ class PromptPass:
     config: BlendConfig
     reserve: int = 0
     needs_hidden: bool = True
+    until: int | None = None
     attention: Attention | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
     watch: Stopwatch = field(init=False)
@@ -106,9 +108,9 @@ class PromptPass:
             self.watch.lap("selection")
         run = BlendPass(
             self.stack,
-            self.token_ids,
+            self.token_ids[: self.until],
             fused,
-            candidates,
+            candidates.first(self.until or self.token_ids.numel()),
             schedule,
             needs_hidden=self.needs_hidden,
             attention=self.attention,

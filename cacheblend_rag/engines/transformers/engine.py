@@ -20,7 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import plan_schedule
-from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
+from cacheblend_rag.chunks import Chunk, ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import (
     BlendReport,
@@ -32,6 +32,9 @@ from cacheblend_rag.engines.base import (
     PromptLike,
     SamplingParams,
 )
+from cacheblend_rag.engines.front import EngineFront, Item, PreparedPrompt
+from cacheblend_rag.engines.identity import model_identity, weights_of
+from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS
@@ -46,14 +49,14 @@ from cacheblend_rag.engines.transformers.prefill import (
 )
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.support import blend_refusal
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.fusion.indexing import Computed, compute_chunks
 from cacheblend_rag.fusion.lead_in import LeadIn, LedChunk
 from cacheblend_rag.fusion.prompt_pass import Stopwatch
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt, Tokenizer, tokenize_chunk
-from cacheblend_rag.reports import ChunkReport, MissReason
+from cacheblend_rag.prompt import EncodedPrompt, Tokenizer
+from cacheblend_rag.reports import MissReason
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,6 @@ PART_CHUNKS = 64
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 _locks_lock = threading.Lock()
 
-Item = Chunk | Document | str
 T = TypeVar("T")
 
 
@@ -71,17 +73,18 @@ T = TypeVar("T")
 class _Request:
     """One request on its way: what was asked, and how it is to be served."""
 
-    prompt: EncodedPrompt
+    prepared: PreparedPrompt
     sampling: SamplingParams
     config: BlendConfig
-    max_tokens: int
-    unmatched: list[ChunkReport]
     full: bool
-    prepare_seconds: float
     cancel: Event
 
+    @property
+    def prompt(self) -> EncodedPrompt:
+        return self.prepared.prompt
 
-class TransformersEngine:
+
+class TransformersEngine(EngineFront):
     """The embedded engine.
 
     model: a hub name, a local folder in hub format, or a loaded causal language model.
@@ -117,20 +120,19 @@ class TransformersEngine:
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> None:
-        self.config = config or BlendConfig()
         if isinstance(model, PreTrainedModel):
             if tokenizer is None:
                 raise ConfigError("tokenizer must be given together with a loaded model")
             self.model = loading.prepare(model)
-            self.tokenizer = tokenizer
             name = model.config.name_or_path or model.config.model_type
+            weights = loading.weights_identity(model)
         else:
             self.model = loading.load_model(model, loading.pick_device(device), dtype)
-            self.tokenizer = tokenizer = tokenizer or loading.load_tokenizer(model)
+            tokenizer = tokenizer or loading.load_tokenizer(model)
             name = str(model)
-        self.model_name = loading.public_name(name)
-        self.instruction = instruction if isinstance(instruction, str) else instruction(tokenizer)
-        self.registry = ChunkRegistry() if registry is None else registry
+            weights = weights_of(model)
+        super().__init__(tokenizer, config, registry, instruction)
+        self.model_name = public_name(name)
         self.store = TieredKVStore.open() if store is None else store
         self.blend_refusal = blend_refusal(self.model)
         self._stack = None if self.blend_refusal else TransformersStack(self.model)
@@ -143,13 +145,9 @@ class TransformersEngine:
             self.config,
             instruction=self.instruction,
             namespace=namespace,
-            identity={
-                "weights": loading.weights_identity(self.model),
-                "model_type": self.model.config.model_type,
-                "rope": getattr(self.model.config.get_text_config(), "rope_parameters", None),
-                "vocabulary": len(self.tokenizer),
-                "tensor_parallel": [0, 1],
-            },
+            identity=model_identity(
+                weights, self.model.config, str(self.model.dtype).removeprefix("torch.")
+            ),
         )
         self._lock = _lock_of(self.model)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
@@ -160,25 +158,7 @@ class TransformersEngine:
         """Most tokens a prompt and its answer may hold together."""
         return loading.context_window(self.model)
 
-    @property
-    def fingerprint(self) -> str:
-        """What this engine's chunk KV is stored under: model, tokenizer, lead-in, namespace."""
-        return self._lead_in.fingerprint
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether prompts may be chat messages."""
-        return bool(getattr(self.tokenizer, "chat_template", None))
-
-    def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of ``text`` alone; raises PromptError on unpaired surrogates."""
-        return tokenize_chunk(self.tokenizer, text)
-
     # Index time
-
-    def register(self, items: Iterable[Item]) -> None:
-        """Make chunks known without computing anything; raises PromptError on empty text."""
-        self.registry.add_many([chunk for item in items for chunk in _chunks(item)])
 
     def precompute(self, items: Iterable[Item], *, progress: bool = True) -> PrecomputeReport:
         """Register chunks and store their KV; what is stored already is skipped.
@@ -192,7 +172,9 @@ class TransformersEngine:
         started = time.perf_counter()
         counts: Counter[str] = Counter()
         refused: Counter[str] = Counter()
-        chunks = self._register_current(items, refused)
+        chunks, stale = self._register_current(items, refused)
+        for chunk in stale:
+            self._drop(chunk)
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in _whole_documents(chunks, PART_CHUNKS):
                 wanted: dict[KVKey, LedChunk] = {}
@@ -343,27 +325,6 @@ class TransformersEngine:
 
     # Inside
 
-    def _register_current(self, items: Iterable[Item], refused: Counter[str]) -> list[Chunk]:
-        """Register items, dropping what a newer version of a document no longer holds."""
-        given: list[Chunk] = []
-        documents: dict[str, None] = {}
-        for item in items:
-            for chunk in _chunks(item):
-                if chunk.text.strip():
-                    given.append(chunk)
-                else:
-                    refused["empty text"] += 1
-            if isinstance(item, Document):
-                documents[item.document_id] = None
-        current = set(given)
-        stale = [c for name in documents for c in self.registry.document(name) if c not in current]
-        if stale:
-            self.registry.discard_many(stale)
-        self.registry.add_many(given)
-        for chunk in stale:
-            self._drop(chunk)
-        return given
-
     def _admit(self, chunk: Chunk) -> tuple[str, LedChunk | None]:
         """Return the chunk ready to be computed, or the reason why it will not be."""
         if self._stack is None:
@@ -403,10 +364,7 @@ class TransformersEngine:
 
     def _drop(self, chunk: Chunk) -> bool:
         """Evict the KV of a chunk no longer registered, unless another chunk shares it."""
-        key = self._lead_in.key(chunk)
-        if any(self._lead_in.key(other) == key for other in self.registry.variants(chunk.text)):
-            return False
-        return self.store.evict(key)
+        return not self._is_shared(chunk) and self.store.evict(self._lead_in.key(chunk))
 
     def _prepare(
         self,
@@ -418,52 +376,12 @@ class TransformersEngine:
         *,
         full: bool = False,
     ) -> _Request:
-        """Segment and tokenize; raises PromptError and ConfigError before any work is done."""
-        started = time.perf_counter()
+        """Check and tokenize; raises PromptError and ConfigError before any work is done."""
         config, sampling = config or self.config, sampling or SamplingParams()
         if self._stack is not None:
             plan_schedule(config, self._stack.geometry.layers)
-        segmented = self._segments(prompt, hints)
-        encoded = segmented.encode(self.tokenizer)
-        room = self.context_window - len(encoded.token_ids)
-        if not segmented.segments or not encoded.token_ids:
-            raise PromptError("prompt is empty: give at least one token")
-        if room < 1:
-            raise PromptError(
-                f"prompt holds {len(encoded.token_ids)} tokens, the context window is "
-                f"{self.context_window}: retrieve fewer chunks or shorten the question"
-            )
-        return _Request(
-            prompt=encoded,
-            sampling=sampling,
-            config=config,
-            max_tokens=min(sampling.max_tokens, room),
-            unmatched=self._unmatched(encoded, hints),
-            full=full,
-            prepare_seconds=time.perf_counter() - started,
-            cancel=cancel or Event(),
-        )
-
-    def _segments(self, prompt: PromptLike, hints: Sequence[Chunk | str]) -> BlendPrompt:
-        if isinstance(prompt, BlendPrompt):
-            return prompt
-        if isinstance(prompt, str):
-            return BlendPrompt.from_text(prompt, self.registry, hints)
-        return BlendPrompt.from_messages(prompt, self.registry, self.tokenizer, hints)
-
-    def _unmatched(self, prompt: EncodedPrompt, hints: Sequence[Chunk | str]) -> list[ChunkReport]:
-        """Report hinted chunks that do not stand in the prompt word for word."""
-        present = {span.chunk.text for span in prompt.spans}
-        reports = []
-        for hint in hints:
-            if isinstance(hint, str) or hint.text in present:
-                continue
-            reason: MissReason = "altered text" if hint.text in self.registry else "unknown"
-            key = self._lead_in.key(hint)
-            reports.append(
-                ChunkReport(key.chunk_id, -1, 0, False, reason, document_id=hint.document_id)
-            )
-        return reports
+        prepared = self._prepare_prompt(prompt, sampling, hints)
+        return _Request(prepared, sampling, config, full, cancel or Event())
 
     def _serve(self, request: _Request) -> Iterator[Delta]:
         """Prefill, then decode; yields text as it becomes final."""
@@ -504,7 +422,7 @@ class TransformersEngine:
     def _prefill(self, request: _Request) -> Steps:
         """Blend where there is something to reuse; otherwise ordinary prefill, saying why."""
         chunks = PromptChunks(request.prompt, self._lead_in, self.store)
-        reserve = min(request.max_tokens, GROWTH_TOKENS)
+        reserve = min(request.prepared.max_tokens, GROWTH_TOKENS)
         refusal, miss = self._refusal(request, chunks)
         if refusal is None and self._stack is not None:
             return (yield from blended_prefill(self._stack, chunks, request.config, reserve))
@@ -538,7 +456,7 @@ class TransformersEngine:
         watch = Stopwatch(self.model.device, prefilled.seconds)
         sampler = Sampler(request.sampling, self.model.device)
         token_ids, logits = list(request.prompt.token_ids), prefilled.logits
-        for index in range(request.max_tokens):
+        for index in range(request.prepared.max_tokens):
             if index:
                 with self._lock, torch.no_grad():
                     logits = decode(self.model, prefilled.cache, token_ids)
@@ -581,8 +499,8 @@ class TransformersEngine:
             selector=done.selector,
             lead_in=self._lead_in.name,
             compute_share=done.compute_share,
-            seconds=PhaseSeconds(prepare=request.prepare_seconds, **done.seconds),
-            chunks=(*done.chunks, *request.unmatched),
+            seconds=PhaseSeconds(prepare=request.prepared.prepare_seconds, **done.seconds),
+            chunks=(*done.chunks, *request.prepared.unmatched),
         )
 
 
@@ -590,12 +508,6 @@ def _lock_of(model: PreTrainedModel) -> threading.RLock:
     """The lock of all engines around a model: driving its layers alters it for a moment."""
     with _locks_lock:
         return _locks.setdefault(model, threading.RLock())
-
-
-def _chunks(item: Item) -> list[Chunk]:
-    if isinstance(item, Document):
-        return item.to_chunks()
-    return [Chunk(item) if isinstance(item, str) else item]
 
 
 def _whole_documents(chunks: Sequence[Chunk], size: int) -> Iterator[list[Chunk]]:

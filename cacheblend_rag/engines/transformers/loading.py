@@ -100,13 +100,6 @@ def weights_identity(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def public_name(name: str) -> str:
-    """Return a hub name as it is, and of a local folder only its own name."""
-    path = Path(name)
-    local = path.is_absolute() or path.exists() or name.startswith(".")
-    return (path.resolve().name or name) if local else name
-
-
 def context_window(model: PreTrainedModel) -> int:
     """Return the model's context window in tokens."""
     return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 2**20)

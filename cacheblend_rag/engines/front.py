@@ -1,0 +1,148 @@
+"""EngineFront: what every engine does with texts before a model sees them."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.base import PromptLike, SamplingParams
+from cacheblend_rag.errors import PromptError
+from cacheblend_rag.fusion.lead_in import LeadIn
+from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt, Tokenizer, tokenize_chunk
+from cacheblend_rag.reports import ChunkReport, MissReason
+
+Item = Chunk | Document | str
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prompt ready to be served.
+
+    unmatched: hinted chunks that do not stand in it. max_tokens: as asked, within the window.
+    """
+
+    prompt: EncodedPrompt
+    unmatched: tuple[ChunkReport, ...]
+    max_tokens: int
+    prepare_seconds: float
+
+
+class EngineFront:
+    """Known chunks, tokens and lead-ins of one engine."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        config: BlendConfig | None,
+        registry: ChunkRegistry | None,
+        instruction: str | Callable[[Tokenizer], str],
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.config = config or BlendConfig()
+        self.registry = ChunkRegistry() if registry is None else registry
+        self.instruction = instruction if isinstance(instruction, str) else instruction(tokenizer)
+        self._lead_in: LeadIn
+
+    @property
+    def context_window(self) -> int:
+        """Most tokens a prompt and its answer may hold together."""
+        raise NotImplementedError
+
+    @property
+    def fingerprint(self) -> str:
+        """What this engine's chunk KV is stored under: model, tokenizer, lead-in, namespace."""
+        return self._lead_in.fingerprint
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether prompts may be chat messages."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of ``text`` alone; raises PromptError on unpaired surrogates."""
+        return tokenize_chunk(self.tokenizer, text)
+
+    def register(self, items: Iterable[Item]) -> None:
+        """Make chunks known without computing anything; raises PromptError on empty text."""
+        self.registry.add_many([chunk for item in items for chunk in chunks_of(item)])
+
+    def _register_current(
+        self, items: Iterable[Item], refused: Counter[str]
+    ) -> tuple[list[Chunk], list[Chunk]]:
+        """Register items; returns them, and what newer versions of documents no longer hold."""
+        given: list[Chunk] = []
+        documents: dict[str, None] = {}
+        for item in items:
+            for chunk in chunks_of(item):
+                if chunk.text.strip():
+                    given.append(chunk)
+                else:
+                    refused["empty text"] += 1
+            if isinstance(item, Document):
+                documents[item.document_id] = None
+        current = set(given)
+        stale = [c for name in documents for c in self.registry.document(name) if c not in current]
+        if stale:
+            self.registry.discard_many(stale)
+        self.registry.add_many(given)
+        return given, stale
+
+    def _is_shared(self, chunk: Chunk) -> bool:
+        """Whether a registered chunk has the same KV as this one, which is registered no more."""
+        key = self._lead_in.key(chunk)
+        return any(self._lead_in.key(other) == key for other in self.registry.variants(chunk.text))
+
+    def _prepare_prompt(
+        self, prompt: PromptLike, sampling: SamplingParams, hints: Sequence[Chunk | str]
+    ) -> PreparedPrompt:
+        """Segment and tokenize; raises PromptError when it is empty or too long."""
+        started = time.perf_counter()
+        segmented = self._segments(prompt, hints)
+        encoded = segmented.encode(self.tokenizer)
+        room = self.context_window - len(encoded.token_ids)
+        if not segmented.segments or not encoded.token_ids:
+            raise PromptError("prompt is empty: give at least one token")
+        if room < 1:
+            raise PromptError(
+                f"prompt holds {len(encoded.token_ids)} tokens, the context window is "
+                f"{self.context_window}: retrieve fewer chunks or shorten the question"
+            )
+        return PreparedPrompt(
+            encoded,
+            tuple(self._unmatched(encoded, hints)),
+            min(sampling.max_tokens, room),
+            time.perf_counter() - started,
+        )
+
+    def _segments(self, prompt: PromptLike, hints: Sequence[Chunk | str]) -> BlendPrompt:
+        if isinstance(prompt, BlendPrompt):
+            return prompt
+        if isinstance(prompt, str):
+            return BlendPrompt.from_text(prompt, self.registry, hints)
+        return BlendPrompt.from_messages(prompt, self.registry, self.tokenizer, hints)
+
+    def _unmatched(self, prompt: EncodedPrompt, hints: Sequence[Chunk | str]) -> list[ChunkReport]:
+        """Report hinted chunks that do not stand in the prompt word for word."""
+        present = {span.chunk.text for span in prompt.spans}
+        reports = []
+        for hint in hints:
+            if isinstance(hint, str) or hint.text in present:
+                continue
+            reason: MissReason = "altered text" if hint.text in self.registry else "unknown"
+            key = self._lead_in.key(hint)
+            reports.append(
+                ChunkReport(key.chunk_id, -1, 0, False, reason, document_id=hint.document_id)
+            )
+        return reports
+
+
+def chunks_of(item: Item) -> list[Chunk]:
+    """Return the chunks of what may be given to precompute and register."""
+    if isinstance(item, Document):
+        return item.to_chunks()
+    return [Chunk(item) if isinstance(item, str) else item]

@@ -1,0 +1,156 @@
+"""What an engine asks a worker to do, and how that travels in a request's ``kv_transfer_params``.
+
+Requests come from anyone who may talk to the server, so everything is checked: shapes, ranges and
+types. Token ids are never sent twice: a request's own prompt holds them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Literal, get_args
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError
+
+PARAMETER = "cacheblend"
+SALT_PREFIX = "cacheblend-"
+VERSION = 1
+_HASH = re.compile(r"(?:[0-9a-f]{32})?")
+
+Kind = Literal["blend", "precompute", "evict", "prefetch"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True)
+class SentChunk:
+    """Tokens [start, end) of the prompt are a chunk.
+
+    context_id: of its document context, "" without one. protected: not to be recomputed.
+    context_start: where its document context starts in the prompt (precompute only).
+    """
+
+    start: int
+    end: int
+    context_id: str = ""
+    protected: bool = False
+    context_start: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SentLeadIn:
+    """What makes a lead-in: its name, the hash of its tokens and the document window."""
+
+    name: str
+    tokens: str
+    window: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """One request's work: fuse the chunks of its prompt, store them, or evict or prefetch others.
+
+    keys: (chunk id, context id) of the chunks to evict or to prefetch; the prompt is any token.
+    """
+
+    kind: Kind
+    lead_in: SentLeadIn
+    chunks: tuple[SentChunk, ...] = ()
+    keys: tuple[tuple[str, str], ...] = ()
+    config: BlendConfig = field(default_factory=BlendConfig)
+
+    def to_params(self) -> dict[str, Any]:
+        """Return plain JSON values for ``kv_transfer_params``."""
+        return {
+            PARAMETER: {
+                "version": VERSION,
+                "kind": self.kind,
+                "lead_in": [self.lead_in.name, self.lead_in.tokens, self.lead_in.window],
+                "chunks": [
+                    [c.start, c.end, c.context_id, int(c.protected), c.context_start]
+                    for c in self.chunks
+                ],
+                "keys": [list(key) for key in self.keys],
+                "config": asdict(self.config),
+            }
+        }
+
+    def salt(self) -> str:
+        """Return the ``cache_salt`` of a blended request: equal work may share vLLM's blocks."""
+        text = json.dumps(self.to_params(), sort_keys=True, default=list)
+        return SALT_PREFIX + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @classmethod
+    def from_params(cls, params: Mapping[str, Any] | None, tokens: int) -> Order | None:
+        """Read an order for a prompt of ``tokens`` tokens; None when there is none.
+
+        Raises ConfigError when it is not well formed.
+        """
+        sent = (params or {}).get(PARAMETER)
+        if sent is None:
+            return None
+        if not isinstance(sent, Mapping) or sent.get("version") != VERSION:
+            raise ConfigError(f"{PARAMETER}.version must be {VERSION}")
+        kind = sent.get("kind")
+        if kind not in KINDS:
+            raise ConfigError(f"{PARAMETER}.kind={kind!r} must be one of {', '.join(KINDS)}")
+        config = sent.get("config", {})
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"{PARAMETER}.config must be an object")
+        return cls(
+            kind,
+            _lead_in(sent.get("lead_in")),
+            _chunks(sent.get("chunks"), tokens, of_prompt=kind in {"blend", "precompute"}),
+            _keys(sent.get("keys", ())),
+            BlendConfig.from_dict(config),
+        )
+
+
+def _lead_in(sent: Any) -> SentLeadIn:
+    name, tokens, window = _row(sent, "lead_in", (str, str, int))
+    if not _HASH.fullmatch(tokens):
+        raise ConfigError(f"{PARAMETER}.lead_in tokens must be 32 hex digits")
+    return SentLeadIn(name, tokens, window)
+
+
+def _chunks(sent: Any, tokens: int, *, of_prompt: bool) -> tuple[SentChunk, ...]:
+    if not of_prompt:
+        return ()
+    if not isinstance(sent, Sequence) or isinstance(sent, str) or not sent:
+        raise ConfigError(f"{PARAMETER}.chunks must be a non-empty list")
+    chunks = tuple(_chunk(row, tokens) for row in sent)
+    if any(b.start < a.end for a, b in pairwise(chunks)):
+        raise ConfigError(f"{PARAMETER}.chunks must be in order and not overlap")
+    return chunks
+
+
+def _keys(sent: Any) -> tuple[tuple[str, str], ...]:
+    if not isinstance(sent, Sequence) or isinstance(sent, str):
+        raise ConfigError(f"{PARAMETER}.keys must be a list")
+    keys = [_row(row, "keys", (str, str)) for row in sent]
+    if not all(chunk and all(map(_HASH.fullmatch, (chunk, context))) for chunk, context in keys):
+        raise ConfigError(f"{PARAMETER}.keys must hold 32 hex digits each")
+    return tuple((chunk, context) for chunk, context in keys)
+
+
+def _chunk(row: Any, tokens: int) -> SentChunk:
+    start, end, context_id, protected, context_start = _row(
+        row, "chunks", (int, int, str, int, int)
+    )
+    if not 0 <= context_start <= start < end < tokens or not _HASH.fullmatch(context_id):
+        raise ConfigError(f"{PARAMETER}.chunks: {list(row)!r} does not fit a prompt of {tokens}")
+    return SentChunk(start, end, context_id, bool(protected), context_start)
+
+
+def _row(sent: Any, name: str, types: tuple[type, ...]) -> list[Any]:
+    if (
+        not isinstance(sent, Sequence)
+        or len(sent) != len(types)
+        or any(type(value) is not kind for value, kind in zip(sent, types, strict=True))
+    ):
+        raise ConfigError(f"{PARAMETER}.{name} must hold {len(types)} values of the right types")
+    return list(sent)

@@ -1,0 +1,86 @@
+"""Orders on the wire: they come back as they were sent, and nothing malformed gets through."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.engines.vllm.wire import PARAMETER, SALT_PREFIX, Order, SentChunk, SentLeadIn
+from cacheblend_rag.errors import ConfigError
+
+HASH = "0123456789abcdef" * 2
+LEAD_IN = SentLeadIn("document", HASH, 2048)
+BLEND = Order(
+    "blend",
+    LEAD_IN,
+    (SentChunk(3, 10), SentChunk(12, 20, HASH, True)),
+    config=BlendConfig(recompute_ratio=0.3, check_layers=(1, 2), recompute_ratios=(0.5, 0.3)),
+)
+
+
+def sent(order: Order) -> dict[str, Any]:
+    """What arrives when an order has gone through JSON."""
+    plain: dict[str, Any] = json.loads(json.dumps(order.to_params()))
+    return plain
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        BLEND,
+        Order("precompute", LEAD_IN, (SentChunk(3, 10, HASH, False, 2),)),
+        Order("evict", LEAD_IN, keys=((HASH, ""), (HASH, HASH))),
+        Order("prefetch", LEAD_IN, keys=((HASH, ""),)),
+    ],
+)
+def test_an_order_survives_json(order: Order) -> None:
+    assert Order.from_params(sent(order), 100) == order
+
+
+def test_a_request_without_an_order_has_none() -> None:
+    assert Order.from_params(None, 10) is None
+    assert Order.from_params({"do_remote_prefill": True}, 10) is None
+
+
+def test_equal_work_has_one_salt_and_any_change_another() -> None:
+    assert BLEND.salt() == Order("blend", LEAD_IN, BLEND.chunks, config=BLEND.config).salt()
+    others = [
+        Order("blend", LEAD_IN, BLEND.chunks, config=BLEND.config.with_changes(selector="prior")),
+        Order("blend", LEAD_IN, BLEND.chunks[:1], config=BLEND.config),
+        Order("blend", SentLeadIn("bos", HASH, 0), BLEND.chunks, config=BLEND.config),
+    ]
+    assert len({BLEND.salt(), *(other.salt() for other in others)}) == 4
+    assert BLEND.salt().startswith(SALT_PREFIX)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 9}, "version"),
+        ({"kind": "steal"}, "kind='steal'"),
+        ({"lead_in": ["document", "xyz", 1]}, "lead_in"),
+        ({"lead_in": None}, "lead_in"),
+        ({"chunks": []}, "chunks"),
+        ({"chunks": "all"}, "chunks"),
+        ({"chunks": [[0, 101, "", 0, 0]]}, "chunks"),
+        ({"chunks": [[5, 5, "", 0, 0]]}, "chunks"),
+        ({"chunks": [[-1, 5, "", 0, 0]]}, "chunks"),
+        ({"chunks": [[0, 5, "../../etc", 0, 0]]}, "chunks"),
+        ({"chunks": [[0, 5, "", 0, 3]]}, "chunks"),
+        ({"chunks": [[0, 5.5, "", 0, 0]]}, "chunks"),
+        ({"chunks": [[0, 9, "", 0, 0], [8, 12, "", 0, 0]]}, "overlap"),
+        ({"keys": [["short", ""]]}, "keys"),
+        ({"keys": [["", ""]]}, "keys"),
+        ({"config": {"recompute_ratio": 7}}, "recompute_ratio"),
+        ({"config": {"unknown": 1}}, "unknown"),
+        ({"config": []}, "config"),
+    ],
+)
+def test_what_is_malformed_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+    params = sent(BLEND)
+    params[PARAMETER].update(change)
+    with pytest.raises(ConfigError, match=said):
+        Order.from_params(params, 100)
