@@ -33,7 +33,7 @@ from cacheblend_rag.engines.base import (
     SamplingParams,
 )
 from cacheblend_rag.engines.front import EngineFront, Item, PreparedPrompt
-from cacheblend_rag.engines.identity import model_identity, weights_of
+from cacheblend_rag.engines.identity import model_identity
 from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches
@@ -125,12 +125,10 @@ class TransformersEngine(EngineFront):
                 raise ConfigError("tokenizer must be given together with a loaded model")
             self.model = loading.prepare(model)
             name = model.config.name_or_path or model.config.model_type
-            weights = loading.weights_identity(model)
         else:
             self.model = loading.load_model(model, loading.pick_device(device), dtype)
             tokenizer = tokenizer or loading.load_tokenizer(model)
             name = str(model)
-            weights = weights_of(model)
         super().__init__(tokenizer, config, registry, instruction)
         self.model_name = public_name(name)
         self.store = TieredKVStore.open() if store is None else store
@@ -146,7 +144,9 @@ class TransformersEngine(EngineFront):
             instruction=self.instruction,
             namespace=namespace,
             identity=model_identity(
-                weights, self.model.config, str(self.model.dtype).removeprefix("torch.")
+                loading.weights_identity(self.model),
+                self.model.config,
+                str(self.model.dtype).removeprefix("torch."),
             ),
         )
         self._lock = _lock_of(self.model)

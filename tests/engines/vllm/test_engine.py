@@ -17,15 +17,13 @@ from cacheblend_rag import (
     Document,
     Generation,
     SamplingParams,
-    TieredKVStore,
-    TransformersEngine,
     open_engine,
 )
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.errors import ConfigError, ModelLoadError, PromptError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, logprobs, retrieved
-from tests.models import make_tokenizer, words
+from tests.models import words
 
 REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
 
@@ -140,24 +138,6 @@ def test_synchronous_blending_gives_the_same_answers(
     )
     report = waiting.generate(prompts[1], SHORT).report
     assert report.blended
-
-
-def test_both_engines_use_one_store(open_vllm: EngineFactory, model_folder, tmp_path: Path) -> None:
-    vllm = open_vllm(kv_path=tmp_path, config=REUSE)
-    embedded = TransformersEngine(
-        model_folder("llama"),
-        tokenizer=make_tokenizer(),
-        config=REUSE,
-        store=TieredKVStore.open(host_bytes=0, disk_path=tmp_path),
-    )
-    assert embedded.precompute(DOCUMENTS[:1], progress=False).computed == 2
-    assert vllm.precompute(DOCUMENTS[:1], progress=False).skipped == 2
-    assert vllm.precompute(DOCUMENTS[1:], progress=False).computed == 2
-    assert embedded.precompute(DOCUMENTS[1:], progress=False).skipped == 2
-
-    here, there = (engine.generate(retrieved(), SHORT) for engine in (vllm, embedded))
-    assert here.token_ids == there.token_ids
-    assert [chunk.hit for chunk in here.report.chunks] == [True] * 3
 
 
 def test_a_tiny_cache_preempts_and_answers_stay_right(open_vllm: EngineFactory) -> None:
