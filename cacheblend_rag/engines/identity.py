@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
 
 from cacheblend_rag.errors import ModelLoadError
 
 SAMPLES_PER_WEIGHT = 16
-SAMPLE_BYTES = 16
 LONGEST_HEADER_BYTES = 1 << 28
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def model_identity(
-    weights: str, config: Any, dtype: str, *, rank: int = 0, ranks: int = 1
+    weights: str, config: Any, dtype: torch.dtype, *, rank: int = 0, ranks: int = 1
 ) -> dict[str, Any]:
     """Return what KV depends on, for ``fingerprint``.
 
-    weights: their hash. config: the model's Hugging Face config. dtype: such as ``float32``. rank,
-    ranks: the tensor-parallel shard.
+    weights: their hash. config: the model's Hugging Face config. dtype: the model's. rank, ranks:
+    the tensor-parallel shard.
     """
     text = config.get_text_config()
     return {
         "weights": weights,
-        "dtype": dtype,
+        "dtype": str(dtype).removeprefix("torch."),
         "model_type": config.model_type,
         "rope": _plain(getattr(text, "rope_parameters", None)),
         "vocabulary": int(text.vocab_size),
@@ -34,44 +38,84 @@ def model_identity(
     }
 
 
-def weights_of(name: str | Path, revision: str | None = None) -> str:
+def weights_in_memory(model: nn.Module, dtype: torch.dtype) -> str:
+    """Return a hash of a model's weights as they were loaded; see ``weights_in_files``."""
+    digests = {}
+    for name, weight in model.named_parameters():
+        flat = weight.detach().reshape(-1)
+        sample = flat[torch.tensor(_sampled(flat.numel()), device=flat.device)]
+        digests[name] = _digest(name, list(weight.shape), sample, dtype)
+    return _together(digests)
+
+
+def weights_in_files(name: str | Path, dtype: torch.dtype, revision: str | None = None) -> str:
     """Return a hash of a model's weights, from its safetensors files.
 
-    It covers every tensor's name, shape and type and some of its bytes, so two models of one
-    architecture differ in it, wherever they lie. Raises ModelLoadError when there are no such files
-    on this machine.
+    It covers every tensor's name, shape and some of its values in ``dtype``, so two models of one
+    architecture differ in it, and one model has the same hash wherever it lies and however it is
+    sharded; in memory, too, unless its tensors are renamed on loading. Raises ModelLoadError when
+    there are no such files on this machine, or when they are an adapter of another model.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for path in sorted(_files(name, revision)):
+    digests = {}
+    for path in _files(name, revision):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
             if size > LONGEST_HEADER_BYTES:
                 raise ModelLoadError(f"{path.name} of model {str(name)!r} is no safetensors file")
             header = json.loads(file.read(size))
             header.pop("__metadata__", None)
-            for tensor, entry in sorted(header.items()):
-                first, end = entry["data_offsets"]
-                digest.update(f"{tensor} {entry['dtype']} {entry['shape']} ".encode())
-                step = max(1, (end - first) // SAMPLES_PER_WEIGHT)
-                for offset in range(first, end, step):
-                    file.seek(8 + size + offset)
-                    digest.update(file.read(min(SAMPLE_BYTES, end - offset)))
-    return digest.hexdigest()
+            for tensor, entry in header.items():
+                sample = _read_sample(file, 8 + size, entry)
+                digests[tensor] = _digest(tensor, entry["shape"], sample, dtype)
+    return _together(digests)
 
 
-def _files(name: str | Path, revision: str | None) -> Iterator[Path]:
+def _read_sample(file: BinaryIO, start: int, entry: Mapping[str, Any]) -> Tensor:
+    first, end = entry["data_offsets"]
+    numel = math.prod(entry["shape"])
+    width = (end - first) // max(1, numel)
+    values = bytearray()
+    for index in _sampled(numel):
+        file.seek(start + first + index * width)
+        values += file.read(width)
+    kind = _FLOATS.get(entry["dtype"], torch.uint8)
+    return torch.frombuffer(values, dtype=kind) if values else torch.empty(0)
+
+
+def _sampled(numel: int) -> list[int]:
+    return list(range(0, numel, max(1, numel // SAMPLES_PER_WEIGHT)))
+
+
+def _digest(name: str, shape: Sequence[int], sample: Tensor, dtype: torch.dtype) -> str:
+    if sample.is_floating_point():
+        sample = sample.to(dtype).float()
+    values = sample.cpu().numpy().tobytes()
+    text = f"{name} {list(shape)} ".encode()
+    return hashlib.blake2b(text + values, digest_size=16).hexdigest()
+
+
+def _together(digests: Mapping[str, str]) -> str:
+    """Hash what was found, in the order of the tensors' names."""
+    text = json.dumps(sorted(digests.items()))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _files(name: str | Path, revision: str | None) -> list[Path]:
     from transformers.utils import cached_file
 
     folder = Path(name)
     if not folder.is_dir():
-        config = cached_file(str(name), "config.json", revision=revision, local_files_only=True)
-        if config is None:
-            raise ModelLoadError(f"model {str(name)!r} is not on this machine")
-        folder = Path(config).parent
+        try:
+            config = cached_file(str(name), "config.json", revision=revision, local_files_only=True)
+        except OSError as error:
+            raise ModelLoadError(f"model {str(name)!r} is not on this machine") from error
+        folder = Path(str(config)).parent
+    if (folder / "adapter_config.json").exists():
+        raise ModelLoadError(f"model {str(name)!r} is an adapter")
     found = list(folder.glob("*.safetensors"))
     if not found:
         raise ModelLoadError(f"model {str(name)!r} has no safetensors files")
-    yield from found
+    return found
 
 
 def _plain(value: Any) -> Any:

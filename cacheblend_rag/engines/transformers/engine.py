@@ -144,9 +144,9 @@ class TransformersEngine(EngineFront):
             instruction=self.instruction,
             namespace=namespace,
             identity=model_identity(
-                loading.weights_identity(self.model),
+                loading.weights_identity(self.model, None if model is self.model else model),
                 self.model.config,
-                str(self.model.dtype).removeprefix("torch."),
+                self.model.dtype,
             ),
         )
         self._lock = _lock_of(self.model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -10,11 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from cacheblend_rag.engines.identity import weights_in_files, weights_in_memory
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
-
-SAMPLES_PER_WEIGHT = 16
 
 
 def pick_device(device: str | None) -> torch.device:
@@ -85,19 +83,16 @@ def load_tokenizer(name: str | Path) -> Any:
         ) from error
 
 
-def weights_identity(model: PreTrainedModel) -> str:
-    """Return a hash of every weight's name, shape, dtype and a few of its values.
-
-    Two models that share an architecture but not their weights differ in it, wherever they were
-    loaded from.
+def weights_identity(model: PreTrainedModel, name: str | Path | None) -> str:
+    """Return a hash of a model's weights: from its files where it was loaded by name, so that it is
+    what other engines say of them, else from memory.
     """
-    digest = hashlib.blake2b(digest_size=16)
-    for name, weight in model.named_parameters():
-        flat = weight.detach().reshape(-1)
-        stride = max(1, flat.numel() // SAMPLES_PER_WEIGHT)
-        sample = flat[::stride][: SAMPLES_PER_WEIGHT + 1].float().cpu().numpy().tobytes()
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype} ".encode() + sample)
-    return digest.hexdigest()
+    if name is not None:
+        try:
+            return weights_in_files(name, model.dtype)
+        except ModelLoadError as reason:
+            logger.debug("weights are told apart in memory: %s", reason)
+    return weights_in_memory(model, model.dtype)
 
 
 def context_window(model: PreTrainedModel) -> int:

@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
-from cacheblend_rag.engines.identity import model_identity, weights_of
+from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.vllm.paged import AttentionMode
 from cacheblend_rag.engines.vllm.wire import PARAMETER, SALT_PREFIX, Order
 from cacheblend_rag.engines.vllm.worker import Blender, Job, Result
@@ -142,9 +142,13 @@ class CacheBlendConnector(KVConnectorBase_V1):
                     disk_bytes=self._settings.disk_bytes,
                 ),
                 model_identity(
-                    weights_of(config.model_config.model, config.model_config.revision),
+                    weights_in_files(
+                        config.model_config.model,
+                        config.model_config.dtype,
+                        config.model_config.revision,
+                    ),
                     config.model_config.hf_config,
-                    str(config.model_config.dtype).removeprefix("torch."),
+                    config.model_config.dtype,
                     rank=get_tensor_model_parallel_rank(),
                     ranks=config.parallel_config.tensor_parallel_size,
                 ),
