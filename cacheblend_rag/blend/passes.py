@@ -21,6 +21,9 @@ from cacheblend_rag.blend.selection import Schedule, row_count, top_rows
 from cacheblend_rag.blend.selectors import Evidence
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 
+ROW_BLOCK = 512
+"""Rows run through a layer at once, unless said otherwise."""
+
 Observer = Callable[[AttentionCall, Tensor, Tensor], None]
 """Sees each attention call, the positions (rows,) of its rows, and the layer's fused keys."""
 
@@ -77,8 +80,8 @@ class Candidates:
             None if attention is None else attention[:count],
         )
 
-    def evidence(self, rows: Tensor, **fresh: Tensor) -> Evidence:
-        """Return what is known about the tokens at positions ``rows``."""
+    def evidence(self, rows: Tensor, **fresh: Any) -> Evidence:
+        """Return what is known about the tokens at positions ``rows``; fresh: see Evidence."""
         return Evidence(
             offsets=self.offsets[rows],
             prior=None if self.prior is None else self.prior[rows],
@@ -96,7 +99,8 @@ class BlendPass:
     token_ids: (tokens,) int64. fused: holds the cached tokens' KV, re-rotated. candidates: which
     tokens those are. row_block: rows run through a layer at once, which bounds the memory of layers
     that compute all tokens. needs_hidden: whether the last token's hidden state is wanted, or only
-    KV. attention: how rows attend; by default exactly, over the fused KV.
+    KV. attention: how rows attend; by default exactly, over the fused KV. layers: run only so many
+    of the first layers, for their KV; None is all.
 
     ``steps()`` is a generator: each step runs one layer, so a caller may do other work in between.
     Afterwards ``stats`` is complete and, where it was wanted, ``hidden`` is the last token's hidden
@@ -108,10 +112,11 @@ class BlendPass:
     fused: FusedKV
     candidates: Candidates
     schedule: Schedule
-    row_block: int = 512
+    row_block: int = ROW_BLOCK
     observer: Observer | None = None
     needs_hidden: bool = True
     attention: Attention | None = None
+    layers: int | None = None
     hidden: Tensor = field(init=False)
     stats: PassStats = field(init=False)
 
@@ -130,7 +135,7 @@ class BlendPass:
         """Run the pass; yields after each layer."""
         self._carry(self._first_rows())
         self.hidden = self.stack.embed(self.token_ids[self._rows][None])
-        last = self.stack.geometry.layers - 1
+        last = (self.layers or self.stack.geometry.layers) - 1
         for layer in range(last + 1):
             if layer in self.schedule.checks:
                 self._check(layer, self.schedule.checks[layer])
@@ -160,6 +165,7 @@ class BlendPass:
     def _kept(self, candidates: Tensor, scores: Tensor, ratio: float) -> Tensor:
         """Positions to carry on: those always computed and the best candidates."""
         count = row_count(ratio, int(self.candidates.eligible.sum()))
+        scores = self.stack.across_ranks(scores, "first")
         keep = self._always.clone()
         keep[candidates[top_rows(scores, count)]] = True
         return keep.nonzero()[:, 0]
@@ -202,6 +208,7 @@ class BlendPass:
                 fresh_values=values[0].index_select(1, index),
                 cached_keys=self.fused.keys[layer].index_select(1, rows),
                 cached_values=self.fused.values[layer].index_select(1, rows),
+                total=lambda part: self.stack.across_ranks(part, "sum"),
             )
             kept = self._kept(rows, self.schedule.selector.score(evidence), ratio)
             self.fused.write(layer, self._rows, keys, values)

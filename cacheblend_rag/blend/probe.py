@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.passes import BlendPass, Candidates, LayerStep
+from cacheblend_rag.blend.passes import ROW_BLOCK, BlendPass, Candidates, LayerStep
 from cacheblend_rag.blend.selection import Schedule
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
@@ -23,6 +23,8 @@ def probe_question(
     fused: FusedKV,
     candidates: Candidates,
     question_start: int,
+    *,
+    row_block: int = ROW_BLOCK,
 ) -> Generator[LayerStep, None, tuple[Tensor, float]]:
     """Return the attention each token gets from the question, and the work that took.
 
@@ -31,9 +33,10 @@ def probe_question(
     layers, where a question has found what it asks for. Result: (tokens,) float32.
 
     question_start: position of the question's first token; the question ends the prompt.
+    row_block: see BlendPass.
     """
     upper = stack.geometry.layers // 2
-    mass = torch.zeros(token_ids.numel(), device=token_ids.device)
+    masses: list[Tensor] = []
 
     def observe(call: AttentionCall, rows: Tensor, keys: Tensor) -> None:
         asking = rows >= question_start
@@ -43,8 +46,12 @@ def probe_question(
             call.query[:, :, asking], keys, rows[asking],
             scaling=call.scaling, window=call.window, softcap=call.softcap,
         )  # fmt: skip
-        mass.add_(shares.sum(1).amax(0))
+        masses.append(shares.sum(1).amax(0))
 
-    probe = BlendPass(stack, token_ids, fused, candidates, REUSE_ONLY, observer=observe)
+    probe = BlendPass(stack, token_ids, fused, candidates, REUSE_ONLY, row_block, observe)
     yield from probe.steps()
+    mass = torch.zeros(token_ids.numel(), device=token_ids.device)
+    if masses:
+        for part in stack.across_ranks(torch.stack(masses), "max"):
+            mass.add_(part)
     return mass, probe.stats.work

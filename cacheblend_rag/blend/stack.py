@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -34,9 +34,13 @@ Attend = Callable[[AttentionCall], Tensor]
 """Computes attention for a call; returns (batch, rows, heads, head_dim)."""
 
 
+Agreement = Literal["sum", "max", "first"]
+"""How ranks come to one value: their sum, their maximum, or what the first of them has."""
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Shapes and types of a model's KV."""
+    """Shapes and types of a model's KV, as far as this rank holds it."""
 
     layers: int
     heads: int
@@ -77,3 +81,17 @@ class DecoderStack(Protocol):
 
         The magnitude some rotary schemes put on keys (YaRN) is divided out: a cached key has it.
         """
+
+    def across_ranks(self, part: Tensor, how: Agreement) -> Tensor:
+        """Return one value for all ranks that share the model's heads; ``part`` when alone.
+
+        All ranks must ask alike and in the same order, or they wait for each other forever.
+        """
+
+
+def on_all_ranks(stack: DecoderStack, held: Sequence[bool]) -> list[bool]:
+    """Return which of some things every rank holds, given which of them this one does."""
+    lacking = torch.tensor(
+        [not has for has in held], dtype=torch.int32, device=stack.geometry.device
+    )
+    return [not lacks for lacks in stack.across_ranks(lacking, "max").tolist()]

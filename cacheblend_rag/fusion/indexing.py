@@ -17,13 +17,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend import AttentionCall, BlendPass, FusedKV
-from cacheblend_rag.blend.attention import attend_rows
-from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend import BlendPass, FusedKV
+from cacheblend_rag.blend.passes import ROW_BLOCK, Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY
-from cacheblend_rag.blend.rotary import rotated
-from cacheblend_rag.blend.stack import DecoderStack
+from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.fusion.lead_in import LedChunk
+from cacheblend_rag.fusion.priors import context_deviation, keys_of_prior_layer, prior_layer
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.store import TieredKVStore
 
@@ -32,9 +31,6 @@ Computed = Iterator[tuple[LedChunk, ChunkKV] | None]
 
 ComputeAlone = Callable[[list[LedChunk]], Computed]
 """Computes chunks behind their lead-in only, without a prior."""
-
-PRIOR_LAYER = 1
-"""The first layer whose keys depend on other tokens: comparing there costs about one layer."""
 
 
 @dataclass
@@ -71,22 +67,25 @@ def compute_chunks(
     *,
     alone: ComputeAlone,
     in_document: bool,
+    row_block: int = ROW_BLOCK,
 ) -> Computed:
     """Yield the KV and prior of every chunk not in ``store``.
 
     in_document: chunks are computed behind their document (lead-in ``document``); otherwise behind
-    the lead-in alone, and the document only serves the prior.
+    the lead-in alone, and the document only serves the prior. row_block: see BlendPass.
     """
     unrelated: list[LedChunk] = []
     for work in document_passes(chunks):
-        missing = [chunk for chunk, _ in work.members if not store.contains(chunk.key)]
+        members = [chunk for chunk, _ in work.members]
+        stored = on_all_ranks(stack, [store.contains(chunk.key) for chunk in members])
+        missing = [chunk for chunk, found in zip(members, stored, strict=True) if not found]
         if not any(chunk.context for chunk, _ in work.members):
             unrelated += missing
         elif in_document:
-            yield from compute_document(stack, work, store)
+            yield from compute_document(stack, work, store, row_block)
         elif missing:
             starts = {chunk.key: start for chunk, start in work.members}
-            contextual = keys_of_prior_layer(stack, work.tokens)
+            contextual = yield from keys_of_prior_layer(stack, work.tokens, row_block)
             for computed in alone(missing):
                 if computed is None:
                     yield None
@@ -100,9 +99,16 @@ def compute_chunks(
     yield from alone(unrelated)
 
 
-def compute_document(stack: DecoderStack, work: DocumentPass, store: TieredKVStore) -> Computed:
-    """Run one document pass; yield the KV and prior of every member not in ``store``."""
-    missing = [(c, at) for c, at in work.members if not store.contains(c.key)]
+def compute_document(
+    stack: DecoderStack, work: DocumentPass, store: TieredKVStore, row_block: int = ROW_BLOCK
+) -> Computed:
+    """Run one document pass; yield the KV and prior of every member not in ``store``.
+
+    row_block: see BlendPass.
+    """
+    here = [store.contains(chunk.key) for chunk, _ in work.members]
+    stored = on_all_ranks(stack, here)
+    missing = [member for member, found in zip(work.members, stored, strict=True) if not found]
     if not missing:
         return
     end = missing[-1][1] + len(missing[-1][0].token_ids)
@@ -110,78 +116,59 @@ def compute_document(stack: DecoderStack, work: DocumentPass, store: TieredKVSto
     ids = torch.tensor(work.tokens[:end], device=device)
     fused = FusedKV(stack.geometry, end)
     cached = torch.zeros(end, dtype=torch.bool, device=device)
-    for chunk, start in work.members:
-        if (chunk, start) in missing or start >= end:
-            continue
+    earlier = [m for m, found in zip(work.members, stored, strict=True) if found and m[1] < end]
+    read = []
+    for chunk, start in earlier:
         found = store.get(chunk.key, promote=False).kv
-        if found is None or not fused.fits(found, len(chunk.token_ids)):
-            missing.append((chunk, start))
-        else:
+        read.append(found is not None and fused.fits(found, len(chunk.token_ids)))
+        if found is not None and read[-1]:
             fused.place(stack, found, start)
-            cached[start : start + found.tokens] = True
-    yield from _run(stack, ids, fused, cached)
+    yield None
+    for (chunk, start), held in zip(earlier, on_all_ranks(stack, read), strict=True):
+        if held:
+            cached[start : start + len(chunk.token_ids)] = True
+        else:
+            missing.append((chunk, start))
+    yield from _run(stack, ids, fused, cached, row_block)
     for chunk, start in missing:
         kv = fused.slice(start, start + len(chunk.token_ids))
         prior = torch.zeros(kv.tokens, device=device)
         if chunk.context:
             lead = len(chunk.lead)
-            alone = keys_of_prior_layer(stack, [*chunk.lead, *chunk.token_ids])[:, lead:]
+            alone = yield from keys_of_prior_layer(
+                stack, [*chunk.lead, *chunk.token_ids], row_block
+            )
             there = kv.keys[prior_layer(stack)]
-            prior = context_deviation(stack, alone, there, start - lead)
+            prior = context_deviation(stack, alone[:, lead:], there, start - lead)
         yield chunk, replace(kv, prior=prior)
 
 
-def compute_one_by_one(stack: DecoderStack, chunks: Iterable[LedChunk]) -> Computed:
-    """Compute chunks behind their lead-in only, each in a pass of its own; without a prior."""
+def compute_one_by_one(
+    stack: DecoderStack,
+    chunks: Sequence[LedChunk],
+    store: TieredKVStore,
+    row_block: int = ROW_BLOCK,
+) -> Computed:
+    """Compute chunks behind their lead-in only, each in a pass of its own; without a prior.
+
+    What is in ``store`` is left out. row_block: see BlendPass.
+    """
     device = stack.geometry.device
-    for chunk in chunks:
+    stored = on_all_ranks(stack, [store.contains(chunk.key) for chunk in chunks])
+    for chunk, found in zip(chunks, stored, strict=True):
+        if found:
+            continue
         ids = torch.tensor([*chunk.lead, *chunk.token_ids], device=device)
         fused = FusedKV(stack.geometry, ids.numel())
-        yield from _run(stack, ids, fused, torch.zeros_like(ids, dtype=torch.bool))
+        yield from _run(stack, ids, fused, torch.zeros_like(ids, dtype=torch.bool), row_block)
         yield chunk, fused.slice(len(chunk.lead), ids.numel())
 
 
-def _run(stack: DecoderStack, ids: Tensor, fused: FusedKV, cached: Tensor) -> Iterator[None]:
+def _run(
+    stack: DecoderStack, ids: Tensor, fused: FusedKV, cached: Tensor, row_block: int
+) -> Iterator[None]:
     """Compute all tokens that are not cached."""
     candidates = Candidates(cached, cached, torch.zeros_like(ids))
-    run = BlendPass(stack, ids, fused, candidates, REUSE_ONLY, needs_hidden=False)
+    run = BlendPass(stack, ids, fused, candidates, REUSE_ONLY, row_block, needs_hidden=False)
     for _ in run.steps():
         yield None
-
-
-def prior_layer(stack: DecoderStack) -> int:
-    """Return PRIOR_LAYER, or the only layer of a model that has no more."""
-    return min(PRIOR_LAYER, stack.geometry.layers - 1)
-
-
-def keys_of_prior_layer(stack: DecoderStack, tokens: Sequence[int]) -> Tensor:
-    """Return the keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, running only what is before it.
-
-    tokens: the whole sequence from position 0.
-    """
-    ids = torch.tensor([tokens], device=stack.geometry.device)
-    rows = torch.arange(ids.shape[1], device=ids.device)
-    place, hidden = stack.at(rows[None]), stack.embed(ids)
-    last = prior_layer(stack)
-
-    def attend(call: AttentionCall) -> Tensor:
-        return attend_rows(
-            call.query, call.key, call.value, rows,
-            scaling=call.scaling, window=call.window, softcap=call.softcap,
-        )  # fmt: skip
-
-    for layer in range(last):
-        hidden = stack.run_layer(layer, hidden, place, attend)
-    return stack.probe_layer(last, hidden, place).key[0]
-
-
-def context_deviation(stack: DecoderStack, alone: Tensor, contextual: Tensor, by: int) -> Tensor:
-    """Return the prior, (tokens,) float32: how far a chunk's document moves its keys.
-
-    alone, contextual: keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, computed behind the lead-in
-    only and in the document. by: positions the chunk stands further on in the document.
-    """
-    layer = prior_layer(stack)
-    cos, sin = stack.rotation(by)
-    moved = rotated(alone[None], cos[layer, None], sin[layer, None])[0]
-    return (moved.float() - contextual.float()).square().sum((0, 2))

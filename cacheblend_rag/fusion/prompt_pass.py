@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, Schedule, plan_schedule
-from cacheblend_rag.blend.passes import Attention, Candidates
+from cacheblend_rag.blend.passes import ROW_BLOCK, Attention, Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY, probe_question
-from cacheblend_rag.blend.stack import DecoderStack
+from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.fusion.lead_in import PlacedChunk
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
@@ -77,7 +77,7 @@ class PromptPass:
     token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. reserve: room in the
     buffer for tokens decoded later. needs_hidden: whether the last token's hidden state is wanted.
     until: only so many of the first tokens are wanted, at least all chunks; None is all.
-    attention: how rows attend, see BlendPass. on_layer: called with each layer whose KV is final.
+    attention, row_block: see BlendPass. on_layer: called with each layer whose KV is final.
     """
 
     stack: DecoderStack
@@ -90,6 +90,7 @@ class PromptPass:
     until: int | None = None
     attention: Attention | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
+    row_block: int = ROW_BLOCK
     watch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,6 +113,7 @@ class PromptPass:
             fused,
             candidates.first(self.until or self.token_ids.numel()),
             schedule,
+            self.row_block,
             needs_hidden=self.needs_hidden,
             attention=self.attention,
         )
@@ -135,32 +137,48 @@ class PromptPass:
     def _load(
         self, fused: FusedKV, schedule: Schedule
     ) -> Generator[None, None, tuple[Candidates, list[ChunkReport], bool]]:
-        """Lay stored chunk KV into the buffer, one chunk at a time."""
+        """Lay stored chunk KV into the buffer, one chunk at a time; ranks agree on the hits."""
+        found: list[tuple[ChunkReport, ChunkKV | None]] = []
+        for chunk in self.placed:
+            found.append(self._fetch(fused, chunk))
+            yield
+        hits = on_all_ranks(self.stack, [kv is not None for _, kv in found])
+        ranked = on_all_ranks(
+            self.stack, [kv is not None and kv.prior is not None for _, kv in found]
+        )
         tokens, device = fused.tokens, self.stack.geometry.device
         cached = torch.zeros(tokens, dtype=torch.bool, device=device)
         eligible, prior = cached.clone(), torch.zeros(tokens, device=device)
         offsets = torch.zeros(tokens, dtype=torch.long, device=device)
         reports: list[ChunkReport] = []
         has_prior = False
-        for chunk in self.placed:
-            found = self.store.get(chunk.key)
-            kv: ChunkKV | None = found.kv
-            reason: MissReason | None = found.reason
-            if kv is not None and not fused.fits(kv, chunk.end - chunk.start):
-                kv, reason = None, "damaged"
-            elif reason == "not stored":
-                reason = absence(self.store, chunk.key)
-            reports.append(chunk.report(reason, found.tier if kv else None))
-            if kv is not None:
-                fused.place(self.stack, kv, chunk.start)
-                here = slice(chunk.start, chunk.end)
-                cached[here] = True
-                eligible[here] = schedule.recomputes_all or not self._protects(chunk)
-                offsets[here] = torch.arange(kv.tokens, device=device)
-                if kv.prior is not None:
-                    prior[here], has_prior = kv.prior.to(device), True
-            yield
+        for chunk, (report, kv), hit, is_ranked in zip(
+            self.placed, found, hits, ranked, strict=True
+        ):
+            if kv is None or not hit:
+                reports.append(report if kv is None else chunk.report("not stored"))
+                continue
+            reports.append(report)
+            here = slice(chunk.start, chunk.end)
+            cached[here] = True
+            eligible[here] = schedule.recomputes_all or not self._protects(chunk)
+            offsets[here] = torch.arange(kv.tokens, device=device)
+            if kv.prior is not None and is_ranked:
+                prior[here], has_prior = kv.prior.to(device), True
         return Candidates(cached, eligible, offsets, prior), reports, has_prior
+
+    def _fetch(self, fused: FusedKV, chunk: PlacedChunk) -> tuple[ChunkReport, ChunkKV | None]:
+        """Lay one chunk into the buffer, if this rank's store has it."""
+        found = self.store.get(chunk.key)
+        kv: ChunkKV | None = found.kv
+        reason: MissReason | None = found.reason
+        if kv is not None and not fused.fits(kv, chunk.end - chunk.start):
+            kv, reason = None, "damaged"
+        elif reason == "not stored":
+            reason = absence(self.store, chunk.key)
+        if kv is not None:
+            fused.place(self.stack, kv, chunk.start)
+        return chunk.report(reason, found.tier if kv else None), kv
 
     def _protects(self, chunk: PlacedChunk) -> bool:
         return chunk.protected and self.config.protect_context
@@ -192,6 +210,7 @@ class PromptPass:
             fused,
             candidates,
             min(question_start, self.token_ids.numel() - 1),
+            row_block=self.row_block,
         )
         while True:
             try:

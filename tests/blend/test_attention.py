@@ -7,8 +7,13 @@ import torch
 
 from cacheblend_rag.blend.attention import attend_rows, attention_mass
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
+from cacheblend_rag.blend.flex import FlexAttention
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.passes import attend_fused
+from cacheblend_rag.blend.stack import AttentionCall, Geometry
 
 TOKENS, HEADS, KV_HEADS, WIDTH = 300, 4, 2, 8
+GEOMETRY = Geometry(1, HEADS, KV_HEADS, WIDTH, torch.float32, torch.device("cpu"))
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -56,6 +61,24 @@ def test_rows_get_what_dense_causal_attention_gives_them(
         query[:, :, rows], keys, values, rows, scaling=0.3, window=window, softcap=softcap
     )
     torch.testing.assert_close(found[0], wanted, atol=1e-5, rtol=0)
+
+
+@CASES
+@ROWS
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_gives_the_same(
+    rows: torch.Tensor, window: int | None, softcap: float | None
+) -> None:
+    query, keys, values = inputs()
+    fused = FusedKV(GEOMETRY, TOKENS)
+    every = torch.arange(TOKENS)
+    fused.write(0, every, keys, values)
+    call = AttentionCall(0, query[:, :, rows], keys, values, 0.3, window, softcap)
+    attend = FlexAttention()
+    for _ in range(2):  # the second time with the mask made before
+        torch.testing.assert_close(
+            attend(call, fused, rows), attend_fused(call, fused, rows), atol=1e-5, rtol=0
+        )
 
 
 @CASES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -48,6 +50,28 @@ def test_ratio_zero_and_one_need_no_check_layer(name: str) -> None:
     everything = plan_schedule(BlendConfig(selector=name, recompute_ratio=1.0), 4)
     assert (none.before, none.checks) == (0.0, {})
     assert everything.recomputes_all
+
+
+@pytest.mark.parametrize("deviation", ["k", "v", "kv"])
+def test_ranks_that_share_the_heads_score_as_one(deviation: str) -> None:
+    """What a rank adds up of its own heads is completed by what the other adds up of its."""
+    whole = evidence()
+    selector = make_selector("hkvd", {"deviation": deviation})
+    sums: list[torch.Tensor] = []
+
+    def half(heads: slice, total: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        tensors = (whole.fresh_keys, whole.fresh_values, whole.cached_keys, whole.cached_values)
+        parts = [tensor[heads] for tensor in tensors if tensor is not None]
+        return selector.score(Evidence(whole.offsets, None, None, *parts, total=total))
+
+    def note(part: torch.Tensor) -> torch.Tensor:
+        sums.append(part)
+        return part
+
+    half(slice(1, 2), note)
+    others = iter(sums)
+    shared = half(slice(0, 1), lambda part: part + next(others))
+    torch.testing.assert_close(shared, selector.score(whole))
 
 
 @pytest.mark.parametrize(("deviation", "winner"), [("v", 3), ("k", 7)])

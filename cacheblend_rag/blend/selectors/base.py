@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
+
+
+def _alone(part: Tensor) -> Tensor:
+    return part
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +22,7 @@ class Evidence:
     question_attention: (tokens,) float32, attention the question pays to each token, or None.
     fresh_keys, fresh_values, cached_keys, cached_values: (kv_heads, tokens, head_dim) at a check
         layer, keys at prompt positions; None before layer 0.
+    total: adds up what other ranks computed of their heads; a rule that sums over heads calls it.
     """
 
     offsets: Tensor
@@ -26,6 +32,7 @@ class Evidence:
     fresh_values: Tensor | None = None
     cached_keys: Tensor | None = None
     cached_values: Tensor | None = None
+    total: Callable[[Tensor], Tensor] = _alone
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,16 @@ class HKVD(Selector):
 
 
 def _keys(e: Evidence) -> Tensor:
-    return squared_deviation(given(e.fresh_keys, "fresh_keys"), given(e.cached_keys, "cached_keys"))
+    return e.total(
+        squared_deviation(given(e.fresh_keys, "fresh_keys"), given(e.cached_keys, "cached_keys"))
+    )
 
 
 def _values(e: Evidence) -> Tensor:
-    return squared_deviation(
-        given(e.fresh_values, "fresh_values"), given(e.cached_values, "cached_values")
+    return e.total(
+        squared_deviation(
+            given(e.fresh_values, "fresh_values"), given(e.cached_values, "cached_values")
+        )
     )
 
 

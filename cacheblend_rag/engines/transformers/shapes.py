@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +60,11 @@ class ModelShape:
         return PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, model_max_length=self.max_positions
         )
+
+    def save(self, folder: Path, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        """Save the random model and its tokenizer to a folder, in the hub's format."""
+        self.build_model(dtype=dtype, device=device).save_pretrained(folder)
+        self.build_tokenizer().save_pretrained(folder)
 
     def kv_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Return the size of ``tokens`` tokens' keys and values in all layers, in bytes."""

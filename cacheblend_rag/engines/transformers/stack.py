@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from cacheblend_rag.blend.cost import LayerCost
-from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry
+from cacheblend_rag.blend.stack import Agreement, Attend, AttentionCall, Geometry
 
 IMPLEMENTATION = "cacheblend_rag"
 _active = threading.local()
@@ -136,6 +136,9 @@ class TransformersStack:
         sin = torch.stack([sin.reshape(-1) for _, sin in tables]).float()
         magnitude = (cos.square() + sin.square()).sqrt()
         return cos / magnitude, sin / magnitude
+
+    def across_ranks(self, part: Tensor, how: Agreement) -> Tensor:
+        return part
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return (batch, vocabulary) float32 logits of final hidden states (batch, 1, hidden)."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from transformers import PreTrainedModel
 
@@ -12,10 +9,9 @@ from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.obstacles import known_obstacle
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-LAYER_TYPES = ("full_attention", "sliding_attention")
 TRIAL_TOKENS = 24
 TRIAL_OFFSET = 1000
 
@@ -26,7 +22,7 @@ def blend_refusal(model: PreTrainedModel) -> str | None:
     Obstacles known by name come first; then a trial: re-rotated keys must equal keys computed in
     place, and a blend pass that recomputes everything must equal ordinary prefill.
     """
-    reason = _known_obstacle(model)
+    reason = known_obstacle(model.config)
     if reason is not None:
         return reason
     try:
@@ -34,39 +30,6 @@ def blend_refusal(model: PreTrainedModel) -> str | None:
             return _trial(model)
     except (RuntimeError, TypeError, KeyError, AttributeError, ValueError, IndexError) as error:
         return f"its layers cannot be driven one by one ({type(error).__name__}: {error})"
-
-
-def _known_obstacle(model: PreTrainedModel) -> str | None:
-    config = model.config.get_text_config()
-    obstacles: list[tuple[str, Callable[[Any], object]]] = [
-        ("it is an encoder-decoder", lambda c: model.config.is_encoder_decoder),
-        ("multi-head latent attention (MLA)", lambda c: getattr(c, "kv_lora_rank", None)),
-        ("ALiBi positions", lambda c: getattr(c, "alibi", False)),
-        ("layers that share KV", lambda c: getattr(c, "num_kv_shared_layers", 0)),
-        ("bidirectional attention", lambda c: getattr(c, "use_bidirectional_attention", False)),
-        ("per-layer inputs", lambda c: getattr(c, "hidden_size_per_layer_input", 0)),
-    ]
-    for name, present in obstacles:
-        if present(config):
-            return f"{name} cannot be blended"
-    for kind in set(getattr(config, "layer_types", None) or ()):
-        if kind not in LAYER_TYPES:
-            return f"layers of type {kind} cannot be blended"
-    for rope in _rope_parameters(config):
-        if rope.get("mrope_section"):
-            return "multimodal rotary positions (mrope) cannot be blended"
-        kind = rope.get("rope_type", "default")
-        if kind not in ROPE_TYPES:
-            return f"rotary positions of type {kind} cannot be re-rotated"
-    return None
-
-
-def _rope_parameters(config: Any) -> list[dict[str, Any]]:
-    """The rotary settings of a config: one, or one for each type of layer."""
-    found = getattr(config, "rope_parameters", None) or {}
-    if "rope_type" in found or "rope_theta" in found:
-        return [found]
-    return [value for value in found.values() if isinstance(value, dict)]
 
 
 def _trial(model: PreTrainedModel) -> str | None:

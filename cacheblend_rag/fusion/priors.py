@@ -1,0 +1,55 @@
+"""The prior of a chunk's tokens: how far the chunk's document moves their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend import BlendPass, FusedKV
+from cacheblend_rag.blend.passes import ROW_BLOCK, Candidates
+from cacheblend_rag.blend.probe import REUSE_ONLY
+from cacheblend_rag.blend.rotary import rotated
+from cacheblend_rag.blend.stack import DecoderStack
+
+PRIOR_LAYER = 1
+"""The first layer whose keys depend on other tokens: comparing there costs about one layer."""
+
+
+def prior_layer(stack: DecoderStack) -> int:
+    """Return PRIOR_LAYER, or the only layer of a model that has no more."""
+    return min(PRIOR_LAYER, stack.geometry.layers - 1)
+
+
+def keys_of_prior_layer(
+    stack: DecoderStack, tokens: Sequence[int], row_block: int = ROW_BLOCK
+) -> Generator[None, None, Tensor]:
+    """Return the keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, running only what is before it.
+
+    tokens: the whole sequence from position 0. row_block: see BlendPass. Yields after each layer.
+    """
+    ids = torch.tensor(tokens, device=stack.geometry.device)
+    nothing = torch.zeros_like(ids, dtype=torch.bool)
+    layers = prior_layer(stack) + 1
+    fused = FusedKV(replace(stack.geometry, layers=layers), ids.numel())
+    candidates = Candidates(nothing, nothing, torch.zeros_like(ids))
+    run = BlendPass(
+        stack, ids, fused, candidates, REUSE_ONLY, row_block, needs_hidden=False, layers=layers
+    )
+    for _ in run.steps():
+        yield
+    return fused.keys[-1]
+
+
+def context_deviation(stack: DecoderStack, alone: Tensor, contextual: Tensor, by: int) -> Tensor:
+    """Return the prior, (tokens,) float32: how far a chunk's document moves its keys.
+
+    alone, contextual: keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, computed behind the lead-in
+    only and in the document. by: positions the chunk stands further on in the document.
+    """
+    layer = prior_layer(stack)
+    cos, sin = stack.rotation(by)
+    moved = rotated(alone[None], cos[layer, None], sin[layer, None])[0]
+    return stack.across_ranks((moved.float() - contextual.float()).square().sum((0, 2)), "sum")
