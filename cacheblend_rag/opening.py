@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from http.client import HTTPException
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from cacheblend_rag.chunks import ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.errors import ConfigError, EngineUnavailableError, MissingExtraError
+from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.shared_registry import SharedChunkRegistry
 
 if TYPE_CHECKING:
@@ -28,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 DEMO_MODEL = "demo"
 ENGINES = ("auto", "transformers", "vllm")
-SERVER_SECONDS = 5.0
 
 
 def open_engine(
@@ -48,43 +44,81 @@ def open_engine(
 ) -> Engine:
     """Return an engine.
 
-    engine: ``transformers`` (embedded), ``vllm`` (by name only; not yet complete, see the
-        changelog), the URL of a vLLM server, or ``auto``, which is the embedded one.
-    model: a hub name, a local folder, ``demo`` (the bundled model) or a loaded model. tokenizer:
-        the model's own by default; must be given with a loaded model.
+    engine: ``transformers`` (embedded), ``vllm`` (in this process), the URL of a server that
+        ``cacheblend-rag serve`` started, or ``auto``: vLLM where it is installed and there is a
+        CUDA device, else the embedded one; which and why is logged.
+    model: a hub name, a local folder, ``demo`` (the bundled model) or a loaded model (embedded
+        engine only). With a URL it names the tokenizer, and "" takes what the server says that it
+        loaded. tokenizer: the model's own by default; must be given with a loaded model.
     instruction: what prompts say before their first chunk; lead-ins compute chunks behind it. A
         function is given the model's tokenizer and returns it.
     namespace: tenants with different namespaces share neither KV nor known chunks.
     kv_path: a folder for chunk KV and the registry of known chunks, shared between processes;
         None keeps both in this process' memory. host_bytes: memory for chunk KV. disk_bytes: room
-        for it in ``kv_path``, None is without limit.
-    api_key: what a server asks for; it is never logged.
+        for it in ``kv_path``, None is without limit. A server has a store of its own: of these,
+        only the registry in ``kv_path`` is used with a URL.
+    device, dtype: where and how precise the model runs; a server has settled both.
+    api_key: what a server asks for, the environment's CACHEBLEND_API_KEY by default; it is never
+        logged.
 
-    Raises ConfigError for an unknown engine, MissingExtraError when the engine's library is not
-    installed, EngineUnavailableError when a server does not answer, ModelLoadError when the model
-    cannot be loaded, StoreError when ``kv_path`` cannot be used.
+    Raises ConfigError for an unknown engine or a server's other namespace or vocabulary,
+    MissingExtraError when the engine's library is not installed, EngineUnavailableError when a
+    server does not answer, ModelLoadError when the model cannot be loaded, StoreError when
+    ``kv_path`` cannot be used.
     """
-    if engine.startswith(("http://", "https://")):
-        raise _no_server(engine, api_key)
-    if engine not in ENGINES:
+    if engine not in ENGINES and not _is_url(engine):
         raise ConfigError(f"engine={engine!r} must be {', '.join(ENGINES)} or a server's URL")
+    if engine == "auto":
+        engine = _pick_engine(model, device)
     shared: dict[str, Any] = {
         "tokenizer": tokenizer,
         "config": config,
         "registry": _open_registry(kv_path, namespace),
         "instruction": instruction,
         "namespace": namespace,
-        "dtype": dtype,
     }
     room: dict[str, Any] = {"host_bytes": host_bytes, "disk_bytes": disk_bytes}
-    if engine == "vllm":
-        opened = _open_vllm(model, kv_path=kv_path, **room, **shared)
+    opened: Engine
+    if _is_url(engine):
+        opened = _open_server(engine, model, api_key, **shared)
+    elif engine == "vllm":
+        opened = _open_vllm(model, dtype=dtype, kv_path=kv_path, **room, **shared)
     else:
-        opened = _open_transformers(model, device, kv_path=kv_path, **room, **shared)
+        opened = _open_transformers(model, device, dtype=dtype, kv_path=kv_path, **room, **shared)
     if model == DEMO_MODEL:
         opened.model_name = DEMO_MODEL
     logger.info("engine: %s", opened.name)
     return opened
+
+
+def _is_url(engine: str) -> bool:
+    return engine.startswith(("http://", "https://"))
+
+
+def _pick_engine(model: Any, device: str | None) -> str:
+    """Return what ``auto`` stands for here."""
+    import torch
+
+    if not isinstance(model, str | Path):
+        picked, why = "transformers", "the model is loaded already"
+    elif device is not None:
+        picked, why = "transformers", f"device={device!r} was asked for"
+    elif find_spec("vllm") is None:
+        picked, why = "transformers", "vLLM is not installed"
+    elif not torch.cuda.is_available():
+        picked, why = "transformers", "there is no CUDA device"
+    else:
+        picked, why = "vllm", "vLLM is installed and there is a CUDA device"
+    logger.info("engine='auto' is %r: %s", picked, why)
+    return picked
+
+
+def _open_server(url: str, model: Any, api_key: str | None, **options: Any) -> Engine:
+    if not isinstance(model, str | Path):
+        raise ConfigError("model must be a name or a folder with a server's URL as engine")
+    from cacheblend_rag.engines.vllm.server import VLLMServerEngine
+
+    return VLLMServerEngine(url, model=_named(model) or None, api_key=api_key, **options)
 
 
 def _open_vllm(model: Any, *, dtype: Any, **options: Any) -> Engine:
@@ -134,21 +168,3 @@ def _open_registry(kv_path: str | Path | None, namespace: str) -> ChunkRegistry:
     from cacheblend_rag.kv.chunk_kv import namespace_id
 
     return SharedChunkRegistry(Path(kv_path) / f"chunks-{namespace_id(namespace)}.sqlite")
-
-
-def _no_server(url: str, api_key: str | None) -> EngineUnavailableError:
-    """Say why the server at ``url`` cannot be used."""
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-    request = Request(f"{url.rstrip('/')}/health", headers=headers)  # noqa: S310
-    try:
-        with urlopen(request, timeout=SERVER_SECONDS):  # noqa: S310
-            pass
-    except HTTPError:
-        pass
-    except (OSError, HTTPException, ValueError) as error:
-        return EngineUnavailableError(
-            f"engine={url!r}: no server answers there ({error}); start it or give another URL"
-        )
-    return EngineUnavailableError(
-        f"engine={url!r}: servers are not supported by this version: use engine='transformers'"
-    )

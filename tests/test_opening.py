@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +35,7 @@ def open_tiny(kv_path: Path | None, **options: Any):
 
 
 def test_the_bundled_model_has_a_name() -> None:
-    engine = open_engine(model="demo")
+    engine = open_engine("transformers", model="demo")
     assert (engine.name, engine.model_name) == ("transformers", "demo")
     assert engine.has_chat_template
     assert len(engine.tokenize("Clara lives in Rome.")) > 3
@@ -123,31 +121,50 @@ def test_vllm_without_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         open_engine("vllm", model="demo")
 
 
-def test_a_server_error_never_shows_the_key() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.raises(EngineUnavailableError) as caught:
-        open_engine(f"http://127.0.0.1:{port}", model="demo", api_key="sesame")
-    assert "sesame" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("model", "device", "vllm", "cuda", "picked"),
+    [
+        ("demo", None, True, True, "vllm"),
+        ("demo", None, True, False, "no CUDA device"),
+        ("demo", None, False, True, "vLLM is not installed"),
+        ("demo", "cpu", True, True, "device='cpu' was asked for"),
+        (make_model, None, True, True, "loaded already"),
+    ],
+)
+def test_auto_takes_vllm_where_it_runs_well_and_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    model: Any,
+    device: str | None,
+    vllm: bool,
+    cuda: bool,
+    picked: str,
+) -> None:
+    found = object() if vllm else None
+    monkeypatch.setattr(cacheblend_rag.opening, "find_spec", lambda name: found)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    monkeypatch.setattr(cacheblend_rag.opening, "_open_vllm", lambda *_, **__: Opened("vllm"))
+    monkeypatch.setattr(
+        cacheblend_rag.opening, "_open_transformers", lambda *_, **__: Opened("transformers")
+    )
+    caplog.set_level("INFO", logger="cacheblend_rag")
+    engine = open_engine(model=model if isinstance(model, str) else model(), device=device)
+    assert engine.name == ("vllm" if picked == "vllm" else "transformers")
+    assert f"engine='auto' is '{engine.name}'" in caplog.text
+    assert picked in caplog.text
 
 
-def test_a_server_that_answers_is_refused_by_name() -> None:
-    class Healthy(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.end_headers()
+@dataclass
+class Opened:
+    """Stands for an engine that would take long to open."""
 
-        def log_message(self, *arguments: Any) -> None:
-            return
+    name: str
+    model_name: str = ""
 
-    server = HTTPServer(("127.0.0.1", 0), Healthy)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with pytest.raises(EngineUnavailableError, match="not supported by this version"):
-            open_engine(f"http://127.0.0.1:{server.server_port}", model="demo")
-    finally:
-        server.shutdown()
+
+def test_a_loaded_model_cannot_be_a_servers() -> None:
+    with pytest.raises(ConfigError, match="name or a folder with a server's URL"):
+        open_engine("http://127.0.0.1:9", model=make_model())
 
 
 def test_public_names_hide_folders(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ requests go, to an engine in this process or to a server, is a subclass's busine
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
     Callable,
     Coroutine,
@@ -20,11 +22,10 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event
 from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
@@ -42,6 +43,8 @@ from cacheblend_rag.engines.base import (
     SamplingParams,
 )
 from cacheblend_rag.engines.front import EngineFront, Item, PreparedPrompt
+from cacheblend_rag.engines.vllm.background import BackgroundLoop
+from cacheblend_rag.engines.vllm.status import NO_CONNECTOR, ConnectorStatus
 from cacheblend_rag.engines.vllm.wire import (
     PARAMETER,
     SALT_PREFIX,
@@ -50,37 +53,51 @@ from cacheblend_rag.engines.vllm.wire import (
     SentChunk,
     SentLeadIn,
 )
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.fusion.indexing import DocumentPass, document_passes
 from cacheblend_rag.fusion.lead_in import LeadIn, LedChunk, PlacedChunk, place_chunks
-from cacheblend_rag.kv.chunk_kv import chunk_id
+from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
 from cacheblend_rag.prompt import Tokenizer
 from cacheblend_rag.reports import ChunkReport
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 CANCEL_SECONDS = 0.05
 ORDERS_AT_ONCE = 8
 PHASES = ("load", "selection", "recompute")
+LATE: Mapping[str, Any] = {PARAMETER: {"late": True}}
+"""Stands for a result that did not come with its answer and is to be asked for."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer as vLLM sends it; ``params`` comes with the last one."""
+    """A part of an answer as vLLM sends it.
+
+    The last one says why the answer ended: finish_reason, and ended_by: the string or the token
+    that ended it, None for the end-of-sequence token. It brings params: the connector's result.
+    decode_seconds: time after the first token, where vLLM tells it.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str | None = None
+    ended_by: int | str | None = None
     params: Mapping[str, Any] | None = None
+    decode_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class VLLMRequest:
-    """What is sent: token ids, sampling, the order if there is one, and the cache salt."""
+    """What is sent: token ids, sampling, the order if there is one, and the cache salt.
+
+    salt: requests with the same one, or none, share vLLM's prefix cache.
+    """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
-    salt: str
+    salt: str | None = None
     order: Order | None = None
 
 
@@ -104,14 +121,32 @@ class VLLMClient(EngineFront):
         self,
         model_name: str,
         tokenizer: Any,
+        *,
         config: BlendConfig | None,
         registry: ChunkRegistry | None,
         instruction: str | Callable[[Tokenizer], str],
+        namespace: str,
+        background: BackgroundLoop,
     ) -> None:
+        """Ask whom it talks to; requests must be possible already.
+
+        Raises ConfigError when KV of another namespace is kept there.
+        """
         super().__init__(tokenizer, config, registry, instruction)
-        self.model_name = model_name
+        self.model_name, self.namespace = model_name, namespace
+        self._background = background
+        self.status = self._ask_status()
+        if self.status.namespace not in {"", namespace_id(namespace)}:
+            raise ConfigError(
+                f"namespace={namespace!r} is not the server's: give the one it was started with "
+                "(cacheblend-rag serve --namespace)"
+            )
         self._lead_in = LeadIn(
-            tokenizer, self.config, instruction=self.instruction, identity={}, namespace=""
+            tokenizer,
+            self.config,
+            instruction=self.instruction,
+            identity={"vllm": self.status.identity or model_name},
+            namespace=namespace,
         )
         document = self._lead_in.name == "document"
         self._sent_lead_in = SentLeadIn(
@@ -119,13 +154,10 @@ class VLLMClient(EngineFront):
             chunk_id(self._lead_in.tokens),
             self._lead_in.window if document else 0,
         )
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="cacheblend-vllm", daemon=True)
-        self._thread.start()
 
     @abstractmethod
-    def _send(self, request: VLLMRequest) -> AsyncIterator[Piece]:
-        """Answer a request piece by piece; closing the iterator aborts it."""
+    def _send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
+        """Answer a request, piece by piece if ``stream``; closing the iterator aborts it."""
 
     # Index time
 
@@ -144,6 +176,9 @@ class VLLMClient(EngineFront):
                 led.append(resolved)
         distinct = list({chunk.key: chunk for chunk in led}.values())
         counts: Counter[str] = Counter(skipped=len(led) - len(distinct))
+        if distinct and not self._is_active():
+            refused[self.status.refusal] += len(led)
+            led, distinct, counts = [], [], Counter()
         with tqdm(total=len(led), desc="precompute", unit="chunk", disable=not progress) as bar:
             bar.update(counts["skipped"])
 
@@ -156,7 +191,7 @@ class VLLMClient(EngineFront):
                     refused[str(result["error"])] += len(work.members)
                 bar.update(len(work.members))
 
-            self._run(_all_of([store(work) for work in self._passes(distinct)]))
+            self._run(_all_of([store(work) for work in self._passes(distinct)], ORDERS_AT_ONCE))
         return PrecomputeReport(
             computed=counts["computed"],
             skipped=counts["skipped"],
@@ -172,10 +207,15 @@ class VLLMClient(EngineFront):
             for hint in hints
             for chunk in (self.registry.document(hint) if isinstance(hint, str) else (hint,))
         ]
+
+        async def load() -> None:
+            try:
+                await self._carry_out(self._keys_request("prefetch", chunks))
+            except CacheBlendError as error:
+                logger.warning("chunks were not prefetched: %s", error)
+
         if chunks:
-            asyncio.run_coroutine_threadsafe(
-                self._carry_out(self._keys_request("prefetch", chunks)), self._loop
-            )
+            self._background.start(load())
 
     def evict_document(self, document_id: str) -> int:
         """Forget a document's chunks and drop their KV; returns how many were dropped."""
@@ -193,14 +233,23 @@ class VLLMClient(EngineFront):
         cancel: Event | None = None,
     ) -> Generation:
         """Answer one prompt; see Engine."""
-        return self._run(_last(self._serve(self._ask(prompt, sampling, config, hints), cancel)))
+        asked = self._ask(prompt, sampling, config, hints)
+        return self._run(_last(self._serve(asked, cancel, stream=False)))
 
     def generate_full(
-        self, prompt: PromptLike, sampling: SamplingParams | None = None
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None = None,
+        *,
+        salt: str | None = None,
     ) -> Generation:
-        """Answer by vLLM's ordinary prefill of the same tokens, not from its prefix cache."""
+        """Answer by vLLM's ordinary prefill of the same tokens, not from its prefix cache.
+
+        salt: prompts with the same one share vLLM's prefix cache.
+        """
         asked = self._ask(prompt, sampling, None, ())
-        return self._run(_last(self._serve(_plain(asked, "full prefill was asked for"), None)))
+        plain = _plain(asked, "full prefill was asked for", salt or _fresh_salt())
+        return self._run(_last(self._serve(plain, None, stream=False)))
 
     def stream(
         self,
@@ -215,7 +264,7 @@ class VLLMClient(EngineFront):
         stop = cancel or Event()
         asked = self._ask(prompt, sampling, config, hints)
         arrived: SimpleQueue[Delta | BaseException | None] = SimpleQueue()
-        self._start(self._serve(asked, stop), arrived.put)
+        self._background.deliver(self._serve(asked, stop, stream=True), arrived.put)
 
         def deltas() -> Iterator[Delta]:
             try:
@@ -239,10 +288,7 @@ class VLLMClient(EngineFront):
         """Answer several prompts at once; all are checked before the first is sent."""
         asked = [self._ask(prompt, sampling, config, hints) for prompt in prompts]
 
-        async def answer() -> list[Generation]:
-            return await asyncio.gather(*(_last(self._serve(a, None)) for a in asked))
-
-        return self._run(answer())
+        return self._run(_all_of([_last(self._serve(one, None, stream=False)) for one in asked]))
 
     async def agenerate(
         self,
@@ -253,7 +299,9 @@ class VLLMClient(EngineFront):
         hints: Sequence[Chunk | str] = (),
     ) -> Generation:
         """As generate; cancelling the task stops the work."""
-        return await _last(self.astream(prompt, sampling, config=config, hints=hints))
+        asked = await asyncio.to_thread(self._ask, prompt, sampling, config, hints)
+        async with aclosing(self._from_background(asked, stream=False)) as deltas:
+            return await _last(deltas)
 
     async def astream(
         self,
@@ -264,15 +312,20 @@ class VLLMClient(EngineFront):
         hints: Sequence[Chunk | str] = (),
     ) -> AsyncIterator[Delta]:
         """As stream, without a thread in between; leaving the loop over it stops the work."""
+        asked = await asyncio.to_thread(self._ask, prompt, sampling, config, hints)
+        async with aclosing(self._from_background(asked, stream=True)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _from_background(self, asked: _Asked, *, stream: bool) -> AsyncGenerator[Delta]:
         here, stop = asyncio.get_running_loop(), Event()
         arrived: asyncio.Queue[Delta | BaseException | None] = asyncio.Queue()
-        asked = await asyncio.to_thread(self._ask, prompt, sampling, config, hints)
 
-        def deliver(item: Delta | BaseException | None) -> None:
+        def take(item: Delta | BaseException | None) -> None:
             if not here.is_closed():
                 here.call_soon_threadsafe(arrived.put_nowait, item)
 
-        self._start(self._serve(asked, stop), deliver)
+        self._background.deliver(self._serve(asked, stop, stream=stream), take)
         try:
             while (item := await arrived.get()) is not None:
                 if isinstance(item, BaseException):
@@ -284,12 +337,11 @@ class VLLMClient(EngineFront):
     @property
     def is_open(self) -> bool:
         """Whether ``close`` has yet to be called."""
-        return self._thread.is_alive()
+        return self._background.is_open
 
     def close(self) -> None:
-        """Stop the background thread."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
+        """Give up what is at work and free what the engine holds."""
+        self._background.close()
 
     # Orders
 
@@ -298,15 +350,19 @@ class VLLMClient(EngineFront):
         behind = led.context if self._lead_in.name == "document" else ()
         if not led.token_ids:
             return "empty text"
-        if len(led.lead) + len(behind) + len(led.token_ids) >= self.context_window - 1:
+        if not self._fits(led, behind):
             return "longer than the context window"
         return ""
 
     def _passes(self, chunks: list[LedChunk]) -> list[DocumentPass]:
-        if self._lead_in.name == "document":
-            return document_passes(chunks)
-        alone = [replace(chunk, context=()) for chunk in chunks]
-        return [DocumentPass([*c.lead, *c.token_ids], [(c, len(c.lead))]) for c in alone]
+        """Group chunks into runs; where a document does not fit, its chunks have no prior."""
+        return document_passes(
+            chunk if self._fits(chunk, chunk.context) else replace(chunk, context=())
+            for chunk in chunks
+        )
+
+    def _fits(self, chunk: LedChunk, behind: tuple[int, ...]) -> bool:
+        return len(chunk.lead) + len(behind) + len(chunk.token_ids) < self.context_window - 1
 
     def _precompute_request(self, work: DocumentPass) -> VLLMRequest:
         chunks = tuple(
@@ -329,12 +385,31 @@ class VLLMClient(EngineFront):
         return int(result.get("evicted", 0))
 
     async def _carry_out(self, request: VLLMRequest) -> Mapping[str, Any]:
-        """Send a request for the sake of its order; returns the worker's result."""
-        params: Mapping[str, Any] = {}
-        async for piece in self._send(request):
-            params = piece.params or params
-        result: Mapping[str, Any] = params.get(PARAMETER) or {"error": "no report came back"}
+        """Send a request for the sake of its order; returns the connector's result."""
+        result = (await self._params(request) or {}).get(PARAMETER)
+        if not isinstance(result, Mapping):
+            return {"error": NO_CONNECTOR}
         return {"error": result["reason"]} if "reason" in result else result
+
+    async def _params(self, request: VLLMRequest) -> Mapping[str, Any] | None:
+        params: Mapping[str, Any] | None = None
+        async for piece in self._send(request, stream=False):
+            params = piece.params or params
+        return params
+
+    async def _late_result(self, report_id: str) -> Mapping[str, Any] | None:
+        """Ask for the result of a finished request."""
+        order = Order("report", self._sent_lead_in, report_id=report_id)
+        return await self._params(_carrier((0, 0), order))
+
+    def _ask_status(self) -> ConnectorStatus:
+        return ConnectorStatus.of(self._run(self._params(status_request())))
+
+    def _is_active(self) -> bool:
+        """Whether orders are carried out; asked again when they were not the last time."""
+        if not self.status.active:
+            self.status = self._ask_status()
+        return self.status.active
 
     # Questions
 
@@ -352,7 +427,7 @@ class VLLMClient(EngineFront):
         spans = [span for span in prepared.prompt.spans if span.end < len(tokens)]
         placed = tuple(place_chunks(spans, self._lead_in))
         known = sum(chunk.end - chunk.start for chunk in placed)
-        asked = _Asked(prepared, placed, VLLMRequest(tokens, sampling, _fresh_salt()), config, None)
+        asked = _Asked(prepared, placed, VLLMRequest(tokens, sampling), config, None)
         if not placed:
             return _plain(asked, "no known chunk in the prompt")
         if known < config.min_tokens:
@@ -364,38 +439,51 @@ class VLLMClient(EngineFront):
             self._sent_lead_in,
             tuple(SentChunk(c.start, c.end, c.key.context_id, c.protected) for c in placed),
             config=config,
+            report_id=uuid.uuid4().hex,
         )
-        return replace(asked, request=VLLMRequest(tokens, sampling, order.salt(), order))
+        return replace(asked, request=VLLMRequest(tokens, sampling, order.salt(tokens), order))
 
-    async def _serve(self, asked: _Asked, cancel: Event | None) -> AsyncIterator[Delta]:
+    async def _serve(
+        self, asked: _Asked, cancel: Event | None, *, stream: bool
+    ) -> AsyncIterator[Delta]:
         started = time.perf_counter()
-        first = 0.0
-        text, last = "", Piece("", ())
+        first = ended = 0.0
+        text, last = "", Piece("", (), "abort")
         ids: list[int] = []
-        async with aclosing(cast(Any, self._send(asked.request))) as pieces:
+        pieces = self._send(asked.request, stream=stream)
+        async with aclosing(cast(AsyncGenerator[Piece], pieces)):
             async for piece in _until(pieces, cancel):
-                first = first or time.perf_counter() - started
+                ended = time.perf_counter() - started
+                first = first or ended
                 text, last = text + piece.text, piece
                 ids += piece.token_ids
-                if piece.text and piece.finish_reason is None:
+                if piece.text:
                     yield Delta(piece.text)
-        seconds = (first, time.perf_counter() - started - first)
-        reason = cast(FinishReason, last.finish_reason or "cancelled")
-        if asked.request.sampling.ignore_eos is False and reason == "stop":
-            ids = _without_end(ids, self.tokenizer)
+        reason = _finish_reason(last.finish_reason)
+        if reason == "stop" and not isinstance(last.ended_by, str):
+            ids = ids[:-1]
+        params, order = last.params, asked.request.order
+        if params == LATE and order is not None:
+            params = await self._late_result(order.report_id)
+        if last.decode_seconds is not None:
+            first = ended - last.decode_seconds
         generation = Generation(
             text=text,
             token_ids=tuple(ids),
             finish_reason=reason,
             prompt_tokens=len(asked.request.token_ids),
-            report=self._report(asked, last.params or {}, seconds),
+            report=self._report(asked, reason, params, (first, ended - first)),
         )
-        yield Delta(last.text if last.finish_reason else "", generation)
+        yield Delta("", generation)
 
     def _report(
-        self, asked: _Asked, params: Mapping[str, Any], seconds: tuple[float, float]
+        self,
+        asked: _Asked,
+        finish_reason: FinishReason,
+        params: Mapping[str, Any] | None,
+        seconds: tuple[float, float],
     ) -> BlendReport:
-        result = params.get(PARAMETER) or {}
+        result = (params or {}).get(PARAMETER) or {}
         chunks = [ChunkReport(**chunk) for chunk in result.get("chunks", ())]
         named = zip(chunks, asked.placed, strict=False)
         chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in named]
@@ -408,7 +496,7 @@ class VLLMClient(EngineFront):
         return BlendReport(
             engine=self.name,
             blended=bool(hits),
-            reason=None if hits else _reason(asked, result),
+            reason=None if hits else _reason(asked, finish_reason, result),
             prompt_tokens=tokens,
             reused_tokens=reused,
             recomputed_tokens=recomputed,
@@ -426,32 +514,12 @@ class VLLMClient(EngineFront):
             chunks=(*chunks, *asked.prepared.unmatched),
         )
 
-    # The background loop
-
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        future: Future[T] = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return future.result()
-
-    def _start(
-        self,
-        deltas: AsyncIterator[Delta],
-        deliver: Callable[[Delta | BaseException | None], None],
-    ) -> None:
-        """Run a stream in the background, delivering its items, then None or its error."""
-
-        async def work() -> None:
-            try:
-                async for delta in deltas:
-                    deliver(delta)
-                deliver(None)
-            except BaseException as error:
-                deliver(error)
-
-        asyncio.run_coroutine_threadsafe(work(), self._loop)
+        return self._background.run(work)
 
 
-def _plain(asked: _Asked, reason: str) -> _Asked:
-    request = VLLMRequest(asked.request.token_ids, asked.request.sampling, _fresh_salt())
+def _plain(asked: _Asked, reason: str, salt: str | None = None) -> _Asked:
+    request = VLLMRequest(asked.request.token_ids, asked.request.sampling, salt)
     return replace(asked, request=request, reason=reason)
 
 
@@ -460,32 +528,47 @@ def _fresh_salt() -> str:
     return f"plain-{uuid.uuid4().hex}"
 
 
+def status_request() -> VLLMRequest:
+    """Return the request that asks a connector for its status."""
+    return _carrier((0, 0), Order("status", SentLeadIn("none", "", 0)))
+
+
 def _carrier(token_ids: tuple[int, ...], order: Order) -> VLLMRequest:
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     return VLLMRequest(token_ids, sampling, f"{SALT_PREFIX}{uuid.uuid4().hex}", order)
 
 
-def _reason(asked: _Asked, result: Mapping[str, Any]) -> str:
+def _reason(asked: _Asked, finish_reason: FinishReason, result: Mapping[str, Any]) -> str:
+    """Say why nothing was reused."""
     if asked.reason:
         return asked.reason
+    if told := result.get("error") or result.get("reason"):
+        return str(told)
     if "chunks" in result:
         return "no chunk of the prompt is stored"
-    return str(result.get("error") or result.get("reason") or "no report came back")
+    return "cancelled before it was told" if finish_reason == "cancelled" else NO_CONNECTOR
 
 
-def _without_end(ids: list[int], tokenizer: Any) -> list[int]:
-    return ids[:-1] if ids and ids[-1] == tokenizer.eos_token_id else ids
+def _finish_reason(told: str | None) -> FinishReason:
+    if told == "error":
+        raise EngineUnavailableError("vLLM ended the request with an error; see its log")
+    return cast(FinishReason, {"abort": "cancelled", "length": "length"}.get(told or "", "stop"))
 
 
-async def _all_of(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Await all, a few at a time, so that a large index does not flood the scheduler."""
-    gate = asyncio.Semaphore(ORDERS_AT_ONCE)
+async def _all_of(work: Sequence[Coroutine[Any, Any, T]], at_once: int | None = None) -> list[T]:
+    """Await all, ``at_once`` at a time; when one fails, the others are given up."""
+    gate = asyncio.Semaphore(at_once or len(work) or 1)
 
-    async def gated(one: Coroutine[Any, Any, None]) -> None:
+    async def gated(one: Coroutine[Any, Any, T]) -> T:
         async with gate:
-            await one
+            return await one
 
-    await asyncio.gather(*map(gated, work))
+    tasks = [asyncio.ensure_future(gated(one)) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _last(deltas: AsyncIterator[Delta]) -> Generation:
@@ -501,12 +584,15 @@ async def _until(pieces: AsyncIterator[Piece], cancel: Event | None) -> AsyncIte
     """Pass pieces on until ``cancel`` is set, which is looked at now and then."""
     while True:
         step = asyncio.ensure_future(anext(pieces))
-        while not step.done():
-            await asyncio.wait({step}, timeout=None if cancel is None else CANCEL_SECONDS)
-            if cancel is not None and cancel.is_set():
+        try:
+            while not step.done():
+                await asyncio.wait({step}, timeout=None if cancel is None else CANCEL_SECONDS)
+                if cancel is not None and cancel.is_set():
+                    return
+        finally:
+            if not step.done():
                 step.cancel()
                 await asyncio.wait({step})
-                return
         try:
             yield step.result()
         except StopAsyncIteration:

@@ -11,9 +11,14 @@ would serve its approximate KV to ordinary requests.
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, get_args
 
+import torch
+from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -21,12 +26,26 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.forward_context import set_forward_context
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.vllm.paged import AttentionMode
-from cacheblend_rag.engines.vllm.wire import PARAMETER, SALT_PREFIX, Order
-from cacheblend_rag.engines.vllm.worker import Blender, Job, Result
+from cacheblend_rag.engines.vllm.stack import across_ranks
+from cacheblend_rag.engines.vllm.stats import BlendPromMetrics, BlendStats
+from cacheblend_rag.engines.vllm.support import refusal_of
+from cacheblend_rag.engines.vllm.versions import check_version
+from cacheblend_rag.engines.vllm.wire import (
+    ASKS,
+    PARAMETER,
+    SALT_PREFIX,
+    VERSION,
+    Order,
+    sent_report_id,
+)
+from cacheblend_rag.engines.vllm.worker import RANK_FAILED, Blender, Job, Result
 from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint, namespace_id
 from cacheblend_rag.kv.store import TieredKVStore
 
 if TYPE_CHECKING:
@@ -41,6 +60,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLICE_SECONDS = 0.03
+IDLE_SLICES = 8
+"""Slices at once while nothing else is computed: a newcomer waits so long at most."""
+STEP_TOKENS = 8192
+CANCELLED: Result = {"error": "cancelled"}
+KEPT_REPORTS = 1024
+"""Results kept for ``report`` orders, and as many for repeats of a blend."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +73,10 @@ class ConnectorSettings:
     """``kv_connector_extra_config``, checked.
 
     kv_path: folder for chunk KV, None for memory only. host_bytes, disk_bytes: room. namespace: of
-    all KV here. asynchronous: blend between scheduler steps, so that neighbours keep decoding.
-    slice_seconds: work a step, while others are decoding. attention: see PagedKV.
+    all KV here. asynchronous: blend between scheduler steps, so that neighbours keep decoding;
+    always so where all layers have a sliding window. slice_seconds: work a step, while others are
+    decoding. step_tokens: of synchronous work, tokens provided in one step; a request that would
+    exceed them waits for the next. attention: see PagedKV.
     """
 
     kv_path: str | None = None
@@ -58,6 +85,7 @@ class ConnectorSettings:
     namespace: str = "default"
     asynchronous: bool = True
     slice_seconds: float = SLICE_SECONDS
+    step_tokens: int = STEP_TOKENS
     attention: AttentionMode = "auto"
 
     @classmethod
@@ -73,6 +101,10 @@ class ConnectorSettings:
         if settings.attention not in get_args(AttentionMode):
             modes = ", ".join(get_args(AttentionMode))
             raise ConfigError(f"attention={settings.attention!r} must be one of {modes}")
+        for name in ("slice_seconds", "step_tokens"):
+            value = getattr(settings, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+                raise ConfigError(f"{name}={value!r} must be a number above 0")
         return settings
 
 
@@ -90,23 +122,36 @@ class _Meta(KVConnectorMetadata):
 
 @dataclass
 class _Results(KVConnectorWorkerMetadata):
-    """From worker to scheduler: results by request."""
+    """From worker to scheduler: results by request. All ranks send the same requests' results."""
 
     results: dict[str, Result]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Keep the first rank's results: all ranks do the same work."""
+        """Keep the first rank's results, unless another one's says what went wrong."""
+        assert isinstance(other, _Results)  # noqa: S101 (all ranks run this connector)
+        for request_id, result in other.results.items():
+            mine = self.results.get(request_id, RANK_FAILED)
+            if mine.get("error") == RANK_FAILED["error"] or _stored(result) < _stored(mine):
+                self.results[request_id] = result
         return self
 
 
 @dataclass
 class _Pending:
-    """What the scheduler's side knows of a request: its order, and why it was not blended."""
+    """What the scheduler's side knows of a request: its order, and why it was not blended.
+
+    tokens: of the prompt that are to be provided. sent: a worker has the job, so a result will
+    come. report_id: under which the result is to be kept, or "". blends: its order is to blend.
+    work: the blend's, see ``_work_of``.
+    """
 
     order: Order | None
     reason: str | None = None
+    report_id: str = ""
+    blends: bool = True
+    sent: bool = False
     tokens: int = 0
-    external: int = 0
+    work: str = ""
     result: Result | None = None
 
 
@@ -116,13 +161,20 @@ class CacheBlendConnector(KVConnectorBase_V1):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        check_version(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = ConnectorSettings.of(vllm_config)
         self._pending: dict[str, _Pending] = {}
+        self._reports: OrderedDict[str, Result] = OrderedDict()
+        self._blended: OrderedDict[str, Result] = OrderedDict()
+        self._late: dict[str, _Pending] = {}
+        self._stats = BlendStats()
+        self._promised = 0
+        self._asynchronous = self._settings.asynchronous or _drops_blocks(kv_cache_config)
         self._new: list[Job] = []
         self._gone: list[str] = []
         self._blender: Blender | None = None
-        self._refusal = ""
+        self._refusal = refusal_of(vllm_config, kv_cache_config) or ""
         self._done: set[str] = set()
         self._results: dict[str, Result] = {}
         self._at_work: dict[str, Job] = {}
@@ -132,32 +184,57 @@ class CacheBlendConnector(KVConnectorBase_V1):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Get ready to blend; a model that cannot be blended is served by ordinary prefill."""
-        config = self._vllm_config
+        made: list[Blender] = []
+        with set_forward_context(None, self._vllm_config):
+            if self._all_ranks_can(lambda: made.append(self._make_blender())) and (
+                self._all_ranks_can(made[0].warm_up)
+            ):
+                self._blender = made[0]
+        if self._blender is None:
+            logger.warning("blending is off: %s", self._refusal)
+
+    def _all_ranks_can(self, begin: Callable[[], None]) -> bool:
+        """Do something unless blending is refused already; whether every rank could.
+
+        What one rank cannot do, none may go on from: they compute together.
+        """
         try:
-            self._blender = Blender(
-                config,
-                TieredKVStore.open(
-                    host_bytes=self._settings.host_bytes,
-                    disk_path=self._settings.kv_path,
-                    disk_bytes=self._settings.disk_bytes,
-                ),
-                model_identity(
-                    weights_in_files(
-                        config.model_config.model,
-                        config.model_config.dtype,
-                        config.model_config.revision,
-                    ),
-                    config.model_config.hf_config,
-                    config.model_config.dtype,
-                    rank=get_tensor_model_parallel_rank(),
-                    ranks=config.parallel_config.tensor_parallel_size,
-                ),
-                self._settings.namespace,
-                self._settings.attention,
-            )
+            if not self._refusal:
+                begin()
         except CacheBlendError as error:
             self._refusal = str(error)
-            logger.warning("blending is off for this model: %s", error)
+        except Exception as error:  # a model of a kind nobody has tried
+            logger.debug("this model cannot be blended", exc_info=True)
+            kind = type(error).__name__
+            self._refusal = f"its layers cannot be driven one by one ({kind}: {error})"
+        refused = across_ranks(torch.tensor([bool(self._refusal)], dtype=torch.int32), "max")
+        if refused.item():
+            self._refusal = self._refusal or "another rank cannot blend"
+        return not self._refusal
+
+    def _make_blender(self) -> Blender:
+        config = self._vllm_config
+        return Blender(
+            config,
+            TieredKVStore.open(
+                host_bytes=self._settings.host_bytes,
+                disk_path=self._settings.kv_path,
+                disk_bytes=self._settings.disk_bytes,
+            ),
+            model_identity(
+                weights_in_files(
+                    config.model_config.model,
+                    config.model_config.dtype,
+                    config.model_config.revision,
+                ),
+                config.model_config.hf_config,
+                config.model_config.dtype,
+                rank=get_tensor_model_parallel_rank(),
+                ranks=config.parallel_config.tensor_parallel_size,
+            ),
+            self._settings.namespace,
+            self._settings.attention,
+        )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Begin new jobs; finish those that are waited for; work on the others for a slice."""
@@ -167,17 +244,21 @@ class CacheBlendConnector(KVConnectorBase_V1):
         self._at_work |= {job.request_id: job for job in meta.jobs}
         if self._blender is None:
             for job in meta.jobs:
-                self._finish(job.request_id, {"error": self._refusal})
+                asked = job.order.kind == "status"
+                self._finish(job.request_id, self._status() if asked else {"error": self._refusal})
             return
         for request_id in meta.gone:
             if self._blender.cancel(request_id):
-                self._finish(request_id, {"error": "cancelled"})
+                self._finish(request_id, CANCELLED)
         for job in meta.jobs:
+            if job.order.kind == "status":
+                self._finish(job.request_id, self._status())
+                continue
             self._blender.start(job)
             if job.wait:
                 for request_id, result in self._blender.advance(None, only=job.request_id):
                     self._finish(request_id, result)
-        budget = self._settings.slice_seconds if meta.busy else None
+        budget = self._settings.slice_seconds * (1 if meta.busy else IDLE_SLICES)
         for request_id, result in self._blender.advance(budget):
             self._finish(request_id, result)
 
@@ -187,9 +268,30 @@ class CacheBlendConnector(KVConnectorBase_V1):
         self._results[request_id] = result
         if not job.wait:
             self._done.add(request_id)
-        if "error" in result:
+        if _leaves_blocks_empty(result):
             size = self._vllm_config.cache_config.block_size
             self._failed_blocks |= set(job.block_ids[job.first // size : -(-job.until // size)])
+
+    def _status(self) -> Result:
+        """Say whether and how this worker blends."""
+        blender, settings = self._blender, self._settings
+        held = blender.store.stats().values() if blender else ()
+        return {
+            "active": blender is not None,
+            "refusal": self._refusal,
+            "identity": fingerprint(blender.identity, settings.namespace) if blender else "",
+            "vllm": vllm_version,
+            "cacheblend_rag": version("cacheblend-rag"),
+            "wire": VERSION,
+            "tensor_parallel": self._vllm_config.parallel_config.tensor_parallel_size,
+            "asynchronous": self._asynchronous,
+            "attention": settings.attention,
+            "namespace": namespace_id(settings.namespace),
+            "store": {
+                "chunks": max((tier["entries"] or 0 for tier in held), default=0),
+                "bytes": max((tier["bytes"] or 0 for tier in held), default=0),
+            },
+        }
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks that could not be filled; vLLM recomputes them."""
@@ -223,16 +325,27 @@ class CacheBlendConnector(KVConnectorBase_V1):
         """Say how many tokens of the prompt will be provided: up to its last chunk, or none."""
         pending = self._pending.get(request.request_id)
         if pending is None:
-            pending = self._pending[request.request_id] = _read_order(request)
-        if pending.order is None:
+            pending = self._pending[request.request_id] = _read_order(request, self._refusal)
+        if pending.order is None or pending.order.kind == "report":
             return 0, False
         tokens = pending.order.chunks[-1].end if pending.order.chunks else 1
         external = tokens - num_computed_tokens
         if external <= 0:
+            work = _work_of(request, tokens)
+            if pending.result is None and work in self._blended:
+                pending.result = _repeated(self._blended[work])
             pending.reason = "vLLM's prefix cache holds this prompt already"
             return 0, False
-        pending.tokens, pending.external = tokens, external
-        return external, self._settings.asynchronous
+        if self._is_step_full(external):
+            return None, False
+        pending.tokens, pending.work = tokens, _work_of(request, tokens)
+        return external, self._asynchronous
+
+    def _is_step_full(self, tokens: int) -> bool:
+        """Whether so many more tokens are too much synchronous work for this step."""
+        if self._asynchronous or not self._promised:
+            return False
+        return self._promised + tokens > self._settings.step_tokens
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -241,6 +354,8 @@ class CacheBlendConnector(KVConnectorBase_V1):
         pending = self._pending.get(request.request_id)
         if pending is None or pending.order is None or num_external_tokens == 0:
             return
+        pending.sent, pending.result = False, None
+        self._promised += num_external_tokens
         self._new.append(
             Job(
                 request_id=request.request_id,
@@ -249,14 +364,16 @@ class CacheBlendConnector(KVConnectorBase_V1):
                 first=pending.tokens - num_external_tokens,
                 until=pending.tokens,
                 block_ids=tuple(blocks.get_block_ids()[0]),
-                wait=not self._settings.asynchronous,
+                wait=not self._asynchronous,
             )
         )
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand queued jobs to the worker."""
         meta = _Meta(self._new, self._gone, scheduler_output.total_num_scheduled_tokens > 0)
-        self._new, self._gone = [], []
+        for job in self._new:
+            self._pending[job.request_id].sent = True
+        self._new, self._gone, self._promised = [], [], 0
         return meta
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -264,11 +381,14 @@ class CacheBlendConnector(KVConnectorBase_V1):
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, _Results):
             for request_id, result in meta.results.items():
+                late = self._late.pop(request_id, None)
+                if late is not None:
+                    self._conclude(late, result)
                 pending = self._pending.get(request_id)
                 if pending is None:
                     continue
                 pending.result = result
-                if "error" in result:  # vLLM computes these blocks itself: promise none again
+                if _leaves_blocks_empty(result):  # vLLM computes these itself: promise none again
                     pending.order = None
 
     def request_finished(
@@ -279,24 +399,120 @@ class CacheBlendConnector(KVConnectorBase_V1):
         self._new = [job for job in self._new if job.request_id != request.request_id]
         if pending is None:
             return False, None
-        if pending.order is not None and pending.result is None:
+        if pending.order is not None and pending.order.kind == "report":
+            found = self._reports.pop(pending.order.report_id, {"reason": "no such report"})
+            return False, {PARAMETER: found}
+        if pending.sent and pending.result is None:
             self._gone.append(request.request_id)
-        if pending.result is not None:
-            return False, {PARAMETER: pending.result}
-        return False, {PARAMETER: {"reason": pending.reason}} if pending.reason else None
+            self._late[request.request_id] = pending
+            return False, {PARAMETER: {"late": True}}
+        result = pending.result or ({"reason": pending.reason} if pending.reason else None)
+        if result is None:
+            return False, None
+        self._conclude(pending, result)
+        return False, {PARAMETER: result}
+
+    def _conclude(self, pending: _Pending, result: Result) -> None:
+        """Count a finished request's result; keep it for a later ``report``, not the oldest."""
+        if pending.blends and result != CANCELLED:
+            self._stats.record(result)
+        if pending.blends and pending.work and not _leaves_blocks_empty(result):
+            _keep(self._blended, pending.work, result)
+        if pending.report_id:
+            _keep(self._reports, pending.report_id, result)
+
+    # Metrics
+
+    def get_kv_connector_stats(self) -> BlendStats | None:
+        """Return what was counted since the last call; all of it on the scheduler's side."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, BlendStats()
+        return stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> BlendStats:
+        """Return the stats that were sent as ``data``."""
+        return BlendStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> BlendPromMetrics:
+        """Register the counters with vLLM's metrics endpoint."""
+        return BlendPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
-def _read_order(request: Request) -> _Pending:
+def _keep(results: OrderedDict[str, Result], name: str, result: Result) -> None:
+    """Keep a result, and forget the oldest one when there are many."""
+    results[name] = result
+    if len(results) > KEPT_REPORTS:
+        results.popitem(last=False)
+
+
+def _work_of(request: Request, tokens: int) -> str:
+    """Name the blend of a request's first ``tokens`` tokens: vLLM shares its blocks under it."""
+    return f"{request.cache_salt} {chunk_id(request.prompt_token_ids[:tokens])}"
+
+
+def _repeated(result: Result) -> Result:
+    """Return the result of a blend whose KV vLLM's prefix cache still had: nothing was done."""
+    cached = {"recomputed": 0, "tier": "prefix cache"}
+    return {
+        **result,
+        "compute_share": 0.0,
+        "seconds": {},
+        "work_seconds": 0.0,
+        "wall_seconds": 0.0,
+        "chunks": [{**chunk, **cached} if chunk["hit"] else chunk for chunk in result["chunks"]],
+    }
+
+
+def _stored(result: Result) -> float:
+    """Chunks a rank has stored: a chunk is stored once all ranks have their part of it."""
+    return float(result.get("computed", 0))
+
+
+def _leaves_blocks_empty(result: Result) -> bool:
+    """Whether the blocks a job was to fill are left to vLLM."""
+    return "error" in result or "reason" in result
+
+
+def _drops_blocks(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether vLLM gives no blocks to what lies before the sliding window.
+
+    It recomputes a failed synchronous load in the blocks it has, so a load must not be one.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return any(isinstance(spec, SlidingWindowSpec) for spec in specs)
+
+
+def _read_order(request: Request, refusal: str) -> _Pending:
     """Return a request's order, or the reason why it is served by ordinary prefill."""
     params = request.kv_transfer_params
+    named = sent_report_id(params)
     try:
         order = Order.from_params(params, request.num_prompt_tokens)
     except (CacheBlendError, TypeError) as error:
-        return _Pending(None, f"malformed order: {error}")
+        return _Pending(None, f"malformed order: {error}", named)
     if order is None:
-        return _Pending(None)
+        return _Pending(None, blends=False)
+    reason = _decline(request, "" if order.kind in ASKS else refusal)
+    return _Pending(None if reason else order, reason, named, order.kind == "blend")
+
+
+def _decline(request: Request, refusal: str) -> str | None:
+    """Say why a request's order is not carried out, or None."""
+    if refusal:
+        return refusal
     if not (request.cache_salt or "").startswith(SALT_PREFIX):
-        return _Pending(None, f"cache_salt must begin with {SALT_PREFIX!r}")
+        return f"cache_salt must begin with {SALT_PREFIX!r}"
     if request.lora_request is not None:
-        return _Pending(None, "LoRA requests are not blended")
-    return _Pending(order)
+        return "LoRA requests are not blended"
+    if request.mm_features or request.prompt_embeds is not None:
+        return "prompts that are not text only are not blended"
+    return None

@@ -13,11 +13,13 @@ from cacheblend_rag.chunks import ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import SamplingParams
 from cacheblend_rag.engines.naming import public_name
+from cacheblend_rag.engines.transformers.loading import load_tokenizer
+from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
-from cacheblend_rag.errors import MissingExtraError, ModelLoadError
+from cacheblend_rag.engines.vllm.serving import transfer_config
+from cacheblend_rag.engines.vllm.versions import check_version
+from cacheblend_rag.errors import CacheBlendError, MissingExtraError, ModelLoadError
 from cacheblend_rag.prompt import Tokenizer
-
-CONNECTOR = "cacheblend_rag.engines.vllm.connector"
 
 
 class VLLMEngine(VLLMClient):
@@ -25,7 +27,8 @@ class VLLMEngine(VLLMClient):
 
     model: a hub name or a local folder. kv_path: folder for chunk KV, shared with other workers and
     engines; None is memory only. host_bytes: memory for chunk KV, in each worker. options: further
-    arguments of vLLM's AsyncEngineArgs (``max_model_len``, ``tensor_parallel_size``, ...).
+    arguments of vLLM's AsyncEngineArgs (``max_model_len``, ``tensor_parallel_size``, ...);
+    ``kv_transfer_config=None`` is vLLM without the connector, which blends nothing.
     attention, asynchronous, slice_seconds: see ConnectorSettings.
 
     Raises MissingExtraError without vLLM, ModelLoadError when vLLM does not start.
@@ -49,67 +52,87 @@ class VLLMEngine(VLLMClient):
         **options: Any,
     ) -> None:
         try:
+            from vllm import __version__
             from vllm.config import KVTransferConfig
             from vllm.engine.arg_utils import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
         except ImportError as error:
             raise MissingExtraError("the vLLM engine", "vllm") from error
+        check_version(__version__)
         transfer = KVTransferConfig(
-            kv_connector="CacheBlendConnector",
-            kv_connector_module_path=CONNECTOR,
-            kv_role="kv_both",
-            kv_load_failure_policy="recompute",
-            kv_connector_extra_config={
-                "kv_path": None if kv_path is None else str(kv_path),
-                "host_bytes": host_bytes,
-                "disk_bytes": disk_bytes,
-                "namespace": namespace,
-                "attention": attention,
-                "asynchronous": asynchronous,
-            },
+            **transfer_config(
+                kv_path=kv_path,
+                host_bytes=host_bytes,
+                disk_bytes=disk_bytes,
+                namespace=namespace,
+                attention=attention,
+                asynchronous=asynchronous,
+            )
         )
-        arguments = AsyncEngineArgs(
-            model=str(model), dtype=dtype, kv_transfer_config=transfer, **options
-        )
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = tokenizer or AutoTokenizer.from_pretrained(str(model))
-        except (OSError, ValueError) as error:
-            raise ModelLoadError(f"tokenizer of {str(model)!r} could not be loaded") from error
-        super().__init__(public_name(str(model)), tokenizer, config, registry, instruction)
+        options.setdefault("kv_transfer_config", transfer)
+        arguments = AsyncEngineArgs(model=str(model), dtype=dtype, **options)
+        background = BackgroundLoop("cacheblend-vllm")
 
         async def start() -> Any:
             return AsyncLLM.from_engine_args(arguments)
 
         try:
-            self._vllm = self._run(start())
+            tokenizer = tokenizer or load_tokenizer(model)
+            self._vllm = background.run(start())
+        except CacheBlendError:
+            background.close()
+            raise
         except (RuntimeError, ValueError, OSError) as error:
-            super().close()
+            background.close()
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelLoadError(f"vLLM does not start with {str(model)!r}: {line}") from error
+        self._background = background
+        self._window = int(self._vllm.model_config.max_model_len)
+        try:
+            super().__init__(
+                public_name(str(model)),
+                tokenizer,
+                config=config,
+                registry=registry,
+                instruction=instruction,
+                namespace=namespace,
+                background=background,
+            )
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def context_window(self) -> int:
         """Most tokens a prompt and its answer may hold together."""
-        return int(self._vllm.model_config.max_model_len)
+        return self._window
 
-    async def _send(self, request: VLLMRequest) -> AsyncIterator[Piece]:
-        prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
-        outputs = self._vllm.generate(prompt, _sampling(request), f"cacheblend-{uuid.uuid4().hex}")
+    async def _send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
+        if request.salt is not None:
+            prompt["cache_salt"] = request.salt
+        sampling = _sampling(request)
+        outputs = self._vllm.generate(prompt, sampling, f"cacheblend-{uuid.uuid4().hex}")
         async with aclosing(outputs) as steps:
             async for step in steps:
                 out = step.outputs[0]
                 yield Piece(
-                    out.text, tuple(out.token_ids), out.finish_reason, step.kv_transfer_params
+                    out.text,
+                    tuple(out.token_ids),
+                    out.finish_reason,
+                    out.stop_reason,
+                    step.kv_transfer_params,
                 )
 
     def close(self) -> None:
         """Stop vLLM's workers."""
+        if not self.is_open:
+            return
 
         async def stop() -> None:
             self._vllm.shutdown()
 
+        self._background.give_up()
         self._run(stop())
         del self._vllm  # it cleans up after itself, which fails once the interpreter shuts down
         super().close()

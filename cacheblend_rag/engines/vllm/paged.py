@@ -5,6 +5,10 @@ its quantization; nothing is ever read back. Rows may attend over the paged cach
 each run of consecutive rows poses as a sequence of its own that shares the request's blocks. That
 is bit for bit what vLLM's own prefill computes. Scattered rows make many short runs, so for them
 PyTorch's attention over the fused KV is the better choice.
+
+Where all layers have a sliding window, vLLM gives a request blocks for the end of its prompt only,
+and the null block in place of the others. Then rows attend over a cache of their own, which one
+layer after the other uses.
 """
 
 from __future__ import annotations
@@ -17,11 +21,16 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.passes import attend_fused
+from cacheblend_rag.blend.passes import Attention, attend_fused
 from cacheblend_rag.blend.stack import AttentionCall
 
-AttentionMode = Literal["auto", "native", "sdpa"]
+AttentionMode = Literal["auto", "native", "sdpa", "flex"]
+PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
+"""Over the fused KV always, by PyTorch."""
+
+NULL_BLOCK = 0
 LONGEST_MEAN_GAP = 8
 """With ``auto``, rows attend natively when their runs are at least this long on average."""
 
@@ -41,45 +50,60 @@ class PagedKV:
     first: int
     tokens: int
     mode: AttentionMode = "auto"
+    _plain: Attention = field(init=False)
     _metadata: dict[int, tuple[Tensor, Any]] = field(init=False, default_factory=dict)
     _written: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._plain = FlexAttention() if self.mode == "flex" else attend_fused
         device = self.attention[0].kv_cache.device
-        positions = torch.arange(self.tokens, device=device)
-        self._blocks = torch.tensor(self.block_ids, dtype=torch.int32, device=device)
-        self._slots = (
-            self._blocks.long()[positions // self.block_size] * self.block_size
-            + positions % self.block_size
-        )
+        blocks = torch.tensor(self.block_ids, dtype=torch.int32, device=device)
+        block_of = blocks[torch.arange(self.tokens, device=device) // self.block_size]
+        self._slots = self._slots_in(blocks)
+        given = block_of != NULL_BLOCK
+        given[: self.first] = False
+        self._given = given.nonzero()[:, 0]
+        self._own: Tensor | None = None
+        if bool((block_of == NULL_BLOCK).any()) and self.mode not in PLAIN:
+            blocks = torch.arange(-(-self.tokens // self.block_size), device=device).int()
+            self._own = _cache_of(self.attention[0], blocks.numel())
+        self._blocks, self._native_slots = blocks, self._slots_in(blocks)
+
+    def _slots_in(self, blocks: Tensor) -> Tensor:
+        """Return the slot, (tokens,) int64, of each position in these blocks."""
+        positions = torch.arange(self.tokens, device=blocks.device)
+        first = blocks.long()[positions // self.block_size] * self.block_size
+        return first + positions % self.block_size
 
     def attend(self, call: AttentionCall, fused: FusedKV, rows: Tensor) -> Tensor:
         """Attention for BlendPass; see the module."""
         metadata = self._native_metadata(rows)
         if metadata is None:
-            return attend_fused(call, fused, rows)
+            return self._plain(call, fused, rows)
         layer = self.attention[call.layer]
+        cache = layer.kv_cache if self._own is None else self._own
+        first = self.first if self._own is None else 0
         if call.layer not in self._written:
-            self._write(
-                call.layer, fused, torch.arange(self.first, self.tokens, device=rows.device)
-            )
+            wanted = torch.arange(first, self.tokens, device=rows.device)
             self._written[call.layer] = 0
         else:
-            self._write(call.layer, fused, rows[rows >= self.first])
+            wanted = rows[rows >= first]
+        self._write(call.layer, fused, wanted, cache, self._native_slots)
         self._written[call.layer] += rows.numel()
         query = call.query[0].transpose(0, 1).contiguous()
         key, value = (t[0].transpose(0, 1).contiguous() for t in (call.key, call.value))
         output = torch.empty_like(query)
-        layer.impl.forward(layer, query, key, value, layer.kv_cache, metadata, output=output)
+        layer.impl.forward(layer, query, key, value, cache, metadata, output=output)
         return output[None]
 
     def finish_layer(self, layer: int, fused: FusedKV) -> None:
         """Write a layer whose KV is final, unless native attention has written all of it."""
-        if self._written.get(layer, 0) < self.tokens:
-            every = torch.arange(self.first, self.tokens, device=self._slots.device)
-            self._write(layer, fused, every)
+        if self._own is not None or self._written.get(layer, 0) < self.tokens:
+            self._write(layer, fused, self._given, self.attention[layer].kv_cache, self._slots)
 
-    def _write(self, index: int, fused: FusedKV, rows: Tensor) -> None:
+    def _write(
+        self, index: int, fused: FusedKV, rows: Tensor, cache: Tensor, slots: Tensor
+    ) -> None:
         if rows.numel() == 0:
             return
         layer = self.attention[index]
@@ -87,11 +111,11 @@ class PagedKV:
             kv[index].index_select(1, rows).transpose(0, 1).contiguous()
             for kv in (fused.keys, fused.values)
         )
-        layer.impl.do_kv_cache_update(layer, key, value, layer.kv_cache, self._slots[rows])
+        layer.impl.do_kv_cache_update(layer, key, value, cache, slots[rows])
 
     def _native_metadata(self, rows: Tensor) -> Any:
         """Return the backend's metadata for these rows, or None for PyTorch's attention."""
-        if self.mode == "sdpa":
+        if self.mode in PLAIN:
             return None
         if id(rows) not in self._metadata:
             self._metadata[id(rows)] = (rows, self._build_metadata(rows))
@@ -114,6 +138,14 @@ class PagedKV:
             max_query_len=int((starts[1:] - starts[:-1]).max()),
             max_seq_len=int(ends.max()),
             block_table_tensor=self._blocks[None].expand(runs, -1).contiguous(),
-            slot_mapping=self._slots[rows],
+            slot_mapping=self._native_slots[rows],
         )
         return self.builder.build(0, common)
+
+
+def _cache_of(layer: Any, blocks: int) -> Tensor:
+    """Return an empty cache of so many blocks, laid out as the layer's own; blocks come first."""
+    shape = [blocks, *layer.kv_cache.shape[1:]]
+    order = sorted(range(len(shape)), key=layer.kv_cache.stride, reverse=True)
+    laid_out: Tensor = layer.kv_cache.new_zeros([shape[axis] for axis in order])
+    return laid_out.permute([order.index(axis) for axis in range(len(shape))])

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from cacheblend_rag.blend.cost import LayerCost
-from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry
+from cacheblend_rag.blend.stack import Agreement, Attend, AttentionCall, Geometry
+from cacheblend_rag.engines.vllm.support import check_attention
 from cacheblend_rag.errors import UnsupportedModelError
 
 
@@ -88,6 +90,9 @@ class VLLMStack:
         first = self.attention[0]
         if any(not hasattr(layer, "head_size") for layer in self.attention):
             raise UnsupportedModelError("a layer is no ordinary attention")
+        check_attention(self.attention)
+        if len(self.layers) != len(self.model.get_submodule(_layer_list(self.names[0]))):
+            raise UnsupportedModelError("some decoder layers have no attention")
         self._geometry = Geometry(
             layers=len(self.layers),
             heads=int(first.num_heads),
@@ -140,6 +145,9 @@ class VLLMStack:
     def rotation(self, offset: int) -> tuple[Tensor, Tensor]:
         turns = [turn.by(offset) for turn in self._turns]
         return torch.stack([cos for cos, _ in turns]), torch.stack([sin for _, sin in turns])
+
+    def across_ranks(self, part: Tensor, how: Agreement) -> Tensor:
+        return across_ranks(part, how)
 
     @contextmanager
     def _standing_in(self) -> Iterator[None]:
@@ -196,6 +204,21 @@ class _Turn:
         return torch.cat((cos, cos)), sign * torch.cat((sin, sin))
 
 
+def across_ranks(part: Tensor, how: Agreement) -> Tensor:
+    """Return one value for all tensor-parallel ranks; see DecoderStack."""
+    ranks = get_tp_group()
+    if ranks.world_size == 1:
+        return part
+    whole = part.clone()
+    group = ranks.cpu_group if part.device.type == "cpu" else ranks.device_group
+    if how == "first":
+        distributed.broadcast(whole, ranks.first_rank, group=group)
+    else:
+        kinds = {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX}
+        distributed.all_reduce(whole, kinds[how], group=group)
+    return whole
+
+
 def window_of(attention: Any) -> int | None:
     """Return an attention layer's sliding window in tokens, itself included, or None."""
     window = getattr(attention, "sliding_window", None)
@@ -208,18 +231,25 @@ def _states(hidden: Tensor, layer: int) -> dict[str, Tensor | None]:
     return {"hidden_states": states, "residual": residual if layer else None}
 
 
+def _layer_list(name: str) -> str:
+    """Return the part of an attention layer's name that names the list of decoder layers."""
+    before, found, _ = name.partition(".layers.")
+    if not found:
+        raise UnsupportedModelError(f"{name} is in no list of decoder layers")
+    return f"{before}.layers"
+
+
 def _decoder_layer(name: str) -> str:
     """Return the part of an attention layer's name that names its decoder layer."""
-    parts = name.split(".")
-    if "layers" not in parts:
-        raise UnsupportedModelError(f"{name} is in no list of decoder layers")
-    return ".".join(parts[: parts.index("layers") + 2])
+    listed = _layer_list(name)
+    return f"{listed}.{name.removeprefix(listed)[1:].partition('.')[0]}"
 
 
 def _model_with(name: str, attention: nn.Module) -> Any:
     """Find the model an attention layer belongs to: a worker hands out layers, not the model."""
     for found in gc.get_objects():
-        if isinstance(found, nn.Module) and hasattr(found, "embed_input_ids"):
+        # Asked of the type: lazy modules import themselves when an instance is asked.
+        if issubclass(type(found), nn.Module) and hasattr(found, "embed_input_ids"):
             try:
                 if found.get_submodule(name) is attention:
                     return found

@@ -10,10 +10,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
 
@@ -22,8 +23,10 @@ SALT_PREFIX = "cacheblend-"
 VERSION = 1
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
 
-Kind = Literal["blend", "precompute", "evict", "prefetch"]
+Kind = Literal["blend", "precompute", "evict", "prefetch", "status", "report"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+ASKS = ("status", "report")
+"""Kinds that only ask: they are answered whatever the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +57,12 @@ class SentLeadIn:
 class Order:
     """One request's work: fuse the chunks of its prompt, store them, or evict or prefetch others.
 
-    keys: (chunk id, context id) of the chunks to evict or to prefetch; the prompt is any token.
+    Two kinds only ask: ``status`` for the state of the connector, ``report`` for the result of the
+    finished request that had the same ``report_id``. Like evict and prefetch, they go with any two
+    tokens as prompt.
+
+    keys: (chunk id, context id) of the chunks to evict or to prefetch. report_id: 32 hex digits
+    under which the result is kept for a later ``report``, or "".
     """
 
     kind: Kind
@@ -62,6 +70,7 @@ class Order:
     chunks: tuple[SentChunk, ...] = ()
     keys: tuple[tuple[str, str], ...] = ()
     config: BlendConfig = field(default_factory=BlendConfig)
+    report_id: str = ""
 
     def to_params(self) -> dict[str, Any]:
         """Return plain JSON values for ``kv_transfer_params``."""
@@ -76,12 +85,19 @@ class Order:
                 ],
                 "keys": [list(key) for key in self.keys],
                 "config": asdict(self.config),
+                "report_id": self.report_id,
             }
         }
 
-    def salt(self) -> str:
-        """Return the ``cache_salt`` of a blended request: equal work may share vLLM's blocks."""
-        text = json.dumps(self.to_params(), sort_keys=True, default=list)
+    def salt(self, token_ids: Sequence[int]) -> str:
+        """Return the ``cache_salt`` of a blended request: equal work may share vLLM's blocks.
+
+        token_ids: the prompt, which tells work apart where the question decides about rows.
+        """
+        params = replace(self, report_id="").to_params()
+        if make_selector(self.config.selector, self.config.selector_options).needs_question:
+            params["prompt"] = list(token_ids)
+        text = json.dumps(params, sort_keys=True, default=list)
         return SALT_PREFIX + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     @classmethod
@@ -107,7 +123,21 @@ class Order:
             _chunks(sent.get("chunks"), tokens, of_prompt=kind in {"blend", "precompute"}),
             _keys(sent.get("keys", ())),
             BlendConfig.from_dict(config),
+            _report_id(sent.get("report_id", ""), required=kind == "report"),
         )
+
+
+def sent_report_id(params: Mapping[str, Any] | None) -> str:
+    """Return the report id of an order that may be malformed otherwise; "" without one."""
+    sent = (params or {}).get(PARAMETER)
+    named = sent.get("report_id") if isinstance(sent, Mapping) else None
+    return named if isinstance(named, str) and _HASH.fullmatch(named) else ""
+
+
+def _report_id(sent: Any, *, required: bool) -> str:
+    if not isinstance(sent, str) or not _HASH.fullmatch(sent) or (required and not sent):
+        raise ConfigError(f"{PARAMETER}.report_id must be 32 hex digits")
+    return sent
 
 
 def _lead_in(sent: Any) -> SentLeadIn:

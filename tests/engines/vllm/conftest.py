@@ -1,9 +1,10 @@
-"""Tiny models saved as folders, and vLLM engines over them; starting one takes seconds."""
+"""Tiny models saved as folders, and vLLM engines and servers over them; a start takes a while."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,17 +12,25 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendConfig
-
-if find_spec("vllm") is None:
-    collect_ignore_glob = ["test_e*.py"]  # `make setup` does not install vLLM yet
-
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.serving import RunningServer, running_server
 from tests.models import make_tokenizer, save_model
+
+WITHOUT_VLLM = {"test_connection.py", "test_serving.py", "test_wire.py"}
+if find_spec("vllm") is None:
+    here = Path(__file__).parent
+    collect_ignore = [p.name for p in here.glob("test_*.py") if p.name not in WITHOUT_VLLM]
 
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 EngineFactory = Callable[..., VLLMEngine]
+ServerFactory = Callable[..., RunningServer]
+ONE_PROCESS = "uni"  # the worker beside the scheduler: starts sooner than one of its own
+SERVER_FLAGS = (
+    *("--dtype", "float32", "--enforce-eager"),
+    *("--distributed-executor-backend", ONE_PROCESS),
+)
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +60,7 @@ def open_vllm(model_folder: Callable[[str], Path]) -> Iterator[EngineFactory]:
             "enforce_eager": True,
             "max_model_len": 2048,
             "disable_log_stats": True,
+            "distributed_executor_backend": ONE_PROCESS,
         }
         engine = VLLMEngine(model_folder(family), **{**arguments, **options})
         opened.append(engine)
@@ -60,6 +70,18 @@ def open_vllm(model_folder: Callable[[str], Path]) -> Iterator[EngineFactory]:
     for engine in opened:
         if engine.is_open:
             engine.close()
+
+
+@pytest.fixture(scope="module")
+def start_server() -> Iterator[ServerFactory]:
+    """Start servers of a folder's model; all are ended at the end of the module."""
+    with ExitStack() as running:
+
+        def start(folder: Path, *flags: str, **options: Any) -> RunningServer:
+            server = running_server(folder, flags=(*SERVER_FLAGS, *flags), **options)
+            return running.enter_context(server)
+
+        yield start
 
 
 @pytest.fixture(scope="module")

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from cacheblend_rag import BlendPrompt, Document, SamplingParams, TransformersEngine
-from cacheblend_rag.engines.vllm.client import VLLMRequest
-from cacheblend_rag.engines.vllm.engine import VLLMEngine, _sampling
-from tests.engines.vllm.conftest import EngineFactory
+from cacheblend_rag import BlendConfig, BlendPrompt, Document, SamplingParams, TransformersEngine
+from cacheblend_rag.blend.selectors import SELECTORS
+from cacheblend_rag.engines.vllm.client import VLLMClient, VLLMRequest
+from cacheblend_rag.engines.vllm.engine import _sampling
+from cacheblend_rag.fusion import prompt_pass
+from tests.engines.vllm.inprocess import InProcessEngine
 from tests.models import FAMILIES, make_tokenizer, words
 
 DOCUMENTS = (
@@ -20,96 +25,192 @@ DOCUMENTS = (
     Document("b", (words(203, 3), words(91, 4)), separator=" w77 "),
 )
 SHORT = SamplingParams(max_tokens=6)
+SOME = 0.3
+HAS_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
+OpenFamily = Callable[..., InProcessEngine]
 
 
-def retrieved(count: int = 3) -> BlendPrompt:
-    """A prompt over chunks out of order: one document whole, the other without its beginning."""
+def retrieved(count: int = 3, seed: int = 9) -> BlendPrompt:
+    """A prompt over chunks out of order: one document whole, the other without its beginning.
+
+    seed: of the question; vLLM knows a prompt it has seen already.
+    """
     first, second = (document.to_chunks() for document in DOCUMENTS)
     chosen = (second[1], *first)[:count]
     parts: list[Any] = [words(9, 50)]
     for chunk in chosen:
         parts += [chunk, " w7 "]
-    return BlendPrompt.of(*parts, words(23, 9))
+    return BlendPrompt.of(*parts, words(23, seed))
 
 
-def logprobs(engine: VLLMEngine, request: VLLMRequest) -> list[float]:
+def logprobs(engine: VLLMClient, request: VLLMRequest) -> list[float]:
     """Greedy tokens' log-probabilities, as vLLM itself returns them."""
     sampling = _sampling(request)
     sampling.logprobs, sampling.ignore_eos = 1, True
 
     async def run() -> list[float]:
         found: list[float] = []
-        prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
-        async for step in engine._vllm.generate(prompt, sampling, uuid.uuid4().hex):
+        async for step in _outputs(engine, request, sampling):
             out = step.outputs[0]
             found += [
                 top[token].logprob for top, token in zip(out.logprobs, out.token_ids, strict=True)
             ]
         return found
 
-    return asyncio.run_coroutine_threadsafe(run(), engine._loop).result()
+    return engine._background.run(run())
 
 
-def compared(engine: VLLMEngine, prompt: BlendPrompt, ratio: float) -> tuple[float, Any]:
-    """Largest difference of log-probabilities to ordinary prefill, and the blended generation."""
+def _outputs(engine: Any, request: VLLMRequest, sampling: Any) -> Any:
+    if isinstance(engine, InProcessEngine):
+        return engine.outputs(request, sampling)
+    prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
+    return engine._vllm.generate(prompt, sampling, uuid.uuid4().hex)
+
+
+def difference(engine: VLLMClient, prompt: BlendPrompt, ratio: float) -> float:
+    """Largest difference of log-probabilities between a blended prompt and ordinary prefill."""
     config = engine.config.with_changes(recompute_ratio=ratio)
     asked = engine._ask(prompt, SHORT, config, ())
     plain = VLLMRequest(asked.request.token_ids, SHORT, uuid.uuid4().hex)
     pairs = zip(logprobs(engine, asked.request), logprobs(engine, plain), strict=True)
-    return max(abs(a - b) for a, b in pairs), engine.generate(prompt, SHORT, config=config)
+    return max(abs(a - b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ratio_1_equals_ordinary_prefill(open_vllm: EngineFactory, family: str) -> None:
-    engine = open_vllm(family)
-    report = engine.precompute(DOCUMENTS, progress=False)
-    assert (report.computed, report.refused) == (4, {})
-    prompt = retrieved()
-    difference, _ = compared(engine, prompt, 1.0)
-    assert difference == 0.0
-    difference, reused = compared(engine, prompt, 0.0)
-    assert difference > 1e-4, "plain reuse of moved chunks is never exact"
-    assert math.isfinite(difference)
-    assert [chunk.hit for chunk in reused.report.chunks] == [True] * 3
+@pytest.fixture
+def open_family(model_folder: Callable[[str], Path]) -> Iterator[OpenFamily]:
+    """Open an engine over a family with the documents indexed; it is closed after the test."""
+    opened: list[InProcessEngine] = []
+
+    def open_engine(family: str = "llama", **options: Any) -> InProcessEngine:
+        config = BlendConfig(min_tokens=0, selector="hkvd")
+        opened.append(InProcessEngine(model_folder(family), config, **options))
+        report = opened[-1].precompute(DOCUMENTS, progress=False)
+        assert (report.computed, report.refused) == (4, {})
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def llama(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
+    engine = InProcessEngine(model_folder("llama"), BlendConfig(min_tokens=0, selector="hkvd"))
+    yield engine
     engine.close()
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "prior", "random", "chunk_head", "question"])
-def test_both_engines_choose_the_same_rows_and_tokens(
-    engine: VLLMEngine, model_folder, selector: str
+def check_exact(engine: InProcessEngine, seed: int = 9, rounding: float = 0.0) -> None:
+    """Ratio 1 is ordinary prefill; less is not, and is blended all the same.
+
+    rounding: how much the log-probabilities may differ where kernels do.
+    """
+    prompt = retrieved(seed=seed)
+    assert difference(engine, prompt, 1.0) <= rounding
+    reused = difference(engine, prompt, 0.0)
+    assert reused > 1e-4, "plain reuse of moved chunks is never exact"
+    assert math.isfinite(reused)
+    some = engine.generate(prompt, SHORT, config=engine.config.with_changes(recompute_ratio=SOME))
+    assert [chunk.hit for chunk in some.report.chunks] == [True] * 3
+    assert some.report.recomputed_tokens > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ratio_1_equals_ordinary_prefill(open_family: OpenFamily, family: str) -> None:
+    engine = open_family(family)
+    check_exact(engine)
+    # One engine does for both ways, since starting one is what takes time.
+    engine.scheduler.connector._asynchronous = False
+    check_exact(engine, seed=10)
+
+
+def test_a_window_in_all_layers_is_always_blended_asynchronously(open_family: OpenFamily) -> None:
+    engine = open_family("mistral-sliding", settings={"asynchronous": False})
+    check_exact(engine)
+    unstored = engine.config.with_changes(min_tokens=10_000)
+    asked = engine._ask(retrieved(seed=11), SHORT, engine.config, ())
+    assert asked.request.order is not None
+    refused = replace(asked.request, order=replace(asked.request.order, config=unstored))
+    plain = VLLMRequest(asked.request.token_ids, SHORT, "plain")
+    assert logprobs(engine, refused) == logprobs(engine, plain)
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="vLLM's CPU build needs AVX-512 or AMX for it")
+def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache(open_family: OpenFamily) -> None:
+    check_exact(open_family("llama", kv_cache_dtype="fp8", settings={"attention": "native"}))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_ratio_1_is_a_compiled_models_prefill_but_for_rounding(
+    open_family: OpenFamily, family: str
 ) -> None:
-    config = engine.config.with_changes(selector=selector, recompute_ratio=0.3)
+    """The compiler fuses norms into kernels of its own; blending runs the layers as they are."""
+    engine = open_family(family, enforce_eager=False)
+    check_exact(engine, rounding=1e-4)
+    config = engine.config.with_changes(recompute_ratio=1.0)
+    blended = engine.generate(retrieved(), SHORT, config=config)
+    assert blended.token_ids == engine.generate_full(retrieved(), SHORT).token_ids
+
+
+def test_rows_beyond_one_block_are_run_in_several(open_family: OpenFamily) -> None:
+    engine = open_family(
+        max_num_batched_tokens=128, max_num_seqs=8, settings={"attention": "native"}
+    )
+    assert difference(engine, retrieved(), 1.0) == 0.0
+
+
+def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(open_family: OpenFamily) -> None:
+    engine = open_family(settings={"attention": "sdpa"})
+    assert difference(engine, retrieved(), 1.0) < 1e-4
+
+
+@pytest.mark.parametrize("selector", sorted(SELECTORS))
+def test_both_engines_choose_the_same_rows_and_tokens(
+    llama: InProcessEngine,
+    model_folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    selector: str,
+) -> None:
+    passes: list[prompt_pass.BlendPass] = []
+
+    class Seen(prompt_pass.BlendPass):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            passes.append(self)
+
+    monkeypatch.setattr(prompt_pass, "BlendPass", Seen)
+    config = llama.config.with_changes(selector=selector, recompute_ratio=SOME)
     embedded = TransformersEngine(model_folder("llama"), tokenizer=make_tokenizer(), config=config)
-    engine.precompute(DOCUMENTS, progress=False)
-    embedded.precompute(DOCUMENTS, progress=False)
-    prompt = retrieved()
-    here = engine.generate(prompt, SHORT, config=config)
-    there = embedded.generate(prompt, SHORT, config=config)
-    assert here.token_ids == there.token_ids
-    assert here.report.recomputed_tokens > 0
-    assert here.report.recomputed_tokens == there.report.recomputed_tokens
-    assert [c.recomputed for c in here.report.chunks] == [c.recomputed for c in there.report.chunks]
+    answers = []
+    for engine in (llama, embedded):
+        engine.precompute(DOCUMENTS, progress=False)
+        answers.append(engine.generate(retrieved(), SHORT, config=config))
+    here, there = (run.stats.recomputed.nonzero()[:, 0] for run in passes)
+    assert torch.equal(here, there)
+    assert (here.numel() > 0) == (selector != "none")
+    assert answers[0].token_ids == answers[1].token_ids
+    assert answers[0].report.recomputed_tokens == here.numel()
 
 
-def test_a_plain_request_is_not_served_from_blended_blocks(engine: VLLMEngine) -> None:
-    engine.precompute(DOCUMENTS, progress=False)
-    prompt = retrieved()
-    asked = engine._ask(prompt, SHORT, engine.config.with_changes(recompute_ratio=0.0), ())
-    fresh = logprobs(engine, VLLMRequest(asked.request.token_ids, SHORT, "fresh"))
-    blended = logprobs(engine, asked.request)
-    after = logprobs(engine, VLLMRequest(asked.request.token_ids, SHORT, "after"))
+def test_a_plain_request_is_not_served_from_blended_blocks(llama: InProcessEngine) -> None:
+    llama.precompute(DOCUMENTS, progress=False)
+    asked = llama._ask(retrieved(), SHORT, llama.config.with_changes(recompute_ratio=0.0), ())
+    fresh = logprobs(llama, VLLMRequest(asked.request.token_ids, SHORT, "fresh"))
+    blended = logprobs(llama, asked.request)
+    after = logprobs(llama, VLLMRequest(asked.request.token_ids, SHORT, "after"))
     assert blended != fresh
     assert after == fresh
 
 
-def test_missing_chunks_are_computed_and_reported(engine: VLLMEngine) -> None:
-    engine.precompute(DOCUMENTS, progress=False)
+def test_missing_chunks_are_computed_and_reported(llama: InProcessEngine) -> None:
+    llama.precompute(DOCUMENTS, progress=False)
     unknown = Document("new", (words(80, 31),)).to_chunks()[0]
-    engine.register([unknown])
+    llama.register([unknown])
     stored = DOCUMENTS[0].to_chunks()[0]
     prompt = BlendPrompt.of(unknown, " w7 ", stored, " w7 ", words(20, 9))
-    difference, generation = compared(engine, prompt, 1.0)
-    assert difference == 0.0
+    assert difference(llama, prompt, 1.0) == 0.0
+    generation = llama.generate(prompt, SHORT)
     assert [(c.hit, c.reason) for c in generation.report.chunks] == [
         (False, "not stored"),
         (True, None),

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.engines.vllm.wire import PARAMETER, SALT_PREFIX, Order, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.wire import (
+    PARAMETER,
+    SALT_PREFIX,
+    Order,
+    SentChunk,
+    SentLeadIn,
+    sent_report_id,
+)
 from cacheblend_rag.errors import ConfigError
 
 HASH = "0123456789abcdef" * 2
+PROMPT, OTHER_PROMPT = (1, 2, 3), (1, 2, 4)
 LEAD_IN = SentLeadIn("document", HASH, 2048)
 BLEND = Order(
     "blend",
@@ -34,6 +43,9 @@ def sent(order: Order) -> dict[str, Any]:
         Order("precompute", LEAD_IN, (SentChunk(3, 10, HASH, False, 2),)),
         Order("evict", LEAD_IN, keys=((HASH, ""), (HASH, HASH))),
         Order("prefetch", LEAD_IN, keys=((HASH, ""),)),
+        Order("status", LEAD_IN),
+        Order("report", LEAD_IN, report_id=HASH),
+        replace(BLEND, report_id=HASH),
     ],
 )
 def test_an_order_survives_json(order: Order) -> None:
@@ -46,14 +58,23 @@ def test_a_request_without_an_order_has_none() -> None:
 
 
 def test_equal_work_has_one_salt_and_any_change_another() -> None:
-    assert BLEND.salt() == Order("blend", LEAD_IN, BLEND.chunks, config=BLEND.config).salt()
+    assert BLEND.salt(PROMPT) == Order("blend", LEAD_IN, BLEND.chunks, config=BLEND.config).salt(
+        PROMPT
+    )
+    assert BLEND.salt(PROMPT) == replace(BLEND, report_id=HASH).salt(PROMPT)
     others = [
         Order("blend", LEAD_IN, BLEND.chunks, config=BLEND.config.with_changes(selector="prior")),
         Order("blend", LEAD_IN, BLEND.chunks[:1], config=BLEND.config),
         Order("blend", SentLeadIn("bos", HASH, 0), BLEND.chunks, config=BLEND.config),
     ]
-    assert len({BLEND.salt(), *(other.salt() for other in others)}) == 4
-    assert BLEND.salt().startswith(SALT_PREFIX)
+    assert len({BLEND.salt(PROMPT), *(other.salt(PROMPT) for other in others)}) == 4
+    assert BLEND.salt(PROMPT).startswith(SALT_PREFIX)
+
+
+def test_another_question_is_other_work_where_it_decides_about_rows() -> None:
+    assert BLEND.salt(PROMPT) == BLEND.salt(OTHER_PROMPT)
+    asking = replace(BLEND, config=BLEND.config.with_changes(selector="question"))
+    assert asking.salt(PROMPT) != asking.salt(OTHER_PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +98,9 @@ def test_equal_work_has_one_salt_and_any_change_another() -> None:
         ({"config": {"recompute_ratio": 7}}, "recompute_ratio"),
         ({"config": {"unknown": 1}}, "unknown"),
         ({"config": []}, "config"),
+        ({"report_id": "../../etc"}, "report_id"),
+        ({"report_id": 7}, "report_id"),
+        ({"kind": "report"}, "report_id"),
     ],
 )
 def test_what_is_malformed_is_refused_by_name(change: dict[str, Any], said: str) -> None:
@@ -84,3 +108,11 @@ def test_what_is_malformed_is_refused_by_name(change: dict[str, Any], said: str)
     params[PARAMETER].update(change)
     with pytest.raises(ConfigError, match=said):
         Order.from_params(params, 100)
+
+
+def test_a_malformed_order_still_says_where_its_report_goes() -> None:
+    params = sent(replace(BLEND, report_id=HASH))
+    params[PARAMETER]["chunks"] = "all"
+    assert sent_report_id(params) == HASH
+    for useless in (None, {}, {PARAMETER: 3}, {PARAMETER: {"report_id": ["x"]}}, sent(BLEND)):
+        assert sent_report_id(useless) == ""

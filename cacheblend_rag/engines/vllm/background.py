@@ -1,0 +1,99 @@
+"""BackgroundLoop: an event loop in a thread of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import CancelledError, Future
+from threading import Thread
+from typing import Any, TypeVar
+
+from cacheblend_rag.errors import EngineUnavailableError
+
+T = TypeVar("T")
+
+
+class BackgroundLoop:
+    """Runs coroutines for threads that wait for them. Raises EngineUnavailableError once closed."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._thread.start()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` has yet to be called."""
+        return self._thread.is_alive()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Begin ``work``."""
+        if not self.is_open:
+            work.close()
+            raise _closed()
+        return asyncio.run_coroutine_threadsafe(self._known(work), self.loop)
+
+    async def _known(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do ``work`` as a task that ``give_up`` knows of."""
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101  # run_coroutine_threadsafe makes one
+        self._tasks.add(task)
+        try:
+            return await work
+        finally:
+            self._tasks.discard(task)
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what ``work`` returns; it ends with the caller's wait."""
+        future = self.start(work)
+        try:
+            return future.result()
+        except CancelledError as error:
+            raise _closed() from error
+        except BaseException:
+            future.cancel()
+            raise
+
+    def deliver(
+        self, items: AsyncIterator[T], take: Callable[[T | BaseException | None], None]
+    ) -> None:
+        """Hand over items as they come, then None, or the error that ended them."""
+
+        async def work() -> None:
+            try:
+                async for item in items:
+                    take(item)
+                take(None)
+            except asyncio.CancelledError:
+                take(_closed())
+                raise
+            except BaseException as error:
+                take(error)
+
+        self.start(work())
+
+    def give_up(self) -> None:
+        """End what was started here and is still at work."""
+        if self.is_open:
+            self.run(_cancel(lambda: self._tasks))
+
+    def close(self) -> None:
+        """End what is at work, then the thread."""
+        if not self.is_open:
+            return
+        self.run(_cancel(asyncio.all_tasks))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+async def _cancel(find: Callable[[], set[asyncio.Task[Any]]]) -> None:
+    others = find() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _closed() -> EngineUnavailableError:
+    return EngineUnavailableError("the engine is closed: open another")

@@ -1,0 +1,213 @@
+"""ServerConnection: one vLLM server's OpenAI-compatible API, and its failures as lines of text."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+from cacheblend_rag.engines.vllm.client import LATE, Piece, VLLMRequest
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    EngineUnavailableError,
+    MissingExtraError,
+)
+
+KEY_VARIABLE = "CACHEBLEND_API_KEY"
+NO_KEY = "none"
+CONNECT_SECONDS = 5.0
+TOLD_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that a server offers.
+
+    name: what requests call it. source: the hub name or folder that the server loaded it from.
+    context_window: tokens.
+    """
+
+    name: str
+    source: str
+    context_window: int
+
+
+class ServerConnection:
+    """Requests to one server; all within one event loop.
+
+    url: with or without ``/v1``. api_key: the environment's CACHEBLEND_API_KEY by default.
+    timeout_seconds: for each attempt to get an answer, and between two pieces of a stream.
+    max_retries: of requests that were not begun: no connection, a timeout, an overloaded server.
+
+    Raises ConfigError when one of them is out of range, MissingExtraError without ``openai``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        timeout_seconds: float = 600.0,
+        max_retries: int = 2,
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in {"http", "https"} or not parts.hostname:
+            raise ConfigError(f"url={url!r} must be like http://host:8000")
+        if parts.username or parts.password:
+            raise ConfigError("the server's URL holds a password: give its key as api_key=")
+        if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
+            raise ConfigError(f"timeout_seconds={timeout_seconds!r} must be above 0")
+        if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
+            raise ConfigError(f"max_retries={max_retries!r} must be at least 0")
+        try:
+            import openai
+        except ImportError as error:
+            raise MissingExtraError("a vLLM server as engine", "vllm-server") from error
+        self._openai = openai
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.timeout_seconds = timeout_seconds
+        self._client = openai.AsyncOpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=api_key or os.environ.get(KEY_VARIABLE) or NO_KEY,
+            timeout=openai.Timeout(timeout_seconds, connect=min(CONNECT_SECONDS, timeout_seconds)),
+            max_retries=max_retries,
+        )
+
+    async def find_model(self, wanted: str | None) -> ServedModel:
+        """Return the served model that is called or comes from ``wanted``, or the only one.
+
+        Raises EngineUnavailableError when no vLLM answers, ConfigError when it serves several
+        models and none of them is ``wanted``.
+        """
+        try:
+            page = await self._client.models.list()
+            entries: list[dict[str, Any]] = [entry.to_dict() for entry in page.data]
+        except Exception as error:
+            raise self._failure(error) from error
+        served = [
+            ServedModel(str(entry["id"]), str(entry["root"]), int(entry["max_model_len"]))
+            for entry in entries
+            if entry.get("root") and entry.get("max_model_len") and not entry.get("parent")
+        ]
+        if not served:
+            raise EngineUnavailableError(f"engine={self.url!r}: what is there is no vLLM server")
+        matching = [model for model in served if wanted in {model.name, model.source}]
+        if not matching and len({model.source for model in served}) > 1:
+            names = ", ".join(model.name for model in served)
+            raise ConfigError(f"model={wanted!r} is none that {self.url} serves: {names}")
+        return (matching or served)[0]
+
+    async def tokenize(self, model: str, text: str) -> tuple[int, ...]:
+        """Return the server's tokens of ``text``, without special tokens around it."""
+        extra = {"add_special_tokens": False, "return_token_ids": True}
+        answer = await self._create(
+            model=model, prompt=text, max_tokens=1, temperature=0.0, extra_body=extra
+        )
+        return tuple(_extra(answer.choices[0], "prompt_token_ids") or ())
+
+    async def complete(self, model: str, request: VLLMRequest) -> Piece:
+        """Answer a request in one piece."""
+        answer = await self._create(**_body(model, request))
+        params, metrics = _extra(answer, "kv_transfer_params"), _extra(answer, "metrics") or {}
+        milliseconds = metrics.get("generation_time_ms")
+        return _piece(
+            answer.choices[0],
+            params=params,
+            decode_seconds=None if milliseconds is None else milliseconds / 1000,
+        )
+
+    async def stream(self, model: str, request: VLLMRequest) -> AsyncGenerator[Piece]:
+        """Answer a request piece by piece; closing the iterator ends it at the server, too."""
+        async with await self._create(**_body(model, request), stream=True) as events:
+            async for event in self._told(events):
+                for choice in event.choices:
+                    yield _piece(choice, params=None if request.order is None else LATE)
+
+    async def close(self) -> None:
+        """Close its connections."""
+        await self._client.close()
+
+    async def _create(self, **body: Any) -> Any:
+        try:
+            return await self._client.completions.create(**body)
+        except Exception as error:
+            raise self._failure(error) from error
+
+    async def _told(self, events: Any) -> AsyncIterator[Any]:
+        """Pass a stream on; what breaks it is one of this package's errors."""
+        try:
+            async for event in events:
+                yield event
+        except Exception as error:
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> CacheBlendError:
+        """Say in a line what went wrong and what to do; never what the key is."""
+        where, known = f"engine={self.url!r}", self._openai
+        if isinstance(error, known.AuthenticationError | known.PermissionDeniedError):
+            said = f"the server refuses the API key: give api_key= or set {KEY_VARIABLE}"
+        elif isinstance(error, known.APITimeoutError):
+            said = f"no answer within timeout_seconds={self.timeout_seconds:g}"
+        elif isinstance(error, known.APIConnectionError):
+            cause = type(error.__cause__ or error).__name__
+            said = f"no server answers there ({cause}); start it or give another URL"
+        elif isinstance(error, known.APIStatusError):
+            said = f"the server answers {error.status_code}: {_first_line(error.message)}"
+        elif isinstance(error, known.APIError):
+            said = f"the server failed: {_first_line(error.message)}"
+        else:
+            said = f"the server's answer broke off ({type(error).__name__})"
+        return EngineUnavailableError(f"{where}: {said}")
+
+
+def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
+    """Return the arguments of a completion.
+
+    Nothing is left to the defaults of the server, which it takes from the model's own.
+    """
+    asked = request.sampling
+    return {
+        "model": model,
+        "prompt": list(request.token_ids),
+        "max_tokens": asked.max_tokens,
+        "temperature": asked.temperature,
+        "top_p": asked.top_p,
+        "seed": asked.seed,
+        "stop": list(asked.stop),
+        "extra_body": {
+            "top_k": asked.top_k,
+            "min_p": 0.0,
+            "repetition_penalty": asked.repetition_penalty,
+            "ignore_eos": asked.ignore_eos,
+            "cache_salt": request.salt,
+            "kv_transfer_params": request.order.to_params() if request.order else None,
+            "return_token_ids": True,
+        },
+    }
+
+
+def _piece(
+    choice: Any, *, params: Mapping[str, Any] | None, decode_seconds: float | None = None
+) -> Piece:
+    return Piece(
+        choice.text,
+        tuple(_extra(choice, "token_ids") or ()),
+        choice.finish_reason,
+        _extra(choice, "stop_reason"),
+        params if choice.finish_reason else None,
+        decode_seconds,
+    )
+
+
+def _extra(answer: Any, name: str) -> Any:
+    """Return a field of vLLM's own, beside those of the OpenAI API."""
+    return (answer.model_extra or {}).get(name)
+
+
+def _first_line(message: str) -> str:
+    lines = message.split("\n")
+    return lines[0][:TOLD_CHARACTERS]

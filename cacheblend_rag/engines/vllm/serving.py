@@ -1,0 +1,209 @@
+"""What a vLLM server is started with so that it blends, and starting one beside this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any
+from urllib.request import urlopen
+
+from cacheblend_rag.engines.naming import public_name
+from cacheblend_rag.engines.vllm.versions import check_version, installed_version
+from cacheblend_rag.errors import ConfigError, EngineUnavailableError
+
+CONNECTOR = "CacheBlendConnector"
+MODULE = "cacheblend_rag.engines.vllm.connector"
+SERVER = "vllm.entrypoints.openai.api_server"
+KV_FLAG = "--kv-transfer-config"
+NO_STATS = "--disable-log-stats"
+HOST = "127.0.0.1"
+PORT = 8000
+START_SECONDS = 600.0
+STOP_SECONDS = 20.0
+POLL_SECONDS = 0.2
+TOLD_LINES = 3
+
+
+def transfer_config(
+    *,
+    kv_path: str | Path | None = None,
+    host_bytes: int = 4 << 30,
+    disk_bytes: int | None = None,
+    namespace: str = "default",
+    attention: str = "auto",
+    asynchronous: bool = True,
+) -> dict[str, Any]:
+    """Return what vLLM's KVTransferConfig is made of; see ConnectorSettings for the options."""
+    return {
+        "kv_connector": CONNECTOR,
+        "kv_connector_module_path": MODULE,
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "kv_path": None if kv_path is None else str(kv_path),
+            "host_bytes": host_bytes,
+            "disk_bytes": disk_bytes,
+            "namespace": namespace,
+            "attention": attention,
+            "asynchronous": asynchronous,
+        },
+    }
+
+
+def server_command(
+    model: str | Path,
+    *,
+    host: str = HOST,
+    port: int = PORT,
+    served_name: str | None = None,
+    connector: bool = True,
+    flags: Sequence[str] = (),
+    **options: Any,
+) -> list[str]:
+    """Return the command that serves ``model`` through vLLM's OpenAI-compatible server.
+
+    served_name: what clients call the model, its public name by default. connector: whether to
+    blend. flags: vLLM's own, after these, so that they win. options: as for transfer_config.
+
+    Raises MissingExtraError without vLLM, EngineUnavailableError when it is too old, ConfigError
+    when the flags bring a KV connector of their own.
+    """
+    check_version(installed_version())
+    if connector and any(flag.split("=")[0].replace("_", "-") == KV_FLAG for flag in flags):
+        raise ConfigError(f"{KV_FLAG} is set by cacheblend-rag: leave it out, or use vllm serve")
+    transfer = [KV_FLAG, json.dumps(transfer_config(**options))] if connector else []
+    timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
+    served_name = served_name or public_name(str(model))
+    return [
+        *(sys.executable, "-m", SERVER, "--model", str(model)),
+        *("--served-model-name", served_name, "--host", host, "--port", str(port)),
+        *transfer,
+        *timings,
+        *flags,
+    ]
+
+
+@dataclass(frozen=True)
+class RunningServer:
+    """A server in a process group of its own. log: the file that its output goes to."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def stop(self, *, at_once: bool = False) -> None:
+        """End the server and all its workers; ``at_once`` leaves them no time to tidy up."""
+        if not at_once:
+            self._signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(STOP_SECONDS)
+        self._signal(signal.SIGKILL)
+        self.process.wait()
+
+    def _signal(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def wait_until_ready(self, seconds: float) -> None:
+        """Return once it answers; raises EngineUnavailableError when it ends or takes too long."""
+        deadline = time.monotonic() + seconds
+        while not _answers(self.url):
+            if (status := self.process.poll()) is not None:
+                raise EngineUnavailableError(
+                    f"the vLLM server ended with status {status} while starting: {self._told()}"
+                )
+            if time.monotonic() > deadline:
+                raise EngineUnavailableError(
+                    f"the vLLM server did not start within {seconds:.0f} s: {self._told()}"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def _told(self) -> str:
+        """Return the last lines that it wrote, as one."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        told = [" ".join(line.split()) for line in lines if line.strip()]
+        return " | ".join(told[-TOLD_LINES:]) or "it wrote nothing"
+
+
+@contextmanager
+def running_server(
+    model: str | Path,
+    *,
+    port: int | None = None,
+    start_seconds: float = START_SECONDS,
+    environment: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Iterator[RunningServer]:
+    """Serve ``model`` on this machine until the block is left.
+
+    port: a free one by default. environment: added to this process' own. options: as for
+    server_command. Raises what server_command raises, and EngineUnavailableError when the server
+    does not start.
+    """
+    port = port or free_port()
+    command = server_command(model, host=HOST, port=port, **options)
+    with tempfile.TemporaryDirectory(prefix="cacheblend-server-") as folder:
+        log = Path(folder) / "server.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(  # noqa: S603
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(environment or {})},
+                start_new_session=True,
+            )
+        server = RunningServer(f"http://{HOST}:{port}", process, log)
+        with _exit_on_sigterm():
+            try:
+                server.wait_until_ready(start_seconds)
+                yield server
+            finally:
+                server.stop()
+
+
+@contextmanager
+def _exit_on_sigterm() -> Iterator[None]:
+    """Leave blocks in order when this process is ended; a server of its own would live on."""
+    if (
+        current_thread() is not main_thread()
+        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+    ):
+        yield
+        return
+
+    def leave(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urlopen(f"{url}/health", timeout=POLL_SECONDS * 10):  # noqa: S310
+            return True
+    except (OSError, HTTPException):
+        return False

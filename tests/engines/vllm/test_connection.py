@@ -1,0 +1,444 @@
+"""What goes wrong between VLLMServerEngine and a server, against a server that can do nothing else.
+
+No vLLM is needed: answers are canned.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, Chunk, SamplingParams, open_engine
+from cacheblend_rag.engines.vllm.connection import ServerConnection
+from cacheblend_rag.engines.vllm.server import VLLMServerEngine
+from cacheblend_rag.engines.vllm.serving import free_port
+from cacheblend_rag.engines.vllm.status import NO_CONNECTOR
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    EngineUnavailableError,
+    MissingExtraError,
+    ModelLoadError,
+)
+from cacheblend_rag.kv.chunk_kv import namespace_id
+from tests.models import make_tokenizer, words
+
+KEY = "sesame"
+MODEL = {"id": "tiny", "root": "org/tiny", "max_model_len": 512, "parent": None}
+STATUS = {"active": True, "identity": "0123456789abcdef", "namespace": namespace_id("default")}
+CHUNK = Chunk(words(40, 1), "report")
+PROMPT = f"{CHUNK.text} {words(9, 2)}"
+FOUR = SamplingParams(max_tokens=4)
+HIT = {"chunk_id": "0" * 32, "start": 0, "tokens": 40, "hit": True, "tier": "host"}
+
+
+class CannedServer:
+    """Answers ``/v1/models`` and completions; ``orders`` notes the kinds of orders that came.
+
+    said: what blend orders bring. fail: a status for completions that are no status orders.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[dict[str, Any]] = [MODEL]
+        self.status: dict[str, Any] | None = dict(STATUS)
+        self.said: dict[str, Any] | None = {"chunks": [HIT], "selector": "none", "ratio": 0.0}
+        self.reports: dict[str, Any] | None = None
+        self.fail: list[int] = []
+        self.breaks = False
+        self.metrics: dict[str, Any] | None = None
+        self.orders: list[str] = []
+        self.bodies: list[dict[str, Any]] = []
+        self.url = ""
+
+    def params(self, body: dict[str, Any]) -> dict[str, Any] | None:
+        order = (body.get("kv_transfer_params") or {}).get("cacheblend", {})
+        kind = order.get("kind", "plain")
+        self.orders.append(kind)
+        result = {"status": self.status, "report": self.reports}.get(kind, self.said)
+        return None if kind == "plain" or result is None else {"cacheblend": result}
+
+
+@contextmanager
+def listening(canned: CannedServer) -> Iterator[CannedServer]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.headers["Authorization"] != f"Bearer {KEY}":
+                return self.reply(401, {"error": f"Unauthorized: {self.headers['Authorization']}"})
+            return self.reply(200, {"object": "list", "data": canned.models})
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            canned.bodies.append(body)
+            if isinstance(body["prompt"], str):
+                count = len(body["prompt"].split())
+                return self.reply(200, completion(prompt_token_ids=[0] * count))
+            params = canned.params(body)
+            if canned.orders[-1] != "status" and canned.fail:
+                return self.reply(canned.fail.pop(0), {"error": {"message": "no\nroom"}})
+            if body.get("stream"):
+                return self.stream()
+            return self.reply(200, completion(kv_transfer_params=params, metrics=canned.metrics))
+
+        def reply(self, status: int, plain: Any) -> None:
+            body = json.dumps(plain).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def stream(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Content-Length", "10000")
+            self.end_headers()
+            for text, ended in (("w5", None), (" w6", "length")):
+                choice = {"index": 0, "text": text, "token_ids": [5], "finish_reason": ended}
+                event = {"id": "x", "object": "text_completion", "choices": [choice]}
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                if canned.breaks:
+                    break
+            else:
+                self.wfile.write(b"data: [DONE]\n\n")
+            self.close_connection = True
+
+        def log_message(self, *arguments: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    canned.url = f"http://127.0.0.1:{server.server_port}"
+    yield canned
+    server.shutdown()
+    server.server_close()
+
+
+def completion(
+    prompt_token_ids: list[int] | None = None,
+    kv_transfer_params: Any = None,
+    metrics: Any = None,
+) -> dict[str, Any]:
+    choice = {"index": 0, "text": "w5 w6", "token_ids": [5, 6], "finish_reason": "length"}
+    return {
+        "id": "x",
+        "object": "text_completion",
+        "choices": [{**choice, "prompt_token_ids": prompt_token_ids}],
+        "kv_transfer_params": kv_transfer_params,
+        "metrics": metrics,
+    }
+
+
+@pytest.fixture
+def canned() -> Iterator[CannedServer]:
+    with listening(CannedServer()) as server:
+        yield server
+
+
+Open = Callable[..., VLLMServerEngine]
+
+
+@pytest.fixture
+def connect(canned: CannedServer) -> Iterator[Open]:
+    opened: list[VLLMServerEngine] = []
+
+    def make(**options: Any) -> VLLMServerEngine:
+        given = {"tokenizer": make_tokenizer(), "api_key": KEY, "max_retries": 0}
+        config = BlendConfig(min_tokens=0, lead_in="none")
+        engine = VLLMServerEngine(canned.url, **{"config": config, **given, **options})
+        engine.register([CHUNK])
+        opened.append(engine)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()
+
+
+def one_line(error: BaseException) -> str:
+    assert "\n" not in str(error)
+    assert KEY not in str(error)
+    return str(error)
+
+
+def test_a_report_comes_with_the_answer_and_after_a_stream(
+    canned: CannedServer, connect: Open
+) -> None:
+    engine = connect()
+    canned.reports = canned.said
+    assert engine.generate(PROMPT, FOUR).report.blended
+    streamed = list(engine.stream(PROMPT, FOUR))[-1].generation
+    assert streamed is not None
+    assert streamed.report.blended
+    assert canned.orders == ["status", "blend", "blend", "report"]
+
+
+def test_a_late_report_is_asked_for(canned: CannedServer, connect: Open) -> None:
+    engine = connect()
+    canned.said, canned.reports = {"late": True}, {"chunks": [HIT]}
+    assert engine.generate(PROMPT, FOUR).report.blended
+    sent = [body["kv_transfer_params"]["cacheblend"]["report_id"] for body in canned.bodies[-2:]]
+    assert sent[0] == sent[1] != ""
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (None, NO_CONNECTOR),
+        ({"reason": "LoRA requests are not blended"}, "LoRA requests are not blended"),
+        ({"error": "blending failed: KeyError"}, "blending failed: KeyError"),
+        ({"chunks": [{**HIT, "hit": False, "tier": None}]}, "no chunk of the prompt is stored"),
+    ],
+)
+def test_a_prefill_that_was_not_blended_says_why(
+    canned: CannedServer, connect: Open, said: Any, reason: str
+) -> None:
+    engine = connect()
+    canned.said = canned.reports = said
+    streamed = list(engine.stream(PROMPT, FOUR))[-1].generation
+    assert streamed is not None
+    for report in (engine.generate(PROMPT, FOUR).report, streamed.report):
+        assert (report.blended, report.reason) == (False, reason)
+
+
+def test_a_report_that_the_server_lost_is_told(canned: CannedServer, connect: Open) -> None:
+    engine = connect()
+    canned.reports = {"reason": "no such report"}
+    streamed = list(engine.stream(PROMPT, FOUR))[-1].generation
+    assert streamed is not None
+    assert streamed.report.reason == "no such report"
+
+
+def test_without_the_connector_nothing_is_computed_ahead(
+    canned: CannedServer, connect: Open
+) -> None:
+    canned.status = None
+    engine = connect()
+    report = engine.precompute([CHUNK, "w5 w6"], progress=False)
+    assert report.refused == {NO_CONNECTOR: 2}
+    assert set(canned.orders) == {"status"}
+    canned.status = dict(STATUS)
+    canned.said = {"computed": 1, "computed_tokens": 40}
+    assert engine.precompute([CHUNK], progress=False).computed == 1
+
+
+def test_time_to_first_token_is_the_servers_where_it_is_told(
+    canned: CannedServer, connect: Open
+) -> None:
+    engine = connect()
+    canned.metrics = {"generation_time_ms": 0.25}
+    assert engine.generate(PROMPT, FOUR).report.seconds.decode == pytest.approx(0.00025)
+    canned.metrics = None
+    assert engine.generate(PROMPT, FOUR).report.seconds.decode == 0
+
+
+def test_nothing_is_left_to_the_servers_defaults(canned: CannedServer, connect: Open) -> None:
+    connect().generate(PROMPT, SamplingParams(max_tokens=4, stop=("w9",), top_k=3, seed=1))
+    body = canned.bodies[-1]
+    told = {name: body[name] for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")}
+    assert told == {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 3,
+        "min_p": 0.0,
+        "seed": 1,
+        "stop": ["w9"],
+    }
+    assert body["prompt"] == list(make_tokenizer().encode(PROMPT))
+    assert body["cache_salt"].startswith("cacheblend-")
+
+
+@pytest.mark.parametrize("key", ["wrong", None])
+def test_a_wrong_key_is_refused_and_never_shown(
+    connect: Open, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.delenv("CACHEBLEND_API_KEY", raising=False)
+    with pytest.raises(EngineUnavailableError, match="refuses the API key") as caught:
+        connect(api_key=key)
+    assert "wrong" not in one_line(caught.value)
+
+
+def test_the_key_may_come_from_the_environment(
+    connect: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CACHEBLEND_API_KEY", KEY)
+    caplog.set_level("DEBUG")
+    engine = connect(api_key=None)
+    engine.generate(PROMPT, FOUR)
+    assert KEY not in repr(engine) + repr(engine._connection) + caplog.text
+
+
+def test_no_server_there() -> None:
+    url = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(EngineUnavailableError, match="no server answers there") as caught:
+        open_engine(url, model="demo", api_key=KEY)
+    assert url in one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("models", "error", "said"),
+    [
+        ([], EngineUnavailableError, "no vLLM server"),
+        ([{"id": "gpt", "object": "model"}], EngineUnavailableError, "no vLLM server"),
+        ([MODEL, {**MODEL, "id": "b", "root": "b"}], ConfigError, "none that .* serves: tiny, b"),
+    ],
+)
+def test_what_is_served_must_be_clear(
+    canned: CannedServer,
+    connect: Open,
+    models: list[dict[str, Any]],
+    error: type[CacheBlendError],
+    said: str,
+) -> None:
+    canned.models = models
+    with pytest.raises(error, match=said) as caught:
+        connect(model="other")
+    one_line(caught.value)
+
+
+def test_a_model_is_found_by_its_name_or_source(canned: CannedServer, connect: Open) -> None:
+    adapter = {**MODEL, "id": "adapter", "root": "lora", "parent": "tiny"}
+    canned.models = [adapter, {**MODEL, "id": "b", "root": "org/b"}, MODEL]
+    assert connect(model="org/tiny").model_name == "tiny"
+    assert connect(model="b").model_name == "b"
+    canned.models = [adapter, MODEL, {**MODEL, "id": "alias"}]
+    assert connect(model="elsewhere").model_name == "tiny"
+
+
+def test_models_of_a_server_have_fingerprints_of_their_own(
+    canned: CannedServer, connect: Open
+) -> None:
+    first = connect().fingerprint
+    assert connect().fingerprint == first
+    canned.status = {**STATUS, "identity": "f" * 16}
+    assert connect().fingerprint != first
+    canned.status = None
+    nameless = connect().fingerprint
+    canned.models = [{**MODEL, "id": "other"}]
+    assert len({first, nameless, connect().fingerprint}) == 3
+
+
+def test_another_namespace_is_refused(connect: Open) -> None:
+    with pytest.raises(ConfigError, match="namespace='tenant' is not the server's") as caught:
+        connect(namespace="tenant")
+    one_line(caught.value)
+
+
+def test_another_vocabulary_is_refused(connect: Open) -> None:
+    with pytest.raises(
+        ConfigError, match="the tokenizer here is not that of model 'tiny'"
+    ) as caught:
+        connect(tokenizer=None, model=_demo_folder())
+    one_line(caught.value)
+
+
+def _demo_folder() -> str:
+    from cacheblend_rag.demo import MODEL_FOLDER
+
+    return str(MODEL_FOLDER)
+
+
+def test_a_tokenizer_must_be_here(connect: Open, tmp_path: Any) -> None:
+    with pytest.raises(ModelLoadError, match=r"give model= .* or tokenizer=") as caught:
+        connect(tokenizer=None, model=str(tmp_path))
+    one_line(caught.value)
+
+
+def test_a_request_that_fails_is_one_line_and_an_overloaded_server_is_asked_again(
+    canned: CannedServer, connect: Open
+) -> None:
+    canned.fail = [500]
+    with pytest.raises(EngineUnavailableError, match="answers 500") as caught:
+        connect().generate(PROMPT, FOUR)
+    one_line(caught.value)
+    canned.fail = [400]
+    with pytest.raises(EngineUnavailableError, match="answers 400"):
+        connect(max_retries=3).generate(PROMPT, FOUR)
+    canned.fail = [503]
+    assert connect(max_retries=1).generate(PROMPT, FOUR).report.blended
+
+
+def test_a_stream_that_breaks_off_is_an_error(canned: CannedServer, connect: Open) -> None:
+    canned.breaks = True
+    stream = connect().stream(PROMPT, FOUR)
+    assert next(stream).text == "w5"
+    with pytest.raises(EngineUnavailableError) as caught:
+        list(stream)
+    one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"timeout_seconds": 0}, "timeout_seconds=0 must be above 0"),
+        ({"timeout_seconds": float("inf")}, "timeout_seconds=inf"),
+        ({"max_retries": -1}, "max_retries=-1 must be at least 0"),
+        ({"max_retries": True}, "max_retries=True"),
+        ({"url": "localhost:8000"}, "must be like http://host:8000"),
+        ({"url": "http://me:sesame@localhost:8000"}, "give its key as api_key="),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        ServerConnection(**{"url": "http://localhost:8000", **options})
+    one_line(caught.value)
+
+
+def test_a_slow_server_is_given_up(canned: CannedServer, connect: Open) -> None:
+    engine = connect(timeout_seconds=0.2)
+    slow = threading.Event()
+    params = canned.params
+
+    def late(body: dict[str, Any]) -> Any:
+        slow.wait(5)
+        return params(body)
+
+    canned.params = late  # type: ignore[method-assign]
+    with pytest.raises(EngineUnavailableError, match=r"within timeout_seconds=0\.2"):
+        engine.generate(PROMPT, FOUR)
+    slow.set()
+
+
+def test_closing_ends_what_is_at_work(canned: CannedServer, connect: Open) -> None:
+    engine = connect()
+    waiting = threading.Event()
+    canned.params = lambda body: waiting.wait(30)  # type: ignore[assignment,method-assign]
+    stream = engine.stream(PROMPT, FOUR)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineUnavailableError, match="closed"):
+        list(stream)
+    with pytest.raises(EngineUnavailableError, match="closed"):
+        engine.generate(PROMPT, FOUR)
+    waiting.set()
+
+
+def test_openai_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[vllm-server\]"):
+        open_engine("http://127.0.0.1:9", model="demo")
+
+
+def test_vllm_need_not_be_installed() -> None:
+    code = "import sys, cacheblend_rag.engines.vllm.server; assert 'vllm' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_prefetching_returns_at_once_and_never_fails(
+    canned: CannedServer, connect: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = connect()
+    canned.fail = [500]
+    engine.prefetch([CHUNK])
+    deadline = time.monotonic() + 10
+    while "not prefetched" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "not prefetched" in caplog.text

@@ -1,0 +1,325 @@
+"""The connector: what it refuses, how much it promises, what it reports and counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import REGISTRY
+from transformers import LlamaConfig, Phi3Config
+
+from cacheblend_rag import BlendConfig, Generation, SamplingParams
+from cacheblend_rag.engines.vllm.client import VLLMRequest
+from cacheblend_rag.engines.vllm.connector import KEPT_REPORTS, ConnectorSettings
+from cacheblend_rag.engines.vllm.stats import COUNTERS, PREFIX, BlendStats
+from cacheblend_rag.engines.vllm.support import refusal_of
+from cacheblend_rag.engines.vllm.wire import PARAMETER, Order, SentLeadIn
+from cacheblend_rag.errors import ConfigError
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
+from tests.models import SHAPE, words
+
+CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
+DYNAMIC_ROPE = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+REPORT_ID = "0123456789abcdef" * 2
+
+Open = Callable[..., InProcessEngine]
+
+
+@pytest.fixture
+def open_core(model_folder: Callable[[str], Path]) -> Iterator[Open]:
+    opened: list[InProcessEngine] = []
+
+    def open_engine(family: str = "llama", **options: Any) -> InProcessEngine:
+        opened.append(InProcessEngine(model_folder(family), CONFIG, **options))
+        return opened[-1]
+
+    yield open_engine
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def core(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
+    engine = InProcessEngine(model_folder("llama"), CONFIG)
+    engine.precompute(DOCUMENTS, progress=False)
+    yield engine
+    engine.close()
+
+
+def params_of(engine: InProcessEngine, request: VLLMRequest) -> Mapping[str, Any]:
+    """Send a request; return what the connector says of it."""
+
+    async def run() -> Mapping[str, Any]:
+        found: Mapping[str, Any] = {}
+        async for piece in engine._send(request, stream=False):
+            found = piece.params or found
+        return found
+
+    result: Mapping[str, Any] = engine._background.run(run())[PARAMETER]
+    return result
+
+
+def asked(engine: InProcessEngine, salt: str = "", **changes: Any) -> VLLMRequest:
+    """A request to blend; salt makes it one that was never asked before."""
+    request = engine._ask(f"{retrieved().text} {salt}", SHORT, engine.config, ()).request
+    assert request.order is not None
+    return replace(request, order=replace(request.order, **changes))
+
+
+def report_order(report_id: str) -> VLLMRequest:
+    order = Order("report", SentLeadIn("none", "", 0), report_id=report_id)
+    return VLLMRequest((5, 6), SamplingParams(max_tokens=1), order.salt((5, 6)), order)
+
+
+# Refusals
+
+
+def vllm_config(**changes: Any) -> Any:
+    """As much of a VllmConfig as is looked at; changes: group.field=value."""
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            prefill_context_parallel_size=1,
+            decode_context_parallel_size=1,
+            data_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(is_moe=False, use_mla=False, hf_config=LlamaConfig(**SHAPE)),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=None,
+        lora_config=None,
+    )
+    for name, value in changes.items():
+        *group, field = name.split("__")
+        setattr(getattr(config, group[0]) if group else config, field, value)
+    return config
+
+
+LONGROPE = Phi3Config(
+    **SHAPE,
+    original_max_position_embeddings=4096,
+    rope_parameters={
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    },
+)
+MROPE = LlamaConfig(
+    **SHAPE,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
+        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
+        (
+            {"parallel_config__data_parallel_size": 2, "model_config__is_moe": True},
+            "data parallelism of experts",
+        ),
+        ({"speculative_config": object()}, "speculative decoding"),
+        ({"lora_config": object()}, "LoRA"),
+        ({"model_config__use_mla": True}, "MLA"),
+        ({"cache_config__cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
+        ({"model_config__hf_config": LONGROPE}, "longrope"),
+        ({"model_config__hf_config": MROPE}, "mrope"),
+        (
+            {"model_config__hf_config": LlamaConfig(**SHAPE, rope_parameters=DYNAMIC_ROPE)},
+            "dynamic",
+        ),
+    ],
+)
+def test_what_cannot_be_blended_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    groups = SimpleNamespace(kv_cache_groups=[object()])
+    assert refusal_of(vllm_config(), groups) is None
+    assert said in str(refusal_of(vllm_config(**changes), groups))
+
+
+def test_several_groups_of_kv_are_refused() -> None:
+    groups = SimpleNamespace(kv_cache_groups=[object(), object()])
+    assert "several KV cache groups" in str(refusal_of(vllm_config(), groups))
+
+
+def check_refused(engine: InProcessEngine, said: str) -> None:
+    """Ordinary prefill answers, and says why."""
+    report = engine.precompute(DOCUMENTS, progress=False)
+    assert report.computed == 0
+    assert sum(report.refused.values()) == 4
+    answer = engine.generate(retrieved(), SHORT)
+    assert not answer.report.blended
+    assert said in str(answer.report.reason)
+    assert answer.token_ids == engine.generate_full(retrieved(), SHORT).token_ids
+    status = Order("status", SentLeadIn("none", "", 0))
+    request = VLLMRequest((5, 6), SamplingParams(max_tokens=2), status.salt((5, 6)), status)
+    found = params_of(engine, request)
+    assert found["active"] is False
+    assert said in found["refusal"]
+
+
+def test_a_refused_rope_is_served_by_ordinary_prefill(open_core: Open) -> None:
+    engine = open_core(hf_overrides={"rope_parameters": DYNAMIC_ROPE})
+    check_refused(engine, "rotary positions of type dynamic")
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_refused_model_is_served_by_ordinary_prefill(open_core: Open, asynchronous: bool) -> None:
+    check_refused(open_core("gpt2", settings={"asynchronous": asynchronous}), "decoder layers")
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"colour": "red"}, "colour is no setting"),
+        ({"attention": "magic"}, "attention='magic'"),
+        ({"slice_seconds": 0}, "slice_seconds=0"),
+        ({"step_tokens": "many"}, "step_tokens='many'"),
+    ],
+)
+def test_settings_are_checked(given: dict[str, Any], said: str) -> None:
+    transfer = SimpleNamespace(kv_connector_extra_config=given)
+    with pytest.raises(ConfigError, match=said):
+        ConnectorSettings.of(SimpleNamespace(kv_transfer_config=transfer))
+
+
+# How much is promised
+
+
+@pytest.mark.parametrize(("step_tokens", "most"), [(400, 1), (100_000, 4)])
+def test_synchronous_work_is_capped_in_each_step(
+    open_core: Open, step_tokens: int, most: int
+) -> None:
+    engine = open_core(settings={"asynchronous": False, "step_tokens": step_tokens})
+    engine.precompute(DOCUMENTS, progress=False)
+    jobs: list[int] = []
+    build = engine.scheduler.connector.build_connector_meta
+
+    def counted(output: Any) -> Any:
+        meta = build(output)
+        jobs.append(len(meta.jobs))
+        return meta
+
+    engine.scheduler.connector.build_connector_meta = counted
+    # They differ from the start, else the second would find the first in vLLM's prefix cache.
+    prompts = [f"{words(3, i)} {retrieved().text}" for i in range(4)]
+    answers = engine.generate_batch(prompts, SHORT)
+    assert sum(jobs) == 4
+    assert max(jobs) == most
+    assert all(answer.report.blended for answer in answers)
+
+
+def test_a_report_too_late_for_its_answer_is_kept(open_core: Open) -> None:
+    engine = open_core(settings={"asynchronous": False})
+    engine.precompute(DOCUMENTS, progress=False)
+    request = asked(engine, report_id=REPORT_ID)
+    one = replace(request, sampling=replace(request.sampling, max_tokens=1))
+    assert params_of(engine, one) == {"late": True}
+    told = params_of(engine, report_order(REPORT_ID))
+    assert [chunk["hit"] for chunk in told["chunks"]] == [True] * 3
+
+
+# Reports and counts, of one engine: tests with engines of their own stand before these
+
+
+def test_fewer_stored_tokens_than_wanted_are_left_alone(core: InProcessEngine) -> None:
+    few = asked(core, "w3", config=core.config.with_changes(min_tokens=1000))
+    found = params_of(core, few)
+    assert found["reason"] == "301 chunk tokens are stored, fewer than min_tokens=1000"
+    assert [c["reason"] for c in found["chunks"]] == ["too short"] * 3
+
+    other = SentLeadIn("none", "", 0)
+    found = params_of(core, asked(core, "w4", lead_in=other))
+    assert found["reason"] == "no chunk of the prompt is stored"
+    assert [c["reason"] for c in found["chunks"]] == ["other model"] * 3
+
+
+def test_a_report_can_be_asked_for_once(core: InProcessEngine) -> None:
+    told = params_of(core, asked(core, "w8", report_id=REPORT_ID))
+    assert [chunk["hit"] for chunk in told["chunks"]] == [True] * 3
+    assert params_of(core, report_order(REPORT_ID)) == told
+    assert params_of(core, report_order(REPORT_ID)) == {"reason": "no such report"}
+
+
+def test_why_an_order_was_not_carried_out_can_be_asked_for(core: InProcessEngine) -> None:
+    unsalted = replace(asked(core, "w9", report_id=REPORT_ID), salt="mine")
+    told = params_of(core, unsalted)
+    assert "cache_salt" in told["reason"]
+    assert params_of(core, report_order(REPORT_ID)) == told
+
+
+def test_only_so_many_reports_are_kept(core: InProcessEngine) -> None:
+    connector = core.scheduler.connector
+    connector._reports.clear()
+    unsalted = replace(asked(core, "w9", report_id=REPORT_ID), salt="mine")
+    told = params_of(core, unsalted)
+    for index in range(KEPT_REPORTS - 1):
+        connector._reports[f"{index:032x}"] = {}
+    params_of(core, replace(unsalted, order=replace(unsalted.order, report_id="f" * 32)))
+    assert len(connector._reports) == KEPT_REPORTS
+    assert REPORT_ID not in connector._reports
+    assert connector._reports["f" * 32] == told
+
+
+def counted() -> dict[str, float]:
+    """What vLLM's metrics endpoint would show."""
+    return {
+        name: sum(
+            sample.value
+            for metric in REGISTRY.collect()
+            for sample in metric.samples
+            if sample.name == f"{PREFIX}{name}_total"
+        )
+        for name in COUNTERS
+    }
+
+
+def test_metrics_count_what_reports_say(core: InProcessEngine) -> None:
+    before = counted()
+    answers: list[Generation] = [
+        core.generate(f"{retrieved().text} {words(4, i)}", SHORT) for i in range(3)
+    ]
+    reports = [answer.report for answer in answers]
+    params_of(core, asked(core, "w19", config=core.config.with_changes(min_tokens=1000)))
+    core.generate(words(20, 1), SHORT)
+    found = {name: value - before[name] for name, value in counted().items()}
+    assert found.pop("blend_seconds") > 0
+    assert found == {
+        "chunk_hits": 9,
+        "chunk_misses": 3,
+        "reused_tokens": sum(report.reused_tokens for report in reports),
+        "recomputed_tokens": sum(report.recomputed_tokens for report in reports),
+        "blended_requests": 3,
+        "fallbacks": 1,
+    }
+
+
+def test_stats_add_up_and_start_anew() -> None:
+    stats = BlendStats()
+    assert stats.is_empty()
+    stats.record({"reason": "no"})
+    again = BlendStats(stats.to_dict())
+    assert again.aggregate(stats).reduce()["fallbacks"] == 2
+    again.reset()
+    assert again.is_empty()
+    assert stats.reduce()["fallbacks"] == 1
+
+
+def test_a_repeat_out_of_the_prefix_cache_is_reported_as_the_blend_it_was(
+    core: InProcessEngine,
+) -> None:
+    long_question = f"{retrieved().text} {words(300, 77)}"
+    first, again = (core.generate(long_question, SHORT) for _ in range(2))
+    assert again.token_ids == first.token_ids
+    assert first.report.blended
+    assert first.report.recomputed_tokens > 0
+    assert again.report.blended
+    assert {chunk.tier for chunk in again.report.chunks} == {"prefix cache"}
+    assert again.report.recomputed_tokens == 0
+    assert again.report.compute_share == 0.0
+    assert again.report.reused_tokens == sum(chunk.tokens for chunk in first.report.chunks)

@@ -1,0 +1,162 @@
+"""Many requests at once over a cache too small for them: all answers right, no block lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams
+from cacheblend_rag.engines.vllm.client import VLLMRequest
+from cacheblend_rag.engines.vllm.engine import _sampling
+from cacheblend_rag.engines.vllm.wire import SALT_PREFIX
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.test_exactness import DOCUMENTS
+from tests.models import words
+
+REQUESTS = 200
+AT_ONCE = 24
+TINY_CACHE: dict[str, Any] = {
+    "max_model_len": 640,
+    "num_gpu_blocks_override": 15,
+    "max_num_seqs": 8,
+}
+DECODED_BEFORE_ABORT = 3
+
+Fate = Literal["done", "aborted while loading", "aborted while decoding"]
+
+
+def prompts_of(kind: str) -> list[BlendPrompt]:
+    """Some prompts: without chunks, with stored ones, with one more that is not stored."""
+    draw = random.Random(kind)
+    chunks = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
+    missing = Chunk(words(70, 99))
+    prompts = []
+    for index in range(5):
+        chosen = [] if kind == "plain" else draw.sample(chunks, 2)
+        chosen += [missing] if kind == "missing" else []
+        parts = [part for chunk in chosen for part in (chunk, " w7 ")]
+        prompts.append(BlendPrompt.of(*parts, words(90 + 7 * index, 300 + index)))
+    return prompts
+
+
+def requests_of(engine: InProcessEngine) -> list[VLLMRequest]:
+    """Distinct requests: each prompt as it is, and blended ones by ordinary prefill, too."""
+    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    found = []
+    for kind in ("plain", "blended", "missing"):
+        for prompt in prompts_of(kind):
+            asked = engine._ask(prompt, sampling, engine.config, ())
+            found.append(asked.request)
+            if asked.request.order is not None:
+                found.append(VLLMRequest(asked.request.token_ids, sampling, "ordinary"))
+    return found
+
+
+def unseen(request: VLLMRequest) -> VLLMRequest:
+    """The same work, which vLLM cannot have in its prefix cache."""
+    prefix = SALT_PREFIX if request.order else ""
+    return replace(request, salt=f"{prefix}{uuid.uuid4().hex}")
+
+
+async def answer(engine: InProcessEngine, request: VLLMRequest, name: str = "") -> tuple[int, ...]:
+    ids: list[int] = []
+    async with aclosing(engine.outputs(request, _sampling(request), name)) as steps:
+        async for step in steps:
+            ids += step.outputs[0].token_ids
+    return tuple(ids)
+
+
+async def abort(engine: InProcessEngine, request: VLLMRequest, fate: Fate) -> Fate:
+    """Send a request and give it up in the wanted state; returns what became of it."""
+    name = uuid.uuid4().hex
+    task = asyncio.create_task(answer(engine, request, name))
+    while not task.done():
+        state = engine.state_of(name)
+        loading = state is not None and state.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+        decoding = state is not None and state.num_output_tokens >= DECODED_BEFORE_ABORT
+        if loading if fate == "aborted while loading" else decoding:
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+            return fate
+        await asyncio.sleep(0)
+    return "done"
+
+
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def engine(
+    request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
+) -> Iterator[InProcessEngine]:
+    engine = InProcessEngine(
+        model_folder("llama"),
+        BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.2),
+        # The shortest slice there is: each job is spread over many steps.
+        {"asynchronous": request.param, "slice_seconds": 1e-9, "step_tokens": 500},
+        **TINY_CACHE,
+    )
+    engine.precompute(DOCUMENTS, progress=False)
+    yield engine
+    engine.close()
+
+
+def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(engine: InProcessEngine) -> None:
+    free = engine.free_blocks()
+    distinct = requests_of(engine)
+    references = [engine._background.run(answer(engine, request)) for request in distinct]
+    preempted: Counter[str] = Counter()
+    preempt = engine.scheduler._preempt_request
+
+    def counted(request: Any, *args: Any, **kwargs: Any) -> Any:
+        preempted["times"] += 1
+        return preempt(request, *args, **kwargs)
+
+    engine.scheduler._preempt_request = counted
+    loads = engine.scheduler.connector._asynchronous
+    draw = random.Random(1)
+    fates: Counter[Fate] = Counter()
+
+    async def run() -> None:
+        gate = asyncio.Semaphore(AT_ONCE)
+
+        async def one(index: int) -> None:
+            which = draw.randrange(len(distinct))
+            request = unseen(distinct[which]) if index % 3 else distinct[which]
+            async with gate:
+                fate: Fate = "done"
+                if index % 5 == 0:
+                    fate = "aborted while decoding"
+                elif loads and index % 5 == 1 and request.order is not None:
+                    request = unseen(request)
+                    fate = "aborted while loading"
+                if fate != "done":
+                    fates[await abort(engine, request, fate)] += 1
+                    return
+                assert await answer(engine, request) == references[which], which
+                fates[fate] += 1
+
+        await asyncio.gather(*(one(index) for index in range(REQUESTS)))
+
+    engine._background.run(run())
+    assert sum(fates.values()) == REQUESTS
+    assert fates["aborted while decoding"] > 20
+    assert not loads or fates["aborted while loading"] > 10
+    assert preempted["times"] > 0
+    assert engine.free_blocks() == free
+    connector, worker = engine.scheduler.connector, engine.worker_connector
+    assert not connector._pending
+    assert not connector._late
+    assert not worker._at_work
+    assert not worker._blender._at_work
+    # What was blended meanwhile is in no ordinary request's way.
+    again = [engine._background.run(answer(engine, request)) for request in distinct]
+    assert again == references

@@ -1,0 +1,274 @@
+"""What both vLLM engines must do as Engines: in this process, and on a server."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from cacheblend_rag import (
+    BlendConfig,
+    BlendPrompt,
+    Chunk,
+    Document,
+    Generation,
+    SamplingParams,
+    TransformersEngine,
+)
+from cacheblend_rag.engines.vllm.client import VLLMClient
+from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.server import VLLMServerEngine
+from cacheblend_rag.engines.vllm.serving import running_server
+from cacheblend_rag.errors import ConfigError, EngineUnavailableError, PromptError
+from tests.engines.vllm.conftest import SERVER_FLAGS
+from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
+from tests.models import make_tokenizer, words
+
+CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
+REUSE = CONFIG.with_changes(recompute_ratio=0.0)
+ONE_TOKEN = SamplingParams(max_tokens=1)
+LONG = SamplingParams(max_tokens=1500)
+
+
+@pytest.fixture(scope="module", params=["in process", "server"])
+def engine(
+    request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
+) -> Iterator[VLLMClient]:
+    folder = model_folder("llama")
+    if request.param == "in process":
+        engine: VLLMClient = VLLMEngine(
+            folder, config=CONFIG, dtype="float32", enforce_eager=True, max_model_len=2048
+        )
+        yield engine
+        engine.close()
+        return
+    with running_server(folder, flags=(*SERVER_FLAGS, "--max-model-len", "2048")) as server:
+        engine = VLLMServerEngine(server.url, model=folder, config=CONFIG)
+        yield engine
+        engine.close()
+
+
+@pytest.fixture
+def filled(engine: VLLMClient) -> VLLMClient:
+    engine.precompute(DOCUMENTS, progress=False)
+    return engine
+
+
+def same_tokens(answers: list[Generation], others: list[Generation]) -> bool:
+    return [a.token_ids for a in answers] == [b.token_ids for b in others]
+
+
+def test_it_says_what_it_is(engine: VLLMClient) -> None:
+    assert engine.name in {"vllm", "vllm-server"}
+    assert (engine.model_name, engine.context_window) == ("llama", 2048)
+    assert engine.status.active
+    assert len(engine.fingerprint) == 16
+    assert not engine.has_chat_template
+    assert engine.tokenize("w5 w6") == (5, 6)
+
+
+def test_index_ask_and_evict(filled: VLLMClient) -> None:
+    again = filled.precompute(DOCUMENTS, progress=False)
+    assert (again.computed, again.skipped) == (0, 4)
+    filled.prefetch(["a", DOCUMENTS[1].to_chunks()[0]])
+
+    prompt = retrieved().text
+    answer = filled.generate(prompt, SHORT, config=REUSE)
+    report = answer.report
+    assert report.blended
+    assert report.engine == filled.name
+    assert [c.document_id for c in report.chunks] == ["b", "a", "a"]
+    assert report.reused_tokens == 91 + 60 + 150
+    assert report.prompt_tokens == report.reused_tokens + report.computed_tokens
+    assert len(answer.token_ids) == SHORT.max_tokens
+    assert answer.finish_reason == "length"
+
+    assert filled.evict_document("b") == 2
+    report = filled.generate(f"{prompt} w9", SHORT, config=REUSE).report
+    assert [c.document_id for c in report.chunks] == ["a", "a"]
+
+
+def test_an_edited_document_drops_what_it_no_longer_holds(engine: VLLMClient) -> None:
+    first = Document("edited", (words(40, 61), words(50, 62), words(30, 63)))
+    second = Document("edited", (words(40, 61), words(45, 64)))
+    assert engine.precompute([first], progress=False).computed == 3
+    report = engine.precompute([second], progress=False)
+    assert (report.computed, report.skipped) == (1, 1)
+    assert engine.registry.document("edited") == tuple(second.to_chunks())
+
+
+def test_what_is_too_long_to_store_is_refused(engine: VLLMClient) -> None:
+    report = engine.precompute([words(3000, 8), "  "], progress=False)
+    assert report.refused == {"longer than the context window": 1, "empty text": 1}
+
+
+def test_greedy_answers_are_the_embedded_engines(
+    filled: VLLMClient, model_folder: Callable[[str], Path]
+) -> None:
+    embedded = TransformersEngine(
+        model_folder("llama"), tokenizer=make_tokenizer(), config=CONFIG, dtype="float32"
+    )
+    embedded.precompute(DOCUMENTS, progress=False)
+    for ratio in (0.0, 0.3, 1.0):
+        config = CONFIG.with_changes(recompute_ratio=ratio)
+        here = filled.generate(retrieved(), SHORT, config=config)
+        there = embedded.generate(retrieved(), SHORT, config=config)
+        assert here.token_ids == there.token_ids
+        assert here.report.recomputed_tokens == there.report.recomputed_tokens
+    full = filled.generate_full(retrieved(), SHORT)
+    assert full.token_ids == embedded.generate_full(retrieved(), SHORT).token_ids
+    assert (full.report.blended, full.report.reason) == (False, "full prefill was asked for")
+
+
+def test_a_stream_joins_to_the_answer_and_brings_the_report(filled: VLLMClient) -> None:
+    prompt = retrieved(2)
+    deltas = list(filled.stream(prompt, SHORT, config=REUSE))
+    answer = deltas[-1].generation
+    assert answer is not None
+    assert len(deltas) > 2
+    assert "".join(delta.text for delta in deltas) == answer.text
+    assert answer.report.blended
+    assert [chunk.hit for chunk in answer.report.chunks] == [True] * 2
+    assert answer.token_ids == filled.generate(prompt, SHORT, config=REUSE).token_ids
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_one_token_brings_its_report(filled: VLLMClient, streamed: bool) -> None:
+    prompt = BlendPrompt.of(*DOCUMENTS[0].to_chunks()[:1], words(17, 77 + streamed))
+    if streamed:
+        answer = list(filled.stream(prompt, ONE_TOKEN, config=REUSE))[-1].generation
+    else:
+        answer = filled.generate(prompt, ONE_TOKEN, config=REUSE)
+    assert answer is not None
+    assert len(answer.token_ids) == 1
+    assert [chunk.hit for chunk in answer.report.chunks] == [True]
+
+
+def test_why_nothing_was_reused_is_always_told(filled: VLLMClient) -> None:
+    plain = filled.generate(words(30, 40), SHORT)
+    assert (plain.report.blended, plain.report.reason) == (False, "no known chunk in the prompt")
+    stranger = Chunk(words(50, 41))
+    filled.register([stranger])
+    report = filled.generate(BlendPrompt.of(stranger, words(9, 42)), SHORT).report
+    assert (report.blended, report.reason) == (False, "no chunk of the prompt is stored")
+    assert [chunk.reason for chunk in report.chunks] == ["not stored"]
+    few = CONFIG.with_changes(min_tokens=10_000)
+    report = filled.generate(retrieved(), SHORT, config=few).report
+    assert not report.blended
+    assert "min_tokens=10000" in str(report.reason)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_stop_string_ends_the_answer_and_is_cut(filled: VLLMClient, streamed: bool) -> None:
+    whole = filled.generate(retrieved(), SamplingParams(max_tokens=12))
+    stop = whole.text.split()[7]
+    sampling = SamplingParams(max_tokens=12, stop=(stop,))
+    if streamed:
+        deltas = list(filled.stream(retrieved(), sampling))
+        answer = deltas[-1].generation
+        assert answer is not None
+        assert "".join(delta.text for delta in deltas) == answer.text
+    else:
+        answer = filled.generate(retrieved(), sampling)
+    assert answer.finish_reason == "stop"
+    assert answer.text == whole.text.partition(stop)[0]
+
+
+def test_sampling_is_the_requests_own(filled: VLLMClient) -> None:
+    drawn = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, top_k=50, seed=3)
+    first, second = (filled.generate(retrieved(), drawn) for _ in range(2))
+    assert first.token_ids == second.token_ids
+    other = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, top_k=50, seed=4)
+    assert filled.generate(retrieved(), other).token_ids != first.token_ids
+    apart = SamplingParams(max_tokens=12, repetition_penalty=50.0)
+    ids = filled.generate(retrieved(), apart).token_ids
+    assert len(set(ids)) == len(ids)
+
+
+def test_a_cancelled_request_ends_and_the_engine_goes_on(filled: VLLMClient) -> None:
+    stream = filled.stream(retrieved(), LONG)
+    next(stream)
+    stream.close()
+
+    cancel = Event()
+    cancel.set()
+    stopped = filled.generate(retrieved(), LONG, cancel=cancel)
+    assert stopped.finish_reason == "cancelled"
+    assert not stopped.report.blended
+    assert stopped.report.reason
+
+    async def give_up() -> None:
+        task = asyncio.create_task(filled.agenerate(retrieved(), LONG))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        deltas = filled.astream(retrieved(), LONG)
+        await anext(deltas)
+        await deltas.aclose()  # type: ignore[attr-defined]
+
+    asyncio.run(give_up())
+    assert len(filled.generate(retrieved(), SHORT).token_ids) == SHORT.max_tokens
+
+
+def mixed_prompts(count: int) -> list[BlendPrompt]:
+    """Plain ones, blended ones, and some with a chunk that is known but not stored."""
+    draw = random.Random(5)
+    chunks = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
+    missing = Chunk(words(70, 99))
+    prompts = []
+    for index in range(count):
+        chosen = [] if index % 4 == 0 else draw.sample(chunks, draw.randrange(1, 4))
+        if index % 5 == 0:
+            chosen.append(missing)
+        parts = [part for chunk in chosen for part in (chunk, " w7 ")]
+        prompts.append(BlendPrompt.of(*parts, words(20 + index, 200 + index)))
+    return prompts
+
+
+def test_many_at_once_answer_as_one_after_another(filled: VLLMClient) -> None:
+    prompts = mixed_prompts(32)
+    alone = [filled.generate(prompt, SHORT) for prompt in prompts]
+    assert same_tokens(alone, filled.generate_batch(prompts, SHORT))
+
+    async def ask() -> list[Generation]:
+        return await asyncio.gather(*(filled.agenerate(prompt, SHORT) for prompt in prompts))
+
+    assert same_tokens(alone, asyncio.run(ask()))
+
+    async def last(prompt: BlendPrompt) -> Generation:
+        [*_, end] = [delta async for delta in filled.astream(prompt, SHORT)]
+        assert end.generation is not None
+        return end.generation
+
+    async def stream_all() -> list[Generation]:
+        return await asyncio.gather(*map(last, prompts))
+
+    assert same_tokens(alone, asyncio.run(stream_all()))
+
+
+def test_bad_input_is_one_line(engine: VLLMClient) -> None:
+    with pytest.raises(PromptError, match="context window"):
+        engine.generate(words(3000, 1), SHORT)
+    with pytest.raises(PromptError, match="empty"):
+        engine.generate("", SHORT)
+    with pytest.raises(ConfigError, match="max_tokens"):
+        SamplingParams(max_tokens=0)
+    filling = engine.generate(words(2040, 1), SamplingParams(max_tokens=50))
+    assert (len(filling.token_ids), filling.finish_reason) == (8, "length")
+
+
+def test_closing_ends_what_is_at_work(engine: VLLMClient) -> None:
+    """Last: it closes the engine that the others share."""
+    stream = engine.stream(words(20, 3), LONG)
+    next(stream)
+    engine.close()
+    engine.close()
+    with pytest.raises(EngineUnavailableError, match="closed"):
+        list(stream)
+    with pytest.raises(EngineUnavailableError, match="closed"):
+        engine.generate(words(20, 3), SHORT)

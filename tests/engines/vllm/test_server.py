@@ -1,0 +1,275 @@
+"""The bundled model behind a real server: what only a server can do, or go wrong with."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+from typer.testing import CliRunner
+
+from cacheblend_rag import (
+    BlendConfig,
+    Document,
+    PrecomputeReport,
+    SamplingParams,
+    TransformersEngine,
+    open_engine,
+)
+from cacheblend_rag.cli.main import app
+from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
+from cacheblend_rag.engines.vllm.server import VLLMServerEngine
+from cacheblend_rag.engines.vllm.serving import RunningServer, free_port
+from cacheblend_rag.engines.vllm.status import NO_CONNECTOR
+from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
+from tests.engines.vllm.conftest import ServerFactory
+from tests.models import words
+
+KEY = "sesame"
+NAMESPACE = "tenant"
+HEAD = f"<bos>{INSTRUCTION}\n\n"
+CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15)
+REUSE = CONFIG.with_changes(recompute_ratio=0.0)
+ANSWER = SamplingParams(max_tokens=12)
+PROMPTS: tuple[DemoPrompt, ...] = tuple(generate_prompts("adjacent", 4, 11))
+
+
+def documents(*prompts: DemoPrompt) -> list[Document]:
+    return [Document(d.document_id, d.chunks) for prompt in prompts for d in prompt.documents]
+
+
+def text(prompt: DemoPrompt) -> str:
+    passages = "\n\n".join(prompt.chunk_texts)
+    return f"{HEAD}{passages}\n\nQuestion: {prompt.question.question}\nAnswer:"
+
+
+def one_line(error: BaseException) -> str:
+    assert "\n" not in str(error)
+    assert KEY not in str(error)
+    return str(error)
+
+
+@pytest.fixture(scope="module")
+def kv_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
+
+
+Start = Callable[[int], RunningServer]
+
+
+@pytest.fixture(scope="module")
+def start(start_server: ServerFactory, kv_path: Path) -> Start:
+    """Start the server on a port; it keeps KV on disk only, and asks for a key."""
+
+    def start_at(port: int) -> RunningServer:
+        return start_server(
+            MODEL_FOLDER,
+            served_name="demo",
+            port=port,
+            kv_path=kv_path,
+            host_bytes=0,
+            namespace=NAMESPACE,
+            environment={"VLLM_API_KEY": KEY},
+        )
+
+    return start_at
+
+
+@pytest.fixture(scope="module")
+def server(start: Start) -> RunningServer:
+    return start(free_port())
+
+
+@pytest.fixture(scope="module")
+def engine(server: RunningServer) -> Iterator[VLLMServerEngine]:
+    opened = open_engine(
+        f"{server.url}/v1",
+        model="demo",
+        api_key=KEY,
+        namespace=NAMESPACE,
+        config=CONFIG,
+        instruction=HEAD,
+    )
+    assert isinstance(opened, VLLMServerEngine)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(scope="module")
+def indexed(engine: VLLMServerEngine) -> PrecomputeReport:
+    return engine.precompute(documents(*PROMPTS), progress=False)
+
+
+def test_it_says_what_it_is(engine: VLLMServerEngine, server: RunningServer) -> None:
+    assert (engine.name, engine.model_name, engine.url) == ("vllm-server", "demo", server.url)
+    assert engine.context_window == 4096
+    assert engine.has_chat_template
+    assert KEY not in repr(engine)
+    assert (engine.status.active, engine.status.wire) == (True, 1)
+
+
+def test_answers_are_the_embedded_engines_and_right(
+    engine: VLLMServerEngine, indexed: PrecomputeReport
+) -> None:
+    assert indexed.refused == {}
+    embedded = TransformersEngine(MODEL_FOLDER, config=CONFIG, instruction=HEAD, dtype="float32")
+    embedded.precompute(documents(*PROMPTS), progress=False)
+    answers = engine.generate_batch([text(prompt) for prompt in PROMPTS], ANSWER)
+    right = [a.text.strip() == p.question.answer for p, a in zip(PROMPTS, answers, strict=True)]
+    assert sum(right) >= 3
+    for prompt, here in zip(PROMPTS, answers, strict=True):
+        there = embedded.generate(text(prompt), ANSWER)
+        assert (here.text.strip(), here.token_ids) == (there.text.strip(), there.token_ids)
+        assert here.finish_reason == there.finish_reason == "stop"
+        assert here.report.blended
+        assert {chunk.tier for chunk in here.report.chunks} == {"disk"}
+        assert here.report.recomputed_tokens == there.report.recomputed_tokens > 0
+
+
+def test_a_stream_brings_its_report(engine: VLLMServerEngine, indexed: PrecomputeReport) -> None:
+    [*_, last] = engine.stream(text(PROMPTS[1]), ANSWER, config=REUSE)
+    assert last.generation is not None
+    report = last.generation.report
+    assert report.blended
+    assert report.reused_tokens == sum(chunk.tokens for chunk in report.chunks)
+    assert report.seconds.load > 0
+
+
+def test_chat_messages_are_rendered_here(
+    engine: VLLMServerEngine, indexed: PrecomputeReport
+) -> None:
+    body = text(PROMPTS[0]).removeprefix(HEAD)
+    answer = engine.generate([{"role": "user", "content": f"{INSTRUCTION}\n\n{body}"}], ANSWER)
+    assert len(answer.report.chunks) == len(PROMPTS[0].chunk_texts)
+
+
+def metrics(server: RunningServer, name: str) -> list[float]:
+    """The values of all metrics with ``name`` in theirs."""
+    with urlopen(f"{server.url}/metrics") as response:  # noqa: S310
+        lines = response.read().decode().splitlines()
+    return [float(line.split()[-1]) for line in lines if name in line and not line.startswith("#")]
+
+
+def test_leaving_a_stream_ends_it_at_the_server(
+    engine: VLLMServerEngine, server: RunningServer
+) -> None:
+    stream = engine.stream(words(30, 1), SamplingParams(max_tokens=3900, ignore_eos=True))
+    next(stream)
+    stream.close()
+    deadline = time.monotonic() + 30
+    while any(metrics(server, "num_requests_running{")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert metrics(server, "num_requests_running{") == [0]
+
+
+def test_metrics_show_what_blending_did(
+    engine: VLLMServerEngine, server: RunningServer, indexed: PrecomputeReport
+) -> None:
+    def counted(name: str) -> float:
+        return sum(metrics(server, f"vllm:cacheblend_{name}_total{{"))
+
+    before = {name: counted(name) for name in ("chunk_hits", "reused_tokens", "recomputed_tokens")}
+    config = CONFIG.with_changes(recompute_ratio=0.25)
+    report = engine.generate(text(PROMPTS[2]), ANSWER, config=config).report
+    deadline = time.monotonic() + 30
+    while counted("chunk_hits") == before["chunk_hits"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert {name: counted(name) - value for name, value in before.items()} == {
+        "chunk_hits": len(report.chunks),
+        "reused_tokens": report.reused_tokens,
+        "recomputed_tokens": report.recomputed_tokens,
+    }
+    assert counted("blend_seconds") > 0
+
+
+@pytest.mark.parametrize("key", ["wrong", None])
+def test_a_wrong_key_is_one_line(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.delenv("CACHEBLEND_API_KEY", raising=False)
+    with pytest.raises(EngineUnavailableError, match="refuses the API key") as caught:
+        open_engine(server.url, model="demo", api_key=key)
+    one_line(caught.value)
+
+
+def test_what_does_not_fit_the_server_is_refused(
+    server: RunningServer, model_folder: Callable[[str], Path]
+) -> None:
+    with pytest.raises(ConfigError, match="namespace='default' is not the server's") as caught:
+        open_engine(server.url, model="demo", api_key=KEY)
+    one_line(caught.value)
+    with pytest.raises(ConfigError, match="tokenizer here is not that of model 'demo'"):
+        open_engine(server.url, model=model_folder("llama"), api_key=KEY, namespace=NAMESPACE)
+
+
+def test_doctor_says_that_it_blends(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_API_KEY", KEY)
+    found = doctor(server.url, "--model", "demo")
+    assert (found["problem"], found["blending"], found["model"]) == (None, True, "demo")
+    assert found["versions"]["vllm"].startswith("0.")
+    assert found["store"].keys() == {"chunks", "bytes"}
+
+
+def doctor(url: str, *options: str, code: int = 0) -> dict[str, object]:
+    done = CliRunner().invoke(app, ["doctor", "--url", url, "--json", *options])
+    assert done.exit_code == code, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_a_server_without_the_connector_answers_and_says_so(start_server: ServerFactory) -> None:
+    server = start_server(MODEL_FOLDER, served_name="demo", connector=False)
+    engine = open_engine(server.url, config=CONFIG, model="", instruction=HEAD)
+    assert engine.precompute(documents(PROMPTS[0]), progress=False).refused == {
+        NO_CONNECTOR: len(PROMPTS[0].chunk_texts)
+    }
+    [*_, last] = engine.stream(text(PROMPTS[0]), ANSWER)
+    assert last.generation is not None
+    for answer in (engine.generate(text(PROMPTS[0]), ANSWER), last.generation):
+        assert answer.text.strip()
+        assert (answer.report.blended, answer.report.reason) == (False, NO_CONNECTOR)
+    assert engine.evict_document("any") == 0
+    engine.close()
+    found = doctor(server.url, code=1)
+    assert (found["blending"], found["problem"]) == (False, NO_CONNECTOR)
+    server.stop()
+
+
+def test_a_killed_server_is_an_error_and_its_successor_has_its_chunks(
+    engine: VLLMServerEngine, server: RunningServer, start: Start, indexed: PrecomputeReport
+) -> None:
+    """Last: it ends the module's server."""
+    raised: list[CacheBlendError] = []
+    stream = engine.stream(words(30, 1), SamplingParams(max_tokens=3900, ignore_eos=True))
+    next(stream)
+
+    def read() -> None:
+        try:
+            list(stream)
+        except CacheBlendError as error:
+            raised.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    server.stop(at_once=True)
+    assert server.process.returncode == -signal.SIGKILL
+    reader.join(60)
+    [error] = raised
+    assert isinstance(error, EngineUnavailableError)
+    assert server.url in one_line(error)
+    with pytest.raises(EngineUnavailableError, match="no server answers there") as caught:
+        engine.generate(text(PROMPTS[0]), ANSWER)
+    one_line(caught.value)
+
+    start(int(server.url.rpartition(":")[2]))
+    again = engine.precompute(documents(*PROMPTS), progress=False)
+    assert (again.computed, again.refused) == (0, {})
+    assert again.skipped == indexed.computed + indexed.skipped
+    answer = engine.generate(text(PROMPTS[0]), ANSWER)
+    assert {chunk.tier for chunk in answer.report.chunks} == {"disk"}
+    assert answer.text.strip() == PROMPTS[0].question.answer

@@ -1,0 +1,101 @@
+"""What a server is started with, and what is said when it does not start. No vLLM is needed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.engines.vllm import serving, versions
+from cacheblend_rag.engines.vllm.serving import running_server, server_command
+from cacheblend_rag.errors import ConfigError, EngineUnavailableError, MissingExtraError
+
+
+@pytest.fixture(autouse=True)
+def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "installed_version", lambda: "0.32.0")
+
+
+def settings(command: list[str]) -> dict[str, Any]:
+    """What the connector is told."""
+    told: dict[str, Any] = json.loads(command[command.index("--kv-transfer-config") + 1])
+    assert told["kv_load_failure_policy"] == "recompute"
+    return dict(told["kv_connector_extra_config"])
+
+
+def test_options_reach_the_connector_and_flags_vllm() -> None:
+    command = server_command("org/model", port=9, namespace="a", flags=["--max-model-len", "512"])
+    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    assert command[command.index("--served-model-name") + 1] == "org/model"
+    assert command[-2:] == ["--max-model-len", "512"]
+    assert settings(command)["namespace"] == "a"
+    plain = server_command("org/model", connector=False)
+    assert "--kv-transfer-config" not in plain
+
+
+def test_a_folder_is_served_by_its_own_name(tmp_path: Path) -> None:
+    command = server_command(tmp_path / "secret" / "my-model")
+    assert command[command.index("--served-model-name") + 1] == "my-model"
+
+
+@pytest.mark.parametrize("flag", ["--kv-transfer-config={}", "--kv_transfer_config"])
+def test_a_second_connector_is_refused(flag: str) -> None:
+    with pytest.raises(ConfigError, match="set by cacheblend-rag"):
+        server_command("org/model", flags=[flag])
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.9.1.dev3"])
+def test_an_old_vllm_is_refused(found: str) -> None:
+    with pytest.raises(EngineUnavailableError, match=rf"vLLM {found} is too old, 0\.32 or newer"):
+        versions.check_version(found)
+
+
+@pytest.mark.parametrize(
+    ("found", "warned"), [("0.32.0", False), ("0.32.4+cu130", False), ("0.40", True), ("dev", True)]
+)
+def test_a_vllm_that_was_not_tested_is_warned_of(
+    caplog: pytest.LogCaptureFixture, found: str, warned: bool
+) -> None:
+    versions.check_version(found)
+    assert bool(caplog.records) == warned
+
+
+def test_vllm_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "DISTRIBUTIONS", ("no-such-distribution",))
+    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[vllm\]"):
+        versions.installed_version()
+
+
+def run_instead(code: str) -> Callable[..., list[str]]:
+    return lambda *_, **__: [sys.executable, "-c", code]
+
+
+def test_a_server_that_ends_while_starting_tells_its_last_words(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    code = "print('first\\n\\nsecond\\n  third\\nfourth'); raise SystemExit(3)"
+    monkeypatch.setattr(serving, "server_command", run_instead(code))
+    told = r"status 3 .*: second \| third \| fourth$"
+    with pytest.raises(EngineUnavailableError, match=told) as caught, running_server("org/model"):
+        pass
+    assert "\n" not in str(caught.value)
+    assert "first" not in str(caught.value)
+
+
+def test_a_server_that_does_not_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    popen = serving.subprocess.Popen
+    monkeypatch.setattr(
+        serving.subprocess, "Popen", lambda *a, **k: seen.append(popen(*a, **k)) or seen[0]
+    )
+    monkeypatch.setattr(serving, "server_command", run_instead("import time; time.sleep(600)"))
+    with (
+        pytest.raises(EngineUnavailableError, match="did not start within 1 s: it wrote nothing"),
+        running_server("org/model", start_seconds=0.6),
+    ):
+        pass
+    assert seen[0].poll() is not None

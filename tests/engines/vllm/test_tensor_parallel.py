@@ -1,0 +1,110 @@
+"""Two ranks: each holds half of the heads, and they choose the same rows as one rank would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from shutil import rmtree
+
+import pytest
+
+from cacheblend_rag import BlendConfig, Generation
+from cacheblend_rag.engines.vllm.connector import _Results
+from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.worker import RANK_FAILED
+from tests.engines.vllm.conftest import EngineFactory
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, retrieved
+from tests.models import words
+
+SELECTORS = ("hkvd", "prior", "question", "question_prior", "chunk_head", "random")
+BY_SHARE = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
+
+
+@pytest.fixture(scope="module")
+def one_rank(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
+    engine = InProcessEngine(model_folder("llama"), BY_SHARE)
+    engine.precompute(DOCUMENTS, progress=False)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+def two_ranks(
+    request: pytest.FixtureRequest,
+    open_vllm: EngineFactory,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[VLLMEngine, Path]]:
+    folder = tmp_path_factory.mktemp("kv")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks may share cores
+        environment.setenv("OMP_NUM_THREADS", "1")
+        engine = open_vllm(
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+            asynchronous=request.param,
+            config=BY_SHARE,
+            kv_path=folder,
+            host_bytes=0,
+        )
+    engine.precompute(DOCUMENTS, progress=False)
+    yield engine, folder
+    engine.close()
+
+
+def rows(generation: Generation) -> list[tuple[bool, int]]:
+    return [(chunk.hit, chunk.recomputed) for chunk in generation.report.chunks]
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_two_ranks_choose_the_rows_of_one(
+    two_ranks: tuple[VLLMEngine, Path], one_rank: InProcessEngine, selector: str
+) -> None:
+    engine, _ = two_ranks
+    config = BY_SHARE.with_changes(selector=selector)
+    there = engine.generate(retrieved(), SHORT, config=config)
+    here = one_rank.generate(retrieved(), SHORT, config=config)
+    assert sum(count for _, count in rows(here)) > 0
+    assert rows(there) == rows(here)
+    assert there.token_ids == here.token_ids
+    assert there.report.compute_share == pytest.approx(here.report.compute_share, rel=0.02)
+
+
+def test_ratio_1_is_ordinary_prefill(two_ranks: tuple[VLLMEngine, Path]) -> None:
+    engine, _ = two_ranks
+    assert difference(engine, retrieved(), 1.0) == 0.0
+    assert difference(engine, retrieved(), 0.0) > 1e-4
+
+
+def test_many_at_once_answer_as_one_after_another(two_ranks: tuple[VLLMEngine, Path]) -> None:
+    engine, _ = two_ranks
+    prompts = [f"{retrieved(1 + i % 3).text} {words(5, i)}" for i in range(6)]
+    alone = [engine.generate(prompt, SHORT).token_ids for prompt in prompts]
+    assert [g.token_ids for g in engine.generate_batch(prompts, SHORT)] == alone
+
+
+def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: tuple[VLLMEngine, Path]) -> None:
+    engine, folder = two_ranks
+    chunk = DOCUMENTS[0].to_chunks()[0]
+    own = engine._lead_in.key(chunk).chunk_id
+    first = sorted(path for path in folder.rglob(f"*{own}*.safetensors"))
+    assert len(first) == 2, "each rank stores its half"
+    kept = first[1].read_bytes()
+    first[1].unlink()
+    report = engine.generate(f"{retrieved().text} w5", SHORT).report
+    assert [c.hit for c in report.chunks] == [True, False, True]
+    again = engine.precompute(DOCUMENTS, progress=False)
+    assert (again.computed, again.skipped) == (1, 3)
+    assert first[1].read_bytes()[:8] == kept[:8]
+    report = engine.generate(f"{retrieved().text} w6", SHORT).report
+    assert [c.hit for c in report.chunks] == [True] * 3
+    rmtree(folder / "quarantine", ignore_errors=True)
+
+
+def test_an_error_of_any_rank_is_the_result() -> None:
+    fine, failed = {"chunks": []}, {"error": "blending failed: OSError"}
+    for first, second in ((failed, RANK_FAILED), (RANK_FAILED, failed)):
+        assert _Results({"a": first}).aggregate(_Results({"a": second})).results == {"a": failed}
+    results = _Results({"a": fine, "b": {"computed": 3}})
+    other = _Results({"a": dict(fine), "b": {"computed": 2}})
+    assert results.aggregate(other).results["b"] == {"computed": 2}
