@@ -9,7 +9,7 @@ import typer
 from cacheblend_rag.cli import asking, output
 from cacheblend_rag.cli.asking import Asker, FittedPrompt, Order
 from cacheblend_rag.cli.collection import DEFAULT_FOLDER
-from cacheblend_rag.cli.models import DeviceOption
+from cacheblend_rag.cli.models import DeviceOption, EngineOption
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Generation, SamplingParams
@@ -28,12 +28,13 @@ def ask_command(
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer by full prefill too, and compare.")
     ] = False,
+    engine: EngineOption = None,
     device: DeviceOption = None,
     as_json: output.JsonOption = False,
 ) -> None:
     """Answer a question from a collection, reusing the stored KV of its passages."""
     question = asking.clean_question(question)
-    with output.stdout_reserved(as_json), Asker(folder, device) as asker:
+    with output.stdout_reserved(as_json), Asker(folder, device, engine) as asker:
         asker.set_blend(ratio, selector)
         sampling = asker.sampling(max_tokens, temperature)
         sources = asker.retrieve(question, top_k, order)

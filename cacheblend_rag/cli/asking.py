@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
@@ -30,13 +30,13 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prompt import BlendPrompt
 
 if TYPE_CHECKING:
+    from cacheblend_rag.cli.collection_engine import CollectionEngine
     from cacheblend_rag.engines.base import (
         BlendReport,
         Delta,
         Generation,
         SamplingParams,
     )
-    from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.reports import ChunkReport
 
 TOP_K = 4
@@ -133,11 +133,13 @@ class FittedPrompt:
 class Asker:
     """Answers questions from a collection.
 
+    engine: instead of the collection's own, such as the URL that its server has now.
+
     Raises StoreError when there is none or it is damaged, ConfigError when its models are not those
     it was indexed with, ModelLoadError, MissingExtraError.
     """
 
-    def __init__(self, folder: Path, device: str | None = None) -> None:
+    def __init__(self, folder: Path, device: str | None = None, engine: str | None = None) -> None:
         quiet_libraries()
         with Collection.open(folder) as collection:
             settings = collection.settings
@@ -151,7 +153,8 @@ class Asker:
         self._search = VectorSearch(stored.vectors, EXTRA)
         self._embedding_model = settings.embedding_model
         self._embedder = Embedder(settings.embedding_model, EXTRA)
-        self.engine: TransformersEngine = open_known(folder, settings, device)
+        settings = replace(settings, engine=engine or settings.engine)
+        self.engine: CollectionEngine = open_known(folder, settings, device)
         self._config = self.engine.config
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
 

@@ -1,32 +1,52 @@
-"""``cacheblend-rag bench``: time to first token, and the chunk registry."""
+"""``cacheblend-rag bench``: speed on this machine, on random weights of real shapes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from cacheblend_rag.cli import output
+from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
     from cacheblend_rag.cli.bench_ttft import TtftRow
+    from cacheblend_rag.cli.bench_turns import Advance
+    from cacheblend_rag.cli.bench_vllm import VLLMKind, VLLMSetting
+
+ENGINES = ("transformers", "vllm", "vllm-server")
 
 bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+
+ShapeOption = Annotated[
+    str,
+    typer.Option(
+        help="smollm2-135m, smollm2-360m, qwen2.5-0.5b, llama-3.2-1b, mistral-7b, llama-3.1-8b."
+    ),
+]
+ChunksOption = Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")]
+ChunkTokensOption = Annotated[int, typer.Option(min=1, help="Tokens a chunk.")]
+QuestionTokensOption = Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.")]
+SelectorOption = Annotated[str, typer.Option(help="The selector.")]
+CheckLayersOption = Annotated[
+    str, typer.Option(help="Where hkvd compares, comma-separated.", metavar="LAYER,...")
+]
+DtypeOption = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="cpu, cuda, mps, ...; vLLM runs on what it was built for.")
+]
+EagerOption = Annotated[bool, typer.Option("--eager", help="vLLM without compiling the model.")]
 
 
 @bench_app.command("ttft")
 def ttft_command(
     *,
-    shape: Annotated[
-        str,
-        typer.Option(
-            help="smollm2-135m, smollm2-360m, qwen2.5-0.5b, llama-3.2-1b, mistral-7b, llama-3.1-8b."
-        ),
-    ] = "smollm2-135m",
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks in the prompt.")] = 8,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens a chunk.")] = 512,
-    question_tokens: Annotated[int, typer.Option(min=1, help="Tokens behind the chunks.")] = 32,
+    engine: Annotated[str, typer.Option(help=f"{', '.join(ENGINES)}.")] = ENGINES[0],
+    shape: ShapeOption = "smollm2-135m",
+    chunks: ChunksOption = 8,
+    chunk_tokens: ChunkTokensOption = 512,
+    question_tokens: QuestionTokensOption = 32,
     ratio: Annotated[
         list[float] | None, typer.Option(help="Recompute ratio; repeatable. 0.15 by default.")
     ] = None,
@@ -34,19 +54,27 @@ def ttft_command(
         list[str] | None, typer.Option(help="host or disk; repeatable. Both by default.")
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed runs each; medians are shown.")] = 5,
-    selector: Annotated[str, typer.Option(help="The selector.")] = "hkvd",
-    check_layers: Annotated[
-        str, typer.Option(help="Where hkvd compares, comma-separated.", metavar="LAYER,...")
-    ] = "1",
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda, mps, ...")] = "cpu",
+    selector: SelectorOption = "hkvd",
+    check_layers: CheckLayersOption = "1",
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    batched_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens vLLM computes in a step; whole prompts by default."),
+    ] = None,
+    eager: EagerOption = False,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Time to first token of ordinary prefill and of a blend, on random weights of a real shape."""
+    """Time to first token of ordinary prefill and of a blend, on random weights of a real shape.
+
+    With vLLM, its own prefix caching stands beside them, on the same chunks in another order.
+    """
     from cacheblend_rag.cli import bench_ttft, models
     from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
     from cacheblend_rag.engines.transformers.shapes import named_shape
 
+    if engine not in ENGINES:
+        raise ConfigError(f"engine={engine!r} must be one of {', '.join(ENGINES)}")
     with output.stdout_reserved(as_json):
         models.quiet_libraries()
         plan = bench_ttft.TtftPlan(
@@ -61,15 +89,164 @@ def ttft_command(
             repeat=repeat,
             dtype=named_dtype(dtype),
             device=pick_device(device),
+            batched_tokens=batched_tokens,
+            eager=eager,
         )
         with output.side_console().status("starting") as status:
-            rows = bench_ttft.measure_ttft(plan, status.update)
+            if engine == "transformers":
+                rows = bench_ttft.measure_ttft(plan, status.update)
+            else:
+                from cacheblend_rag.cli.bench_ttft_vllm import measure_vllm_ttft
+
+                rows = measure_vllm_ttft(cast("VLLMKind", engine), plan, status.update)
     if as_json:
         plain = [row.to_dict() for row in rows]
         # The first row's fields stand at the top as well, so that one figure is read the same way.
         output.print_json(plain[0] if len(plain) == 1 else {**plain[0], "rows": plain})
     else:
         _print_ttft(rows)
+
+
+@bench_app.command("overhead")
+def overhead_command(
+    *,
+    shape: ShapeOption = "smollm2-135m",
+    prompt_tokens: Annotated[
+        int, typer.Option(min=2, help="Tokens of prompts without chunks.")
+    ] = 1024,
+    decoded: Annotated[int, typer.Option(min=2, help="Tokens of a timed answer.")] = 64,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs each.")] = 20,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    eager: EagerOption = False,
+    as_json: output.JsonOption = False,
+) -> None:
+    """What the connector costs requests without chunks, against vLLM without it."""
+    from cacheblend_rag.cli.bench_overhead import OverheadPlan, measure_overhead
+
+    def measure(advance: Advance) -> dict[str, Any]:
+        setting = _setting(shape, dtype, device, eager)
+        return measure_overhead(OverheadPlan(setting, prompt_tokens, decoded, repeat), advance)
+
+    _measure_facts("requests without chunks", measure, as_json)
+
+
+@bench_app.command("throughput")
+def throughput_command(
+    *,
+    shape: ShapeOption = "smollm2-135m",
+    questions: Annotated[int, typer.Option(min=1, help="Questions, all sent at once.")] = 64,
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks to draw from.")] = 40,
+    drawn: Annotated[int, typer.Option(min=1, help="Chunks a question draws.")] = 6,
+    chunk_tokens: ChunkTokensOption = 512,
+    question_tokens: QuestionTokensOption = 32,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer.")] = 8,
+    ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = 0.15,
+    selector: SelectorOption = "hkvd",
+    check_layers: CheckLayersOption = "1",
+    seed: Annotated[int, typer.Option(help="Draws chunks and questions.")] = 7,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    eager: EagerOption = False,
+    as_json: output.JsonOption = False,
+) -> None:
+    """Questions a second in vLLM: blended, plain, and with vLLM's own prefix caching."""
+    from cacheblend_rag.cli.bench_throughput import ThroughputPlan, measure_throughput
+
+    def measure(advance: Advance) -> dict[str, Any]:
+        plan = ThroughputPlan(
+            _setting(shape, dtype, device, eager),
+            questions=questions,
+            chunks=chunks,
+            drawn=drawn,
+            chunk_tokens=chunk_tokens,
+            question_tokens=question_tokens,
+            answer_tokens=answer_tokens,
+            ratio=ratio,
+            selector=selector,
+            check_layers=output.layers(check_layers, "--check-layers"),
+            seed=seed,
+        )
+        return measure_throughput(plan, advance)
+
+    _measure_facts("throughput in vLLM", measure, as_json)
+
+
+@bench_app.command("decode-gap")
+def decode_gap_command(
+    *,
+    shape: ShapeOption = "smollm2-135m",
+    chunks: ChunksOption = 8,
+    chunk_tokens: ChunkTokensOption = 512,
+    question_tokens: QuestionTokensOption = 32,
+    ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = 0.15,
+    selector: SelectorOption = "hkvd",
+    check_layers: CheckLayersOption = "1",
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs each; medians are shown.")] = 5,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    eager: EagerOption = False,
+    as_json: output.JsonOption = False,
+) -> None:
+    """The longest a decoding neighbour waits in vLLM while a long prompt is served."""
+    from cacheblend_rag.cli.bench_gap import measure_gaps
+    from cacheblend_rag.cli.bench_ttft import TtftPlan
+
+    def measure(advance: Advance) -> dict[str, Any]:
+        setting = _setting(shape, dtype, device, eager)
+        plan = TtftPlan(
+            setting.shape,
+            chunks=chunks,
+            chunk_tokens=chunk_tokens,
+            question_tokens=question_tokens,
+            ratios=(ratio,),
+            tiers=("host",),
+            selector=selector,
+            check_layers=output.layers(check_layers, "--check-layers"),
+            repeat=repeat,
+            dtype=setting.dtype,
+            device=setting.device,
+            eager=eager,
+        )
+        return measure_gaps(plan, advance)
+
+    _measure_facts("a neighbour's worst gap between tokens", measure, as_json)
+
+
+@bench_app.command("attention")
+def attention_command(
+    *,
+    shape: ShapeOption = "mistral-7b",
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Length of a prompt; repeatable. 4096 by default.")
+    ] = None,
+    ratio: Annotated[float, typer.Option(help="Share of the tokens that is recomputed.")] = 0.15,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs each; medians are shown.")] = 5,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    as_json: output.JsonOption = False,
+) -> None:
+    """One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention."""
+    from cacheblend_rag.cli.bench_attention import AttentionPlan, measure_attention
+    from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
+    from cacheblend_rag.engines.transformers.shapes import named_shape
+
+    plan = AttentionPlan(
+        named_shape(shape),
+        tuple(tokens or [4096]),
+        ratio,
+        named_dtype(dtype),
+        pick_device(device),
+        repeat,
+    )
+    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+        found = measure_attention(plan, status.update)
+    if as_json:
+        output.print_json(found)
+        return
+    for row in found["rows"]:
+        title = f"one layer of {shape}, {row['computed_rows']:,} of {row['tokens']:,} rows, seconds"
+        output.print_facts(title, row["seconds"])
 
 
 @bench_app.command("registry")
@@ -82,25 +259,44 @@ def registry_command(
     """Time to find registered chunks in a prompt's text."""
     from cacheblend_rag.cli.bench_registry import measure_registry
 
-    with output.stdout_reserved(as_json), output.side_console().status("measuring"):
-        found = measure_registry(chunks, prompt_characters, repeat)
+    _measure_facts(
+        "chunk registry", lambda _: measure_registry(chunks, prompt_characters, repeat), as_json
+    )
+
+
+def _setting(shape: str, dtype: str, device: str, eager: bool) -> VLLMSetting:
+    from cacheblend_rag.cli import models
+    from cacheblend_rag.cli.bench_vllm import VLLMSetting
+    from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
+    from cacheblend_rag.engines.transformers.shapes import named_shape
+
+    models.quiet_libraries()
+    return VLLMSetting(named_shape(shape), named_dtype(dtype), pick_device(device), eager)
+
+
+def _measure_facts(title: str, measure: Callable[[Advance], dict[str, Any]], as_json: bool) -> None:
+    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+        found = measure(status.update)
     if as_json:
         output.print_json(found)
     else:
-        output.print_facts("chunk registry", found)
+        output.print_facts(title, {name: v for name, v in found.items() if name != "runs"})
 
 
 def _print_ttft(rows: Sequence[TtftRow]) -> None:
     from rich.table import Table
 
-    table = Table(title=f"{rows[0].shape}, {rows[0].prompt_tokens:,} tokens, {rows[0].engine}")
+    first = rows[0]
+    title = f"{first.shape}, {first.prompt_tokens:,} tokens, {first.engine}, {first.selector}"
+    table = Table(title=title)
     table.add_column("KV from")
+    vllm = first.prefix_caching_seconds is not None
+    last = "prefix caching" if vllm else "extra memory"
     for heading in (
-        "ratio", "full prefill", "blend", "speedup", "bound", "of the bound", "extra memory",
+        "ratio", "full prefill", "blend", "speedup", "bound", "of the bound", last,
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     for row in rows:
-        extra = row.peak_extra_bytes
         table.add_row(
             row.tier,
             f"{row.ratio:g}",
@@ -109,6 +305,12 @@ def _print_ttft(rows: Sequence[TtftRow]) -> None:
             f"{row.speedup:.2f}x",
             f"{row.bound:.2f}x",
             output.percent(row.share_of_bound),
-            "not measured" if extra is None else f"{extra / row.prompt_kv_bytes:.2f}x prompt KV",
+            output.duration(row.prefix_caching_seconds or 0.0) if vllm else _memory(row),
         )
     output.result_console().print(table)
+
+
+def _memory(row: TtftRow) -> str:
+    if row.peak_extra_bytes is None:
+        return "not measured"
+    return f"{row.peak_extra_bytes / row.prompt_kv_bytes:.2f}x prompt KV"

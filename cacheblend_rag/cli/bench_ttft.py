@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
@@ -14,10 +15,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.chunks import Chunk, Document
+from cacheblend_rag.chunks import Chunk
 from cacheblend_rag.cli.bench_memory import peak_extra_bytes
+from cacheblend_rag.cli.bench_turns import Advance, Case, run_in_turns
+from cacheblend_rag.cli.bench_vllm import VLLMSetting
+from cacheblend_rag.cli.bench_workload import ONE_TOKEN, blend_config, draw_chunks, draw_words
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.base import Generation, SamplingParams
+from cacheblend_rag.engines.base import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.shapes import ModelShape
 from cacheblend_rag.errors import CacheBlendError, ConfigError
@@ -29,6 +33,8 @@ TIERS: tuple[Tier, ...] = get_args(Tier)
 _DOCUMENT = "bench"
 _SEED = 7
 _CPU = torch.device("cpu")
+VLLM_BATCHED_TOKENS = 2048
+"""vLLM's default of max_num_batched_tokens."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,8 @@ class TtftPlan:
     """What is measured: every tier at every ratio, ``repeat`` times each, medians reported.
 
     chunk_tokens: tokens a chunk. question_tokens: the only text of the prompt, behind the chunks.
+    batched_tokens: most tokens vLLM computes in a step, None is the whole prompt. eager: vLLM does
+    not compile the model.
     """
 
     shape: ModelShape
@@ -50,6 +58,8 @@ class TtftPlan:
     dtype: torch.dtype = torch.float32
     device: torch.device = _CPU
     memory: bool = True
+    batched_tokens: int | None = None
+    eager: bool = False
 
     def __post_init__(self) -> None:
         for tier in self.tiers:
@@ -68,15 +78,19 @@ class TtftPlan:
         """Tokens of the whole prompt."""
         return self.chunks * self.chunk_tokens + self.question_tokens
 
+    @property
+    def setting(self) -> VLLMSetting:
+        """The model as vLLM is to run it."""
+        return VLLMSetting(self.shape, self.dtype, self.device, self.eager)
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens vLLM computes in a step: its default, or what holds the prompt if longer."""
+        return self.batched_tokens or max(VLLM_BATCHED_TOKENS, self.prompt_tokens)
+
     def config(self, ratio: float) -> BlendConfig:
         """Return the blend's config at ``ratio``; chunks are precomputed behind nothing."""
-        return BlendConfig(
-            recompute_ratio=ratio,
-            check_layers=self.check_layers,
-            selector=self.selector,
-            lead_in="none",
-            min_tokens=0,
-        )
+        return blend_config(ratio, self.selector, self.check_layers)
 
     def bound(self, ratio: float) -> float:
         """Return the largest speedup the computed tokens allow: full prefill's work by the blend's.
@@ -97,16 +111,19 @@ class TtftPlan:
 
 @dataclass(frozen=True)
 class TtftRow:
-    """One tier at one ratio. Seconds are medians; ``speedup`` = full / blend seconds.
+    """One tier at one ratio. Seconds are medians of ``runs``; ``speedup`` = full / blend seconds.
 
     bound: the speedup that the computed tokens allow (`TtftPlan.bound`). peak_extra_bytes: the
     most a blend holds beyond weights and store, None where unmeasurable. prompt_kv_bytes: the
-    prompt's own KV.
+    prompt's own KV. prefix_caching_seconds: of vLLM's own prefix caching on the same chunks in
+    another order, None in the embedded engine. batched_tokens: most tokens vLLM computes in a step.
+    runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``.
     """
 
     engine: str
     shape: str
     prompt_tokens: int
+    selector: str
     ratio: float
     tier: str
     full_seconds: float
@@ -116,13 +133,50 @@ class TtftRow:
     share_of_bound: float
     peak_extra_bytes: int | None
     prompt_kv_bytes: int
+    prefix_caching_seconds: float | None = None
+    batched_tokens: int | None = None
+    runs: Mapping[str, Sequence[float]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        plan: TtftPlan,
+        engine: str,
+        ratio: float,
+        tier: str,
+        runs: Mapping[str, Sequence[float]],
+        *,
+        peak_extra_bytes: int | None = None,
+        batched_tokens: int | None = None,
+    ) -> TtftRow:
+        """Make a row of what was measured; ``runs`` as the row holds them."""
+        seconds = {name: median(run) for name, run in runs.items()}
+        bound, speedup = plan.bound(ratio), seconds["full"] / seconds["blend"]
+        return cls(
+            engine=engine,
+            shape=plan.shape.name,
+            prompt_tokens=plan.prompt_tokens,
+            selector=plan.selector,
+            ratio=ratio,
+            tier=tier,
+            full_seconds=seconds["full"],
+            blend_seconds=seconds["blend"],
+            speedup=speedup,
+            bound=bound,
+            share_of_bound=speedup / bound,
+            peak_extra_bytes=peak_extra_bytes,
+            prompt_kv_bytes=plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype),
+            prefix_caching_seconds=seconds.get("prefix_caching"),
+            batched_tokens=batched_tokens,
+            runs=runs,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)
 
 
-def measure_ttft(plan: TtftPlan, advance: Callable[[str], None] = lambda _: None) -> list[TtftRow]:
+def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[TtftRow]:
     """Measure, in one process: ordinary prefill and each blend in turn, after a warm-up.
 
     advance: called with a label before each step, for a progress display.
@@ -130,7 +184,8 @@ def measure_ttft(plan: TtftPlan, advance: Callable[[str], None] = lambda _: None
     advance("building the model")
     model = plan.shape.build_model(dtype=plan.dtype, device=plan.device)
     tokenizer = plan.shape.build_tokenizer()
-    chunks, prompt = _texts(plan)
+    chunks, question = draw_texts(plan)
+    prompt = BlendPrompt.of(*chunks, question)
     with ExitStack() as stack:
         engines: dict[str, TransformersEngine] = {}
         for tier in plan.tiers:
@@ -148,60 +203,51 @@ class _Measurement:
     plan: TtftPlan
     engines: dict[str, TransformersEngine]
     prompt: BlendPrompt
-    advance: Callable[[str], None]
+    advance: Advance
 
     def rows(self) -> list[TtftRow]:
-        cases = [(tier, ratio) for tier in self.engines for ratio in self.plan.ratios]
-        full: list[float] = []
-        blend: dict[tuple[str, float], list[float]] = {case: [] for case in cases}
-        for turn in range(self.plan.repeat + 1):
-            label = f"turn {turn}" if turn else "warm-up"
-            self.advance(f"{label}: ordinary prefill")
-            seconds = self._full()
-            full += [seconds] if turn else []
-            for case in cases:
-                self.advance(f"{label}: blend from {case[0]} at ratio {case[1]:g}")
-                seconds = self._blend(*case)
-                blend[case] += [seconds] if turn else []
-        return [self._row(case, median(full), median(blend[case])) for case in cases]
+        cases = {
+            f"blend from {tier} at ratio {ratio:g}": (tier, ratio)
+            for tier in self.engines
+            for ratio in self.plan.ratios
+        }
+        blends: dict[str, Case] = {
+            name: partial(self._blend, *case) for name, case in cases.items()
+        }
+        runs = run_in_turns({"full": self._full, **blends}, self.plan.repeat, self.advance)
+        return [
+            self._row(case, {"full": runs["full"], "blend": runs[name]})
+            for name, case in cases.items()
+        ]
 
-    def _full(self) -> float:
+    def _full(self, _turn: int) -> float:
         engine = next(iter(self.engines.values()))
-        return _first_token_seconds(engine.generate_full(self.prompt, _ONE_TOKEN))
+        return _first_token_seconds(engine.generate_full(self.prompt, ONE_TOKEN))
 
-    def _blend(self, tier: str, ratio: float) -> float:
+    def _blend(self, tier: str, ratio: float, _turn: int) -> float:
         generation = self.engines[tier].generate(
-            self.prompt, _ONE_TOKEN, config=self.plan.config(ratio)
+            self.prompt, ONE_TOKEN, config=self.plan.config(ratio)
         )
-        report = generation.report
-        if not report.blended or any(chunk.tier != tier for chunk in report.chunks):
-            raise CacheBlendError(f"no blend from {tier} came about: {report.reason or 'a miss'}")
+        check_blend(self.plan, generation, ratio, tier)
         return _first_token_seconds(generation)
 
-    def _row(self, case: tuple[str, float], full: float, blend: float) -> TtftRow:
+    def _row(self, case: tuple[str, float], runs: Mapping[str, Sequence[float]]) -> TtftRow:
         plan, (tier, ratio) = self.plan, case
         peak = None
         if plan.memory:
             self.advance(f"memory of a blend from {tier} at ratio {ratio:g}")
-            peak = peak_extra_bytes(lambda: self._blend(tier, ratio), plan.device)
-        bound = plan.bound(ratio)
-        return TtftRow(
-            engine=self.engines[tier].name,
-            shape=plan.shape.name,
-            prompt_tokens=plan.prompt_tokens,
-            ratio=ratio,
-            tier=tier,
-            full_seconds=full,
-            blend_seconds=blend,
-            speedup=full / blend,
-            bound=bound,
-            share_of_bound=full / blend / bound,
-            peak_extra_bytes=peak,
-            prompt_kv_bytes=plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype),
-        )
+            peak = peak_extra_bytes(lambda: self._blend(tier, ratio, 0), plan.device)
+        name = self.engines[tier].name
+        return TtftRow.of(plan, name, ratio, tier, runs, peak_extra_bytes=peak)
 
 
-_ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+def check_blend(plan: TtftPlan, generation: Generation, ratio: float, tier: str) -> None:
+    """Raise CacheBlendError unless all chunks came from ``tier`` and the selector chose rows."""
+    report = generation.report
+    if not report.blended or any(chunk.tier != tier for chunk in report.chunks):
+        raise CacheBlendError(f"no blend from {tier} came about: {report.reason or 'a miss'}")
+    if 0 < ratio < 1 and report.selector != plan.selector:
+        raise CacheBlendError(f"rows were not chosen by {plan.selector} but {report.selector}")
 
 
 def _first_token_seconds(generation: Generation) -> float:
@@ -215,23 +261,13 @@ def _store(tier: str, folder: Path) -> TieredKVStore:
     return TieredKVStore.open(host_bytes=0, disk_path=folder)
 
 
-def _texts(plan: TtftPlan) -> tuple[list[Chunk], BlendPrompt]:
-    """Return the chunks, and a prompt that holds them all and then the question.
-
-    Chunks form one document where the selector needs a prior, else they stand alone.
-    """
-    rng = random.Random(_SEED)
-    vocabulary = plan.shape.vocabulary
-    texts = tuple(_words(rng, plan.chunk_tokens, vocabulary) for _ in range(plan.chunks))
-    if make_selector(plan.selector).needs_prior:
-        chunks = Document(_DOCUMENT, texts, separator=" ").to_chunks()
-    else:
-        chunks = [Chunk(text) for text in texts]
-    return chunks, BlendPrompt.of(*chunks, _words(rng, plan.question_tokens, vocabulary))
-
-
-def _words(rng: random.Random, count: int, vocabulary: int) -> str:
-    return "".join(f"t{rng.randrange(vocabulary)} " for _ in range(count))
+def draw_texts(plan: TtftPlan) -> tuple[list[Chunk], str]:
+    """Return the chunks and the question."""
+    rng, vocabulary = random.Random(_SEED), plan.shape.vocabulary
+    chunks = draw_chunks(
+        rng, plan.chunks, plan.chunk_tokens, vocabulary, selector=plan.selector, name=_DOCUMENT
+    )
+    return chunks, draw_words(rng, plan.question_tokens, vocabulary)
 
 
 def plan_tiers(names: Sequence[str]) -> tuple[Tier, ...]:

@@ -20,7 +20,7 @@ import typer
 from cacheblend_rag.cli import asking, output
 from cacheblend_rag.cli.asking import AskedTurn, Asker, FittedPrompt, Order
 from cacheblend_rag.cli.collection import DEFAULT_FOLDER
-from cacheblend_rag.cli.models import DeviceOption
+from cacheblend_rag.cli.models import DeviceOption, EngineOption
 from cacheblend_rag.errors import CacheBlendError
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def chat_command(
     ratio: asking.RatioOption = None,
     selector: asking.SelectorOption = None,
     order: asking.OrderOption = Order.SCORE,
+    engine: EngineOption = None,
     device: DeviceOption = None,
 ) -> None:
     """Talk with a collection: a question a line, from the terminal or a pipe.
@@ -46,7 +47,7 @@ def chat_command(
     /sources and /report tell of the last answer, /reset forgets all turns, /exit or the end of
     input ends. Ctrl-C stops an answer.
     """
-    with Asker(folder, device) as asker:
+    with Asker(folder, device, engine) as asker:
         asker.set_blend(ratio, selector)
         chat = _Chat(asker, asker.sampling(max_tokens, temperature), top_k, order)
         for line in _lines():

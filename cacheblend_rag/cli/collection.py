@@ -22,6 +22,7 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from cacheblend_rag.chunks import Document
+from cacheblend_rag.cli.models import EMBEDDED
 from cacheblend_rag.cli.retrieval import Vectors
 from cacheblend_rag.errors import CacheBlendError, ConfigError, StoreError
 
@@ -56,7 +57,7 @@ class CollectionSettings:
 
     model: ``demo``, a hub name or an absolute folder. lead_in: what prompts say before their first
     chunk: ``instruction`` as the model's chat template renders it. dtype: the weights' precision.
-    fingerprint: what the engine stored the KV under.
+    fingerprint: what the engine stored the KV under. engine: as open_engine names it.
     """
 
     model: str
@@ -68,6 +69,7 @@ class CollectionSettings:
     lead_in: str
     dtype: str
     fingerprint: str
+    engine: str = EMBEDDED
 
     def chosen(self) -> dict[str, str | int]:
         """Return what the user may choose; the rest follows from it."""
@@ -316,6 +318,8 @@ def _damaged(path: Path, reason: object) -> StoreError:
 def _settings(body: object) -> CollectionSettings:
     """Read settings; raises ValueError when they are not what this version writes."""
     plain = json.loads(body) if isinstance(body, str) else None
+    if isinstance(plain, dict):
+        plain = {"engine": EMBEDDED, **plain}
     wanted = {f.name: int if f.type == "int" else str for f in fields(CollectionSettings)}
     if not isinstance(plain, dict) or {k: type(v) for k, v in plain.items()} != wanted:
         raise ValueError("its settings are broken")

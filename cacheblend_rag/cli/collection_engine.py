@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from cacheblend_rag.cli.collection import KV_NAME, CollectionSettings
-from cacheblend_rag.cli.models import quiet_libraries
+from cacheblend_rag.cli.models import EMBEDDED, quiet_libraries
 from cacheblend_rag.cli.rag_prompt import INSTRUCTION, RagPrompt
 from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.demo import corpus as demo_corpus
@@ -16,6 +17,9 @@ from cacheblend_rag.opening import DEMO_MODEL, load_tokenizer, open_engine
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.engines.vllm.client import VLLMClient
+
+    CollectionEngine = TransformersEngine | VLLMClient
 
 CHUNK_SIZE = 256
 
@@ -35,6 +39,7 @@ class Choices:
     instruction: str | None = None
     namespace: str = "default"
     dtype: str | None = None
+    engine: str = EMBEDDED
 
     def __post_init__(self) -> None:
         if not 0 <= self.chunk_overlap < self.chunk_size:
@@ -76,24 +81,26 @@ def new_settings(choices: Choices) -> CollectionSettings:
         lead_in=RagPrompt(tokenizer, instruction).lead_in,
         dtype=choices.dtype or "",
         fingerprint="",
+        engine=choices.engine,
     )
 
 
 def open_new(
     folder: Path, settings: CollectionSettings, device: str | None
-) -> tuple[CollectionSettings, TransformersEngine]:
+) -> tuple[CollectionSettings, CollectionEngine]:
     """Open the engine of a collection that is to be made; returns its complete settings too."""
     engine = _open(folder, settings, device)
-    dtype = str(engine.model.dtype).removeprefix("torch.")
+    dtype = settings.dtype
+    if settings.engine == EMBEDDED:
+        dtype = str(cast("TransformersEngine", engine).model.dtype).removeprefix("torch.")
     return replace(settings, dtype=dtype, fingerprint=engine.fingerprint), engine
 
 
-def open_known(
-    folder: Path, settings: CollectionSettings, device: str | None
-) -> TransformersEngine:
+def open_known(folder: Path, settings: CollectionSettings, device: str | None) -> CollectionEngine:
     """Open the engine of a collection.
 
-    Raises ConfigError when the model is no longer the one that the collection was indexed with.
+    Raises ConfigError when the model is no longer the one that the collection was indexed with, or
+    an engine of another kind.
     """
     quiet_libraries()
     engine = _open(folder, settings, device)
@@ -101,14 +108,15 @@ def open_known(
         engine.close()
         raise ConfigError(
             f"model {settings.model!r} is not the one that {folder} was indexed with (its weights "
-            "or its tokenizer changed): index with --rebuild"
+            "or its tokenizer changed, or the engine is another): index with --rebuild"
         )
     return engine
 
 
-def _open(folder: Path, settings: CollectionSettings, device: str | None) -> TransformersEngine:
+def _open(folder: Path, settings: CollectionSettings, device: str | None) -> CollectionEngine:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     engine = open_engine(
-        "transformers",
+        settings.engine,
         model=settings.model,
         instruction=settings.lead_in,
         namespace=settings.namespace,
@@ -116,4 +124,4 @@ def _open(folder: Path, settings: CollectionSettings, device: str | None) -> Tra
         device=device,
         dtype=settings.dtype or None,
     )
-    return cast("TransformersEngine", engine)
+    return cast("CollectionEngine", engine)

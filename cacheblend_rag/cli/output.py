@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+STDOUT, STDERR = 1, 2
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 JsonOption = Annotated[
@@ -49,12 +51,19 @@ def print_json(plain: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def stdout_reserved(reserved: bool) -> Iterator[None]:
-    """Send what libraries print on stdout to stderr while ``reserved``."""
+    """Send what libraries and processes they start print on stdout to stderr while ``reserved``."""
     if not reserved:
         yield
         return
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+    sys.stdout.flush()
+    kept = os.dup(STDOUT)
+    os.dup2(STDERR, STDOUT)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, STDOUT)
+        os.close(kept)
 
 
 @contextlib.contextmanager

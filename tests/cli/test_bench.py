@@ -16,8 +16,9 @@ TINY = shapes.ModelShape(
 )
 SMALL = ("--chunks", 2, "--chunk-tokens", 48, "--question-tokens", 4, "--repeat", 1)
 FIELDS = {
-    "engine", "shape", "prompt_tokens", "ratio", "tier", "full_seconds", "blend_seconds",
-    "speedup", "bound", "share_of_bound", "peak_extra_bytes", "prompt_kv_bytes",
+    "engine", "shape", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
+    "blend_seconds", "speedup", "bound", "share_of_bound", "peak_extra_bytes", "prompt_kv_bytes",
+    "prefix_caching_seconds", "batched_tokens", "runs",
 }  # fmt: skip
 
 
@@ -66,6 +67,19 @@ def test_table_without_json(cli, tiny_shape):
     assert outcome.code == 0
     assert "100 tokens" in outcome.stdout
     assert "disk" in outcome.stdout
+
+
+def test_attention_of_scattered_rows(cli, tiny_shape):
+    given = ("bench", "attention", "--shape", "tiny", "--tokens", 100, "--repeat", 1)
+    (row,) = cli(*given, "--json").json["rows"]
+    assert row["computed_rows"] == 32 + round(0.15 * 68)
+    assert set(row["seconds"]) == {"full prefill", "sdpa"}
+    assert 0 <= row["largest_difference"]["sdpa"] < 1e-5
+    assert "42 of" in cli(*given).stdout
+
+    outcome = cli("bench", "attention", "--shape", "tiny", "--tokens", 20)
+    assert outcome.code == 2
+    assert "tokens=20 must be above 32" in outcome.stderr
 
 
 def test_registry(cli):

@@ -334,3 +334,24 @@ def test_the_collection_may_stand_in_the_folder_it_indexes(cli, notes, letters):
     for added in (4, 0):
         found = cli("index", notes, "--into", inside, "--json").json
         assert (found["added"], found["unknown"]) == (added, 0)
+
+
+def test_a_collection_may_belong_to_a_server(cli, letters, tmp_path):
+    write_notes(tmp_path / "notes", count=1, questions=1)
+    url = "http://127.0.0.1:9"
+    outcome = cli("index", tmp_path / "notes", "--into", tmp_path / "c", "--engine", url)
+    assert outcome.code == 2
+    assert "no server answers there" in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_a_collections_engine_is_settled(cli, indexed):
+    folder, questions = indexed
+    notes = folder.parent / "notes"
+    outcome = cli("index", notes, "--into", folder, "--engine", "vllm")
+    assert outcome.code == 2
+    assert "engine" in outcome.stderr
+    url = "http://127.0.0.1:9"
+    outcome = cli("ask", questions[0].question, "--from", folder, "--engine", url)
+    assert outcome.code == 2
+    assert "no server answers there" in outcome.stderr

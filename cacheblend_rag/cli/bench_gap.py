@@ -1,0 +1,160 @@
+"""How long a neighbour waits for its next token while a long prompt is served.
+
+One request decodes, a token a step, in the same vLLM that then gets a long prompt: to blend,
+between its steps; to prefill in pieces, as vLLM does by default; or, in a second vLLM that takes
+the whole prompt in one step, to prefill at once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.cli.bench_ttft import TtftPlan, check_blend, draw_texts
+from cacheblend_rag.cli.bench_turns import Advance, run_in_turns
+from cacheblend_rag.cli.bench_vllm import running_vllm
+from cacheblend_rag.cli.bench_workload import ONE_TOKEN, draw_words
+from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.prompt import BlendPrompt
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Generation
+    from cacheblend_rag.engines.vllm.client import VLLMClient
+
+NEIGHBOUR_PROMPT = 16
+TOKENS_AROUND = 8
+CACHED_PROMPTS = 4
+BLEND, PIECEWISE, FULL, ALONE = "blend", "chunked prefill", "full prefill", "alone"
+
+
+class _Neighbour:
+    """A request that decodes in a thread until it is stopped, noting when its tokens come."""
+
+    def __init__(self, engine: VLLMClient, prompt: BlendPrompt, tokens: int) -> None:
+        self._arrived: list[float] = []
+        self._cancel, self._came = Event(), Event()
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        self._stream = engine.stream(prompt, sampling, cancel=self._cancel)
+        self._thread = Thread(target=self._listen, daemon=True)
+
+    def __enter__(self) -> _Neighbour:
+        self._thread.start()
+        self.wait()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cancel.set()
+        self._thread.join()
+
+    def wait(self) -> None:
+        """Return after some more tokens; raises CacheBlendError when none are left to come."""
+        wanted = len(self._arrived) + TOKENS_AROUND
+        while len(self._arrived) < wanted:
+            self._came.clear()
+            self._came.wait(1.0)
+            if not self._thread.is_alive():
+                raise CacheBlendError("the neighbour ended too soon: give a smaller prompt")
+
+    def worst_gap(self, start: float, end: float) -> float:
+        """Return the longest time between two tokens, of the gaps that touch [start, end]."""
+        gaps = [b - a for a, b in pairwise(self._arrived) if b > start and a < end]
+        return max(gaps)
+
+    def _listen(self) -> None:
+        for delta in self._stream:
+            if delta.text:
+                self._arrived.append(time.perf_counter())
+                self._came.set()
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A long request beside a neighbour; ``seconds`` gathers its own times to first token."""
+
+    plan: TtftPlan
+    engine: VLLMClient
+    ask: Callable[[int], Generation] | None
+    seconds: list[float]
+
+    def __call__(self, turn: int) -> float:
+        """Return the neighbour's worst gap meanwhile."""
+        shape = self.plan.shape
+        prompt = BlendPrompt.of(draw_words(random.Random(turn), NEIGHBOUR_PROMPT, shape.vocabulary))
+        tokens = self.engine.context_window - NEIGHBOUR_PROMPT
+        with _Neighbour(self.engine, prompt, tokens) as neighbour:
+            started = time.perf_counter()
+            if self.ask is None:
+                neighbour.wait()
+            else:
+                self.ask(turn)
+            ended = time.perf_counter()
+            neighbour.wait()
+        self.seconds.append(ended - started)
+        return neighbour.worst_gap(started, ended)
+
+
+def measure_gaps(plan: TtftPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
+    """Return the worst gaps, the blend's over a full prefill's, and the parameters.
+
+    Gaps are medians over turns of each turn's worst. plan: its first ratio and host tier are taken.
+    """
+    advance("building the model")
+    ratio = plan.ratios[0]
+    chunks, question = draw_texts(plan)
+    prompt = BlendPrompt.of(*chunks, question)
+    options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS, engines=2)
+    whole = {**options, "max_num_batched_tokens": plan.prompt_tokens + NEIGHBOUR_PROMPT}
+    room = 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)
+
+    def blended(engine: VLLMClient, turn: int) -> Generation:
+        config = plan.config(ratio).with_changes(min_tokens=turn)  # changes only the salt
+        generation = engine.generate(prompt, ONE_TOKEN, config=config)
+        check_blend(plan, generation, ratio, "host")
+        return generation
+
+    def full(engine: VLLMClient, _turn: int) -> Generation:
+        return engine.generate_full(prompt, ONE_TOKEN)
+
+    with plan.setting.saved_model() as folder:
+        advance("starting vLLM twice")
+        with (
+            running_vllm(
+                "vllm", folder, plan.config(0.0), options=options, host_bytes=room
+            ) as engine,
+            running_vllm("vllm", folder, options=whole, connector=False) as unchunked,
+        ):
+            engine.precompute(chunks, progress=False)
+            cases = {
+                BLEND: _Case(plan, engine, partial(blended, engine), []),
+                PIECEWISE: _Case(plan, engine, partial(full, engine), []),
+                FULL: _Case(plan, unchunked, partial(full, unchunked), []),
+                ALONE: _Case(plan, engine, None, []),
+            }
+            runs = run_in_turns(cases, plan.repeat, advance)
+    gaps = {name: median(run) for name, run in runs.items()}
+    seconds = {name: median(case.seconds[1:]) for name, case in cases.items()}
+    return {
+        "blend_gap_seconds": gaps[BLEND],
+        "full_gap_seconds": gaps[FULL],
+        "chunked_gap_seconds": gaps[PIECEWISE],
+        "alone_gap_seconds": gaps[ALONE],
+        "over_full": gaps[BLEND] / gaps[FULL],
+        "over_chunked": gaps[BLEND] / gaps[PIECEWISE],
+        "blend_seconds": seconds[BLEND],
+        "full_seconds": seconds[FULL],
+        "chunked_seconds": seconds[PIECEWISE],
+        "shape": plan.shape.name,
+        "prompt_tokens": plan.prompt_tokens,
+        "selector": plan.selector,
+        "ratio": ratio,
+        "repeat": plan.repeat,
+        "runs": runs,
+    }

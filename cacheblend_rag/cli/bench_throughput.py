@@ -1,0 +1,197 @@
+"""Questions a second over shared chunks: blending, plain vLLM, and vLLM's prefix caching.
+
+Each question draws some of the chunks, in random order, and all questions are sent at once. Every
+engine is warmed up with questions over other chunks. What may be done before the questions come is
+done before the clock starts: chunk KV is precomputed for the blend, and every chunk is asked for
+alone where prefix caching is on, so that each question's first chunk is in its cache. The KV cache
+holds all questions and chunks at once, in all three.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.chunks import Chunk
+from cacheblend_rag.cli.bench_turns import Advance
+from cacheblend_rag.cli.bench_vllm import VLLMSetting, running_vllm
+from cacheblend_rag.cli.bench_workload import ONE_TOKEN, blend_config, draw_chunks, draw_words
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.base import Generation, SamplingParams
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.prompt import BlendPrompt
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm.client import VLLMClient
+
+SHARED_SALT = "prefix-caching"
+WARM_UP_QUESTIONS = 2
+
+
+@dataclass(frozen=True)
+class ThroughputPlan:
+    """``questions`` questions, each over ``drawn`` of ``chunks`` chunks.
+
+    chunk_tokens, question_tokens, answer_tokens: of each.
+    """
+
+    setting: VLLMSetting
+    questions: int = 64
+    chunks: int = 40
+    drawn: int = 6
+    chunk_tokens: int = 512
+    question_tokens: int = 32
+    answer_tokens: int = 8
+    ratio: float = 0.15
+    selector: str = "hkvd"
+    check_layers: tuple[int, ...] = (1,)
+    seed: int = 7
+
+    def __post_init__(self) -> None:
+        if self.drawn > self.chunks:
+            raise ConfigError(f"drawn={self.drawn} must be at most chunks={self.chunks}")
+        if self.prompt_tokens + self.answer_tokens > self.setting.shape.max_positions:
+            raise ConfigError(
+                f"prompt_tokens={self.prompt_tokens} must leave room for the answer in "
+                f"{self.setting.shape.max_positions}, the positions of {self.setting.shape.name}"
+            )
+        self.config()
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a prompt."""
+        return self.drawn * self.chunk_tokens + self.question_tokens
+
+    def config(self) -> BlendConfig:
+        """Return the blend's config; chunks are precomputed behind nothing."""
+        return blend_config(self.ratio, self.selector, self.check_layers)
+
+
+@dataclass(frozen=True)
+class _Workload:
+    """Chunks and the prompts over them."""
+
+    chunks: Sequence[Chunk]
+    prompts: Sequence[BlendPrompt]
+
+    @classmethod
+    def draw(cls, plan: ThroughputPlan, chunks: int, questions: int, seed: int) -> _Workload:
+        rng = random.Random(seed)
+        vocabulary = plan.setting.shape.vocabulary
+        drawn = draw_chunks(
+            rng,
+            chunks,
+            plan.chunk_tokens,
+            vocabulary,
+            selector=plan.selector,
+            name=f"bench-{seed}",
+        )
+        prompts = [
+            BlendPrompt.of(
+                *rng.sample(drawn, plan.drawn), draw_words(rng, plan.question_tokens, vocabulary)
+            )
+            for _ in range(questions)
+        ]
+        return cls(drawn, prompts)
+
+
+def measure_throughput(plan: ThroughputPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
+    """Return questions a second of each, their ratios, and the parameters."""
+    advance("building the model")
+    work = _Workload.draw(plan, plan.chunks, plan.questions, plan.seed)
+    warm_up = _Workload.draw(plan, plan.drawn, WARM_UP_QUESTIONS, plan.seed + 1)
+    with plan.setting.saved_model() as folder:
+        run = _Run(plan, folder, work, warm_up, advance)
+        plain, prefix_caching = run.plain(), run.prefix_caching()
+        blend, precompute_seconds = run.blend()
+    return {
+        "blend_rps": blend,
+        "plain_rps": plain,
+        "prefix_caching_rps": prefix_caching,
+        "over_plain": blend / plain,
+        "over_prefix_caching": blend / prefix_caching,
+        "precompute_seconds": precompute_seconds,
+        "shape": plan.setting.shape.name,
+        "questions": plan.questions,
+        "chunks": plan.chunks,
+        "drawn": plan.drawn,
+        "prompt_tokens": plan.prompt_tokens,
+        "answer_tokens": plan.answer_tokens,
+        "selector": plan.selector,
+        "ratio": plan.ratio,
+        "seed": plan.seed,
+    }
+
+
+@dataclass(frozen=True)
+class _Run:
+    plan: ThroughputPlan
+    folder: Path
+    work: _Workload
+    warm_up: _Workload
+    advance: Advance
+
+    def plain(self) -> float:
+        """Return questions a second of vLLM without connector and without prefix caching."""
+        self.advance("plain vLLM")
+        options = {**self._options(), "enable_prefix_caching": False}
+        with running_vllm("vllm", self.folder, options=options, connector=False) as engine:
+            return self._per_second(lambda prompt: engine.generate_full(prompt, self._sampling))
+
+    def prefix_caching(self) -> float:
+        """Return questions a second of vLLM without connector, with all it has cached."""
+        self.advance("vLLM's prefix caching")
+        with running_vllm("vllm", self.folder, options=self._options(), connector=False) as engine:
+            for chunk in self.work.chunks:
+                engine.generate_full(BlendPrompt.of(chunk), ONE_TOKEN, salt=SHARED_SALT)
+            return self._per_second(
+                lambda prompt: engine.generate_full(prompt, self._sampling, salt=SHARED_SALT)
+            )
+
+    def blend(self) -> tuple[float, float]:
+        """Return questions a second of blending, and how long precomputing the chunks took."""
+        plan = self.plan
+        self.advance("blending")
+        room = 2 * plan.setting.shape.kv_bytes(
+            (plan.chunks + plan.drawn) * plan.chunk_tokens, plan.setting.dtype
+        )
+        with running_vllm(
+            "vllm", self.folder, plan.config(), options=self._options(), host_bytes=room
+        ) as engine:
+            engine.precompute(self.warm_up.chunks, progress=False)
+            report = engine.precompute(self.work.chunks, progress=False)
+            return self._per_second(lambda prompt: self._blended(engine, prompt)), report.seconds
+
+    def _blended(self, engine: VLLMClient, prompt: BlendPrompt) -> Generation:
+        generation = engine.generate(prompt, self._sampling)
+        report = generation.report
+        if not report.blended or not all(chunk.hit for chunk in report.chunks):
+            raise CacheBlendError(f"a question was not blended: {report.reason or 'a miss'}")
+        return generation
+
+    def _per_second(self, ask: Callable[[BlendPrompt], Generation]) -> float:
+        for prompt in self.warm_up.prompts:
+            ask(prompt)
+        prompts = self.work.prompts
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            started = time.perf_counter()
+            answers = list(pool.map(ask, prompts))
+            seconds = time.perf_counter() - started
+        if any(len(answer.token_ids) != self.plan.answer_tokens for answer in answers):
+            raise CacheBlendError("an answer is shorter than was asked for")
+        return len(prompts) / seconds
+
+    def _options(self) -> dict[str, Any]:
+        plan = self.plan
+        tokens = plan.prompt_tokens + plan.answer_tokens
+        chunk_prompts = -(-plan.chunks * plan.chunk_tokens // tokens)
+        return plan.setting.options(tokens, plan.questions + chunk_prompts)
+
+    @property
+    def _sampling(self) -> SamplingParams:
+        return SamplingParams(max_tokens=self.plan.answer_tokens, ignore_eos=True)

@@ -1,0 +1,123 @@
+"""Time to first token in vLLM: blends, ordinary prefill, and vLLM's own prefix caching.
+
+All three are asked of one engine, for one token, and timed from the call to the answer: tokenizing,
+scheduling and the way to vLLM's process and back are in every figure. The prompt's chunks stand in
+another order each turn. Ordinary prefill and blends get a salt of their own each time, so vLLM's
+prefix cache never serves them. The prefix caching case shares one salt, and before each of its runs
+every chunk is asked for alone: whichever chunk the prompt begins with is in the cache.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.cli.bench_ttft import TtftPlan, TtftRow, check_blend, draw_texts
+from cacheblend_rag.cli.bench_turns import Advance, Case, run_in_turns
+from cacheblend_rag.cli.bench_vllm import VLLMKind, running_vllm
+from cacheblend_rag.cli.bench_workload import ONE_TOKEN
+from cacheblend_rag.prompt import BlendPrompt
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm.client import VLLMClient
+
+CACHED_PROMPTS = 4
+FULL, PREFIX_CACHING = "ordinary prefill", "prefix caching"
+SHARED_SALT = "prefix-caching"
+
+
+def measure_vllm_ttft(
+    kind: VLLMKind, plan: TtftPlan, advance: Advance = lambda _: None
+) -> list[TtftRow]:
+    """Measure every tier in an engine of its own: all cases in turn, after a warm-up.
+
+    advance: called with a label before each step.
+    """
+    advance("building the model")
+    rows: list[TtftRow] = []
+    with plan.setting.saved_model() as folder:
+        for tier in plan.tiers:
+            advance(f"starting vLLM for {tier}")
+            with _engine(kind, plan, folder, tier) as engine:
+                rows += _Measurement(plan, engine, tier, advance).rows()
+    return rows
+
+
+@contextmanager
+def _engine(kind: VLLMKind, plan: TtftPlan, folder: Path, tier: str) -> Iterator[VLLMClient]:
+    options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS)
+    options["max_num_batched_tokens"] = plan.step_tokens
+    with tempfile.TemporaryDirectory(prefix="cacheblend-kv-") as kv:
+        store: dict[str, Any] = {"host_bytes": 0, "kv_path": kv}
+        if tier == "host":
+            store = {"host_bytes": 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)}
+        with running_vllm(kind, folder, plan.config(0.0), options=options, **store) as engine:
+            yield engine
+
+
+@dataclass
+class _Measurement:
+    plan: TtftPlan
+    engine: VLLMClient
+    tier: str
+    advance: Advance
+
+    def __post_init__(self) -> None:
+        self.chunks, self.question = draw_texts(self.plan)
+
+    def rows(self) -> list[TtftRow]:
+        plan = self.plan
+        self.advance(f"precomputing for {self.tier}")
+        self.engine.precompute(self.chunks, progress=False)
+        blends: dict[str, Case] = {
+            f"blend from {self.tier} at ratio {ratio:g}": partial(self._blend, ratio)
+            for ratio in plan.ratios
+        }
+        cases = {FULL: self._full, PREFIX_CACHING: self._prefix_caching, **blends}
+        runs = run_in_turns(cases, plan.repeat, self.advance)
+        full, prefix_caching = runs[FULL], runs[PREFIX_CACHING]
+        return [
+            TtftRow.of(
+                plan,
+                self.engine.name,
+                ratio,
+                self.tier,
+                {"full": full, "blend": runs[name], "prefix_caching": prefix_caching},
+                batched_tokens=plan.step_tokens,
+            )
+            for name, ratio in zip(blends, plan.ratios, strict=True)
+        ]
+
+    def _full(self, turn: int) -> float:
+        prompt = self._prompt(turn)
+        started = time.perf_counter()
+        self.engine.generate_full(prompt, ONE_TOKEN)
+        return time.perf_counter() - started
+
+    def _blend(self, ratio: float, turn: int) -> float:
+        prompt = self._prompt(turn)
+        config = self.plan.config(ratio).with_changes(min_tokens=turn)  # changes only the salt
+        started = time.perf_counter()
+        generation = self.engine.generate(prompt, ONE_TOKEN, config=config)
+        seconds = time.perf_counter() - started
+        check_blend(self.plan, generation, ratio, self.tier)
+        return seconds
+
+    def _prefix_caching(self, turn: int) -> float:
+        for chunk in self.chunks:
+            self.engine.generate_full(BlendPrompt.of(chunk), ONE_TOKEN, salt=SHARED_SALT)
+        prompt = self._prompt(turn)
+        started = time.perf_counter()
+        self.engine.generate_full(prompt, ONE_TOKEN, salt=SHARED_SALT)
+        return time.perf_counter() - started
+
+    def _prompt(self, turn: int) -> BlendPrompt:
+        shuffled = random.Random(turn).sample(self.chunks, len(self.chunks))
+        return BlendPrompt.of(*shuffled, self.question)

@@ -1,0 +1,132 @@
+"""What benchmarks of vLLM share: a shape's random model in a folder, and engines over it.
+
+KV caches have the size asked for, and on a CPU all engines compute on the same cores. Left alone,
+vLLM sizes its cache by the memory it finds, and sets one core aside and a second one where there is
+a KV connector: engines to be compared would not run alike.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.transformers.shapes import ModelShape
+from cacheblend_rag.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm.client import VLLMClient
+
+VLLMKind = Literal["vllm", "vllm-server"]
+SPARE_TOKENS = 256
+GPU_SHARE = 0.9
+BLOCK_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class VLLMSetting:
+    """The model vLLM runs and how.
+
+    eager: without compiling it. dtype, device: of the random weights; vLLM runs where it was built
+    to run.
+    """
+
+    shape: ModelShape
+    dtype: torch.dtype
+    device: torch.device
+    eager: bool = False
+
+    @contextmanager
+    def saved_model(self) -> Iterator[Path]:
+        """Yield a folder with the random model, in the hub's format; it is removed at the end."""
+        with tempfile.TemporaryDirectory(prefix="cacheblend-model-") as name:
+            self.shape.save(Path(name), dtype=self.dtype, device=self.device)
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            yield Path(name)
+
+    def options(self, prompt_tokens: int, prompts: int, engines: int = 1) -> dict[str, Any]:
+        """Return vLLM's engine arguments for a workload.
+
+        prompt_tokens: of the longest prompt with its answer. prompts: how many of them its KV cache
+        holds. engines: how many share a GPU.
+        """
+        window = -(-(prompt_tokens + SPARE_TOKENS) // BLOCK_TOKENS) * BLOCK_TOKENS
+        options: dict[str, Any] = {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "max_model_len": min(self.shape.max_positions, window),
+            "enforce_eager": self.eager,
+            "kv_cache_memory_bytes": self.shape.kv_bytes(window * prompts, self.dtype),
+        }
+        if torch.cuda.is_available():
+            options["gpu_memory_utilization"] = GPU_SHARE / engines
+        return options
+
+
+@contextmanager
+def running_vllm(
+    kind: VLLMKind,
+    folder: Path,
+    config: BlendConfig | None = None,
+    *,
+    options: dict[str, Any],
+    connector: bool = True,
+    **store: Any,
+) -> Iterator[VLLMClient]:
+    """Yield an engine over vLLM, in process or in a server, which is stopped at the end.
+
+    options: engine arguments. connector: False is vLLM as it is. store: the connector's settings,
+    as for ``transfer_config``. Raises MissingExtraError without vLLM.
+    """
+    if find_spec("vllm") is None:
+        raise MissingExtraError(f"engine={kind!r}", "vllm")
+    _settle_environment()
+    if kind == "vllm":
+        from cacheblend_rag.engines.vllm.engine import VLLMEngine
+
+        arguments = {"disable_log_stats": True, **options, **store}
+        if not connector:
+            arguments["kv_transfer_config"] = None
+        engine: VLLMClient = VLLMEngine(folder, config=config, **arguments)
+        try:
+            yield engine
+        finally:
+            engine.close()
+    else:
+        from cacheblend_rag.engines.vllm.server import VLLMServerEngine
+        from cacheblend_rag.engines.vllm.serving import running_server
+
+        flags = ["--disable-log-stats", *_flags(options)]
+        with running_server(folder, flags=flags, connector=connector, **store) as server:
+            engine = VLLMServerEngine(server.url, model=folder, config=config)
+            try:
+                yield engine
+            finally:
+                engine.close()
+
+
+def _flags(options: dict[str, Any]) -> list[str]:
+    """Return engine arguments as flags of the server."""
+    flags: list[str] = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", str(value)]
+    return flags
+
+
+def _settle_environment() -> None:
+    """Settle what vLLM reads from the environment, unless it is settled there already."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -1,0 +1,42 @@
+"""Chunks, questions and blend rules of benchmarks: random words of an exact number of tokens."""
+
+from __future__ import annotations
+
+import random
+
+from cacheblend_rag.blend.selectors import make_selector
+from cacheblend_rag.chunks import Chunk, Document
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.base import SamplingParams
+
+ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+def draw_words(rng: random.Random, count: int, vocabulary: int) -> str:
+    """Return a text of exactly ``count`` tokens of a shape's tokenizer."""
+    return "".join(f"t{rng.randrange(vocabulary)} " for _ in range(count))
+
+
+def draw_chunks(
+    rng: random.Random, chunks: int, tokens: int, vocabulary: int, *, selector: str, name: str
+) -> list[Chunk]:
+    """Return chunks of ``tokens`` tokens each.
+
+    They form one document, called ``name``, where the selector needs a prior, else they stand
+    alone.
+    """
+    texts = tuple(draw_words(rng, tokens, vocabulary) for _ in range(chunks))
+    if make_selector(selector).needs_prior:
+        return Document(name, texts, separator=" ").to_chunks()
+    return [Chunk(text) for text in texts]
+
+
+def blend_config(ratio: float, selector: str, check_layers: tuple[int, ...]) -> BlendConfig:
+    """Return a blend's config; chunks are precomputed behind nothing. Raises ConfigError."""
+    return BlendConfig(
+        recompute_ratio=ratio,
+        check_layers=check_layers,
+        selector=selector,
+        lead_in="none",
+        min_tokens=0,
+    )

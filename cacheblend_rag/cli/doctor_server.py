@@ -1,0 +1,72 @@
+"""``cacheblend-rag doctor --url``: whether a server answers, and whether it blends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from cacheblend_rag.cli import models, output
+from cacheblend_rag.errors import CacheBlendError
+
+NOT_TOLD = ("active", "refusal", "identity", "chunks", "bytes", "vllm", "cacheblend_rag", "wire")
+
+
+def check_server(url: str, model: str | None) -> dict[str, Any]:
+    """Return what is to be said of the server at ``url``; ``problem`` says why it will not blend.
+
+    model: whose tokenizer must be the server's; None leaves that open.
+    """
+    from cacheblend_rag.engines.vllm.connection import ServerConnection
+
+    async def ask() -> dict[str, Any]:
+        connection = ServerConnection(url, timeout_seconds=60.0)
+        try:
+            return await _ask(connection, model)
+        finally:
+            await connection.close()
+
+    try:
+        return {"url": url, **asyncio.run(ask())}
+    except CacheBlendError as error:
+        return {"url": url, "problem": str(error)}
+
+
+async def _ask(connection: Any, model: str | None) -> dict[str, Any]:
+    from cacheblend_rag.engines.vllm.client import status_request
+    from cacheblend_rag.engines.vllm.server import check_vocabulary
+    from cacheblend_rag.engines.vllm.status import ConnectorStatus
+    from cacheblend_rag.opening import load_tokenizer
+
+    served = await connection.find_model(model)
+    if model is not None:
+        models.quiet_libraries()
+        await check_vocabulary(connection, served, load_tokenizer(model))
+    answer = await connection.complete(served.name, status_request())
+    status = ConnectorStatus.of(answer.params)
+    return {
+        "problem": None if status.active else status.refusal,
+        "model": served.name,
+        "context_window": served.context_window,
+        "blending": status.active,
+        "versions": {"vllm": status.vllm, "cacheblend-rag": status.cacheblend_rag},
+        "store": {"chunks": status.chunks, "bytes": status.bytes},
+        "connector": {k: v for k, v in asdict(status).items() if k not in NOT_TOLD},
+    }
+
+
+def print_server(found: Mapping[str, Any]) -> None:
+    """Print what check_server found."""
+    facts: dict[str, Any] = {"server": found["url"]}
+    if "model" in found:
+        store, connector = found["store"], found["connector"]
+        facts |= {"model": f"{found['model']}, context window {found['context_window']:,}"}
+        facts |= {name: value or "not told" for name, value in found["versions"].items()}
+        facts["blending"] = "active" if found["blending"] else "not active"
+        if found["blending"]:
+            facts["store"] = f"{store['chunks']:,} chunks, {store['bytes'] / 2**20:,.1f} MiB"
+            facts |= connector
+    if found["problem"]:
+        facts["problem"] = found["problem"]
+    output.print_facts("usable" if found["problem"] is None else "not usable", facts)

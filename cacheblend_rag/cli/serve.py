@@ -1,0 +1,91 @@
+"""``cacheblend-rag serve``: vLLM's OpenAI-compatible server, started so that it blends."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.cli import output
+from cacheblend_rag.cli.models import DEMO_MODEL
+from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.engines.vllm import serving
+from cacheblend_rag.errors import ConfigError, StoreError
+
+logger = logging.getLogger(__name__)
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+GIB = 1 << 30
+
+
+def serve_command(
+    context: typer.Context,
+    model: Annotated[
+        str, typer.Argument(help="'demo' (the bundled model), a hub name or a folder.")
+    ],
+    *,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")] = (
+        serving.HOST
+    ),
+    port: Annotated[int, typer.Option(min=1, max=65535)] = serving.PORT,
+    kv_path: Annotated[
+        Path | None,
+        typer.Option(help="Folder that keeps chunk KV.", show_default="memory only"),
+    ] = None,
+    host_gib: Annotated[
+        float, typer.Option(min=0, help="Memory for chunk KV, in each worker, in GiB.")
+    ] = 4.0,
+    disk_gib: Annotated[
+        float | None,
+        typer.Option(min=0, help="Room in --kv-path, in GiB.", show_default="no limit"),
+    ] = None,
+    namespace: Annotated[str, typer.Option(help="Of all KV here; clients name the same.")] = (
+        "default"
+    ),
+    attention: Annotated[
+        str,
+        typer.Option(
+            help="Of recomputed rows: auto, native (vLLM's own), sdpa or flex (FlexAttention)."
+        ),
+    ] = "auto",
+    synchronous: Annotated[
+        bool, typer.Option("--synchronous", help="Blend while other requests wait.")
+    ] = False,
+) -> None:
+    """Start a vLLM server that blends; every other option is handed to vLLM as it is.
+
+    vLLM reads the environment as ever: VLLM_API_KEY is the key that clients must give.
+    """
+    if model.startswith("-"):
+        raise ConfigError(
+            f"{model!r} stands before the model: give serve MODEL first, options after"
+        )
+    command = serving.server_command(
+        MODEL_FOLDER if model == DEMO_MODEL else model,
+        host=host,
+        port=port,
+        served_name=DEMO_MODEL if model == DEMO_MODEL else None,
+        flags=context.args,
+        kv_path=kv_path and _made(kv_path),
+        host_bytes=int(host_gib * GIB),
+        disk_bytes=None if disk_gib is None else int(disk_gib * GIB),
+        namespace=namespace,
+        attention=attention,
+        asynchronous=not synchronous,
+    )
+    if kv_path is None:
+        output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")
+    logger.info("starting %s", shlex.join(command[: len(command) - len(context.args)]))
+    os.execv(command[0], command)  # noqa: S606  # signals and the exit code are vLLM's own
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(f"--kv-path {folder} cannot be used: {error.strerror}") from error
+    return folder.resolve()

@@ -1,0 +1,138 @@
+"""The benchmarks of vLLM, on the real one; the model is tiny: starting takes the time."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from cacheblend_rag.cli.bench_overhead import AGAIN, WITH, WITHOUT, Overhead
+from cacheblend_rag.cli.bench_ttft import TtftPlan
+from cacheblend_rag.cli.bench_turns import run_in_turns
+from cacheblend_rag.engines.transformers import shapes
+
+TINY = shapes.ModelShape(
+    "tiny", "llama", 4, 128, 2, 1, 64, 512, 4096, {"rope_type": "default", "rope_theta": 1e4}
+)
+SIZES = ("--shape", "tiny", "--chunk-tokens", 48, "--question-tokens", 5, "--eager")
+needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.fixture(autouse=True)
+def tiny_shape(monkeypatch):
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
+
+
+@needs_vllm
+@pytest.mark.parametrize("engine", ["vllm", "vllm-server"])
+def test_time_to_first_token(cli, engine):
+    outcome = cli(
+        "bench", "ttft", "--engine", engine, *SIZES, "--chunks", 3, "--repeat", 2,
+        "--ratio", 0.25, "--ratio", 0, "--selector", "prior", "--tier", "disk", "--json",
+    )  # fmt: skip
+    assert outcome.code == 0, outcome.stderr
+    rows = outcome.json["rows"]
+    assert [(row["tier"], row["ratio"]) for row in rows] == [("disk", 0.25), ("disk", 0)]
+    for row in rows:
+        assert (row["engine"], row["prompt_tokens"]) == (engine, 3 * 48 + 5)
+        assert row["batched_tokens"] >= row["prompt_tokens"]
+        assert row["speedup"] == pytest.approx(row["full_seconds"] / row["blend_seconds"])
+        for name in ("full", "blend", "prefix_caching"):
+            first, second = row["runs"][name]
+            assert row[f"{name}_seconds"] == pytest.approx((first + second) / 2)
+
+
+@needs_vllm
+def test_overhead(cli):
+    found = cli(
+        "bench", "overhead", "--shape", "tiny", "--eager", "--prompt-tokens", 40, "--decoded", 6,
+        "--repeat", 2, "--json",
+    ).json  # fmt: skip
+    assert (found["prompt_tokens"], found["decoded"], found["repeat"]) == (40, 6, 2)
+    assert {len(run) for run in found["runs"].values()} == {2}
+    for quantity in ("ttft", "decode"):
+        measured = found[quantity]
+        assert measured["with_seconds"] > 0
+        expected = Overhead.of(found["runs"], quantity)
+        assert measured["slowdown"] == pytest.approx(expected.slowdown)
+
+
+@needs_vllm
+def test_throughput(cli):
+    found = cli(
+        "bench", "throughput", *SIZES, "--questions", 3, "--chunks", 4, "--drawn", 2,
+        "--answer-tokens", 3, "--ratio", 0.2, "--json",
+    ).json  # fmt: skip
+    assert (found["questions"], found["chunks"], found["prompt_tokens"]) == (3, 4, 2 * 48 + 5)
+    assert found["over_plain"] == pytest.approx(found["blend_rps"] / found["plain_rps"])
+    assert found["over_prefix_caching"] == pytest.approx(
+        found["blend_rps"] / found["prefix_caching_rps"]
+    )
+    assert found["precompute_seconds"] > 0
+
+
+@needs_vllm
+def test_decode_gap(cli):
+    found = cli(
+        "bench", "decode-gap", *SIZES, "--chunks", 2, "--repeat", 1, "--ratio", 0.2, "--json"
+    ).json
+    assert found["prompt_tokens"] == 2 * 48 + 5
+    assert found["over_full"] == pytest.approx(
+        found["blend_gap_seconds"] / found["full_gap_seconds"]
+    )
+    assert found["alone_gap_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("ttft", "--engine", "gguf"), "engine='gguf'"),
+        (("throughput", "--drawn", 50), "drawn=50"),
+        (("throughput", "--chunk-tokens", 5000), "prompt_tokens=30032"),
+        (("throughput", "--ratio", 2), "recompute_ratio=2.0"),
+        (("decode-gap", "--chunks", 200), "prompt_tokens=102432"),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(cli, arguments, message):
+    outcome = cli("bench", *arguments, "--json")
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert message in outcome.stderr
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_every_turn_begins_with_another_case_and_the_first_is_not_counted():
+    done: list[tuple[str, int]] = []
+
+    def case(name):
+        def run(turn):
+            done.append((name, turn))
+            return float(turn)
+
+        return run
+
+    seconds = run_in_turns({name: case(name) for name in "abc"}, 2, lambda _: None)
+    assert seconds == {name: [1.0, 2.0] for name in "abc"}
+    assert ["".join(n for n, t in done if t == turn) for turn in range(3)] == ["abc", "bca", "cab"]
+
+
+def test_slowdown_is_of_the_turns_not_of_the_medians():
+    runs = {
+        f"ttft {WITHOUT}": [1.0, 2.0, 10.0],
+        f"ttft {WITH}": [1.1, 2.0, 11.0],
+        f"ttft {AGAIN}": [1.0, 1.0, 10.0],
+    }
+    found = Overhead.of(runs, "ttft")
+    assert (found.with_seconds, found.without_seconds) == (2.0, 2.0)
+    assert found.slowdown == pytest.approx(0.1)
+    assert found.noise == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("name", ["mistral-7b", "llama-3.1-8b"])
+@pytest.mark.parametrize("chunks", [8, 16, 32, 62])
+def test_large_shapes_take_the_documented_prompts(name, chunks):
+    plan = TtftPlan(shapes.named_shape(name), chunks=chunks, dtype=torch.bfloat16)
+    options = plan.setting.options(plan.prompt_tokens, prompts=1)
+    assert plan.prompt_tokens <= options["max_model_len"] <= plan.shape.max_positions
+    # 32 layers of keys and values, 8 heads of 128, 2 bytes each
+    assert options["kv_cache_memory_bytes"] >= plan.prompt_tokens * 32 * 2 * 8 * 128 * 2

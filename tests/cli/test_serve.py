@@ -1,0 +1,60 @@
+"""`serve`: what it becomes, and errors of one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from cacheblend_rag.cli import serve
+from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.engines.vllm import serving
+
+
+@pytest.fixture
+def executed(monkeypatch):
+    """What `serve` would have become."""
+    commands = []
+    monkeypatch.setattr(serving, "installed_version", lambda: "0.32.0")
+    monkeypatch.setattr(serve.os, "execv", lambda path, command: commands.append(command))
+    return commands
+
+
+def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
+    options = ("--kv-path", tmp_path / "kv", "--disk-gib", 0.5, "--synchronous", "--port", 9001)
+    flags = ("--dtype", "float32", "--enforce-eager", "-tp", "2")
+    outcome = cli("serve", "demo", *options, *flags)
+    assert outcome.code == 0, outcome.stderr
+    [command] = executed
+    assert command[-5:] == list(flags)
+    assert command[command.index("--model") + 1] == str(MODEL_FOLDER)
+    assert command[command.index("--served-model-name") + 1] == "demo"
+    assert command[command.index("--port") + 1] == "9001"
+    told = json.loads(command[command.index("--kv-transfer-config") + 1])
+    told = told["kv_connector_extra_config"]
+    assert told["kv_path"] == str(tmp_path / "kv")
+    assert (told["disk_bytes"], told["asynchronous"]) == (1 << 29, False)
+    assert "memory only" not in outcome.stderr
+
+
+def test_serve_says_what_is_wrong_in_one_line(cli, executed, tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for arguments, said in (
+        (("--dtype", "float32", "demo"), "stands before the model"),
+        (("demo", "--kv-path", file / "kv"), "cannot be used"),
+        (("demo", "--kv-transfer-config", "{}"), "set by cacheblend-rag"),
+    ):
+        outcome = cli("serve", *arguments)
+        assert outcome.code == 2
+        assert said in outcome.stderr
+        assert outcome.stderr.count("\n") == 1
+    assert executed == []
+
+
+def test_serve_keeps_secrets_out_of_logs(cli, executed, caplog):
+    caplog.set_level("DEBUG")
+    outcome = cli("-vv", "serve", "demo", "--api-key", "sesame")
+    assert executed[0][-2:] == ["--api-key", "sesame"]
+    assert "sesame" not in outcome.stdout + outcome.stderr + caplog.text
+    assert "memory only" in outcome.stderr
