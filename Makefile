@@ -33,7 +33,7 @@ test: $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebook
 	$(BIN)/python -m pytest tests/engines/vllm
 	$(BIN)/python -m pytest --nbmake examples
 	for folder in $(INTEGRATIONS); do \
-		$(MAKE) -C $$folder test integration_tests BIN=$(CURDIR)/$(BIN) || exit 1; \
+		$(MAKE) -C $$folder test integration_tests server_tests BIN=$(CURDIR)/$(BIN) || exit 1; \
 	done
 
 lint: $(READY) ## check style, types and the layers between modules

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
 import torch
-from cacheblend_rag import BlendConfig, TransformersEngine
+from cacheblend_rag import BlendConfig, Engine, TransformersEngine, open_engine
 from cacheblend_rag.demo import MODEL_FOLDER
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -41,11 +42,20 @@ def random_model() -> PreTrainedModel:
     return model
 
 
-def random_engine(
-    *, chat_template: bool = True, instruction: str = "", **config: Any
-) -> TransformersEngine:
-    """An engine around the random model, with known chunks and KV of its own."""
+def random_engine(*, chat_template: bool = True, instruction: str = "", **config: Any) -> Engine:
+    """An engine around the random model, with known chunks and KV of its own.
+
+    With CACHEBLEND_TEST_ENGINE set, it is the bundled model on the server there.
+    """
     tokenizer = make_tokenizer(chat_template=chat_template)
+    if url := os.environ.get("CACHEBLEND_TEST_ENGINE"):
+        return open_engine(
+            url,
+            model="demo",
+            tokenizer=tokenizer,
+            config=BlendConfig(**{"min_tokens": 0, **config}),
+            instruction=instruction,
+        )
     tokenizer.eos_token = None
     return TransformersEngine(
         random_model(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from cacheblend_rag.demo.corpus import generate_collection
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
 
 REUSE = BlendConfig(recompute_ratio=0.0, min_tokens=32)
+ENGINE = os.environ.get("CACHEBLEND_TEST_ENGINE", "transformers")
+"""What the bundled model runs on: ``make server_tests`` says where a server is."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,7 +64,7 @@ def question() -> str:
 @pytest.fixture(scope="session")
 def demo_engine() -> Engine:
     """The bundled model; plain reuse, so that every token found is a token reused."""
-    return open_engine("transformers", model="demo", config=REUSE, instruction="Notes:\n")
+    return open_engine(ENGINE, model="demo", config=REUSE, instruction="Notes:\n")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any, Literal
 
-from cacheblend_rag import TransformersEngine
+from cacheblend_rag import Engine
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_tests.integration_tests import ChatModelIntegrationTests
 
@@ -22,7 +22,7 @@ Detail = Literal[
 
 
 @cache
-def engine() -> TransformersEngine:
+def engine() -> Engine:
     found = random_engine()
     found.precompute([PASSAGE], progress=False)
     return found

@@ -3,8 +3,10 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import os
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -230,7 +232,7 @@ def test_instrumentation_sees_every_report(llm: CacheBlendLLM) -> None:
     finally:
         root.event_handlers.remove(handler)
     reports = [event for event in handler.events if isinstance(event, CacheBlendReportEvent)]
-    assert [event.report["engine"] for event in reports] == ["transformers"] * 2
+    assert [event.report["engine"] for event in reports] == [llm.open().name] * 2
     names = {event.class_name() for event in handler.events}
     assert {"LLMCompletionStartEvent", "LLMChatEndEvent", "CacheBlendReportEvent"} <= names
 
@@ -287,10 +289,18 @@ def test_settings_travel_without_secrets() -> None:
 
 def test_an_open_engine_is_never_serialized(llm: CacheBlendLLM) -> None:
     told = llm.to_dict()
-    assert told["engine"] == "transformers"
+    assert told["engine"] == os.environ.get("CACHEBLEND_TEST_ENGINE", "transformers")
     assert told["model"] == llm.open().model_name
     json.dumps(told)
     assert "object at" not in repr(llm)
+
+
+def test_a_servers_engine_is_serialized_as_its_url(demo_engine: Engine) -> None:
+    on_server = SimpleNamespace(
+        name="vllm-server", url="http://localhost:1", model_name="demo", config=demo_engine.config
+    )
+    told = CacheBlendLLM(engine=on_server).to_dict()
+    assert (told["engine"], told["model"]) == ("http://localhost:1", "demo")
 
 
 def test_copies_share_the_engine_and_pickles_do_not_hold_it(llm: CacheBlendLLM) -> None:

@@ -108,7 +108,7 @@ class EngineSettings(BaseComponent):
             raise ConfigError("engine= holds a password: give a server's key as api_key=")
         super().__init__(
             model=None if model is None else str(model),
-            engine=engine if isinstance(engine, str) else engine.name,
+            engine=engine if isinstance(engine, str) else getattr(engine, "url", engine.name),
             kv_path=None if kv_path is None else str(kv_path),
             blend_config=blend_config or BlendConfig(),
             **fields,
