@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ class PreparedPrompt:
     prepare_seconds: float
 
 
-class EngineFront:
+class EngineFront(ABC):
     """Known chunks, tokens and lead-ins of one engine."""
 
     def __init__(
@@ -49,9 +50,9 @@ class EngineFront:
         self._lead_in: LeadIn
 
     @property
+    @abstractmethod
     def context_window(self) -> int:
         """Most tokens a prompt and its answer may hold together."""
-        raise NotImplementedError
 
     @property
     def fingerprint(self) -> str:

@@ -16,6 +16,7 @@ from cacheblend_rag import BlendConfig, BlendPrompt, Document, SamplingParams, T
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.engines.vllm.client import VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.engine import _sampling
+from cacheblend_rag.engines.vllm.paged import PLAIN
 from cacheblend_rag.fusion import prompt_pass
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.models import FAMILIES, make_tokenizer, words
@@ -160,8 +161,11 @@ def test_rows_beyond_one_block_are_run_in_several(open_family: OpenFamily) -> No
     assert difference(engine, retrieved(), 1.0) == 0.0
 
 
-def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(open_family: OpenFamily) -> None:
-    engine = open_family(settings={"attention": "sdpa"})
+@pytest.mark.parametrize("attention", PLAIN)
+def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(
+    open_family: OpenFamily, attention: str
+) -> None:
+    engine = open_family(settings={"attention": attention})
     assert difference(engine, retrieved(), 1.0) < 1e-4
 
 
