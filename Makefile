@@ -30,7 +30,7 @@ demo: $(READY) ## run the demo: answers with and without reuse, and how long eac
 
 test: $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebooks
 	$(BIN)/python -m pytest --ignore tests/engines/vllm
-	$(BIN)/python -m pytest tests/engines/vllm
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/engines/vllm
 	$(BIN)/python -m pytest --nbmake examples
 	for folder in $(INTEGRATIONS); do \
 		$(MAKE) -C $$folder test integration_tests server_tests BIN=$(CURDIR)/$(BIN) || exit 1; \
