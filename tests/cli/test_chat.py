@@ -92,12 +92,17 @@ def test_ctrl_c_stops_the_answer_not_the_program(chat, indexed, monkeypatch):
             yield delta
 
     monkeypatch.setattr(TransformersEngine, "stream", interrupted)
-    result = chat(indexed[1][0].question, "/report", indexed[1][1].question)
+    # A process that was started in the background may have been told to ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        result = chat(indexed[1][0].question, "/report", indexed[1][1].question)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)  # outside of an answer it interrupts again
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(remarks(result)) == 2
     assert result.stderr.count("stopped") == 2
     assert result.stdout.startswith(indexed[1][0].answer)
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)  # outside of an answer it interrupts again
 
 
 def test_a_missing_collection_is_one_line(tmp_path):
