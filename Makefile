@@ -3,6 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 READY_VLLM := .venv/.ready-vllm
+VLLM_TESTS := tests/engines/vllm tests/cli/test_bench_vllm.py
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
@@ -29,8 +30,8 @@ demo: $(READY) ## run the demo: answers with and without reuse, and how long eac
 	$(BIN)/cacheblend-rag demo
 
 test: $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebooks
-	$(BIN)/python -m pytest --ignore tests/engines/vllm
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile tests/engines/vllm
+	$(BIN)/python -m pytest $(VLLM_TESTS:%=--ignore %)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(VLLM_TESTS)
 	$(BIN)/python -m pytest --nbmake examples
 	for folder in $(INTEGRATIONS); do \
 		$(MAKE) -C $$folder test integration_tests server_tests BIN=$(CURDIR)/$(BIN) || exit 1; \

@@ -14,7 +14,7 @@ from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.vllm.serving import running_server
 
 VARIABLE = "CACHEBLEND_TEST_ENGINE"
-FLAGS = ("--dtype", "float32", "--enforce-eager", "--distributed-executor-backend", "uni")
+FLAGS = ("--dtype", "float32", "--enforce-eager")
 SMALL = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
 
 

@@ -10,7 +10,6 @@ import torch
 from cacheblend_rag.cli.bench_overhead import AGAIN, WITH, WITHOUT, Overhead
 from cacheblend_rag.cli.bench_ttft import TtftPlan
 from cacheblend_rag.cli.bench_turns import run_in_turns
-from cacheblend_rag.cli.bench_vllm import VLLMSetting
 from cacheblend_rag.engines.transformers import shapes
 
 TINY = shapes.ModelShape(
@@ -23,17 +22,6 @@ needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not i
 @pytest.fixture(autouse=True)
 def tiny_shape(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
-
-
-@pytest.fixture(autouse=True)
-def workers_beside_their_schedulers(monkeypatch):
-    """They start sooner than in processes of their own."""
-    whole = VLLMSetting.options
-
-    def options(*given, **named):
-        return {**whole(*given, **named), "distributed_executor_backend": "uni"}
-
-    monkeypatch.setattr(VLLMSetting, "options", options)
 
 
 @needs_vllm

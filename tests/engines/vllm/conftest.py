@@ -26,11 +26,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 EngineFactory = Callable[..., VLLMEngine]
 ServerFactory = Callable[..., RunningServer]
-ONE_PROCESS = "uni"  # the worker beside the scheduler: starts sooner than one of its own
-SERVER_FLAGS = (
-    *("--dtype", "float32", "--enforce-eager"),
-    *("--distributed-executor-backend", ONE_PROCESS),
-)
+SERVER_FLAGS = ("--dtype", "float32", "--enforce-eager")
 
 
 @pytest.fixture(scope="session")
@@ -60,7 +56,6 @@ def open_vllm(model_folder: Callable[[str], Path]) -> Iterator[EngineFactory]:
             "enforce_eager": True,
             "max_model_len": 2048,
             "disable_log_stats": True,
-            "distributed_executor_backend": ONE_PROCESS,
         }
         engine = VLLMEngine(model_folder(family), **{**arguments, **options})
         opened.append(engine)

@@ -41,7 +41,6 @@ def two_ranks(
         environment.setenv("OMP_NUM_THREADS", "1")
         engine = open_vllm(
             tensor_parallel_size=2,
-            distributed_executor_backend="mp",
             asynchronous=request.param,
             config=BY_SHARE,
             kv_path=folder,
