@@ -98,6 +98,14 @@ class EngineFront(ABC):
         key = self._lead_in.key(chunk)
         return any(self._lead_in.key(other) == key for other in self.registry.variants(chunk.text))
 
+    def _hinted(self, hints: Iterable[Chunk | str]) -> list[Chunk]:
+        """Return hinted chunks, and all chunks of documents that are hinted by their id."""
+        return [
+            chunk
+            for hint in hints
+            for chunk in (self.registry.document(hint) if isinstance(hint, str) else (hint,))
+        ]
+
     def _prepare_prompt(
         self, prompt: PromptLike, sampling: SamplingParams, hints: Sequence[Chunk | str]
     ) -> PreparedPrompt:

@@ -203,11 +203,7 @@ class TransformersEngine(EngineFront):
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
         """Start loading chunks (or all chunks of a document, by id) into the fastest tier."""
-        keys = []
-        for hint in hints:
-            chunks = self.registry.document(hint) if isinstance(hint, str) else (hint,)
-            keys += [self._lead_in.key(chunk) for chunk in chunks]
-        self.store.prefetch(keys)
+        self.store.prefetch([self._lead_in.key(chunk) for chunk in self._hinted(hints)])
 
     def evict_document(self, document_id: str) -> int:
         """Forget a document's chunks and drop their KV; returns how many were dropped."""

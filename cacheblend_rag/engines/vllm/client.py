@@ -202,11 +202,7 @@ class VLLMClient(EngineFront):
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
         """Start loading chunks (or all chunks of a document, by id) into the fastest tier."""
-        chunks = [
-            chunk
-            for hint in hints
-            for chunk in (self.registry.document(hint) if isinstance(hint, str) else (hint,))
-        ]
+        chunks = self._hinted(hints)
 
         async def load() -> None:
             try:

@@ -29,7 +29,7 @@ class VLLMEngine(VLLMClient):
     engines; None is memory only. host_bytes: memory for chunk KV, in each worker. options: further
     arguments of vLLM's AsyncEngineArgs (``max_model_len``, ``tensor_parallel_size``, ...);
     ``kv_transfer_config=None`` is vLLM without the connector, which blends nothing.
-    attention, asynchronous, slice_seconds: see ConnectorSettings.
+    attention, asynchronous: see ConnectorSettings.
 
     Raises MissingExtraError without vLLM, ModelLoadError when vLLM does not start.
     """
