@@ -55,6 +55,20 @@ def serve_command(
     synchronous: Annotated[
         bool, typer.Option("--synchronous", help="Blend while other requests wait.")
     ] = False,
+    slice_seconds: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001,
+            help="Blending between two steps, while others decode.",
+            show_default="0.03",
+        ),
+    ] = None,
+    step_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="With --synchronous: tokens blended in one step.", show_default="8192"
+        ),
+    ] = None,
 ) -> None:
     """Start a vLLM server that blends; every other option is handed to vLLM as it is.
 
@@ -76,6 +90,8 @@ def serve_command(
         namespace=namespace,
         attention=attention,
         asynchronous=not synchronous,
+        slice_seconds=slice_seconds,
+        step_tokens=step_tokens,
     )
     if kv_path is None:
         output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")

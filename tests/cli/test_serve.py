@@ -22,8 +22,9 @@ def executed(monkeypatch):
 
 def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
     options = ("--kv-path", tmp_path / "kv", "--disk-gib", 0.5, "--synchronous", "--port", 9001)
+    steps = ("--slice-seconds", 0.05, "--step-tokens", 1024)
     flags = ("--dtype", "float32", "--enforce-eager", "-tp", "2")
-    outcome = cli("serve", "demo", *options, *flags)
+    outcome = cli("serve", "demo", *options, *steps, *flags)
     assert outcome.code == 0, outcome.stderr
     [command] = executed
     assert command[-5:] == list(flags)
@@ -34,6 +35,7 @@ def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
     told = told["kv_connector_extra_config"]
     assert told["kv_path"] == str(tmp_path / "kv")
     assert (told["disk_bytes"], told["asynchronous"]) == (1 << 29, False)
+    assert (told["slice_seconds"], told["step_tokens"]) == (0.05, 1024)
     assert "memory only" not in outcome.stderr
 
 

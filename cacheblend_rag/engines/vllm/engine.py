@@ -29,7 +29,7 @@ class VLLMEngine(VLLMClient):
     engines; None is memory only. host_bytes: memory for chunk KV, in each worker. options: further
     arguments of vLLM's AsyncEngineArgs (``max_model_len``, ``tensor_parallel_size``, ...);
     ``kv_transfer_config=None`` is vLLM without the connector, which blends nothing.
-    attention, asynchronous: see ConnectorSettings.
+    attention, asynchronous, slice_seconds, step_tokens: see ConnectorSettings.
 
     Raises MissingExtraError without vLLM, ModelLoadError when vLLM does not start.
     """
@@ -49,6 +49,8 @@ class VLLMEngine(VLLMClient):
         dtype: str = "auto",
         attention: str = "auto",
         asynchronous: bool = True,
+        slice_seconds: float | None = None,
+        step_tokens: int | None = None,
         **options: Any,
     ) -> None:
         try:
@@ -67,6 +69,8 @@ class VLLMEngine(VLLMClient):
                 namespace=namespace,
                 attention=attention,
                 asynchronous=asynchronous,
+                slice_seconds=slice_seconds,
+                step_tokens=step_tokens,
             )
         )
         options.setdefault("kv_transfer_config", transfer)

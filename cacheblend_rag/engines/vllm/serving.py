@@ -44,8 +44,14 @@ def transfer_config(
     namespace: str = "default",
     attention: str = "auto",
     asynchronous: bool = True,
+    slice_seconds: float | None = None,
+    step_tokens: int | None = None,
 ) -> dict[str, Any]:
-    """Return what vLLM's KVTransferConfig is made of; see ConnectorSettings for the options."""
+    """Return what vLLM's KVTransferConfig is made of.
+
+    See ConnectorSettings for the options; slice_seconds and step_tokens are its own when None.
+    """
+    steps = {"slice_seconds": slice_seconds, "step_tokens": step_tokens}
     return {
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": MODULE,
@@ -58,6 +64,7 @@ def transfer_config(
             "namespace": namespace,
             "attention": attention,
             "asynchronous": asynchronous,
+            **{name: value for name, value in steps.items() if value is not None},
         },
     }
 

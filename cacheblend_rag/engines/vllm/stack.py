@@ -15,11 +15,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, distributed, nn
+from vllm.config import VllmConfig
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.forward_context import get_forward_context, override_forward_context
 
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.stack import Agreement, Attend, AttentionCall, Geometry
+from cacheblend_rag.engines.vllm.compiled import CompiledOps
 from cacheblend_rag.engines.vllm.support import check_attention
 from cacheblend_rag.errors import UnsupportedModelError
 
@@ -72,14 +74,13 @@ class _StandIn:
 class VLLMStack:
     """A DecoderStack over the model in a vLLM worker; to be used inside a forward context.
 
-    attention: the worker's attention layers by name. dtype: of KV before any quantization. Hidden
-    states are (1, rows, 2 x hidden): hidden state and residual, which vLLM's layers hand on
-    separately, side by side.
+    attention: the worker's attention layers by name. Hidden states are (1, rows, 2 x hidden): the
+    hidden state and the residual, which vLLM's layers hand on separately, side by side.
 
     Raises UnsupportedModelError when the model is not a plain stack of decoder layers.
     """
 
-    def __init__(self, attention: Mapping[str, Any], hidden_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, attention: Mapping[str, Any], vllm_config: VllmConfig) -> None:
         if not attention:
             raise UnsupportedModelError("the model has no attention layers")
         self.names, self.attention = list(attention), list(attention.values())
@@ -98,10 +99,11 @@ class VLLMStack:
             heads=int(first.num_heads),
             kv_heads=int(first.num_kv_heads),
             head_dim=int(first.head_size),
-            dtype=dtype,
+            dtype=vllm_config.model_config.dtype,
             device=first.kv_cache.device,
         )
-        self._hidden_size = hidden_size
+        self._hidden_size = vllm_config.model_config.get_hidden_size()
+        self._compiled = CompiledOps(self.layers, vllm_config)
         self._stand_ins = [_StandIn(i, layer) for i, layer in enumerate(self.attention)]
         self._in_context = dict(zip(self.names, self._stand_ins, strict=True))
         self._turns = [_Turn.of(layer) for layer in self.layers]
@@ -123,10 +125,13 @@ class VLLMStack:
         return positions[0]
 
     def run_layer(self, layer: int, hidden: Tensor, place: Tensor, attend: Attend) -> Tensor:
+        if hidden.shape[1] == 1:  # run as two: kernels for one row are others, or not compiled yet
+            twice = (hidden.repeat(1, 2, 1), place.repeat(2))
+            return self.run_layer(layer, *twice, _on_first_row(attend))[:, :1]
         stand_in = self._stand_ins[layer]
         stand_in.attend = attend
         try:
-            with self._standing_in():
+            with self._standing_in(), self._compiled.within(layer):
                 done = self.layers[layer](positions=place, **_states(hidden[0], layer))
         finally:
             stand_in.attend = None
@@ -217,6 +222,16 @@ def across_ranks(part: Tensor, how: Agreement) -> Tensor:
         kinds = {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX}
         distributed.all_reduce(whole, kinds[how], group=group)
     return whole
+
+
+def _on_first_row(attend: Attend) -> Attend:
+    """Compute attention for the first of two equal rows, and give it to both."""
+
+    def both(call: AttentionCall) -> Tensor:
+        one = {name: getattr(call, name)[:, :, :1] for name in ("query", "key", "value")}
+        return attend(replace(call, **one)).repeat(1, 2, 1, 1)
+
+    return both
 
 
 def window_of(attention: Any) -> int | None:

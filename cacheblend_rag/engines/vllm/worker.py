@@ -37,7 +37,8 @@ logger = logging.getLogger(__name__)
 Result = dict[str, Any]
 Work = Generator[None, None, Result]
 
-WARM_UP_TOKENS = 32
+WARM_UP_TOKENS = 37
+"""A size that no other dimension has: a compiler would take the two for one."""
 MODES: tuple[AttentionMode, ...] = ("native", "sdpa")
 RANK_FAILED: Result = {"error": "blending failed on another rank"}
 
@@ -77,13 +78,12 @@ class Blender:
     ) -> None:
         context = vllm_config.compilation_config.static_forward_context
         attention = {name: layer for name, layer in context.items() if hasattr(layer, "impl")}
-        model = vllm_config.model_config
-        self.stack = VLLMStack(attention, model.get_hidden_size(), model.dtype)
+        self.stack = VLLMStack(attention, vllm_config)
         self.store, self.identity, self.namespace, self.mode = store, identity, namespace, mode
         self._block_size = int(vllm_config.cache_config.block_size)
         self._builder = _make_builder(vllm_config, self.stack)
         self._row_block = min(512, int(vllm_config.scheduler_config.max_num_batched_tokens))
-        self._vocabulary = int(model.get_vocab_size())
+        self._vocabulary = int(vllm_config.model_config.get_vocab_size())
         self._at_work: dict[str, Work] = {}
         self._worked: dict[str, float] = {}
 

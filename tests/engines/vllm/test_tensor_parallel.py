@@ -29,7 +29,7 @@ def one_rank(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
     engine.close()
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["async", "sync"])
+@pytest.fixture(scope="module", params=["async", "sync", "compiled"])
 def two_ranks(
     request: pytest.FixtureRequest,
     open_vllm: EngineFactory,
@@ -41,7 +41,8 @@ def two_ranks(
         environment.setenv("OMP_NUM_THREADS", "1")
         engine = open_vllm(
             tensor_parallel_size=2,
-            asynchronous=request.param,
+            asynchronous=request.param != "sync",
+            enforce_eager=request.param != "compiled",
             config=BY_SHARE,
             kv_path=folder,
             host_bytes=0,
