@@ -33,14 +33,6 @@ Attention = Callable[[AttentionCall, FusedKV, Tensor], Tensor]
 already; returns (1, rows, heads, head_dim)."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerStep:
-    """One step of a pass: the layer just run and how many rows it was run on."""
-
-    layer: int
-    rows: int
-
-
 @dataclass
 class PassStats:
     """What a pass did. ``recomputed``: (tokens,) bool, cached tokens that were computed to the end.
@@ -102,9 +94,9 @@ class BlendPass:
     KV. attention: how rows attend; by default exactly, over the fused KV. layers: run only so many
     of the first layers, for their KV; None is all.
 
-    ``steps()`` is a generator: each step runs one layer, so a caller may do other work in between.
-    Afterwards ``stats`` is complete and, where it was wanted, ``hidden`` is the last token's hidden
-    state (1, 1, hidden).
+    ``steps()`` is a generator: each step runs one block of rows through one layer, so a caller may
+    do other work in between. Afterwards ``stats`` is complete and, where it was wanted, ``hidden``
+    is the last token's hidden state (1, 1, hidden).
     """
 
     stack: DecoderStack
@@ -131,19 +123,16 @@ class BlendPass:
         """Work spent, as a share of ordinary prefill of the same prompt."""
         return self.stats.work / prefill_cost(self.stack.costs, self.token_ids.numel())
 
-    def steps(self) -> Iterator[LayerStep]:
-        """Run the pass; yields after each layer."""
+    def steps(self) -> Iterator[int | None]:
+        """Run the pass; yields each layer once its KV is final, and None between blocks of rows."""
         self._carry(self._first_rows())
         self.hidden = self.stack.embed(self.token_ids[self._rows][None])
         last = (self.layers or self.stack.geometry.layers) - 1
         for layer in range(last + 1):
             if layer in self.schedule.checks:
                 self._check(layer, self.schedule.checks[layer])
-            if layer == last:
-                self._finish(layer)
-            else:
-                self._run(layer)
-            yield LayerStep(layer, self._rows.numel())
+            yield from self._finish(layer) if layer == last else self._run(layer)
+            yield layer
         self.stats.recomputed |= self._mask_of(self._computed) & self.candidates.cached
 
     def run(self) -> None:
@@ -178,8 +167,10 @@ class BlendPass:
             part = rows[start : start + self.row_block]
             self._blocks.append(_Block(start, part, self.stack.at(part[None])))
 
-    def _run(self, layer: int) -> None:
+    def _run(self, layer: int) -> Iterator[None]:
         for block in self._blocks:
+            if block.start:
+                yield
             here = slice(block.start, block.start + block.rows.numel())
             self.hidden[:, here] = self._run_block(layer, block, self.hidden[:, here])
         self.stats.work += self.stack.costs[layer].run(self._rows)
@@ -215,12 +206,14 @@ class BlendPass:
             self.hidden = self.hidden[:, torch.isin(self._rows, kept, assume_unique=True)]
             self._carry(kept)
 
-    def _finish(self, layer: int) -> None:
+    def _finish(self, layer: int) -> Iterator[None]:
         """The last layer: K and V of every row, the layer itself for the last token at most."""
         computed = self._rows
         only_last = self.needs_hidden and computed.numel() == 1
         if computed.numel() and not only_last:
             for block, call in self._probe(layer):
+                if block.start:
+                    yield
                 self.fused.write(layer, block.rows, call.key, call.value)
                 if self.observer is not None:
                     self.observer(call, block.rows, self.fused.layer(layer)[0])
@@ -230,7 +223,7 @@ class BlendPass:
         self.hidden = self.hidden[:, -1:]
         observer, self.observer = self.observer, None
         self._carry(computed[-1:])
-        self._run(layer)
+        yield from self._run(layer)
         self.observer, self._computed = observer, computed
 
     def _probe(self, layer: int) -> Iterator[tuple[_Block, AttentionCall]]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.passes import ROW_BLOCK, BlendPass, Candidates, LayerStep
+from cacheblend_rag.blend.passes import ROW_BLOCK, BlendPass, Candidates
 from cacheblend_rag.blend.selection import Schedule
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
@@ -25,7 +25,7 @@ def probe_question(
     question_start: int,
     *,
     row_block: int = ROW_BLOCK,
-) -> Generator[LayerStep, None, tuple[Tensor, float]]:
+) -> Generator[int | None, None, tuple[Tensor, float]]:
     """Return the attention each token gets from the question, and the work that took.
 
     The pass is plain reuse, so only text and missing chunks are computed. Attention is summed over

@@ -28,7 +28,7 @@ def keys_of_prior_layer(
 ) -> Generator[None, None, Tensor]:
     """Return the keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, running only what is before it.
 
-    tokens: the whole sequence from position 0. row_block: see BlendPass. Yields after each layer.
+    tokens: the whole sequence from position 0. row_block: see BlendPass. Yields after each block.
     """
     ids = torch.tensor(tokens, device=stack.geometry.device)
     nothing = torch.zeros_like(ids, dtype=torch.bool)

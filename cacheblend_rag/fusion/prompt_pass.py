@@ -97,7 +97,7 @@ class PromptPass:
         self.watch = Stopwatch(self.stack.geometry.device)
 
     def steps(self) -> Generator[None, None, FusedPrompt]:
-        """Load, select, recompute: yields after each chunk, then after each layer."""
+        """Load, select, recompute: yields after each chunk, then after each block of rows."""
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
         fused = FusedKV(self.stack.geometry, self.token_ids.numel(), self.reserve)
         candidates, reports, has_prior = yield from self._load(fused, schedule)
@@ -117,9 +117,9 @@ class PromptPass:
             needs_hidden=self.needs_hidden,
             attention=self.attention,
         )
-        for step in run.steps():
-            if self.on_layer is not None:
-                self.on_layer(step.layer, fused)
+        for layer in run.steps():
+            if layer is not None and self.on_layer is not None:
+                self.on_layer(layer, fused)
             yield
         self.watch.lap("recompute")
         self.watch.move(run.stats.selection_seconds, "recompute", "selection")

@@ -22,7 +22,7 @@ from cacheblend_rag.prompt import EncodedPrompt
 from cacheblend_rag.reports import ChunkReport, MissReason
 
 Steps = Generator[None, None, "Prefilled"]
-"""Work done a layer at a time, so that other requests get their turn in between."""
+"""Work done a block of rows at a time, so that other requests get their turn in between."""
 
 
 @dataclass
@@ -93,7 +93,7 @@ class PromptChunks:
 def blended_prefill(
     stack: TransformersStack, chunks: PromptChunks, config: BlendConfig, reserve: int
 ) -> Steps:
-    """Load, select, recompute: one chunk, then one layer, at a time."""
+    """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.prompt.token_ids, device=stack.geometry.device)
     work = PromptPass(stack, ids, chunks.placed, chunks.store, config, reserve)
     done = yield from work.steps()

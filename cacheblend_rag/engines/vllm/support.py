@@ -43,7 +43,7 @@ def check_attention(layers: Sequence[Any]) -> None:
             "attention sinks": getattr(impl, "sinks", None) is not None,
             "ALiBi positions": getattr(impl, "alibi_slopes", None) is not None,
             "layers of several shapes": _shape(layer) != _shape(first),
-            "values wider than keys": layer.head_size_v != layer.head_size,
+            "values of another width than keys": layer.head_size_v != layer.head_size,
         }
         for name, present in obstacles.items():
             if present:

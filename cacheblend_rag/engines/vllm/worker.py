@@ -1,4 +1,4 @@
-"""Blender: does the connector's orders inside a vLLM worker, a layer at a time."""
+"""Blender: does the connector's orders inside a vLLM worker, a block of rows at a time."""
 
 from __future__ import annotations
 
@@ -109,8 +109,9 @@ class Blender:
                 self.stack, ids, fused, Candidates(cached, cached, ids), REUSE_ONLY,
                 needs_hidden=False, attention=paged.attend,
             )  # fmt: skip
-            for step in run.steps():
-                paged.finish_layer(step.layer, fused)
+            for layer in run.steps():
+                if layer is not None:
+                    paged.finish_layer(layer, fused)
 
     def start(self, job: Job) -> None:
         """Take a job on; ``advance`` works on it."""

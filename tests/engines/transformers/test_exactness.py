@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from tests.models import FAMILIES, VOCABULARY, make_model, make_tokenizer, words
@@ -247,3 +248,16 @@ def test_re_rotated_keys_equal_keys_computed_in_place(model: PreTrainedModel, of
         far = case.stack.probe_layer(layer, hidden, case.stack.at(positions + offset)).key
         moved = rotated(near, cos[layer : layer + 1], sin[layer : layer + 1])
         assert (moved - far).abs().max() <= 1e-3
+
+
+def test_a_step_runs_one_block_of_rows_through_one_layer() -> None:
+    """So a neighbour's next token waits for a block, not for a layer of a long prompt."""
+    case = Case(make_model())
+    tokens, layers = case.ids.numel(), case.stack.geometry.layers
+    nothing = torch.zeros(tokens, dtype=torch.bool)
+    candidates = Candidates(nothing, nothing, torch.zeros_like(case.ids))
+    fused = FusedKV(case.stack.geometry, tokens)
+    run = BlendPass(case.stack, case.ids, fused, candidates, REUSE_ONLY, row_block=50)
+    between = [None] * (-(-tokens // 50) - 1)
+    assert list(run.steps()) == [step for layer in range(layers) for step in (*between, layer)]
+    assert (case.logits(run) - ordinary_logits(case.model, case.ids)).abs().max() <= 1e-4

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
-from cacheblend_rag.blend.passes import LayerStep
 from cacheblend_rag.fusion import indexing
 from cacheblend_rag.fusion.lead_in import window_start
 from tests.engines.transformers.conftest import EngineFactory
@@ -83,7 +82,7 @@ def computed_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
 
     class Recorded(indexing.BlendPass):
-        def steps(self) -> Iterator[LayerStep]:
+        def steps(self) -> Iterator[int | None]:
             rows.append(int((~self.candidates.cached).sum()))
             return super().steps()
 

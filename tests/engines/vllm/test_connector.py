@@ -16,9 +16,9 @@ from cacheblend_rag import BlendConfig, Generation, SamplingParams
 from cacheblend_rag.engines.vllm.client import VLLMRequest
 from cacheblend_rag.engines.vllm.connector import KEPT_REPORTS, ConnectorSettings
 from cacheblend_rag.engines.vllm.stats import COUNTERS, PREFIX, BlendStats
-from cacheblend_rag.engines.vllm.support import refusal_of
+from cacheblend_rag.engines.vllm.support import check_attention, refusal_of
 from cacheblend_rag.engines.vllm.wire import PARAMETER, Order, SentLeadIn
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
 from tests.models import SHAPE, words
@@ -120,6 +120,7 @@ MROPE = LlamaConfig(
     [
         ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
         ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism"),
         (
             {"parallel_config__data_parallel_size": 2, "model_config__is_moe": True},
             "data parallelism of experts",
@@ -130,6 +131,8 @@ MROPE = LlamaConfig(
         ({"cache_config__cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
         ({"model_config__hf_config": LONGROPE}, "longrope"),
         ({"model_config__hf_config": MROPE}, "mrope"),
+        ({"model_config__hf_config": LlamaConfig(**SHAPE, alibi=True)}, "ALiBi"),
+        ({"model_config__hf_config": LlamaConfig(**SHAPE, num_kv_shared_layers=1)}, "share KV"),
         (
             {"model_config__hf_config": LlamaConfig(**SHAPE, rope_parameters=DYNAMIC_ROPE)},
             "dynamic",
@@ -145,6 +148,37 @@ def test_what_cannot_be_blended_is_refused_by_name(changes: dict[str, Any], said
 def test_several_groups_of_kv_are_refused() -> None:
     groups = SimpleNamespace(kv_cache_groups=[object(), object()])
     assert "several KV cache groups" in str(refusal_of(vllm_config(), groups))
+
+
+def attention(**changes: Any) -> Any:
+    """As much of an attention layer as is looked at."""
+    plain: dict[str, Any] = {
+        "impl": SimpleNamespace(sinks=None, alibi_slopes=None),
+        "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_size": 64,
+        "head_size_v": 64,
+    }
+    return SimpleNamespace(**{**plain, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"attn_type": "encoder_only"}, "no causal attention"),
+        ({"kv_sharing_target_layer_name": "model.layers.0.self_attn.attn"}, "share KV"),
+        ({"impl": SimpleNamespace(sinks=[0.5])}, "attention sinks"),
+        ({"impl": SimpleNamespace(alibi_slopes=[0.5])}, "ALiBi"),
+        ({"num_kv_heads": 4}, "several shapes"),
+        ({"head_size_v": 128}, "another width than keys"),
+    ],
+)
+def test_attention_of_another_kind_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
+    check_attention([attention(), attention()])
+    with pytest.raises(UnsupportedModelError, match=said):
+        check_attention([attention(), attention(**changes)])
 
 
 def check_refused(engine: InProcessEngine, said: str) -> None:

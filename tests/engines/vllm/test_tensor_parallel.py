@@ -14,7 +14,7 @@ from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.worker import RANK_FAILED
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, retrieved
+from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
 from tests.models import words
 
 SELECTORS = ("hkvd", "prior", "question", "question_prior", "chunk_head", "random")
@@ -68,6 +68,9 @@ def test_two_ranks_choose_the_rows_of_one(
     assert rows(there) == rows(here)
     assert there.token_ids == here.token_ids
     assert there.report.compute_share == pytest.approx(here.report.compute_share, rel=0.02)
+    # Other rows would show here: plain reuse is off by more than 1.
+    asked = [e._ask(retrieved(), SHORT, config, ()).request for e in (engine, one_rank)]
+    assert logprobs(engine, asked[0]) == pytest.approx(logprobs(one_rank, asked[1]), abs=1e-4)
 
 
 def test_ratio_1_is_ordinary_prefill(two_ranks: tuple[VLLMEngine, Path]) -> None:
