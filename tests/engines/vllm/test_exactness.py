@@ -19,6 +19,7 @@ from cacheblend_rag.engines.vllm.client import VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.engine import _sampling
 from cacheblend_rag.engines.vllm.paged import PLAIN
 from cacheblend_rag.fusion import prompt_pass
+from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.models import FAMILIES, make_tokenizer, words
 
@@ -138,9 +139,24 @@ def test_a_window_in_all_layers_is_always_blended_asynchronously(open_family: Op
     assert logprobs(engine, refused) == logprobs(engine, plain)
 
 
+def check_exact_with_fp8(open_family: OpenFamily) -> None:
+    engine = open_family("llama", kv_cache_dtype="fp8", settings={"attention": "native"})
+    assert {a.kv_cache.itemsize for a in engine.worker_connector._blender.stack.attention} == {1}
+    check_exact(engine)
+    engine.scheduler.connector._asynchronous = False
+    check_exact(engine, seed=10)
+
+
 @pytest.mark.skipif(not HAS_FP8, reason="vLLM's CPU build needs AVX-512 or AMX for it")
 def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache(open_family: OpenFamily) -> None:
-    check_exact(open_family("llama", kv_cache_dtype="fp8", settings={"attention": "native"}))
+    check_exact_with_fp8(open_family)
+
+
+def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache_of_another_backend(
+    open_family: OpenFamily,
+) -> None:
+    with fp8_backend():
+        check_exact_with_fp8(open_family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
