@@ -29,9 +29,12 @@ class Fp8Builder(AttentionMetadataBuilder[CommonAttentionMetadata]):
         super().__init__(*arguments)
 
     def build(
-        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
     ) -> CommonAttentionMetadata:
-        return common_attn_metadata  # type: ignore[no-any-return]
+        return common_attn_metadata
 
 
 class Fp8Attention(CPUAttentionBackendImpl):
