@@ -161,7 +161,7 @@ def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache_of_another_backend(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ratio_1_equals_a_compiled_models_prefill(open_family: OpenFamily, family: str) -> None:
-    """Only how tokens are given to experts is compiled in a place of its own."""
+    """Experts are inlined in the compiled graph on a CPU; they alone may round otherwise."""
     engine = open_family(family, enforce_eager=False)
     check_exact(engine, rounding=1e-4 if family.endswith("moe") else 0.0)
 
