@@ -456,10 +456,12 @@ class VLLMClient(EngineFront):
                 if piece.text:
                     yield Delta(piece.text)
         reason = _finish_reason(last.finish_reason)
-        if reason == "stop" and not isinstance(last.ended_by, str):
+        stopped_by_text = isinstance(last.ended_by, str)
+        if reason == "stop" and not stopped_by_text:
             ids = ids[:-1]
         params, order = last.params, asked.request.order
-        if params == LATE and order is not None:
+        # vLLM looks for stop strings outside its engine core, where the connector is not heard.
+        if order is not None and (stopped_by_text or params == LATE):
             params = await self._late_result(order.report_id)
         if last.decode_seconds is not None:
             first = ended - last.decode_seconds

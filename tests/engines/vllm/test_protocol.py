@@ -176,6 +176,7 @@ def test_a_stop_string_ends_the_answer_and_is_cut(filled: VLLMClient, streamed: 
         answer = filled.generate(retrieved(), sampling)
     assert answer.finish_reason == "stop"
     assert answer.text == whole.text.partition(stop)[0]
+    assert [chunk.hit for chunk in answer.report.chunks] == [True] * 3
 
 
 def test_sampling_is_the_requests_own(filled: VLLMClient) -> None:
