@@ -160,15 +160,21 @@ def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache_of_another_backend(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ratio_1_equals_a_compiled_models_prefill(open_family: OpenFamily, family: str) -> None:
+def test_a_compiled_model_is_exact_too(open_family: OpenFamily, family: str) -> None:
     """Experts are inlined in the compiled graph on a CPU; they alone may round otherwise."""
     engine = open_family(family, enforce_eager=False)
-    check_exact(engine, rounding=1e-4 if family.endswith("moe") else 0.0)
+    rounding = 1e-4 if family.endswith("moe") else 0.0
+    check_exact(engine, rounding=rounding)
+    engine.scheduler.connector._asynchronous = False
+    check_exact(engine, seed=10, rounding=rounding)
+    check_single_rows(engine)
 
 
-def test_single_rows_are_computed_as_among_others(open_family: OpenFamily) -> None:
-    """Kernels of one row are others, and the compiler would begin only when a request needs one."""
-    engine = open_family(enforce_eager=False)
+def check_single_rows(engine: InProcessEngine) -> None:
+    """Rows are computed alone as among others, by kernels that are there already.
+
+    The kernels of one row are others, and the compiler would begin only when a request needs one.
+    """
     stack = engine.worker_connector._blender.stack
     hidden = torch.randn(1, 5, 2 * stack._hidden_size)
     no_recompiling = torch._dynamo.config.patch(error_on_recompile=True)
