@@ -18,6 +18,7 @@ from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.engines.vllm.client import VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.engine import _sampling
 from cacheblend_rag.engines.vllm.paged import PLAIN
+from cacheblend_rag.engines.vllm.wire import SALT_PREFIX
 from cacheblend_rag.fusion import prompt_pass
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -72,11 +73,15 @@ def _outputs(engine: Any, request: VLLMRequest, sampling: Any) -> Any:
 
 
 def difference(engine: VLLMClient, prompt: BlendPrompt, ratio: float) -> float:
-    """Largest difference of log-probabilities between a blended prompt and ordinary prefill."""
+    """Largest difference of log-probabilities between a blended prompt and ordinary prefill.
+
+    Neither is served by vLLM's prefix cache, where blends of the same chunks share a salt.
+    """
     config = engine.config.with_changes(recompute_ratio=ratio)
     asked = engine._ask(prompt, SHORT, config, ())
+    blend = replace(asked.request, salt=SALT_PREFIX + uuid.uuid4().hex)
     plain = VLLMRequest(asked.request.token_ids, SHORT, uuid.uuid4().hex)
-    pairs = zip(logprobs(engine, asked.request), logprobs(engine, plain), strict=True)
+    pairs = zip(logprobs(engine, blend), logprobs(engine, plain), strict=True)
     return max(abs(a - b) for a, b in pairs)
 
 
@@ -104,13 +109,10 @@ def llama(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
     engine.close()
 
 
-def check_exact(engine: InProcessEngine, seed: int = 9, rounding: float = 0.0) -> None:
-    """Ratio 1 is ordinary prefill; less is not, and is blended all the same.
-
-    rounding: how much the log-probabilities may differ where kernels do.
-    """
+def check_exact(engine: InProcessEngine, seed: int = 9) -> None:
+    """Ratio 1 is ordinary prefill; less is not, and is blended all the same."""
     prompt = retrieved(seed=seed)
-    assert difference(engine, prompt, 1.0) <= rounding
+    assert difference(engine, prompt, 1.0) == 0.0
     reused = difference(engine, prompt, 0.0)
     assert reused > 1e-4, "plain reuse of moved chunks is never exact"
     assert math.isfinite(reused)
@@ -161,12 +163,10 @@ def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache_of_another_backend(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_model_is_exact_too(open_family: OpenFamily, family: str) -> None:
-    """Experts are inlined in the compiled graph on a CPU; they alone may round otherwise."""
     engine = open_family(family, enforce_eager=False)
-    rounding = 1e-4 if family.endswith("moe") else 0.0
-    check_exact(engine, rounding=rounding)
+    check_exact(engine)
     engine.scheduler.connector._asynchronous = False
-    check_exact(engine, seed=10, rounding=rounding)
+    check_exact(engine, seed=10)
     check_single_rows(engine)
 
 
