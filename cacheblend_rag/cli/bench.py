@@ -63,6 +63,9 @@ def ttft_command(
         typer.Option(min=1, help="Most tokens vLLM computes in a step; whole prompts by default."),
     ] = None,
     eager: EagerOption = False,
+    attention: Annotated[
+        str, typer.Option(help="Of recomputed rows in vLLM: auto, native, sdpa or flex.")
+    ] = "auto",
     as_json: output.JsonOption = False,
 ) -> None:
     """Time to first token of ordinary prefill and of a blend, on random weights of a real shape.
@@ -91,6 +94,7 @@ def ttft_command(
             device=pick_device(device),
             batched_tokens=batched_tokens,
             eager=eager,
+            attention=attention,
         )
         with output.side_console().status("starting") as status:
             if engine == "transformers":

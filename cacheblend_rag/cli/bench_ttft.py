@@ -24,6 +24,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.shapes import ModelShape
+from cacheblend_rag.engines.vllm.wire import check_attention_mode
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prompt import BlendPrompt
@@ -43,7 +44,7 @@ class TtftPlan:
 
     chunk_tokens: tokens a chunk. question_tokens: the only text of the prompt, behind the chunks.
     batched_tokens: most tokens vLLM computes in a step, None is the whole prompt. eager: vLLM does
-    not compile the model.
+    not compile the model. attention: of recomputed rows in vLLM, see ConnectorSettings.
     """
 
     shape: ModelShape
@@ -60,8 +61,10 @@ class TtftPlan:
     memory: bool = True
     batched_tokens: int | None = None
     eager: bool = False
+    attention: str = "auto"
 
     def __post_init__(self) -> None:
+        check_attention_mode(self.attention)
         for tier in self.tiers:
             if tier not in TIERS:
                 raise ConfigError(f"tier={tier!r} must be one of {', '.join(TIERS)}")

@@ -58,6 +58,7 @@ def _engine(kind: VLLMKind, plan: TtftPlan, folder: Path, tier: str) -> Iterator
         store: dict[str, Any] = {"host_bytes": 0, "kv_path": kv}
         if tier == "host":
             store = {"host_bytes": 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)}
+        store["attention"] = plan.attention
         with running_vllm(kind, folder, plan.config(0.0), options=options, **store) as engine:
             yield engine
 

@@ -88,6 +88,7 @@ def test_decode_gap(cli):
     ("arguments", "message"),
     [
         (("ttft", "--engine", "gguf"), "engine='gguf'"),
+        (("ttft", "--engine", "vllm", "--attention", "magic"), "attention='magic'"),
         (("throughput", "--drawn", 50), "drawn=50"),
         (("throughput", "--chunk-tokens", 5000), "prompt_tokens=30032"),
         (("throughput", "--ratio", 2), "recompute_ratio=2.0"),

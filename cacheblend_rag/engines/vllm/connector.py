@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm import __version__ as vllm_version
@@ -30,7 +30,6 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
-from cacheblend_rag.engines.vllm.paged import AttentionMode
 from cacheblend_rag.engines.vllm.stack import across_ranks
 from cacheblend_rag.engines.vllm.stats import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.support import refusal_of
@@ -40,7 +39,9 @@ from cacheblend_rag.engines.vllm.wire import (
     PARAMETER,
     SALT_PREFIX,
     VERSION,
+    AttentionMode,
     Order,
+    check_attention_mode,
     sent_report_id,
 )
 from cacheblend_rag.engines.vllm.worker import RANK_FAILED, Blender, Job, Result
@@ -98,9 +99,7 @@ class ConnectorSettings:
             if name not in known:
                 raise ConfigError(f"{name} is no setting of the connector; known: {sorted(known)}")
         settings = cls(**given)
-        if settings.attention not in get_args(AttentionMode):
-            modes = ", ".join(get_args(AttentionMode))
-            raise ConfigError(f"attention={settings.attention!r} must be one of {modes}")
+        check_attention_mode(settings.attention)
         for name in ("slice_seconds", "step_tokens"):
             value = getattr(settings, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:

@@ -3,8 +3,8 @@
 Fused KV is written with the attention layer's own function, which knows the cache's layout and
 its quantization; nothing is ever read back. Rows may attend over the paged cache too ("native"):
 each run of consecutive rows poses as a sequence of its own that shares the request's blocks. That
-is bit for bit what vLLM's own prefill computes. Scattered rows make many short runs, so for them
-PyTorch's attention over the fused KV is the better choice.
+is bit for bit what vLLM's own prefill computes. Scattered rows make many short runs, for which
+PyTorch's attention over the fused KV is the faster choice, but not on CPUs with AVX-512.
 
 Where all layers have a sliding window, vLLM gives a request blocks for the end of its prompt only,
 and the null block in place of the others. Then rows attend over a cache of their own, which one
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,14 +25,17 @@ from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import Attention, attend_fused
 from cacheblend_rag.blend.stack import AttentionCall
+from cacheblend_rag.engines.vllm.wire import AttentionMode
 
-AttentionMode = Literal["auto", "native", "sdpa", "flex"]
 PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
 """Over the fused KV always, by PyTorch."""
 
 NULL_BLOCK = 0
-LONGEST_MEAN_GAP = 8
+NATIVE_RUN = 8
 """With ``auto``, rows attend natively when their runs are at least this long on average."""
+NATIVE_RUN_AVX512 = 1
+"""The same on CPUs with AVX-512, where vLLM's kernel takes two thirds of PyTorch's time even for
+single rows (``bench ttft --engine vllm --attention``)."""
 
 
 @dataclass
@@ -125,7 +128,7 @@ class PagedKV:
         breaks = torch.nonzero(rows[1:] != rows[:-1] + 1)[:, 0] + 1
         edges = torch.cat((breaks.new_zeros(1), breaks, breaks.new_full((1,), rows.numel())))
         runs = edges.numel() - 1
-        if self.mode == "auto" and runs > 1 and rows.numel() < LONGEST_MEAN_GAP * runs:
+        if self.mode == "auto" and runs > 1 and rows.numel() < _native_run(rows.device) * runs:
             return None
         ends = (rows[edges[1:] - 1] + 1).int()
         starts = edges.int()
@@ -141,6 +144,11 @@ class PagedKV:
             slot_mapping=self._native_slots[rows],
         )
         return self.builder.build(0, common)
+
+
+def _native_run(device: torch.device) -> int:
+    avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return NATIVE_RUN_AVX512 if device.type == "cpu" and avx512 else NATIVE_RUN
 
 
 def _cache_of(layer: Any, blocks: int) -> Tensor:

@@ -21,6 +21,7 @@ from urllib.request import urlopen
 
 from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.engines.vllm.versions import check_version, installed_version
+from cacheblend_rag.engines.vllm.wire import check_attention_mode
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 
 CONNECTOR = "CacheBlendConnector"
@@ -50,7 +51,9 @@ def transfer_config(
     """Return what vLLM's KVTransferConfig is made of.
 
     See ConnectorSettings for the options; slice_seconds and step_tokens are its own when None.
+    Raises ConfigError on an unknown ``attention``.
     """
+    check_attention_mode(attention)
     steps = {"slice_seconds": slice_seconds, "step_tokens": step_tokens}
     return {
         "kv_connector": CONNECTOR,

@@ -16,9 +16,9 @@ from cacheblend_rag.blend import BlendPass, FusedKV
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import on_all_ranks
-from cacheblend_rag.engines.vllm.paged import AttentionMode, PagedKV
+from cacheblend_rag.engines.vllm.paged import PagedKV
 from cacheblend_rag.engines.vllm.stack import VLLMStack, across_ranks
-from cacheblend_rag.engines.vllm.wire import Order, SentChunk
+from cacheblend_rag.engines.vllm.wire import AttentionMode, Order, SentChunk
 from cacheblend_rag.errors import CacheBlendError, UnsupportedModelError
 from cacheblend_rag.fusion.indexing import (
     Computed,

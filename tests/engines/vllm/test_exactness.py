@@ -204,6 +204,22 @@ def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(
     assert difference(engine, retrieved(), 1.0) < 1e-4
 
 
+def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -> None:
+    llama.precompute(DOCUMENTS, progress=False)
+    blender = llama.worker_connector._blender
+    config = llama.config.with_changes(recompute_ratio=SOME)
+    found = {}
+    with pytest.MonkeyPatch.context() as settings:
+        for mode in ("native", *PLAIN):
+            settings.setattr(blender, "mode", mode)
+            asked = llama._ask(retrieved(), SHORT, config, ()).request
+            fresh = replace(asked, salt=f"{SALT_PREFIX}{mode}")
+            found[mode] = logprobs(llama, fresh)
+    for mode in PLAIN:
+        assert found[mode] == pytest.approx(found["native"], abs=1e-4)
+    assert found["sdpa"] != found["native"], "they round differently"
+
+
 @pytest.mark.parametrize("selector", sorted(SELECTORS))
 def test_both_engines_choose_the_same_rows_and_tokens(
     llama: InProcessEngine,

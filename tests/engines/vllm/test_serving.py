@@ -37,6 +37,11 @@ def test_options_reach_the_connector_and_flags_vllm() -> None:
     assert "--kv-transfer-config" not in plain
 
 
+def test_an_unknown_attention_is_refused_before_vllm_starts() -> None:
+    with pytest.raises(ConfigError, match="attention='magic' must be one of auto"):
+        server_command("path/to/model", attention="magic")
+
+
 def test_a_folder_is_served_by_its_own_name(tmp_path: Path) -> None:
     command = server_command(tmp_path / "secret" / "my-model")
     assert command[command.index("--served-model-name") + 1] == "my-model"
