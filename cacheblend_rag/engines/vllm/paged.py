@@ -55,7 +55,7 @@ class PagedKV:
     mode: AttentionMode = "auto"
     _plain: Attention = field(init=False)
     _metadata: dict[int, tuple[Tensor, Any]] = field(init=False, default_factory=dict)
-    _written: dict[int, int] = field(init=False, default_factory=dict)
+    _in_cache: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._plain = FlexAttention() if self.mode == "flex" else attend_fused
@@ -63,9 +63,9 @@ class PagedKV:
         blocks = torch.tensor(self.block_ids, dtype=torch.int32, device=device)
         block_of = blocks[torch.arange(self.tokens, device=device) // self.block_size]
         self._slots = self._slots_in(blocks)
-        given = block_of != NULL_BLOCK
-        given[: self.first] = False
-        self._given = given.nonzero()[:, 0]
+        given = (block_of[self.first :] != NULL_BLOCK).nonzero()[:, 0]
+        skipped = int(given[0]) if given.numel() else self.tokens - self.first
+        self._given = slice(self.first + skipped, self.tokens)
         self._own: Tensor | None = None
         if bool((block_of == NULL_BLOCK).any()) and self.mode not in PLAIN:
             blocks = torch.arange(-(-self.tokens // self.block_size), device=device).int()
@@ -82,17 +82,15 @@ class PagedKV:
         """Attention for BlendPass; see the module."""
         metadata = self._native_metadata(rows)
         if metadata is None:
+            self._in_cache.discard(call.layer)
             return self._plain(call, fused, rows)
         layer = self.attention[call.layer]
         cache = layer.kv_cache if self._own is None else self._own
         first = self.first if self._own is None else 0
-        if call.layer not in self._written:
-            wanted = torch.arange(first, self.tokens, device=rows.device)
-            self._written[call.layer] = 0
-        else:
-            wanted = rows[rows >= first]
+        is_there = call.layer in self._in_cache
+        wanted = rows[rows >= first] if is_there else slice(first, self.tokens)
         self._write(call.layer, fused, wanted, cache, self._native_slots)
-        self._written[call.layer] += rows.numel()
+        self._in_cache.add(call.layer)
         query = call.query[0].transpose(0, 1).contiguous()
         key, value = (t[0].transpose(0, 1).contiguous() for t in (call.key, call.value))
         output = torch.empty_like(query)
@@ -100,21 +98,24 @@ class PagedKV:
         return output[None]
 
     def finish_layer(self, layer: int, fused: FusedKV) -> None:
-        """Write a layer whose KV is final, unless native attention has written all of it."""
-        if self._own is not None or self._written.get(layer, 0) < self.tokens:
+        """Write a layer whose KV is final, unless native attention has written all of it.
+
+        It writes a layer whole at first, and then the fresh rows it is called for.
+        """
+        if self._own is not None or layer not in self._in_cache:
             self._write(layer, fused, self._given, self.attention[layer].kv_cache, self._slots)
 
     def _write(
-        self, index: int, fused: FusedKV, rows: Tensor, cache: Tensor, slots: Tensor
+        self, index: int, fused: FusedKV, rows: Tensor | slice, cache: Tensor, slots: Tensor
     ) -> None:
-        if rows.numel() == 0:
+        into = slots[rows]
+        if into.numel() == 0:
             return
         layer = self.attention[index]
         key, value = (
-            kv[index].index_select(1, rows).transpose(0, 1).contiguous()
-            for kv in (fused.keys, fused.values)
+            kv[index][:, rows].transpose(0, 1).contiguous() for kv in (fused.keys, fused.values)
         )
-        layer.impl.do_kv_cache_update(layer, key, value, cache, slots[rows])
+        layer.impl.do_kv_cache_update(layer, key, value, cache, into)
 
     def _native_metadata(self, rows: Tensor) -> Any:
         """Return the backend's metadata for these rows, or None for PyTorch's attention."""

@@ -13,7 +13,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 
 from cacheblend_rag.blend import BlendPass, FusedKV
-from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.passes import ROW_BLOCK, Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.engines.vllm.paged import PagedKV
@@ -82,7 +82,8 @@ class Blender:
         self.store, self.identity, self.namespace, self.mode = store, identity, namespace, mode
         self._block_size = int(vllm_config.cache_config.block_size)
         self._builder = _make_builder(vllm_config, self.stack)
-        self._row_block = min(512, int(vllm_config.scheduler_config.max_num_batched_tokens))
+        most = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._row_block = min(ROW_BLOCK, most)
         self._vocabulary = int(vllm_config.model_config.get_vocab_size())
         self._at_work: dict[str, Work] = {}
         self._worked: dict[str, float] = {}
