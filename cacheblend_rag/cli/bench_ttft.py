@@ -24,7 +24,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.transformers.shapes import ModelShape
-from cacheblend_rag.engines.vllm.wire import check_attention_mode
+from cacheblend_rag.engines.vllm.serving import check_attention_mode
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prompt import BlendPrompt

@@ -30,6 +30,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
+from cacheblend_rag.engines.vllm.serving import AttentionMode, check_attention_mode
 from cacheblend_rag.engines.vllm.stack import across_ranks
 from cacheblend_rag.engines.vllm.stats import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.support import refusal_of
@@ -39,9 +40,7 @@ from cacheblend_rag.engines.vllm.wire import (
     PARAMETER,
     SALT_PREFIX,
     VERSION,
-    AttentionMode,
     Order,
-    check_attention_mode,
     sent_report_id,
 )
 from cacheblend_rag.engines.vllm.worker import RANK_FAILED, Blender, Job, Result

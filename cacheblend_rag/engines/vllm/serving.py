@@ -16,13 +16,15 @@ from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any
+from typing import Any, Literal, get_args
 from urllib.request import urlopen
 
 from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.engines.vllm.versions import check_version, installed_version
-from cacheblend_rag.engines.vllm.wire import check_attention_mode
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
+
+AttentionMode = Literal["auto", "native", "sdpa", "flex"]
+"""Of recomputed rows; see PagedKV."""
 
 CONNECTOR = "CacheBlendConnector"
 MODULE = "cacheblend_rag.engines.vllm.connector"
@@ -70,6 +72,13 @@ def transfer_config(
             **{name: value for name, value in steps.items() if value is not None},
         },
     }
+
+
+def check_attention_mode(name: Any) -> None:
+    """Raise ConfigError unless ``name`` is an AttentionMode."""
+    modes = get_args(AttentionMode)
+    if name not in modes:
+        raise ConfigError(f"attention={name!r} must be one of {', '.join(modes)}")
 
 
 def server_command(

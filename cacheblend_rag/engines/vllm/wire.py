@@ -23,9 +23,6 @@ SALT_PREFIX = "cacheblend-"
 VERSION = 1
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
 
-AttentionMode = Literal["auto", "native", "sdpa", "flex"]
-"""Of recomputed rows; see PagedKV."""
-
 Kind = Literal["blend", "precompute", "evict", "prefetch", "status", "report"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ASKS = ("status", "report")
@@ -128,13 +125,6 @@ class Order:
             BlendConfig.from_dict(config),
             _report_id(sent.get("report_id", ""), required=kind == "report"),
         )
-
-
-def check_attention_mode(name: Any) -> None:
-    """Raise ConfigError unless ``name`` is an AttentionMode."""
-    modes = get_args(AttentionMode)
-    if name not in modes:
-        raise ConfigError(f"attention={name!r} must be one of {', '.join(modes)}")
 
 
 def sent_report_id(params: Mapping[str, Any] | None) -> str:

@@ -17,8 +17,9 @@ from cacheblend_rag.blend.passes import ROW_BLOCK, Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.engines.vllm.paged import PagedKV
+from cacheblend_rag.engines.vllm.serving import AttentionMode
 from cacheblend_rag.engines.vllm.stack import VLLMStack, across_ranks
-from cacheblend_rag.engines.vllm.wire import AttentionMode, Order, SentChunk
+from cacheblend_rag.engines.vllm.wire import Order, SentChunk
 from cacheblend_rag.errors import CacheBlendError, UnsupportedModelError
 from cacheblend_rag.fusion.indexing import (
     Computed,
