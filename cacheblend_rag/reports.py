@@ -12,6 +12,7 @@ MissReason = Literal[
     "altered text",  # the text differs from the chunk the hint named
     "damaged",  # stored bytes failed their checksum and were quarantined
     "store error",  # a tier could not be read
+    "no room",  # there is too little device memory to fuse the prompt's KV
     "too short",  # the prompt's reusable tokens are fewer than min_tokens
     "unsupported model",  # this model's KV cannot be blended
 ]

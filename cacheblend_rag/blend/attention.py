@@ -1,7 +1,7 @@
 """Causal attention for scattered rows: each row sees exactly the keys at or before its position.
 
-Rows are taken in blocks; a block looks only at keys up to its last row, so scattered rows cost what
-the causal triangle costs, not the whole rectangle.
+Rows are taken in blocks; a block looks only at the keys between what its first row may see and its
+last row, so scattered rows cost what the causal triangle costs, not the whole rectangle.
 """
 
 from __future__ import annotations
@@ -10,100 +10,159 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cacheblend_rag.blend.rows import Rows
+
 BLOCK_ROWS = 64
 ACCELERATOR_BLOCK_ROWS = 1024
+DISTANCE = torch.int32
+LARGEST_LOGITS = 1 << 26
+"""Logits laid out at once where no fused kernel keeps them to itself."""
 
 
 def attend_rows(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    rows: Tensor,
+    rows: Rows,
     *,
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the rows' attention, (batch, rows, heads, head_dim).
 
     query: (batch, heads, rows, head_dim). keys, values: (batch, kv_heads, tokens, head_dim), index
-    = position; every position up to the last row must hold finite values. rows: (rows,) int64,
-    positions in rising order. window: keys a row may see at most, itself included. softcap: logits
-    are capped at it, or None.
+    = position; every position that a row may see must hold finite values. window: keys a row may
+    see at most, itself included. softcap: logits are capped at it, or None. sinks: (heads,), a
+    logit of each head that takes its share of attention and gives nothing, or None.
     """
     batch, heads, count, width = query.shape
     kv_heads = keys.shape[1]
     out = query.new_empty(batch, count, heads, width)
-    size = BLOCK_ROWS if rows.device.type == "cpu" else ACCELERATOR_BLOCK_ROWS
+    in_steps = softcap is not None or sinks is not None
+    size = _block_rows(query.device, heads * keys.shape[2] if in_steps else 0)
     for start in range(0, count, size):
         here = slice(start, min(start + size, count))
-        seen = int(rows[here.stop - 1]) + 1
+        block = rows.part(here.start, here.stop)
+        seen = slice(_first_key(block, window), block.last + 1)
         # Heads that share a KV head are laid out as more rows of it: no KV is repeated, and every
         # backend's fused kernel takes the mask.
         part = (
             query[:, :, here].reshape(batch, kv_heads, -1, width),
-            keys[:, :, :seen],
-            values[:, :, :seen],
+            keys[:, :, seen],
+            values[:, :, seen],
         )
-        copies = heads // kv_heads
-        mask = _bias(rows[here], seen, window, copies=copies, dtype=query.dtype)
-        if softcap is None:
+        mask = _bias(block, seen, window, copies=heads // kv_heads, dtype=query.dtype)
+        if not in_steps:
             done = functional.scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling)
         else:
-            done = _softcapped(*part, mask=mask, scaling=scaling, softcap=softcap)
+            done = _in_steps(*part, mask=mask, scaling=scaling, softcap=softcap, sinks=sinks)
         out[:, here] = done.reshape(batch, heads, -1, width).transpose(1, 2)
     return out
 
 
-def _softcapped(
-    query: Tensor, keys: Tensor, values: Tensor, *, mask: Tensor, scaling: float, softcap: float
+def attention_bytes(
+    tokens: int, heads: int, kv_heads: int, device: torch.device, size: int, *, in_steps: bool
+) -> int:
+    """Return the most memory that attend_rows takes for so many tokens beside its result, in bytes.
+
+    size: bytes of an element. in_steps: whether there are capped logits or sinks.
+    """
+    rows = min(tokens, _block_rows(device, heads * tokens if in_steps else 0))
+    mask = tokens * rows * (heads // kv_heads * size + DISTANCE.itemsize + 2)
+    logits = 3 * tokens * rows * heads * torch.float32.itemsize
+    return mask + logits if in_steps else mask
+
+
+def _block_rows(device: torch.device, logits_a_row: int) -> int:
+    """Return how many rows attend at once, of which each lays out so many logits, if any."""
+    most = BLOCK_ROWS if device.type == "cpu" else ACCELERATOR_BLOCK_ROWS
+    return most if logits_a_row == 0 else max(1, min(most, LARGEST_LOGITS // logits_a_row))
+
+
+def _in_steps(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    mask: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with capped logits, which PyTorch's fused attention cannot do."""
-    logits = softcap * torch.tanh(query @ keys.transpose(2, 3) * scaling / softcap) + mask
-    return logits.softmax(-1, dtype=torch.float32).to(query.dtype) @ values
+    """Attention with capped logits or sinks, which PyTorch's fused attention cannot do."""
+    kv_heads, rows = query.shape[1:3]
+    logits = _capped(query @ keys.transpose(2, 3) * scaling, softcap) + mask
+    if sinks is not None:
+        copies = sinks.numel() // kv_heads
+        sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, rows // copies).flatten(1, 2)
+    return _shares(logits, sinks).to(query.dtype) @ values
 
 
 def attention_mass(
     query: Tensor,
     keys: Tensor,
-    rows: Tensor,
+    rows: Rows,
     *,
     scaling: float,
     window: int | None = None,
     softcap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return how much of each row's attention every key gets: (heads, rows, tokens) float32.
 
-    query: (1, heads, rows, head_dim). keys: (1, kv_heads, tokens, head_dim). rows: (rows,) int64.
+    query: (1, heads, rows, head_dim). keys: (1, kv_heads, tokens, head_dim). The rest as for
+    attend_rows; what a sink takes is missing from the sum.
     """
     heads, kv_heads = query.shape[1], keys.shape[1]
-    grouped = query[0].float().view(kv_heads, heads // kv_heads, *query.shape[2:])
-    logits = grouped @ keys[0].float().transpose(1, 2)[:, None] * scaling
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    visible = _visible(rows, keys.shape[2], window)
-    shares: Tensor = logits.masked_fill_(~visible, float("-inf")).softmax(-1)
-    return shares.flatten(0, 1)
+    copies = heads // kv_heads
+    grouped = query[0].float().view(kv_heads, copies, *query.shape[2:])
+    logits = _capped(grouped @ keys[0].float().transpose(1, 2)[:, None] * scaling, softcap)
+    visible = _visible(rows, slice(0, keys.shape[2]), window)
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, len(rows))
+    return _shares(logits.masked_fill_(~visible, float("-inf")), sinks).flatten(0, 1)
+
+
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _shares(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Softmax in float32 over the last axis, beside a sink for each row, (..., rows), if any."""
+    if sinks is None:
+        return logits.softmax(-1, dtype=torch.float32)
+    beside = sinks.to(logits.dtype)[..., None].expand(*logits.shape[:-1], 1)
+    return torch.cat((logits, beside), -1).softmax(-1, dtype=torch.float32)[..., :-1]
+
+
+def _first_key(rows: Rows, window: int | None) -> int:
+    """Return the first position that any of the rows may see."""
+    return 0 if window is None else max(0, rows.first - window + 1)
 
 
 def _bias(
-    rows: Tensor, tokens: int, window: int | None, *, copies: int, dtype: torch.dtype
+    rows: Rows, seen: slice, window: int | None, *, copies: int, dtype: torch.dtype
 ) -> Tensor:
-    """(copies x rows, tokens) of ``dtype``: what fused attention adds to logits, 0 or -infinity.
+    """(copies x rows, keys seen) of ``dtype``: what is added to logits, 0 or -infinity.
 
     Without a window every row sees the keys before the first row, so only the rest is compared.
     """
-    first = int(rows[0]) if window is None else 0
-    bias = torch.zeros(copies, rows.numel(), tokens, dtype=dtype, device=rows.device)
-    bias[:, :, first:].masked_fill_(~_visible(rows, tokens, window, first), float("-inf"))
+    first = rows.first if window is None else seen.start
+    device = rows.device.device
+    bias = torch.zeros(copies, len(rows), seen.stop - seen.start, dtype=dtype, device=device)
+    visible = _visible(rows, slice(first, seen.stop), window)
+    bias[:, :, first - seen.start :].masked_fill_(~visible, float("-inf"))
     return bias.flatten(0, 1)
 
 
-def _visible(rows: Tensor, tokens: int, window: int | None, first: int = 0) -> Tensor:
-    """(rows, tokens - first) bool: which keys from ``first`` on a row may see.
+def _visible(rows: Rows, keys: slice, window: int | None) -> Tensor:
+    """(rows, keys) bool: which of the keys at these positions a row may see.
 
     Not later ones, nor those outside its window.
     """
-    distance = rows[:, None] - torch.arange(first, tokens, device=rows.device)[None]
+    positions = torch.arange(keys.start, keys.stop, dtype=DISTANCE, device=rows.device.device)
+    distance = rows.device.to(DISTANCE)[:, None] - positions[None]
     visible = distance >= 0
     return visible if window is None else visible & (distance < window)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from cacheblend_rag.blend.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,17 +21,13 @@ class LayerCost:
     per_pair: float
     window: int | None = None
 
-    def run(self, rows: Tensor) -> float:
-        """Work of running the layer on rows at these positions ((rows,) int64)."""
-        return self.per_row * rows.numel() + self.per_pair * self._pairs(rows)
+    def run(self, rows: Rows) -> float:
+        """Work of running the layer on these rows."""
+        return self.per_row * len(rows) + self.per_pair * rows.pairs(self.window)
 
     def probe(self, rows: int) -> float:
         """Work of computing query, key and value for so many rows."""
         return self.per_row_probe * rows
-
-    def _pairs(self, rows: Tensor) -> float:
-        seen = rows + 1
-        return float((seen if self.window is None else seen.clamp(max=self.window)).sum())
 
 
 def prefill_cost(costs: tuple[LayerCost, ...], tokens: int) -> float:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall
 
 KEPT_MASKS = 8
@@ -27,41 +28,59 @@ class FlexAttention:
     """
 
     def __init__(self) -> None:
-        self._masks: dict[tuple[int, int | None], tuple[Tensor, BlockMask]] = {}
+        self._masks: dict[tuple[int, int | None], tuple[Rows, BlockMask]] = {}
 
-    def __call__(self, call: AttentionCall, fused: FusedKV, rows: Tensor) -> Tensor:
-        seen = int(rows[-1]) + 1
+    def __call__(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
+        seen = rows.last + 1
         keys, values = (kv[:, :, :seen] for kv in fused.layer(call.layer))
-        compiled = rows.device.type == "cuda"
-        attend: Callable[..., Tensor] = _compiled() if compiled else cast(Any, flex_attention)
-        done = attend(
-            call.query,
-            keys,
-            values,
-            score_mod=None if call.softcap is None else _capped(call.softcap),
-            block_mask=self._mask(rows, seen, call.window),
-            scale=call.scaling,
-            enable_gqa=keys.shape[1] != call.query.shape[1],
-        )
+        compiled = rows.device.device.type == "cuda"
+        attend: Callable[..., Any] = _compiled() if compiled else cast(Any, flex_attention)
+        options: dict[str, Any] = {
+            "score_mod": None if call.softcap is None else _capped(call.softcap),
+            "block_mask": self._mask(rows, seen, call.window),
+            "scale": call.scaling,
+            "enable_gqa": keys.shape[1] != call.query.shape[1],
+        }
+        if call.sinks is None:
+            done: Tensor = attend(call.query, keys, values, **options)
+        else:
+            done = _beside_sinks(
+                call.sinks, *attend(call.query, keys, values, **options, **_with_sums())
+            )
         return done.transpose(1, 2)
 
-    def _mask(self, rows: Tensor, seen: int, window: int | None) -> BlockMask:
+    def _mask(self, rows: Rows, seen: int, window: int | None) -> BlockMask:
         key = (id(rows), window)
         if key not in self._masks:
             while len(self._masks) >= KEPT_MASKS:
                 self._masks.pop(next(iter(self._masks)))
-            # the tensor is kept too, so that its id is not given to another one meanwhile
+            # the rows are kept too, so that their id is not given to others meanwhile
             self._masks[key] = (rows, _block_mask(rows, seen, window))
         return self._masks[key][1]
 
 
-def _block_mask(rows: Tensor, seen: int, window: int | None) -> BlockMask:
+def _with_sums() -> dict[str, Any]:
+    """Ask for the logarithm of each softmax's sum, too; torch 2.9 or newer can say it."""
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    return {"return_aux": AuxRequest(lse=True)}
+
+
+def _beside_sinks(sinks: Tensor, done: Tensor, aux: Any) -> Tensor:
+    """Give a sink its share of what was computed without it: one more term of each softmax."""
+    share: Tensor = (aux.lse - sinks.float()[:, None]).sigmoid()
+    return (done * share[..., None]).to(done.dtype)
+
+
+def _block_mask(rows: Rows, seen: int, window: int | None) -> BlockMask:
+    positions = rows.device
+
     def visible(_batch: Tensor, _head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        distance = rows[row] - key
+        distance = positions[row] - key
         inside = distance >= 0
         return inside if window is None else inside & (distance < window)
 
-    return create_block_mask(visible, None, None, rows.numel(), seen, rows.device)
+    return create_block_mask(visible, None, None, len(rows), seen, positions.device)
 
 
 @lru_cache(maxsize=8)

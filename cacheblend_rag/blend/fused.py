@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.rotary import rotate_into
+from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import DecoderStack, Geometry
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 
@@ -22,6 +23,12 @@ class FusedKV:
         self.keys = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
         self.values = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
 
+    @staticmethod
+    def bytes_for(geometry: Geometry, tokens: int) -> int:
+        """Return what the KV of so many tokens takes, in bytes."""
+        elements = 2 * geometry.layers * geometry.kv_heads * tokens * geometry.head_dim
+        return elements * geometry.dtype.itemsize
+
     def fits(self, kv: ChunkKV, tokens: int) -> bool:
         """Whether a chunk KV has this model's shape and type, and so many tokens."""
         layers, kv_heads, _, head_dim = self.keys.shape
@@ -37,18 +44,16 @@ class FusedKV:
         if start == kv.position:
             self.keys[:, :, start:end] = keys
         else:
-            cos, sin = stack.rotation(start - kv.position)
-            rotate_into(self.keys[:, :, start:end], keys, cos, sin)
+            rotate_into(self.keys[:, :, start:end], keys, stack.rotation(start - kv.position))
 
-    def write(self, layer: int, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store fresh KV (1, kv_heads, rows, head_dim) of ``rows`` (rows,) int64."""
-        first, last = int(rows[0]), int(rows[-1])
-        if last - first + 1 == rows.numel():
-            self.keys[layer, :, first : last + 1] = keys[0]
-            self.values[layer, :, first : last + 1] = values[0]
+    def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        """Store fresh KV (1, kv_heads, rows, head_dim) of ``rows``."""
+        if rows.is_run:
+            self.keys[layer, :, rows.first : rows.last + 1] = keys[0]
+            self.values[layer, :, rows.first : rows.last + 1] = values[0]
         else:
-            self.keys[layer].index_copy_(1, rows, keys[0])
-            self.values[layer].index_copy_(1, rows, values[0])
+            self.keys[layer].index_copy_(1, rows.device, keys[0])
+            self.values[layer].index_copy_(1, rows.device, values[0])
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each (1, kv_heads, tokens, head_dim), not copied."""

@@ -11,26 +11,25 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.selection import Schedule, row_count, top_rows
 from cacheblend_rag.blend.selectors import Evidence
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 
-ROW_BLOCK = 768
-"""Most rows run through a layer at once, unless said otherwise."""
-
-Observer = Callable[[AttentionCall, Tensor, Tensor], None]
-"""Sees each attention call, the positions (rows,) of its rows, and the layer's fused keys."""
+Observer = Callable[[AttentionCall, Rows, Tensor], None]
+"""Sees each attention call, its rows, and the layer's fused keys."""
 
 
-Attention = Callable[[AttentionCall, FusedKV, Tensor], Tensor]
-"""Attention of rows at positions (rows,) over a layer's fused KV, which holds their fresh KV
-already; returns (1, rows, heads, head_dim)."""
+Attention = Callable[[AttentionCall, FusedKV, Rows], Tensor]
+"""Attention of rows over a layer's fused KV, which holds their fresh KV already; returns
+(1, rows, heads, head_dim)."""
 
 
 @dataclass
@@ -40,14 +39,14 @@ class PassStats:
     work: floating-point operations spent.
     """
 
-    recomputed: Tensor
+    recomputed: Mask
     selection_seconds: float = 0.0
     work: float = 0.0
 
 
 @dataclass
 class Candidates:
-    """The cached tokens of a prompt.
+    """The cached tokens of a prompt; all of it on the host, whatever the model's device.
 
     cached: (tokens,) bool, tokens whose KV lies in the fused buffer already.
     eligible: (tokens,) bool, those of them that may be chosen for recomputation.
@@ -61,6 +60,12 @@ class Candidates:
     prior: Tensor | None = None
     question_attention: Tensor | None = None
 
+    @classmethod
+    def none(cls, tokens: int) -> Candidates:
+        """Return what is known of a prompt without cached tokens."""
+        nothing = torch.zeros(tokens, dtype=torch.bool)
+        return cls(nothing, nothing, torch.zeros(tokens, dtype=torch.long))
+
     def first(self, count: int) -> Candidates:
         """Return what is known of the first ``count`` tokens."""
         prior, attention = self.prior, self.question_attention
@@ -72,13 +77,13 @@ class Candidates:
             None if attention is None else attention[:count],
         )
 
-    def evidence(self, rows: Tensor, **fresh: Any) -> Evidence:
-        """Return what is known about the tokens at positions ``rows``; fresh: see Evidence."""
+    def evidence(self, positions: Positions, **fresh: Any) -> Evidence:
+        """Return what is known about the tokens at ``positions``; fresh: see Evidence."""
         return Evidence(
-            offsets=self.offsets[rows],
-            prior=None if self.prior is None else self.prior[rows],
+            offsets=self.offsets[positions],
+            prior=None if self.prior is None else self.prior[positions],
             question_attention=(
-                None if self.question_attention is None else self.question_attention[rows]
+                None if self.question_attention is None else self.question_attention[positions]
             ),
             **fresh,
         )
@@ -88,15 +93,19 @@ class Candidates:
 class BlendPass:
     """Computes the fused KV of a prompt and the hidden state of its last token.
 
-    token_ids: (tokens,) int64. fused: holds the cached tokens' KV, re-rotated. candidates: which
-    tokens those are. row_block: most rows run through a layer at once, which bounds the memory of
-    layers that compute all tokens; more are run in blocks of one size. needs_hidden: whether the
-    last token's hidden state is wanted, or only KV. attention: how rows attend; by default exactly,
-    over the fused KV. layers: run only so many of the first layers, for their KV; None is all.
+    token_ids: (tokens,) int64, on the model's device. fused: holds the cached tokens' KV,
+    re-rotated. candidates: which tokens those are. row_block: most rows run through a layer at
+    once, which bounds the memory of layers that compute all tokens; more are run in blocks of one
+    size; None is the stack's own. needs_hidden: whether the last token's hidden state is wanted, or
+    only KV. attention: how rows attend; by default exactly, over the fused KV. layers: run only so
+    many of the first layers, for their KV; None is all.
 
     ``steps()`` is a generator: each step runs one block of rows through one layer, so a caller may
     do other work in between. Afterwards ``stats`` is complete and, where it was wanted, ``hidden``
     is the last token's hidden state (1, 1, hidden).
+
+    The host decides which rows are computed, and an accelerator is never asked for anything within
+    a layer: only at a check layer, where it has the scores.
     """
 
     stack: DecoderStack
@@ -104,7 +113,7 @@ class BlendPass:
     fused: FusedKV
     candidates: Candidates
     schedule: Schedule
-    row_block: int = ROW_BLOCK
+    row_block: int | None = None
     observer: Observer | None = None
     needs_hidden: bool = True
     attention: Attention | None = None
@@ -113,10 +122,13 @@ class BlendPass:
     stats: PassStats = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stats = PassStats(recomputed=torch.zeros_like(self.candidates.cached))
-        self._always = ~self.candidates.cached
+        self._cached: Mask = self.candidates.cached.numpy()
+        self._eligible: Mask = self.candidates.eligible.numpy()
+        self._always: Mask = ~self._cached
         if self.needs_hidden:  # the last token yields the logits
             self._always[-1] = True
+        self._device = self.stack.geometry.device
+        self.stats = PassStats(recomputed=np.zeros_like(self._cached))
 
     @property
     def compute_share(self) -> float:
@@ -126,54 +138,55 @@ class BlendPass:
     def steps(self) -> Iterator[int | None]:
         """Run the pass; yields each layer once its KV is final, and None between blocks of rows."""
         self._carry(self._first_rows())
-        self.hidden = self.stack.embed(self.token_ids[self._rows][None])
+        self.hidden = self.stack.embed(self.token_ids[self._rows.device][None])
         last = (self.layers or self.stack.geometry.layers) - 1
         for layer in range(last + 1):
             if layer in self.schedule.checks:
                 self._check(layer, self.schedule.checks[layer])
             yield from self._finish(layer) if layer == last else self._run(layer)
             yield layer
-        self.stats.recomputed |= self._mask_of(self._computed) & self.candidates.cached
+        self.stats.recomputed = self._mask_of(self._computed) & self._cached
 
     def run(self) -> None:
         """Run the pass to its end."""
         for _ in self.steps():
             pass
 
-    def _first_rows(self) -> Tensor:
+    def _first_rows(self) -> Rows:
         if self.schedule.before is None:
             # What may not be recomputed keeps its cached KV in every layer, also before the check.
-            return (self._always | self.candidates.eligible).nonzero()[:, 0]
+            return self._rows_where(self._always | self._eligible)
         if self.schedule.before == 0:
-            return self._always.nonzero()[:, 0]
-        with _Timer(self.stats):
-            eligible = (self.candidates.eligible & ~self._always).nonzero()[:, 0]
+            return self._rows_where(self._always)
+        with _Timer(self.stats, self._device):
+            eligible = np.flatnonzero(self._eligible & ~self._always)
             scores = self.schedule.selector.score(self.candidates.evidence(eligible))
             return self._kept(eligible, scores, self.schedule.before)
 
-    def _kept(self, candidates: Tensor, scores: Tensor, ratio: float) -> Tensor:
-        """Positions to carry on: those always computed and the best candidates."""
-        count = row_count(ratio, int(self.candidates.eligible.sum()))
-        scores = self.stack.across_ranks(scores, "first")
-        keep = self._always.clone()
-        keep[candidates[top_rows(scores, count)]] = True
-        return keep.nonzero()[:, 0]
+    def _rows_where(self, mask: Mask) -> Rows:
+        return Rows.where(mask, self._device)
 
-    def _carry(self, rows: Tensor) -> None:
+    def _kept(self, candidates: Positions, scores: Tensor, ratio: float) -> Rows:
+        """Rows to carry on: those always computed and the best candidates."""
+        count = row_count(ratio, int(self._eligible.sum()))
+        scores = self.stack.across_ranks(scores, "first").cpu()
+        keep = self._always.copy()
+        keep[candidates[top_rows(scores, count).numpy()]] = True
+        return self._rows_where(keep)
+
+    def _carry(self, rows: Rows) -> None:
         """Make ``rows`` the rows that later layers run on."""
         self._rows = self._computed = rows
-        self._blocks: list[_Block] = []
-        count = -(-rows.numel() // self.row_block)
-        for part in rows.tensor_split(count) if count else ():
-            start = sum(block.rows.numel() for block in self._blocks)
-            self._blocks.append(_Block(start, part, self.stack.at(part[None])))
+        self._blocks = [
+            _Block(slice(start, start + len(part)), part, self.stack.at(part.device[None]))
+            for start, part in rows.blocks(self.row_block or self.stack.row_block)
+        ]
 
     def _run(self, layer: int) -> Iterator[None]:
         for block in self._blocks:
-            if block.start:
+            if block.here.start:
                 yield
-            here = slice(block.start, block.start + block.rows.numel())
-            self.hidden[:, here] = self._run_block(layer, block, self.hidden[:, here])
+            self.hidden[:, block.here] = self._run_block(layer, block, self.hidden[:, block.here])
         self.stats.work += self.stack.costs[layer].run(self._rows)
 
     def _run_block(self, layer: int, block: _Block, hidden: Tensor) -> Tensor:
@@ -187,83 +200,92 @@ class BlendPass:
 
     def _check(self, layer: int, ratio: float) -> None:
         """Compare fresh with cached KV, keep all fresh KV of this layer, narrow the rows."""
-        with _Timer(self.stats):
+        with _Timer(self.stats, self._device):
             calls = [call for _, call in self._probe(layer)]
             keys = torch.cat([call.key for call in calls], 2)
             values = torch.cat([call.value for call in calls], 2)
-            self.stats.work += self.stack.costs[layer].probe(self._rows.numel())
-            index = (self.candidates.eligible & ~self._always)[self._rows].nonzero()[:, 0]
-            rows = self._rows[index]
+            self.stats.work += self.stack.costs[layer].probe(len(self._rows))
+            here = self._rows.host
+            index = self._rows_where((self._eligible & ~self._always)[here])  # among the rows
+            rows = Rows.at(here[index.host], self._device)
             evidence = self.candidates.evidence(
-                rows,
-                fresh_keys=keys[0].index_select(1, index),
-                fresh_values=values[0].index_select(1, index),
-                cached_keys=self.fused.keys[layer].index_select(1, rows),
-                cached_values=self.fused.values[layer].index_select(1, rows),
+                rows.host,
+                fresh_keys=keys[0].index_select(1, index.device),
+                fresh_values=values[0].index_select(1, index.device),
+                cached_keys=self.fused.keys[layer].index_select(1, rows.device),
+                cached_values=self.fused.values[layer].index_select(1, rows.device),
                 total=lambda part: self.stack.across_ranks(part, "sum"),
             )
-            kept = self._kept(rows, self.schedule.selector.score(evidence), ratio)
+            kept = self._kept(rows.host, self.schedule.selector.score(evidence), ratio)
             self.fused.write(layer, self._rows, keys, values)
-            self.hidden = self.hidden[:, torch.isin(self._rows, kept, assume_unique=True)]
+            still = self._rows_where(np.isin(here, kept.host, assume_unique=True))
+            self.hidden = self.hidden.index_select(1, still.device)
             self._carry(kept)
 
     def _finish(self, layer: int) -> Iterator[None]:
         """The last layer: K and V of every row, the layer itself for the last token at most."""
         computed = self._rows
-        only_last = self.needs_hidden and computed.numel() == 1
-        if computed.numel() and not only_last:
+        only_last = self.needs_hidden and len(computed) == 1
+        if len(computed) and not only_last:
             for block, call in self._probe(layer):
-                if block.start:
+                if block.here.start:
                     yield
                 self.fused.write(layer, block.rows, call.key, call.value)
                 if self.observer is not None:
                     self.observer(call, block.rows, self.fused.layer(layer)[0])
-            self.stats.work += self.stack.costs[layer].probe(computed.numel() - self.needs_hidden)
+            self.stats.work += self.stack.costs[layer].probe(len(computed) - self.needs_hidden)
         if not self.needs_hidden:
             return
         self.hidden = self.hidden[:, -1:]
         observer, self.observer = self.observer, None
-        self._carry(computed[-1:])
+        self._carry(computed.part(len(computed) - 1, len(computed)))
         yield from self._run(layer)
         self.observer, self._computed = observer, computed
 
     def _probe(self, layer: int) -> Iterator[tuple[_Block, AttentionCall]]:
         for block in self._blocks:
-            here = slice(block.start, block.start + block.rows.numel())
-            yield block, self.stack.probe_layer(layer, self.hidden[:, here], block.place)
+            hidden = self.hidden[:, block.here]
+            yield block, self.stack.probe_layer(layer, hidden, block.place)
 
-    def _mask_of(self, rows: Tensor) -> Tensor:
-        mask = torch.zeros_like(self._always)
-        mask[rows] = True
+    def _mask_of(self, rows: Rows) -> Mask:
+        mask = np.zeros_like(self._cached)
+        mask[rows.host] = True
         return mask
 
 
-def attend_fused(call: AttentionCall, fused: FusedKV, rows: Tensor) -> Tensor:
+def attend_fused(call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
     """Attend exactly, with PyTorch's attention, over the fused KV."""
     keys, values = fused.layer(call.layer)
     return attend_rows(
         call.query, keys, values, rows,
-        scaling=call.scaling, window=call.window, softcap=call.softcap,
+        scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
     )  # fmt: skip
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Block:
-    """Rows run through a layer at once: where they start among all rows, and their positions."""
+    """Rows run through a layer at once: where they stand among all rows, and their positions."""
 
-    start: int
-    rows: Tensor
+    here: slice
+    rows: Rows
     place: Any
 
 
 class _Timer:
-    """Adds the time spent inside to stats.selection_seconds."""
+    """Adds the time spent inside to stats.selection_seconds, not that of work queued before."""
 
-    def __init__(self, stats: PassStats) -> None:
-        self.stats = stats
+    def __init__(self, stats: PassStats, device: torch.device) -> None:
+        self.stats, self.device = stats, device
 
     def __enter__(self) -> None:
+        synchronize(self.device)
         self.started = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         self.stats.selection_seconds += time.perf_counter() - self.started
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done what was asked of it."""
+    if device.type not in {"cpu", "meta"}:
+        torch.accelerator.synchronize(device)

@@ -3,38 +3,172 @@
 A rotary embedding turns each pair of key components by position x frequency, so moving a key by an
 offset is one more turn by offset x frequency, the same for every token of a chunk. Source: RoFormer
 (arXiv 2104.09864); its use on cached chunks: CacheBlend (arXiv 2405.16444).
+
+Which components are a pair, and how a model writes its table of turns, differs between families. A
+`Layout` says both; `find_layout` finds it by what the model's own keys do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Literal
+
 import torch
 from torch import Tensor
 
+Spread = Literal["pairs", "halves", "doubled"]
+"""What a table holds: a turn for each pair; all turns twice over; or each turn twice in a row."""
 
-def rotate_into(out: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Write ``keys`` turned by (cos, sin) into ``out``; computed in float32.
 
-    out, keys: (layers, kv_heads, tokens, head_dim). cos, sin: (layers, rotary_dim) float32, in the
-    half-split layout (component i pairs with i + rotary_dim / 2). Components past rotary_dim are
-    copied.
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """A move of keys by one offset.
+
+    cos, sin: (layers, pairs) float32; a layer without rotary has turns by nothing. interleaved:
+    component 2i is a pair with 2i + 1, otherwise i is one with i + pairs.
     """
-    rotary = cos.shape[-1]
-    half = rotary // 2
-    c, s = cos[:, None, None, :half], sin[:, None, None, :half]
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+
+    @classmethod
+    def over_tables(
+        cls, tables: Sequence[Table | None], layouts: Sequence[Layout | None] | None
+    ) -> Rotation:
+        """Return the move of all layers' keys, given each layer's table and how it turns by it.
+
+        Layers that share a table and a layout are turned by one row of turns.
+        """
+        if layouts is None:
+            raise RuntimeError("how layers turn their keys is not known yet: find_layouts")
+        made: dict[tuple[int, Layout | None], int] = {}
+        turns: list[Table | None] = []
+        which: list[int] = []
+        for table, layout in zip(tables, layouts, strict=True):
+            kind = (id(table), layout)
+            if kind not in made:
+                made[kind] = len(turns)
+                turns.append(layout.turns(*table) if layout and table else None)
+            which.append(made[kind])
+        found = [turn for turn in turns if turn is not None]
+        if not found:
+            nothing = torch.empty(len(which), 0)
+            return cls(nothing, nothing)
+        still = torch.ones_like(found[0][0]), torch.zeros_like(found[0][1])
+        index = torch.tensor(which).to(still[0].device, non_blocking=True)
+        cos, sin = (
+            torch.stack([(turn or still)[part] for turn in turns])[index] for part in (0, 1)
+        )
+        return cls(cos, sin, any(layout is not None and layout.interleaved for layout in layouts))
+
+    def of(self, layer: int) -> Rotation:
+        """Return the move of one layer's keys."""
+        here = slice(layer, layer + 1)
+        return Rotation(self.cos[here], self.sin[here], self.interleaved)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How one layer turns its keys. interleaved: see Rotation. negated: it turns backwards."""
+
+    interleaved: bool
+    spread: Spread
+    negated: bool = False
+
+    def turns(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cos and sin, (pairs,), of a layer's table (entries,)."""
+        picked = {
+            "pairs": slice(None),
+            "halves": slice(0, cos.numel() // 2),
+            "doubled": slice(0, None, 2),
+        }[self.spread]
+        sin = sin[picked]
+        return cos[picked], -sin if self.negated else sin
+
+
+SPREADS: tuple[Spread, ...] = ("halves", "doubled", "pairs")
+LAYOUTS = tuple(
+    Layout(interleaved, spread, negated)
+    for negated, interleaved, spread in product((False, True), (False, True), SPREADS)
+)
+
+Table = tuple[Tensor, Tensor]
+"""cos and sin, (entries,) float32, as a layer is handed them for one position."""
+
+
+def normal_table(handed: Any) -> Table | None:
+    """Read a table as layers are handed it: (cos, sin), or e^ix, for one position.
+
+    cos and sin, (..., entries). Returns them as (entries,) float32 without the magnitude that some
+    rotary schemes put on them; None when it is no such table.
+    """
+    if isinstance(handed, Tensor) and handed.is_complex():
+        handed = (handed.real, handed.imag)
+    if not isinstance(handed, Sequence) or len(handed) != 2:
+        return None
+    cos, sin = (part.reshape(-1, part.shape[-1])[0].float() for part in handed)
+    magnitude = (cos.square() + sin.square()).sqrt()
+    return cos / magnitude, sin / magnitude
+
+
+def find_layout(
+    tables: Sequence[Table], near: Tensor, far: Sequence[Tensor], close: Callable[..., bool]
+) -> Layout | Literal["unknown"] | None:
+    """Return how a layer turns its keys, None if it does not, or "unknown".
+
+    tables: the layer's, one for each offset. near: keys (1, kv_heads, tokens, head_dim) computed
+    in place. far: those of the same hidden states, so many positions further on. close: whether two
+    tensors of keys are the same but for rounding.
+    """
+    if all(close(near, there) for there in far):
+        return None
+    for layout in LAYOUTS if tables else ():
+        moves = [layout.turns(*table) for table in tables]
+        if 2 * moves[0][0].numel() > near.shape[-1]:
+            continue
+        if all(
+            close(rotated(near, Rotation(cos[None], sin[None], layout.interleaved)), there)
+            for (cos, sin), there in zip(moves, far, strict=True)
+        ):
+            return layout
+    return "unknown"
+
+
+def rotate_into(out: Tensor, keys: Tensor, by: Rotation) -> None:
+    """Write ``keys`` turned by ``by`` into ``out``; computed in float32.
+
+    out, keys: (layers, kv_heads, tokens, head_dim). Components past the pairs are copied.
+    """
+    pairs = by.cos.shape[-1]
+    if pairs == 0:
+        out.copy_(keys)
+        return
+    c, s = by.cos[:, None, None], by.sin[:, None, None]
+    one, other = _places(pairs, interleaved=by.interleaved)
     if keys.dtype == torch.float32 and out.dtype == torch.float32:
-        first, second = keys[..., :half], keys[..., half:rotary]
-        torch.mul(first, c, out=out[..., :half]).addcmul_(second, s, value=-1)
-        torch.mul(second, c, out=out[..., half:rotary]).addcmul_(first, s)
+        first, second = keys[..., one], keys[..., other]
+        torch.mul(first, c, out=out[..., one]).addcmul_(second, s, value=-1)
+        torch.mul(second, c, out=out[..., other]).addcmul_(first, s)
     else:
-        first, second = keys[..., :half].float(), keys[..., half:rotary].float()
-        out[..., :half] = first * c - second * s
-        out[..., half:rotary] = second * c + first * s
-    if rotary < keys.shape[-1]:
-        out[..., rotary:] = keys[..., rotary:]
+        first, second = keys[..., one].float(), keys[..., other].float()
+        out[..., one] = first * c - second * s
+        out[..., other] = second * c + first * s
+    if 2 * pairs < keys.shape[-1]:
+        out[..., 2 * pairs :] = keys[..., 2 * pairs :]
 
 
-def rotated(keys: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return ``keys`` (layers, kv_heads, tokens, head_dim) turned by (cos, sin), same dtype."""
+def rotated(keys: Tensor, by: Rotation) -> Tensor:
+    """Return ``keys`` (layers, kv_heads, tokens, head_dim) turned by ``by``, same dtype."""
     out = torch.empty_like(keys)
-    rotate_into(out, keys, cos, sin)
+    rotate_into(out, keys, by)
     return out
+
+
+def _places(pairs: int, *, interleaved: bool) -> tuple[slice, slice]:
+    """Return where the first and the second components of all pairs stand."""
+    if interleaved:
+        return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
+    return slice(0, pairs), slice(pairs, 2 * pairs)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.cost import LayerCost
+from cacheblend_rag.blend.rotary import Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +19,8 @@ class AttentionCall:
 
     query: (batch, heads, rows, head_dim). key, value: (batch, kv_heads, rows, head_dim), of the
     rows only. scaling: factor on query x key. window: sliding window in tokens, itself included,
-    or None. softcap: logits are capped at softcap * tanh(logits / softcap), or None.
+    or None. softcap: logits are capped at softcap * tanh(logits / softcap), or None. sinks:
+    (heads,), a logit of each head that takes its share of attention and gives nothing, or None.
     """
 
     layer: int
@@ -28,6 +30,7 @@ class AttentionCall:
     scaling: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = None
 
 
 Attend = Callable[[AttentionCall], Tensor]
@@ -64,6 +67,10 @@ class DecoderStack(Protocol):
     def costs(self) -> tuple[LayerCost, ...]:
         """Work of each layer."""
 
+    @property
+    def row_block(self) -> int:
+        """Most rows run through a layer at once."""
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return hidden states (batch, rows, hidden) of ``token_ids`` (batch, rows)."""
 
@@ -76,8 +83,8 @@ class DecoderStack(Protocol):
     def probe_layer(self, layer: int, hidden: Tensor, place: Any) -> AttentionCall:
         """Return what the layer would hand to attention, and stop there."""
 
-    def rotation(self, offset: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin, float32 (layers, rotary_dim), that move keys by ``offset`` positions.
+    def rotation(self, offset: int) -> Rotation:
+        """Return what moves the keys of all layers by ``offset`` positions.
 
         The magnitude some rotary schemes put on keys (YaRN) is divided out: a cached key has it.
         """
@@ -91,7 +98,5 @@ class DecoderStack(Protocol):
 
 def on_all_ranks(stack: DecoderStack, held: Sequence[bool]) -> list[bool]:
     """Return which of some things every rank holds, given which of them this one does."""
-    lacking = torch.tensor(
-        [not has for has in held], dtype=torch.int32, device=stack.geometry.device
-    )
+    lacking = torch.tensor([not has for has in held], dtype=torch.int32)
     return [not lacks for lacks in stack.across_ranks(lacking, "max").tolist()]

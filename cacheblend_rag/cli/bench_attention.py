@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import attend_fused
+from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
 from cacheblend_rag.cli.bench_turns import Advance, run_in_turns
 from cacheblend_rag.engines.transformers.shapes import ModelShape
@@ -69,10 +71,10 @@ def _measure(plan: AttentionPlan, tokens: int, advance: Advance) -> dict[str, An
     keys, values = (torch.randn(1, shape.kv_heads, tokens, width, **options) for _ in range(2))
     geometry = Geometry(1, shape.heads, shape.kv_heads, width, plan.dtype, device)
     fused = FusedKV(geometry, tokens)
-    fused.write(0, torch.arange(tokens, device=device), keys, values)
+    fused.write(0, Rows.at(np.arange(tokens), device), keys, values)
     chosen = random.Random(0).sample(range(tokens - TAIL), round(plan.ratio * (tokens - TAIL)))
-    rows = torch.tensor([*sorted(chosen), *range(tokens - TAIL, tokens)], device=device)
-    call = AttentionCall(0, query[:, :, rows], keys, values, width**-0.5)
+    rows = Rows.at(np.array([*sorted(chosen), *range(tokens - TAIL, tokens)]), device)
+    call = AttentionCall(0, query[:, :, rows.device], keys, values, width**-0.5)
     kernels = {SDPA: partial(attend_fused, call, fused, rows)}
     if device.type == "cuda":
         kernels[FLEX] = partial(FlexAttention(), call, fused, rows)
@@ -91,10 +93,10 @@ def _measure(plan: AttentionPlan, tokens: int, advance: Advance) -> dict[str, An
 
     cases = {name: partial(timed, kernel) for name, kernel in {FULL: full, **kernels}.items()}
     runs = run_in_turns(cases, plan.repeat, lambda what: advance(f"{tokens} tokens, {what}"))
-    wanted = full().transpose(1, 2)[:, rows].float()
+    wanted = full().transpose(1, 2)[:, rows.device].float()
     return {
         "tokens": tokens,
-        "computed_rows": rows.numel(),
+        "computed_rows": len(rows.host),
         "seconds": {name: sorted(run)[len(run) // 2] for name, run in runs.items()},
         "largest_difference": {
             name: float((kernel().float() - wanted).abs().max()) for name, kernel in kernels.items()

@@ -1,4 +1,4 @@
-"""What makes chunk KV of two engines interchangeable: weights, precision, rope, shard."""
+"""What makes chunk KV of two engines interchangeable: weights, settings, precision, shard."""
 
 from __future__ import annotations
 
@@ -19,23 +19,58 @@ LONGEST_HEADER_BYTES = 1 << 28
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
+HARMLESS = frozenset(
+    {
+        # what the model is called, where it comes from, and what is done with its outputs
+        "architectures", "transformers_version", "id2label", "label2id", "problem_type",
+        "task_params", "output_attentions", "output_hidden_states", "output_router_logits",
+        "return_dict", "use_cache", "dtype", "torch_dtype",
+        # tokens by their roles: chunk ids say which tokens there are
+        "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id",
+        # training
+        "initializer_range", "router_aux_loss_coef", "attention_dropout", "hidden_dropout",
+        "dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "emb_pdrop", "activation_dropout",
+        "hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop", "pretraining_tp",
+    }
+)  # fmt: skip
+"""Settings of a model's config that no key or value depends on; every other one counts."""
+
+
 def model_identity(
-    weights: str, config: Any, dtype: torch.dtype, *, rank: int = 0, ranks: int = 1
+    weights: str,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    keys: Sequence[int],
+    rank: int = 0,
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """Return what KV depends on, for ``fingerprint``.
 
-    weights: their hash. config: the model's Hugging Face config. dtype: the model's. rank, ranks:
-    the tensor-parallel shard.
+    weights: their hash. config: the model's Hugging Face config; all of its text part counts but
+    what is HARMLESS. dtype: the model's. keys: how the engine's keys come out (``key_traits``),
+    since two libraries may read one config in two ways. rank, ranks: the tensor-parallel shard.
     """
     text = config.get_text_config()
     return {
         "weights": weights,
         "dtype": str(dtype).removeprefix("torch."),
         "model_type": config.model_type,
-        "rope": _plain(getattr(text, "rope_parameters", None)),
+        "settings": _settings(text),
         "vocabulary": int(text.vocab_size),
+        "keys": list(keys),
         "tensor_parallel": [rank, ranks],
     }
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    named = {
+        name: value
+        for name, value in config.to_dict().items()
+        if name not in HARMLESS and not name.startswith("_")
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(named, sort_keys=True, default=str))
+    return plain
 
 
 def weights_in_memory(model: nn.Module, dtype: torch.dtype) -> str:
@@ -116,8 +151,3 @@ def _files(name: str | Path, revision: str | None) -> list[Path]:
     if not found:
         raise ModelLoadError(f"model {str(name)!r} has no safetensors files")
     return found
-
-
-def _plain(value: Any) -> Any:
-    """Return JSON values, so that two libraries' containers of the same numbers agree."""
-    return json.loads(json.dumps(value, sort_keys=True, default=str))

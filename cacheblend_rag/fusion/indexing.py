@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV
-from cacheblend_rag.blend.passes import ROW_BLOCK, Candidates
+from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.fusion.lead_in import LedChunk
@@ -67,12 +67,11 @@ def compute_chunks(
     *,
     alone: ComputeAlone,
     in_document: bool,
-    row_block: int = ROW_BLOCK,
 ) -> Computed:
     """Yield the KV and prior of every chunk not in ``store``.
 
     in_document: chunks are computed behind their document (lead-in ``document``); otherwise behind
-    the lead-in alone, and the document only serves the prior. row_block: see BlendPass.
+    the lead-in alone, and the document only serves the prior.
     """
     unrelated: list[LedChunk] = []
     for work in document_passes(chunks):
@@ -82,10 +81,10 @@ def compute_chunks(
         if not any(chunk.context for chunk, _ in work.members):
             unrelated += missing
         elif in_document:
-            yield from compute_document(stack, work, store, row_block)
+            yield from compute_document(stack, work, store)
         elif missing:
             starts = {chunk.key: start for chunk, start in work.members}
-            contextual = yield from keys_of_prior_layer(stack, work.tokens, row_block)
+            contextual = yield from keys_of_prior_layer(stack, work.tokens)
             for computed in alone(missing):
                 if computed is None:
                     yield None
@@ -99,13 +98,8 @@ def compute_chunks(
     yield from alone(unrelated)
 
 
-def compute_document(
-    stack: DecoderStack, work: DocumentPass, store: TieredKVStore, row_block: int = ROW_BLOCK
-) -> Computed:
-    """Run one document pass; yield the KV and prior of every member not in ``store``.
-
-    row_block: see BlendPass.
-    """
+def compute_document(stack: DecoderStack, work: DocumentPass, store: TieredKVStore) -> Computed:
+    """Run one document pass; yield the KV and prior of every member not in ``store``."""
     here = [store.contains(chunk.key) for chunk, _ in work.members]
     stored = on_all_ranks(stack, here)
     missing = [member for member, found in zip(work.members, stored, strict=True) if not found]
@@ -115,7 +109,7 @@ def compute_document(
     device = stack.geometry.device
     ids = torch.tensor(work.tokens[:end], device=device)
     fused = FusedKV(stack.geometry, end)
-    cached = torch.zeros(end, dtype=torch.bool, device=device)
+    cached = torch.zeros(end, dtype=torch.bool)
     earlier = [m for m, found in zip(work.members, stored, strict=True) if found and m[1] < end]
     read = []
     for chunk, start in earlier:
@@ -129,15 +123,13 @@ def compute_document(
             cached[start : start + len(chunk.token_ids)] = True
         else:
             missing.append((chunk, start))
-    yield from _run(stack, ids, fused, cached, row_block)
+    yield from _run(stack, ids, fused, cached)
     for chunk, start in missing:
         kv = fused.slice(start, start + len(chunk.token_ids))
         prior = torch.zeros(kv.tokens, device=device)
         if chunk.context:
             lead = len(chunk.lead)
-            alone = yield from keys_of_prior_layer(
-                stack, [*chunk.lead, *chunk.token_ids], row_block
-            )
+            alone = yield from keys_of_prior_layer(stack, [*chunk.lead, *chunk.token_ids])
             there = kv.keys[prior_layer(stack)]
             prior = context_deviation(stack, alone[:, lead:], there, start - lead)
         yield chunk, replace(kv, prior=prior)
@@ -147,11 +139,10 @@ def compute_one_by_one(
     stack: DecoderStack,
     chunks: Sequence[LedChunk],
     store: TieredKVStore,
-    row_block: int = ROW_BLOCK,
 ) -> Computed:
     """Compute chunks behind their lead-in only, each in a pass of its own; without a prior.
 
-    What is in ``store`` is left out. row_block: see BlendPass.
+    What is in ``store`` is left out.
     """
     device = stack.geometry.device
     stored = on_all_ranks(stack, [store.contains(chunk.key) for chunk in chunks])
@@ -160,15 +151,13 @@ def compute_one_by_one(
             continue
         ids = torch.tensor([*chunk.lead, *chunk.token_ids], device=device)
         fused = FusedKV(stack.geometry, ids.numel())
-        yield from _run(stack, ids, fused, torch.zeros_like(ids, dtype=torch.bool), row_block)
+        yield from _run(stack, ids, fused, torch.zeros(ids.numel(), dtype=torch.bool))
         yield chunk, fused.slice(len(chunk.lead), ids.numel())
 
 
-def _run(
-    stack: DecoderStack, ids: Tensor, fused: FusedKV, cached: Tensor, row_block: int
-) -> Iterator[None]:
-    """Compute all tokens that are not cached."""
-    candidates = Candidates(cached, cached, torch.zeros_like(ids))
-    run = BlendPass(stack, ids, fused, candidates, REUSE_ONLY, row_block, needs_hidden=False)
+def _run(stack: DecoderStack, ids: Tensor, fused: FusedKV, cached: Tensor) -> Iterator[None]:
+    """Compute all tokens that are not ``cached``, (tokens,) bool on the host."""
+    candidates = Candidates(cached, cached, torch.zeros(ids.numel(), dtype=torch.long))
+    run = BlendPass(stack, ids, fused, candidates, REUSE_ONLY, needs_hidden=False)
     for _ in run.steps():
         yield None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV
-from cacheblend_rag.blend.passes import ROW_BLOCK, Candidates
+from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.stack import DecoderStack
@@ -24,20 +24,17 @@ def prior_layer(stack: DecoderStack) -> int:
 
 
 def keys_of_prior_layer(
-    stack: DecoderStack, tokens: Sequence[int], row_block: int = ROW_BLOCK
+    stack: DecoderStack, tokens: Sequence[int]
 ) -> Generator[None, None, Tensor]:
     """Return the keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, running only what is before it.
 
-    tokens: the whole sequence from position 0. row_block: see BlendPass. Yields after each block.
+    tokens: the whole sequence from position 0. Yields after each block of rows.
     """
     ids = torch.tensor(tokens, device=stack.geometry.device)
-    nothing = torch.zeros_like(ids, dtype=torch.bool)
     layers = prior_layer(stack) + 1
     fused = FusedKV(replace(stack.geometry, layers=layers), ids.numel())
-    candidates = Candidates(nothing, nothing, torch.zeros_like(ids))
-    run = BlendPass(
-        stack, ids, fused, candidates, REUSE_ONLY, row_block, needs_hidden=False, layers=layers
-    )
+    nothing = Candidates.none(ids.numel())
+    run = BlendPass(stack, ids, fused, nothing, REUSE_ONLY, needs_hidden=False, layers=layers)
     for _ in run.steps():
         yield
     return fused.keys[-1]
@@ -49,7 +46,5 @@ def context_deviation(stack: DecoderStack, alone: Tensor, contextual: Tensor, by
     alone, contextual: keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, computed behind the lead-in
     only and in the document. by: positions the chunk stands further on in the document.
     """
-    layer = prior_layer(stack)
-    cos, sin = stack.rotation(by)
-    moved = rotated(alone[None], cos[layer, None], sin[layer, None])[0]
+    moved = rotated(alone[None], stack.rotation(by).of(prior_layer(stack)))[0]
     return stack.across_ranks((moved.float() - contextual.float()).square().sum((0, 2)), "sum")

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, Schedule, plan_schedule
-from cacheblend_rag.blend.passes import ROW_BLOCK, Attention, Candidates
+from cacheblend_rag.blend.passes import Attention, Candidates, synchronize
 from cacheblend_rag.blend.probe import REUSE_ONLY, probe_question
+from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.fusion.lead_in import PlacedChunk
@@ -34,8 +35,7 @@ class Stopwatch:
 
     def lap(self, phase: str) -> None:
         """Charge the time since the last reading to ``phase``."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         self._add(phase, time.perf_counter() - self._last)
         self.skip()
 
@@ -77,7 +77,7 @@ class PromptPass:
     token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. reserve: room in the
     buffer for tokens decoded later. needs_hidden: whether the last token's hidden state is wanted.
     until: only so many of the first tokens are wanted, at least all chunks; None is all.
-    attention, row_block: see BlendPass. on_layer: called with each layer whose KV is final.
+    attention: see BlendPass. on_layer: called with each layer whose KV is final.
     """
 
     stack: DecoderStack
@@ -90,16 +90,20 @@ class PromptPass:
     until: int | None = None
     attention: Attention | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
-    row_block: int = ROW_BLOCK
     watch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.stack.geometry.device)
 
     def steps(self) -> Generator[None, None, FusedPrompt]:
-        """Load, select, recompute: yields after each chunk, then after each block of rows."""
+        """Load, select, recompute: yields after each chunk, then after each block of rows.
+
+        The buffer is made in a step of its own: a rank that cannot have it says so before the
+        others wait for it in the midst of a layer.
+        """
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
         fused = FusedKV(self.stack.geometry, self.token_ids.numel(), self.reserve)
+        yield
         candidates, reports, has_prior = yield from self._load(fused, schedule)
         self.watch.lap("load")
         schedule, selector = self._workable(schedule, candidates, has_prior)
@@ -113,7 +117,6 @@ class PromptPass:
             fused,
             candidates.first(self.until or self.token_ids.numel()),
             schedule,
-            self.row_block,
             needs_hidden=self.needs_hidden,
             attention=self.attention,
         )
@@ -146,10 +149,9 @@ class PromptPass:
         ranked = on_all_ranks(
             self.stack, [kv is not None and kv.prior is not None for _, kv in found]
         )
-        tokens, device = fused.tokens, self.stack.geometry.device
-        cached = torch.zeros(tokens, dtype=torch.bool, device=device)
-        eligible, prior = cached.clone(), torch.zeros(tokens, device=device)
-        offsets = torch.zeros(tokens, dtype=torch.long, device=device)
+        known = Candidates.none(fused.tokens)
+        known.eligible, prior = known.cached.clone(), torch.zeros(fused.tokens)
+        known.prior = prior
         reports: list[ChunkReport] = []
         has_prior = False
         for chunk, (report, kv), hit, is_ranked in zip(
@@ -160,12 +162,12 @@ class PromptPass:
                 continue
             reports.append(report)
             here = slice(chunk.start, chunk.end)
-            cached[here] = True
-            eligible[here] = schedule.recomputes_all or not self._protects(chunk)
-            offsets[here] = torch.arange(kv.tokens, device=device)
+            known.cached[here] = True
+            known.eligible[here] = schedule.recomputes_all or not self._protects(chunk)
+            known.offsets[here] = torch.arange(kv.tokens)
             if kv.prior is not None and is_ranked:
-                prior[here], has_prior = kv.prior.to(device), True
-        return Candidates(cached, eligible, offsets, prior), reports, has_prior
+                prior[here], has_prior = kv.prior, True
+        return known, reports, has_prior
 
     def _fetch(self, fused: FusedKV, chunk: PlacedChunk) -> tuple[ChunkReport, ChunkKV | None]:
         """Lay one chunk into the buffer, if this rank's store has it."""
@@ -210,7 +212,6 @@ class PromptPass:
             fused,
             candidates,
             min(question_start, self.token_ids.numel() - 1),
-            row_block=self.row_block,
         )
         while True:
             try:
@@ -226,7 +227,7 @@ def absence(store: TieredKVStore, key: KVKey) -> MissReason:
     return "other model" if store.has_relative(key) else "not stored"
 
 
-def _with_recomputed(report: ChunkReport, recomputed: Tensor) -> ChunkReport:
+def _with_recomputed(report: ChunkReport, recomputed: Mask) -> ChunkReport:
     if not report.hit:
         return report
     part = recomputed[report.start : report.start + report.tokens]

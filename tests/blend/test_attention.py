@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -10,10 +12,13 @@ from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import attend_fused
+from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
 
 TOKENS, HEADS, KV_HEADS, WIDTH = 300, 4, 2, 8
-GEOMETRY = Geometry(1, HEADS, KV_HEADS, WIDTH, torch.float32, torch.device("cpu"))
+CPU = torch.device("cpu")
+GEOMETRY = Geometry(1, HEADS, KV_HEADS, WIDTH, torch.float32, CPU)
+SINKS = torch.tensor([0.0, 1.5, -2.0, 3.0])
 
 
 def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -26,7 +31,11 @@ def inputs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def dense(
-    query: torch.Tensor, keys: torch.Tensor, window: int | None, softcap: float | None
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    window: int | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention shares (heads, tokens, tokens) with the whole triangle laid out."""
     logits = query[0] @ keys[0].repeat_interleave(HEADS // KV_HEADS, 0).transpose(1, 2) * 0.3
@@ -36,30 +45,44 @@ def dense(
     allowed = distance >= 0
     if window:
         allowed &= distance < window
-    return logits.masked_fill(~allowed, -torch.inf).softmax(-1)
+    weights = logits.masked_fill(~allowed, -torch.inf).exp()
+    taken = 0.0 if sinks is None else sinks.exp()[:, None, None]
+    return weights / (weights.sum(-1, keepdim=True) + taken)
 
 
 CASES = pytest.mark.parametrize(
-    ("window", "softcap"), [(None, None), (50, None), (None, 2.0), (50, 2.0)]
+    ("window", "softcap", "sinks"),
+    [
+        (None, None, None),
+        (50, None, None),
+        (None, 2.0, None),
+        (50, 2.0, None),
+        (None, None, SINKS),
+        (50, None, SINKS),
+    ],
+    ids=["plain", "window", "softcap", "window-softcap", "sinks", "window-sinks"],
 )
 ROWS = pytest.mark.parametrize(
     "rows",
-    [torch.arange(TOKENS), torch.tensor([0]), torch.tensor([TOKENS - 1]), torch.arange(0, 300, 2)],
-    ids=["all", "first", "last", "scattered"],
+    [
+        Rows.at(torch.tensor(positions).numpy(), CPU)
+        for positions in (range(TOKENS), [0], [TOKENS - 1], range(0, TOKENS, 2), [3, 4, 5, 200])
+    ],
+    ids=["all", "first", "last", "scattered", "far apart"],
 )
 
 
 @CASES
 @ROWS
 def test_rows_get_what_dense_causal_attention_gives_them(
-    rows: torch.Tensor, window: int | None, softcap: float | None
+    rows: Rows, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> None:
     query, keys, values = inputs()
-    shares = dense(query, keys, window, softcap)
-    wanted = (shares @ values[0].repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1)[rows]
-    found = attend_rows(
-        query[:, :, rows], keys, values, rows, scaling=0.3, window=window, softcap=softcap
-    )
+    shares = dense(query, keys, window, softcap, sinks)
+    every = (shares @ values[0].repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1)
+    asked, wanted = query[:, :, rows.device], every[rows.device]
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
+    found = attend_rows(asked, keys, values, rows, scaling=0.3, **options)
     torch.testing.assert_close(found[0], wanted, atol=1e-5, rtol=0)
 
 
@@ -67,13 +90,13 @@ def test_rows_get_what_dense_causal_attention_gives_them(
 @ROWS
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_gives_the_same(
-    rows: torch.Tensor, window: int | None, softcap: float | None
+    rows: Rows, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> None:
     query, keys, values = inputs()
     fused = FusedKV(GEOMETRY, TOKENS)
-    every = torch.arange(TOKENS)
-    fused.write(0, every, keys, values)
-    call = AttentionCall(0, query[:, :, rows], keys, values, 0.3, window, softcap)
+    fused.write(0, Rows.at(torch.arange(TOKENS).numpy(), CPU), keys, values)
+    asked = query[:, :, rows.device]
+    call = AttentionCall(0, asked, keys, values, 0.3, window, softcap, sinks)
     attend = FlexAttention()
     for _ in range(2):  # the second time with the mask made before
         torch.testing.assert_close(
@@ -84,13 +107,12 @@ def test_flex_attention_gives_the_same(
 @CASES
 @ROWS
 def test_attention_mass_is_the_dense_shares(
-    rows: torch.Tensor, window: int | None, softcap: float | None
+    rows: Rows, window: int | None, softcap: float | None, sinks: torch.Tensor | None
 ) -> None:
     query, keys, _ = inputs()
-    found = attention_mass(
-        query[:, :, rows], keys, rows, scaling=0.3, window=window, softcap=softcap
-    )
-    wanted = dense(query, keys, window, softcap)[:, rows]
+    options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
+    found = attention_mass(query[:, :, rows.device], keys, rows, scaling=0.3, **options)
+    wanted = dense(query, keys, window, softcap, sinks)[:, rows.device]
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
 
 
@@ -99,6 +121,7 @@ def test_the_cost_of_all_rows_is_the_cost_of_prefill(window: int | None) -> None
     cost = LayerCost(per_row=10.0, per_row_probe=3.0, per_pair=2.0, window=window)
     seen = [min(i + 1, window or TOKENS) for i in range(TOKENS)]
     assert prefill_cost((cost,), TOKENS) == 10.0 * TOKENS + 2.0 * sum(seen)
-    assert cost.run(torch.arange(TOKENS)) == prefill_cost((cost,), TOKENS)
-    assert cost.run(torch.tensor([4])) == 10.0 + 2.0 * 5
+    every = Rows.at(torch.arange(TOKENS).numpy(), CPU)
+    assert cost.run(every) == prefill_cost((cost,), TOKENS)
+    assert cost.run(every.part(4, 5)) == 10.0 + 2.0 * 5
     assert cost.probe(TOKENS) == 3.0 * TOKENS

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.blend.rotary import rotated
+from cacheblend_rag.blend.rotary import LAYOUTS, Layout, Rotation, find_layout, rotated
 
 HEAD = 8
 
 
-def table(offset: int, rotary: int) -> tuple[torch.Tensor, torch.Tensor]:
-    frequencies = 10000.0 ** (-torch.arange(0, rotary, 2, dtype=torch.float64) / rotary)
-    angle = torch.cat([offset * frequencies] * 2)[None].expand(3, -1)
-    return angle.cos().float(), angle.sin().float()
+def turns(offset: int, pairs: int) -> tuple[torch.Tensor, torch.Tensor]:
+    frequencies = 10000.0 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+    return (offset * frequencies).cos().float(), (offset * frequencies).sin().float()
+
+
+def move(offset: int, pairs: int = HEAD // 2, *, interleaved: bool = False) -> Rotation:
+    cos, sin = turns(offset, pairs)
+    return Rotation(cos.expand(3, -1), sin.expand(3, -1), interleaved)
 
 
 def keys() -> torch.Tensor:
@@ -22,36 +27,96 @@ def keys() -> torch.Tensor:
 
 
 offsets = st.integers(-4096, 4096)
+widths = st.sampled_from([2, HEAD // 2])
 
 
-@given(offsets, offsets, st.sampled_from([4, HEAD]))
+@given(offsets, offsets, widths, st.booleans())
 @settings(max_examples=50, deadline=None)
-def test_rotations_add_up(first: int, second: int, rotary: int) -> None:
-    twice = rotated(rotated(keys(), *table(first, rotary)), *table(second, rotary))
-    once = rotated(keys(), *table(first + second, rotary))
-    torch.testing.assert_close(twice, once, atol=1e-5, rtol=0)
+def test_rotations_add_up(first: int, second: int, pairs: int, interleaved: bool) -> None:
+    one, two, both = (
+        move(offset, pairs, interleaved=interleaved) for offset in (first, second, first + second)
+    )
+    torch.testing.assert_close(
+        rotated(rotated(keys(), one), two), rotated(keys(), both), atol=1e-5, rtol=0
+    )
 
 
-@given(offsets, st.sampled_from([4, HEAD]))
+@given(offsets, widths, st.booleans())
 @settings(max_examples=50, deadline=None)
-def test_a_rotation_keeps_lengths_and_what_is_not_rotary(offset: int, rotary: int) -> None:
-    moved = rotated(keys(), *table(offset, rotary))
+def test_a_rotation_keeps_lengths_and_what_is_not_rotary(
+    offset: int, pairs: int, interleaved: bool
+) -> None:
+    moved = rotated(keys(), move(offset, pairs, interleaved=interleaved))
     torch.testing.assert_close(moved.norm(dim=-1), keys().norm(dim=-1), atol=1e-5, rtol=0)
-    assert torch.equal(moved[..., rotary:], keys()[..., rotary:])
+    assert torch.equal(moved[..., 2 * pairs :], keys()[..., 2 * pairs :])
 
 
-@given(offsets)
+@given(offsets, st.booleans())
 @settings(max_examples=25, deadline=None)
-def test_it_agrees_with_complex_multiplication(offset: int) -> None:
+def test_it_agrees_with_complex_multiplication(offset: int, interleaved: bool) -> None:
     half = HEAD // 2
-    plain = torch.complex(keys()[..., :half], keys()[..., half:])
-    cos, sin = table(offset, HEAD)
-    turned = plain * torch.complex(cos, sin)[:, None, None, :half]
-    wanted = torch.cat([turned.real, turned.imag], -1)
-    torch.testing.assert_close(rotated(keys(), cos, sin), wanted, atol=1e-5, rtol=0)
+    one, other = (
+        (slice(0, None, 2), slice(1, None, 2))
+        if interleaved
+        else (slice(0, half), slice(half, None))
+    )
+    plain = torch.complex(keys()[..., one].contiguous(), keys()[..., other].contiguous())
+    turned = plain * torch.complex(*turns(offset, half))
+    wanted = torch.empty_like(keys())
+    wanted[..., one], wanted[..., other] = turned.real, turned.imag
+    found = rotated(keys(), move(offset, interleaved=interleaved))
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
 def test_half_precision_is_turned_in_float32() -> None:
     half = keys().bfloat16()
-    wanted = rotated(half.float(), *table(777, HEAD)).bfloat16()
-    assert torch.equal(rotated(half, *table(777, HEAD)), wanted)
+    wanted = rotated(half.float(), move(777)).bfloat16()
+    assert torch.equal(rotated(half, move(777)), wanted)
+
+
+def spread_out(cos: torch.Tensor, sin: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    """The table of a model that lays its turns out so, written independently of Layout."""
+    sin = -sin if layout.negated else sin
+    if layout.spread == "halves":
+        return cos.repeat(2), sin.repeat(2)
+    if layout.spread == "doubled":
+        return cos.repeat_interleave(2), sin.repeat_interleave(2)
+    return cos, sin
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.allclose(found, wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize("pairs", [2, HEAD // 2], ids=["part", "whole"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_layout_is_found_by_what_keys_do(layout: Layout, pairs: int) -> None:
+    near, offsets = keys()[:1], (37, 1000)
+    far = [rotated(near, move(by, pairs, interleaved=layout.interleaved).of(0)) for by in offsets]
+    tables = [spread_out(*turns(by, pairs), layout) for by in offsets]
+    found = find_layout(tables, near, far, close)
+    assert isinstance(found, Layout)
+    for table, there in zip(tables, far, strict=True):
+        cos, sin = found.turns(*table)
+        assert close(rotated(near, Rotation(cos[None], sin[None], found.interleaved)), there)
+
+
+def test_keys_that_stay_have_no_layout_and_odd_ones_are_unknown() -> None:
+    near = keys()[:1]
+    tables = [turns(by, HEAD // 2) for by in (37, 1000)]
+    assert find_layout(tables, near, [near, near], close) is None
+    assert find_layout([], near, [near + 1.0], close) == "unknown"
+    one_only = [rotated(near, move(37).of(0)), near]
+    assert find_layout(tables, near, one_only, close) == "unknown"
+
+
+def test_layers_without_rotary_stay_among_those_that_turn() -> None:
+    layout = Layout(interleaved=False, spread="pairs")
+    table = turns(500, HEAD // 2)
+    by = Rotation.over_tables([table, table, table], [layout, None, layout])
+    moved = rotated(keys(), by)
+    assert torch.equal(moved[1], keys()[1])
+    torch.testing.assert_close(moved[0], rotated(keys(), move(500))[0])
+    torch.testing.assert_close(moved[2], rotated(keys(), move(500))[2])
+    still = Rotation.over_tables([table] * 3, [None] * 3)
+    assert torch.equal(rotated(keys(), still), keys())

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig
 
+from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.engines.identity import model_identity, weights_in_files, weights_in_memory
+from cacheblend_rag.engines.transformers.support import open_stack
 from cacheblend_rag.errors import ModelLoadError
-from tests.models import save_model
+from tests.models import VOCABULARY, make_model, save_model
 
 FLOAT32 = torch.float32
 
@@ -47,11 +50,62 @@ def test_other_values_and_other_names_are_another_model(folder: Path) -> None:
     assert len({before, other, weights_in_files(folder, FLOAT32)}) == 3
 
 
-def test_precision_and_shard_are_part_of_it(folder: Path) -> None:
+KEYS = [3, -28, -28]
+
+
+def test_precision_shard_and_keys_are_part_of_it(folder: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
-    whole = model_identity("w", config, FLOAT32)
-    assert whole != model_identity("w", config, torch.bfloat16)
-    assert whole != model_identity("w", config, FLOAT32, rank=0, ranks=2)
+    whole = model_identity("w", config, FLOAT32, keys=KEYS)
+    assert whole == model_identity("w", config, FLOAT32, keys=tuple(KEYS))
+    assert whole != model_identity("w", config, torch.bfloat16, keys=KEYS)
+    assert whole != model_identity("w", config, FLOAT32, keys=KEYS, rank=0, ranks=2)
+    assert whole != model_identity("w", config, FLOAT32, keys=[4, *KEYS[1:]])
+
+
+GRANITE = GraniteConfig(embedding_multiplier=3.0, residual_multiplier=0.4)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"embedding_multiplier": 6.0},
+        {"residual_multiplier": 0.9},
+        {"rms_norm_eps": 1e-1},
+        {"sliding_window": 48},
+        {"a_setting_nobody_has_heard_of": 1},
+    ],
+    ids=str,
+)
+def test_every_setting_counts_that_is_not_known_to_be_harmless(changed: dict[str, Any]) -> None:
+    other = GraniteConfig(**{"embedding_multiplier": 3.0, "residual_multiplier": 0.4, **changed})
+    one, two = (model_identity("w", config, FLOAT32, keys=KEYS) for config in (GRANITE, other))
+    assert one != two
+
+
+def test_what_a_model_is_called_does_not_count() -> None:
+    other = GraniteConfig(
+        embedding_multiplier=3.0,
+        residual_multiplier=0.4,
+        eos_token_id=5,
+        attention_dropout=0.5,
+        architectures=["Another"],
+        name_or_path="elsewhere",
+    )
+    one, two = (model_identity("w", config, FLOAT32, keys=KEYS) for config in (GRANITE, other))
+    assert one == two
+
+
+def test_rotary_settings_that_are_read_differently_show_in_the_keys() -> None:
+    """As they would between two libraries: here, one reads YaRN's magnitude and one does not."""
+    traits = []
+    for factor in (1.0, 1.3):
+        model = make_model("llama-yarn")
+        model.model.rotary_emb.attention_scaling = factor
+        stack = open_stack(model)
+        with torch.no_grad():
+            traits.append(key_traits(stack, trial_tokens(VOCABULARY, torch.device("cpu"))))
+    assert traits[0] != traits[1]
+    assert traits[0][1:] == traits[1][1:]
 
 
 def test_what_cannot_be_told_is_refused(tmp_path: Path, folder: Path) -> None:

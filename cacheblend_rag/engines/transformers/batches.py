@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.fusion.lead_in import LedChunk
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 
@@ -15,7 +15,7 @@ BATCH_TOKENS = 8192
 
 
 def compute_batches(
-    model: PreTrainedModel, chunks: list[LedChunk]
+    stack: TransformersStack, chunks: list[LedChunk]
 ) -> Iterator[tuple[LedChunk, ChunkKV]]:
     """Compute chunks behind their lead-in only, in batches of like length; without a prior.
 
@@ -27,7 +27,8 @@ def compute_batches(
         rows = [[*c.lead, *c.token_ids] for c in batch]
         ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
         cache = DynamicCache()
-        model.get_decoder()(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True)
+        ids = ids.to(stack.geometry.device)
+        stack.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
         for index, chunk in enumerate(batch):
             part = (index, slice(None), slice(lead, lead + len(chunk.token_ids)))
             keys = torch.stack([layer.keys[part] for layer in cache.layers])

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from cacheblend_rag.blend import FusedKV
+from cacheblend_rag.errors import UnsupportedModelError
 
 GROWTH_TOKENS = 256
 
@@ -49,6 +50,11 @@ class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
         if end > self.cache.fused.keys.shape[2]:
             self.cache.grow(end)
         fused = self.cache.fused
+        if (
+            key_states.shape[1::2] != fused.keys.shape[1::2]
+            or value_states.shape != key_states.shape
+        ):
+            raise UnsupportedModelError("its layers cache something else than what they attend to")
         fused.keys[self.layer, :, start:end] = key_states[0]
         fused.values[self.layer, :, start:end] = value_states[0]
         self.length = end

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import plan_schedule
+from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.chunks import Chunk, ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import (
@@ -39,17 +40,17 @@ from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
+from cacheblend_rag.engines.transformers.ordinary import find_ordinary_prefill
 from cacheblend_rag.engines.transformers.prefill import (
     Prefilled,
     PromptChunks,
     Steps,
     blended_prefill,
-    decode,
     ordinary_prefill,
 )
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.engines.transformers.support import blend_refusal
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.engines.transformers.support import open_stack
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.fusion.indexing import Computed, compute_chunks
 from cacheblend_rag.fusion.lead_in import LeadIn, LedChunk
 from cacheblend_rag.fusion.prompt_pass import Stopwatch
@@ -132,10 +133,15 @@ class TransformersEngine(EngineFront):
         super().__init__(tokenizer, config, registry, instruction)
         self.model_name = public_name(name)
         self.store = TieredKVStore.open() if store is None else store
-        self.blend_refusal = blend_refusal(self.model)
-        self._stack = None if self.blend_refusal else TransformersStack(self.model)
-        if self.blend_refusal:
-            logger.warning("blending is off for this model: %s", self.blend_refusal)
+        self.blend_refusal: str | None = None
+        self._stack: TransformersStack | None = None
+        try:
+            self._stack = open_stack(self.model)
+            self._ordinary = find_ordinary_prefill(self.model, self._stack)
+        except UnsupportedModelError as error:
+            self._stack, self.blend_refusal = None, str(error)
+            logger.warning("blending is off for this model: %s", error)
+            self._ordinary = find_ordinary_prefill(self.model, None)
         if self._stack is not None:
             plan_schedule(self.config, self._stack.geometry.layers)
         self._lead_in = LeadIn(
@@ -143,11 +149,7 @@ class TransformersEngine(EngineFront):
             self.config,
             instruction=self.instruction,
             namespace=namespace,
-            identity=model_identity(
-                loading.weights_identity(self.model, None if model is self.model else model),
-                self.model.config,
-                self.model.dtype,
-            ),
+            identity=self._identity(None if model is self.model else model),
         )
         self._lock = _lock_of(self.model)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
@@ -321,6 +323,18 @@ class TransformersEngine(EngineFront):
 
     # Inside
 
+    def _identity(self, name: str | Path | None) -> dict[str, Any]:
+        """Return what KV of this model depends on; name: what it was loaded by, if it was."""
+        weights = loading.weights_identity(self.model, name)
+        keys: list[int] = []
+        if self._stack is not None:
+            ids = trial_tokens(
+                int(self.model.config.get_text_config().vocab_size), self.model.device
+            )
+            with torch.no_grad():
+                keys = key_traits(self._stack, ids)
+        return model_identity(weights, self.model.config, self.model.dtype, keys=keys)
+
     def _admit(self, chunk: Chunk) -> tuple[str, LedChunk | None]:
         """Return the chunk ready to be computed, or the reason why it will not be."""
         if self._stack is None:
@@ -335,13 +349,14 @@ class TransformersEngine(EngineFront):
 
     def _compute(self, wanted: list[LedChunk]) -> Iterator[tuple[LedChunk, ChunkKV]]:
         """Compute the KV of all that is not stored, a layer or batch at a time."""
-        if self._stack is None:
+        stack = self._stack
+        if stack is None:
             return
         work: Computed = compute_chunks(
-            self._stack,
+            stack,
             wanted,
             self.store,
-            alone=lambda chunks: compute_batches(self.model, chunks),
+            alone=lambda chunks: compute_batches(stack, chunks),
             in_document=self._lead_in.name == "document",
         )
         for computed in self._taking_turns(work):
@@ -422,9 +437,7 @@ class TransformersEngine(EngineFront):
         refusal, miss = self._refusal(request, chunks)
         if refusal is None and self._stack is not None:
             return (yield from blended_prefill(self._stack, chunks, request.config, reserve))
-        prefilled = yield from ordinary_prefill(
-            self.model, self._stack, request.prompt.token_ids, reserve
-        )
+        prefilled = yield from ordinary_prefill(self._ordinary, request.prompt.token_ids, reserve)
         prefilled.reason = refusal
         prefilled.chunks = [] if request.full else chunks.missed(miss)
         return prefilled
@@ -455,7 +468,7 @@ class TransformersEngine(EngineFront):
         for index in range(request.prepared.max_tokens):
             if index:
                 with self._lock, torch.no_grad():
-                    logits = decode(self.model, prefilled.cache, token_ids)
+                    logits = self._ordinary.decode(prefilled.cache, token_ids)
             token_ids.append(sampler.draw(logits, token_ids))
             watch.lap("decode" if index else "first_token")
             yield token_ids[-1]

@@ -14,6 +14,9 @@ from cacheblend_rag.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
 
+UNLIMITED = 1 << 20
+"""Stands for a context window that a model does not name."""
+
 
 def pick_device(device: str | None) -> torch.device:
     """Return the device asked for, else CUDA, MPS or CPU, whichever is there first."""
@@ -65,9 +68,14 @@ def load_model(
 def prepare(model: PreTrainedModel) -> PreTrainedModel:
     """Put a model into the state the engine serves it in.
 
-    Models that cap attention logits are run with eager attention: PyTorch's fused attention has no
-    such cap and would silently leave it out.
+    Raises ConfigError when it does not continue texts. Models that cap attention logits are run
+    with eager attention: PyTorch's fused attention has no such cap and would silently leave it out.
     """
+    if model.config.is_encoder_decoder or not model.can_generate():
+        raise ConfigError(
+            f"model={type(model).__name__} does not continue texts: give a causal language model "
+            "(AutoModelForCausalLM loads one)"
+        )
     if getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None:
         model.set_attn_implementation("eager")
     return model.eval().requires_grad_(False)
@@ -97,7 +105,8 @@ def weights_identity(model: PreTrainedModel, name: str | Path | None) -> str:
 
 def context_window(model: PreTrainedModel) -> int:
     """Return the model's context window in tokens."""
-    return int(getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 2**20)
+    named = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return int(named) if named and named > 0 else UNLIMITED
 
 
 def _line(error: BaseException) -> str:

@@ -8,12 +8,11 @@ from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
-from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.transformers.cache import FusedCache
+from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.fusion.lead_in import LeadIn, place_chunks
 from cacheblend_rag.fusion.prompt_pass import PromptPass, Stopwatch, absence
@@ -29,10 +28,11 @@ Steps = Generator[None, None, "Prefilled"]
 class Prefilled:
     """A prompt's KV and what is known about how it came to be.
 
-    logits: (1, vocabulary) float32 of the first new token.
+    cache: None where the model keeps nothing. logits: (1, vocabulary) float32 of the first new
+    token.
     """
 
-    cache: Cache
+    cache: Cache | None
     logits: Tensor
     blended: bool = False
     reason: str | None = None
@@ -45,33 +45,16 @@ class Prefilled:
     @classmethod
     def nothing(cls) -> Prefilled:
         """Return what a request cancelled during prefill has to show."""
-        return cls(DynamicCache(), torch.empty(1, 0), reason="cancelled", compute_share=0.0)
+        return cls(None, torch.empty(1, 0), reason="cancelled", compute_share=0.0)
 
 
-def ordinary_prefill(
-    model: PreTrainedModel, stack: TransformersStack | None, token_ids: Sequence[int], reserve: int
-) -> Steps:
-    """The model's own prefill; ``stack`` is None for models that cannot be blended."""
-    watch = Stopwatch(model.device)
-    ids = torch.tensor([token_ids], device=model.device)
-    cache: Cache = (
-        DynamicCache(config=model.config)
-        if stack is None
-        else FusedCache(FusedKV(stack.geometry, ids.shape[1], reserve), 0)
-    )
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    logits = out.logits[:, -1].float()
+def ordinary_prefill(ordinary: OrdinaryPrefill, token_ids: Sequence[int], reserve: int) -> Steps:
+    """The model's own prefill."""
+    watch = Stopwatch(ordinary.model.device)
+    cache, logits = ordinary.prefill(token_ids, reserve)
     watch.lap("recompute")
     yield
     return Prefilled(cache, logits, seconds=watch.seconds)
-
-
-def decode(model: PreTrainedModel, cache: Cache, token_ids: Sequence[int]) -> Tensor:
-    """Run the last of ``token_ids`` on the KV of all before it; returns (1, vocabulary) float32."""
-    position = torch.tensor([[len(token_ids) - 1]], device=model.device)
-    newest = torch.tensor([[token_ids[-1]]], device=model.device)
-    out = model(input_ids=newest, position_ids=position, past_key_values=cache, use_cache=True)
-    return cast(Tensor, out.logits[:, -1].float())
 
 
 class PromptChunks:

@@ -2,25 +2,40 @@
 
 No layer is rewritten and no model class is named. Two things make that possible: an attention
 implementation registered under our own name, in force only while a layer is being driven, and a
-recording pass in which the model itself says what it hands each layer (embeddings, rotary tables).
+recording pass in which the model itself says what it hands each layer: embeddings, rotary tables,
+and what each layer may see.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cacheblend_rag.blend.cost import LayerCost
+from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Agreement, Attend, AttentionCall, Geometry
+from cacheblend_rag.engines.transformers.sight import Sight, record_sight
+from cacheblend_rag.errors import UnsupportedModelError
 
 IMPLEMENTATION = "cacheblend_rag"
+SIGHT = "cacheblend_rag_sight"
+"""In force while it is recorded what layers may see. Elsewhere no masks are built at all."""
+
+ROW_BLOCK = 768
+ACCELERATOR_ROW_BLOCK = 8192
+KEPT_ROTATIONS = 64
+EXPERTS_PER_TOKEN = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts",
+)  # fmt: skip
 _active = threading.local()
 
 
@@ -32,17 +47,20 @@ def _intercepted(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The registered attention: hands the call to whoever drives the layer on this thread."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(_active.layer, query, key, value, scaling, sliding_window, softcap)
+    window = _active.windows[_active.layer]
+    call = AttentionCall(_active.layer, query, key, value, scaling, window, softcap, s_aux)
     return _active.attend(call), None
 
 
 AttentionInterface.register(IMPLEMENTATION, _intercepted)
+AttentionInterface.register(SIGHT, _intercepted)
+AttentionMaskInterface.register(SIGHT, record_sight)
 
 
 class _ProbedError(Exception):
@@ -56,6 +74,25 @@ class _RecordedError(Exception):
     """Raised out of the last layer of a recording pass: nothing after it is needed."""
 
 
+class _WatchedCache:
+    """A cache that takes nothing in, and tells on a layer that asks it for more.
+
+    Such a layer goes by how much there is in the cache, so it cannot be driven on chosen rows.
+    """
+
+    def __init__(self, layer: int) -> None:
+        self._layer = layer
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Give back what came."""
+        return key_states, value_states
+
+    def __getattr__(self, name: str) -> Any:
+        raise UnsupportedModelError(f"layer {self._layer} goes by the cache ({name})")
+
+
 @dataclass(frozen=True, slots=True)
 class _Place:
     """Keyword arguments of each layer for some positions, as the model itself would pass them."""
@@ -66,36 +103,48 @@ class _Place:
 class TransformersStack:
     """A DecoderStack over a Hugging Face causal language model.
 
-    The model must not be used by others while a method runs; the engine's lock sees to that.
+    decoder: the part of the model that calls the layers. layouts: how each layer turns its keys, as
+    a trial found it (see ``find_layouts``); keys cannot be moved before that is set. The model must
+    not be used by others while a method runs; the engine's lock sees to that.
+
+    Raises UnsupportedModelError when the model is not a plain stack of attention layers.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.layers: list[nn.Module] = list(model.get_decoder().layers)
+        self.decoder, self.layers = _decoder(model)
+        self._signatures = [inspect.signature(type(layer).forward) for layer in self.layers]
         self._configs = _attention_configs(model)
-        config = model.config.get_text_config()
-        heads = int(config.num_attention_heads)
-        weight = next(model.parameters())
-        self._geometry = Geometry(
-            layers=len(self.layers),
-            heads=heads,
-            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-            dtype=weight.dtype,
-            device=weight.device,
-        )
-        self._hidden_size = int(config.hidden_size)
+        self._weight = next(model.parameters())
+        self._windows: Sequence[int | None] = (None,) * len(self.layers)
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self._weight.device)
+        first = self.embed(zero)
+        self._hidden_size = int(first.shape[-1])
+        self._windows = self._recorded_windows(zero, first.dtype)
+        self._geometry = self._probed_geometry(first, zero)
+        self._returns_tuple = self._answers_in_tuples(first, zero)
+        self.layouts: Sequence[Layout | None] | None = None
         self._costs: tuple[LayerCost, ...] | None = None
+        self._rotation = lru_cache(KEPT_ROTATIONS)(self._rotation_by)
 
     @property
     def geometry(self) -> Geometry:
         return self._geometry
 
     @property
+    def row_block(self) -> int:
+        return ROW_BLOCK if self._weight.device.type == "cpu" else ACCELERATOR_ROW_BLOCK
+
+    @property
     def costs(self) -> tuple[LayerCost, ...]:
         if self._costs is None:
             self._costs = tuple(self._cost(layer) for layer in range(len(self.layers)))
         return self._costs
+
+    @property
+    def windows(self) -> Sequence[int | None]:
+        """Keys that a row of each layer sees at most, itself included; None is without limit."""
+        return self._windows
 
     def embed(self, token_ids: Tensor) -> Tensor:
         recorded: list[Tensor] = []
@@ -104,7 +153,7 @@ class TransformersStack:
             recorded.append(hidden)
             raise _RecordedError
 
-        with self._replaced({0: first}):
+        with self._replaced({0: self._by_name(0, first)}):
             self._record(input_ids=token_ids, position_ids=torch.zeros_like(token_ids))
         return recorded[0]
 
@@ -120,22 +169,39 @@ class TransformersStack:
         def stop(call: AttentionCall) -> Tensor:
             raise _ProbedError(call)
 
+        cause: Exception | None = None
         try:
             self.run_layer(layer, hidden, place, stop)
         except _ProbedError as probed:
             return probed.call
-        raise RuntimeError(f"layer {layer} of {type(self.model).__name__} never called attention")
+        except (TypeError, ValueError, AttributeError, IndexError) as error:
+            cause = error
+        raise UnsupportedModelError(
+            f"layer {layer} ({type(self.layers[layer]).__name__}) does not attend through the "
+            "library's attention functions"
+        ) from cause
 
-    def rotation(self, offset: int) -> tuple[Tensor, Tensor]:
+    def rotation(self, offset: int) -> Rotation:
+        return self._rotation(offset)
+
+    def _rotation_by(self, offset: int) -> Rotation:
+        return Rotation.over_tables(self.tables(offset), self.layouts)
+
+    def tables(self, offset: int) -> list[Table | None]:
+        """Return each layer's rotary table for a move by ``offset``, None where it gets none.
+
+        cos and sin, (entries,) float32, as the model lays them out, the magnitude divided out.
+        Layers that are handed the same table share one.
+        """
         position = torch.tensor([[offset]], device=self._geometry.device)
-        tables = [
-            arguments["position_embeddings"]
-            for arguments in self._layer_arguments(position, torch.float32)
-        ]
-        cos = torch.stack([cos.reshape(-1) for cos, _ in tables]).float()
-        sin = torch.stack([sin.reshape(-1) for _, sin in tables]).float()
-        magnitude = (cos.square() + sin.square()).sqrt()
-        return cos / magnitude, sin / magnitude
+        made: dict[int, Table | None] = {}
+        found: list[Table | None] = []
+        for arguments in self._layer_arguments(position, torch.float32):
+            handed = arguments.get("position_embeddings")
+            if id(handed) not in made:
+                made[id(handed)] = normal_table(handed)
+            found.append(made[id(handed)])
+        return found
 
     def across_ranks(self, part: Tensor, how: Agreement) -> Tensor:
         return part
@@ -143,74 +209,170 @@ class TransformersStack:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return (batch, vocabulary) float32 logits of final hidden states (batch, 1, hidden)."""
 
-        def last(*_: Any, **__: Any) -> Tensor:
-            return hidden
+        def layer(*_: Any, **__: Any) -> Any:
+            return (hidden,) if self._returns_tuple else hidden
 
         blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-        functions: dict[int, Callable[..., Tensor]] = dict.fromkeys(
-            range(len(self.layers)), _identity
-        )
-        functions[len(self.layers) - 1] = last
-        with self._replaced(functions), self._implementation():
+        with (
+            self._replaced(dict.fromkeys(range(len(self.layers)), layer)),
+            self._implementation(IMPLEMENTATION),
+        ):
             out = self.model(input_ids=blank, position_ids=blank, use_cache=False, logits_to_keep=1)
         return cast(Tensor, out.logits[:, -1].float())
 
-    def _layer_arguments(self, positions: Tensor, dtype: torch.dtype) -> list[dict[str, Any]]:
+    @contextmanager
+    def recorded(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Note the hidden states before and after each layer, while the model itself runs."""
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+
+        def note(layer: int) -> Callable[..., Any]:
+            own = self.layers[layer].forward
+
+            def forward(*given: Any, **named: Any) -> Any:
+                bound = self._signatures[layer].bind(None, *given, **named)
+                inputs.append(list(bound.arguments.values())[1].clone())
+                done = own(*given, **named)
+                outputs.append((done[0] if isinstance(done, tuple) else done).clone())
+                return done
+
+            return forward
+
+        with self._replaced({layer: note(layer) for layer in range(len(self.layers))}):
+            yield inputs, outputs
+
+    def _layer_arguments(
+        self, positions: Tensor, dtype: torch.dtype, implementation: str = IMPLEMENTATION
+    ) -> list[dict[str, Any]]:
         """What the model passes each layer for tokens at ``positions`` (batch, rows)."""
         recorded: list[dict[str, Any]] = []
 
-        def record(hidden: Tensor, *_: Any, **arguments: Any) -> Tensor:
-            recorded.append({**arguments, "attention_mask": None, "past_key_values": None})
+        def record(hidden: Tensor, **arguments: Any) -> Tensor:
+            recorded.append(arguments)
             if len(recorded) == len(self.layers):
                 raise _RecordedError
             return hidden
 
-        blank = torch.zeros(1, 1, 1, dtype=dtype, device=self._geometry.device)
-        with self._replaced(dict.fromkeys(range(len(self.layers)), record)):
+        blank = torch.zeros(1, 1, 1, dtype=dtype, device=positions.device)
+        functions = {i: self._by_name(i, record) for i in range(len(self.layers))}
+        with self._replaced(functions):
             self._record(
+                implementation,
                 inputs_embeds=blank.expand(*positions.shape, self._hidden_size),
                 position_ids=positions,
             )
+        if implementation == IMPLEMENTATION:
+            for arguments in recorded:
+                arguments |= dict.fromkeys(arguments.keys() & {"attention_mask", "past_key_values"})
         return recorded
 
-    def _record(self, **inputs: Tensor) -> None:
-        with self._implementation():
+    def _by_name(self, layer: int, function: Callable[..., Tensor]) -> Callable[..., Any]:
+        """Return a forward that hands ``function`` the hidden state, and the rest by name."""
+        signature = self._signatures[layer]
+
+        def forward(*given: Any, **named: Any) -> Any:
+            bound = signature.bind(None, *given, **named)
+            _, hidden, *rest = bound.arguments
+            extra = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+            arguments = {name: bound.arguments[name] for name in rest}
+            for name in extra:
+                arguments |= arguments.pop(name, {})
+            return function(bound.arguments[hidden], **arguments)
+
+        return forward
+
+    def _record(self, implementation: str = IMPLEMENTATION, **inputs: Tensor) -> None:
+        with self._implementation(implementation):
             try:
-                self.model.get_decoder()(**inputs, use_cache=False)
+                self.decoder(**inputs, use_cache=False)
             except _RecordedError:
                 return
-        raise RuntimeError(f"{type(self.model).__name__} did not call its decoder layers in order")
+        raise UnsupportedModelError(
+            f"{type(self.model).__name__} does not call its {len(self.layers)} layers in order"
+        )
+
+    def _recorded_windows(self, position: Tensor, dtype: torch.dtype) -> list[int | None]:
+        """Ask the model what each layer may see; raises UnsupportedModelError when it is odd."""
+        handed = self._layer_arguments(position, dtype, SIGHT)
+        named = [_named_window(layer) for layer in self.layers]
+        flash = any("flash" in str(config._attn_implementation) for config in self._configs)
+        windows: list[int | None] = []
+        for layer, arguments in enumerate(handed):
+            mask = arguments.get("attention_mask")
+            if flash or not isinstance(mask, Sight):
+                windows.append(named[layer])  # kernels of that kind go by the layer's own word
+            else:
+                windows.append(mask.window(layer))
+        return windows
+
+    def _probed_geometry(self, hidden: Tensor, position: Tensor) -> Geometry:
+        """Ask the layers for the shapes of their queries, keys and values."""
+        arguments = self._layer_arguments(position, hidden.dtype)
+        for layer, named in enumerate(arguments):
+            if "past_key_values" in named:
+                named["past_key_values"] = _WatchedCache(layer)
+        place = _Place(tuple(arguments))
+        calls = [self.probe_layer(i, hidden, place) for i in range(len(self.layers))]
+        first = calls[0]
+        for call in calls:
+            if call.value.shape != call.key.shape:
+                raise UnsupportedModelError("values of another width than keys")
+            if (call.query.shape, call.key.shape) != (first.query.shape, first.key.shape):
+                raise UnsupportedModelError("layers of several shapes")
+        if first.key.dim() != 4 or first.key.shape[2] != 1:
+            raise UnsupportedModelError("a layer's keys are not one a token")
+        return Geometry(
+            layers=len(self.layers),
+            heads=int(first.query.shape[1]),
+            kv_heads=int(first.key.shape[1]),
+            head_dim=int(first.key.shape[3]),
+            dtype=first.key.dtype,
+            device=self._weight.device,
+        )
+
+    def _answers_in_tuples(self, hidden: Tensor, position: Tensor) -> bool:
+        """Whether a layer gives its hidden state back as the first of several things."""
+
+        def attend(call: AttentionCall) -> Tensor:
+            return torch.zeros_like(call.query).transpose(1, 2)
+
+        with self._intercepting(0, attend):
+            arguments = self._layer_arguments(position, hidden.dtype)[0]
+            return isinstance(self.layers[0](hidden, **arguments), tuple)
 
     @contextmanager
-    def _replaced(self, functions: dict[int, Callable[..., Tensor]]) -> Iterator[None]:
+    def _replaced(self, functions: dict[int, Callable[..., Any]]) -> Iterator[None]:
         """Let some layers' forward be other functions for a while."""
         with ExitStack() as restore:
             for layer, function in functions.items():
                 module = self.layers[layer]
+                if "forward" in module.__dict__:  # a hook's, of a model spread over devices
+                    restore.callback(setattr, module, "forward", module.forward)
+                else:
+                    restore.callback(module.__dict__.pop, "forward")
                 module.forward = function
-                restore.callback(module.__dict__.pop, "forward")
             yield
 
     @contextmanager
     def _intercepting(self, layer: int, attend: Attend) -> Iterator[None]:
-        _active.layer, _active.attend = layer, attend
+        _active.layer, _active.attend, _active.windows = layer, attend, self._windows
         try:
-            with self._implementation():
+            with self._implementation(IMPLEMENTATION):
                 yield
         finally:
-            del _active.layer, _active.attend
+            del _active.layer, _active.attend, _active.windows
 
     @contextmanager
-    def _implementation(self) -> Iterator[None]:
-        """Put our attention implementation in force; it has no masks, so none are built."""
+    def _implementation(self, name: str) -> Iterator[None]:
+        """Put an attention implementation of ours in force."""
         before = [config._attn_implementation for config in self._configs]
         try:
             for config in self._configs:
-                config._attn_implementation_internal = IMPLEMENTATION
+                config._attn_implementation_internal = name
             yield
         finally:
-            for config, name in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = name
+            for config, own in zip(self._configs, before, strict=True):
+                config._attn_implementation_internal = own
 
     def _cost(self, layer: int) -> LayerCost:
         shape, config = self._geometry, self.model.config.get_text_config()
@@ -220,12 +382,8 @@ class TransformersStack:
             per_row=2.0 * weights,
             per_row_probe=2.0 * projections,
             per_pair=4.0 * shape.heads * shape.head_dim,
-            window=_window(self.layers[layer], config),
+            window=self._windows[layer],
         )
-
-
-def _identity(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-    return hidden
 
 
 def _attention_configs(model: nn.Module) -> list[Any]:
@@ -238,18 +396,37 @@ def _attention_configs(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
+def _decoder(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
+    """The part of a model that calls the decoder's layers, and the layers in order."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for part in (model.get_decoder(), model.base_model):
+        for module in part.modules():
+            for name, child in module.named_children():
+                if isinstance(child, nn.ModuleList) and (len(child) == count or name == "layers"):
+                    return part, list(child)
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers")
+
+
+def _named_window(layer: nn.Module) -> int | None:
+    """The sliding window that a layer itself names."""
+    for module in layer.modules():
+        if hasattr(module, "sliding_window"):
+            return cast("int | None", module.sliding_window)
+    return None
+
+
 def _active_weights(weight: Tensor, config: Any) -> float:
     """Weights of a matrix that one token meets: for stacked experts, only those it is routed to."""
     if weight.dim() < 2:
         return 0.0
     if weight.dim() == 3:
-        return weight.numel() / weight.shape[0] * float(config.num_experts_per_tok)
+        return weight.numel() / weight.shape[0] * _experts_per_token(config, weight.shape[0])
     return float(weight.numel())
 
 
-def _window(layer: nn.Module, config: Any) -> int | None:
-    """Sliding window of a layer: its own where it has one, else the model's."""
-    for module in layer.modules():
-        if hasattr(module, "sliding_window"):
-            return cast("int | None", module.sliding_window)
-    return None if getattr(config, "layer_types", None) else getattr(config, "sliding_window", None)
+def _experts_per_token(config: Any, experts: int) -> float:
+    """How many experts a token is routed to, by whichever name the config has for it."""
+    named = (getattr(config, name, None) for name in EXPERTS_PER_TOKEN)
+    found = [value for value in named if value]
+    first = found[0] if found else experts
+    return float(first[0] if isinstance(first, Sequence) else first)

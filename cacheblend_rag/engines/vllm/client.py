@@ -46,6 +46,7 @@ from cacheblend_rag.engines.front import EngineFront, Item, PreparedPrompt
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.status import NO_CONNECTOR, ConnectorStatus
 from cacheblend_rag.engines.vllm.wire import (
+    NO_REPORT,
     PARAMETER,
     SALT_PREFIX,
     Kind,
@@ -92,13 +93,15 @@ class Piece:
 class VLLMRequest:
     """What is sent: token ids, sampling, the order if there is one, and the cache salt.
 
-    salt: requests with the same one, or none, share vLLM's prefix cache.
+    salt: requests with the same one, or none, share vLLM's prefix cache. replica: which of several
+    engines behind one address is to serve it; None is any.
     """
 
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     salt: str | None = None
     order: Order | None = None
+    replica: int | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +186,9 @@ class VLLMClient(EngineFront):
             bar.update(counts["skipped"])
 
             async def store(work: DocumentPass) -> None:
-                result = await self._carry_out(self._precompute_request(work))
+                request = self._precompute_request(work)
+                # Replicas that share a folder find there what one of them computes.
+                result = await self._carry_out(request, everywhere=not self.status.shared)
                 for name in ("computed", "skipped", "computed_tokens"):
                     counts[name] += int(result.get(name, 0))
                 refused.update(result.get("refused", {}))
@@ -206,7 +211,7 @@ class VLLMClient(EngineFront):
 
         async def load() -> None:
             try:
-                await self._carry_out(self._keys_request("prefetch", chunks))
+                await self._carry_out(self._keys_request("prefetch", chunks), everywhere=True)
             except CacheBlendError as error:
                 logger.warning("chunks were not prefetched: %s", error)
 
@@ -377,15 +382,24 @@ class VLLMClient(EngineFront):
         dropped = [chunk for chunk in chunks if not self._is_shared(chunk)]
         if not dropped:
             return 0
-        result = self._run(self._carry_out(self._keys_request("evict", dropped)))
+        result = self._run(self._carry_out(self._keys_request("evict", dropped), everywhere=True))
         return int(result.get("evicted", 0))
 
-    async def _carry_out(self, request: VLLMRequest) -> Mapping[str, Any]:
-        """Send a request for the sake of its order; returns the connector's result."""
-        result = (await self._params(request) or {}).get(PARAMETER)
-        if not isinstance(result, Mapping):
-            return {"error": NO_CONNECTOR}
-        return {"error": result["reason"]} if "reason" in result else result
+    async def _carry_out(self, request: VLLMRequest, *, everywhere: bool) -> Mapping[str, Any]:
+        """Send a request for the sake of its order; returns the connector's result.
+
+        everywhere: to each replica, of which the one that did most, or failed, is heard.
+        """
+        asked = self._to_replicas(request) if everywhere else [request]
+        results = [_result_of(params) for params in await _all_of(map(self._params, asked))]
+        failed = [result for result in results if "error" in result]
+        return failed[0] if failed else max(results, key=_done)
+
+    def _to_replicas(self, request: VLLMRequest) -> list[VLLMRequest]:
+        """Return the request for each engine that is behind the address."""
+        if self.status.replicas == 1:
+            return [request]
+        return [replace(request, replica=index) for index in range(self.status.replicas)]
 
     async def _params(self, request: VLLMRequest) -> Mapping[str, Any] | None:
         params: Mapping[str, Any] | None = None
@@ -394,9 +408,12 @@ class VLLMClient(EngineFront):
         return params
 
     async def _late_result(self, report_id: str) -> Mapping[str, Any] | None:
-        """Ask for the result of a finished request."""
+        """Ask for the result of a finished request, of each replica: one of them served it."""
         order = Order("report", self._sent_lead_in, report_id=report_id)
-        return await self._params(_carrier((0, 0), order))
+        asked = self._to_replicas(_carrier((0, 0), order))
+        answers = await _all_of(map(self._params, asked))
+        told = [answer for answer in answers if (answer or {}).get(PARAMETER) != NO_REPORT]
+        return (told or answers)[0]
 
     def _ask_status(self) -> ConnectorStatus:
         return ConnectorStatus.of(self._run(self._params(status_request())))
@@ -536,6 +553,19 @@ def _carrier(token_ids: tuple[int, ...], order: Order) -> VLLMRequest:
     return VLLMRequest(token_ids, sampling, f"{SALT_PREFIX}{uuid.uuid4().hex}", order)
 
 
+def _result_of(params: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return what the connector says of an order that it was sent."""
+    result = (params or {}).get(PARAMETER)
+    if not isinstance(result, Mapping):
+        return {"error": NO_CONNECTOR}
+    return {"error": result["reason"]} if "reason" in result else result
+
+
+def _done(result: Mapping[str, Any]) -> int:
+    """How much an order has changed in a replica's store."""
+    return int(result.get("computed", 0)) + int(result.get("evicted", 0))
+
+
 def _reason(asked: _Asked, finish_reason: FinishReason, result: Mapping[str, Any]) -> str:
     """Say why nothing was reused."""
     if asked.reason:
@@ -553,8 +583,9 @@ def _finish_reason(told: str | None) -> FinishReason:
     return cast(FinishReason, {"abort": "cancelled", "length": "length"}.get(told or "", "stop"))
 
 
-async def _all_of(work: Sequence[Coroutine[Any, Any, T]], at_once: int | None = None) -> list[T]:
+async def _all_of(work: Iterable[Coroutine[Any, Any, T]], at_once: int | None = None) -> list[T]:
     """Await all, ``at_once`` at a time; when one fails, the others are given up."""
+    work = list(work)
     gate = asyncio.Semaphore(at_once or len(work) or 1)
 
     async def gated(one: Coroutine[Any, Any, T]) -> T:

@@ -17,6 +17,7 @@ from cacheblend_rag.errors import (
     MissingExtraError,
 )
 
+REPLICA_HEADER = "X-data-parallel-rank"
 KEY_VARIABLE = "CACHEBLEND_API_KEY"
 NO_KEY = "none"
 CONNECT_SECONDS = 5.0
@@ -178,6 +179,7 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
         "top_p": asked.top_p,
         "seed": asked.seed,
         "stop": list(asked.stop),
+        "extra_headers": {} if request.replica is None else {REPLICA_HEADER: str(request.replica)},
         "extra_body": {
             "top_k": asked.top_k,
             "min_p": 0.0,

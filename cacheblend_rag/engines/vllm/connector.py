@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
+from cacheblend_rag.engines.obstacles import explained
 from cacheblend_rag.engines.vllm.serving import AttentionMode, check_attention_mode
 from cacheblend_rag.engines.vllm.stack import across_ranks
 from cacheblend_rag.engines.vllm.stats import BlendPromMetrics, BlendStats
@@ -37,13 +38,14 @@ from cacheblend_rag.engines.vllm.support import refusal_of
 from cacheblend_rag.engines.vllm.versions import check_version
 from cacheblend_rag.engines.vllm.wire import (
     ASKS,
+    NO_REPORT,
     PARAMETER,
     SALT_PREFIX,
     VERSION,
     Order,
     sent_report_id,
 )
-from cacheblend_rag.engines.vllm.worker import RANK_FAILED, Blender, Job, Result
+from cacheblend_rag.engines.vllm.worker import DEVICE_ERRORS, RANK_FAILED, Blender, Job, Result
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint, namespace_id
 from cacheblend_rag.kv.store import TieredKVStore
@@ -59,9 +61,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SLICE_SECONDS = 0.03
-IDLE_SLICES = 8
-"""Slices at once while nothing else is computed: a newcomer waits so long at most."""
 STEP_TOKENS = 8192
 CANCELLED: Result = {"error": "cancelled"}
 KEPT_REPORTS = 1024
@@ -75,8 +74,10 @@ class ConnectorSettings:
     kv_path: folder for chunk KV, None for memory only. host_bytes, disk_bytes: room. namespace: of
     all KV here. asynchronous: blend between scheduler steps, so that neighbours keep decoding;
     always so where all layers have a sliding window. slice_seconds: work a step, while others are
-    decoding. step_tokens: of synchronous work, tokens provided in one step; a request that would
-    exceed them waits for the next. attention: see PagedKV.
+    decoding; None is what suits the device (see Slices). step_tokens: of synchronous work, tokens
+    provided in one step; a request that would exceed them waits for the next. attention: see
+    PagedKV. replicas: of this engine behind one address (data parallelism); who starts them says
+    so, since they do not know of each other.
     """
 
     kv_path: str | None = None
@@ -84,9 +85,10 @@ class ConnectorSettings:
     disk_bytes: int | None = None
     namespace: str = "default"
     asynchronous: bool = True
-    slice_seconds: float = SLICE_SECONDS
+    slice_seconds: float | None = None
     step_tokens: int = STEP_TOKENS
     attention: AttentionMode = "auto"
+    replicas: int = 1
 
     @classmethod
     def of(cls, vllm_config: VllmConfig) -> ConnectorSettings:
@@ -99,8 +101,10 @@ class ConnectorSettings:
                 raise ConfigError(f"{name} is no setting of the connector; known: {sorted(known)}")
         settings = cls(**given)
         check_attention_mode(settings.attention)
-        for name in ("slice_seconds", "step_tokens"):
+        for name in ("slice_seconds", "step_tokens", "replicas"):
             value = getattr(settings, name)
+            if value is None and name == "slice_seconds":
+                continue
             if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
                 raise ConfigError(f"{name}={value!r} must be a number above 0")
         return settings
@@ -178,6 +182,11 @@ class CacheBlendConnector(KVConnectorBase_V1):
         self._at_work: dict[str, Job] = {}
         self._failed_blocks: set[int] = set()
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nobody waits for KV from here: a request that is preempted keeps its output."""
+        return False
+
     # Worker
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
@@ -185,7 +194,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
         made: list[Blender] = []
         with set_forward_context(None, self._vllm_config):
             if self._all_ranks_can(lambda: made.append(self._make_blender())) and (
-                self._all_ranks_can(made[0].warm_up)
+                self._all_ranks_can(made[0].try_model)
             ):
                 self._blender = made[0]
         if self._blender is None:
@@ -199,12 +208,11 @@ class CacheBlendConnector(KVConnectorBase_V1):
         try:
             if not self._refusal:
                 begin()
-        except CacheBlendError as error:
-            self._refusal = str(error)
-        except Exception as error:  # a model of a kind nobody has tried
+        except DEVICE_ERRORS:
+            raise
+        except Exception as error:  # a model of a kind nobody has tried, say
             logger.debug("this model cannot be blended", exc_info=True)
-            kind = type(error).__name__
-            self._refusal = f"its layers cannot be driven one by one ({kind}: {error})"
+            self._refusal = explained(self._vllm_config.model_config.hf_config, error)
         refused = across_ranks(torch.tensor([bool(self._refusal)], dtype=torch.int32), "max")
         if refused.item():
             self._refusal = self._refusal or "another rank cannot blend"
@@ -214,24 +222,28 @@ class CacheBlendConnector(KVConnectorBase_V1):
         config = self._vllm_config
         return Blender(
             config,
+            self._kv_cache_config,
             TieredKVStore.open(
                 host_bytes=self._settings.host_bytes,
                 disk_path=self._settings.kv_path,
                 disk_bytes=self._settings.disk_bytes,
             ),
-            model_identity(
-                weights_in_files(
-                    config.model_config.model,
-                    config.model_config.dtype,
-                    config.model_config.revision,
-                ),
-                config.model_config.hf_config,
-                config.model_config.dtype,
-                rank=get_tensor_model_parallel_rank(),
-                ranks=config.parallel_config.tensor_parallel_size,
-            ),
-            self._settings.namespace,
-            self._settings.attention,
+            self._identity,
+            namespace=self._settings.namespace,
+            mode=self._settings.attention,
+            slice_seconds=self._settings.slice_seconds,
+        )
+
+    def _identity(self, keys: Sequence[int]) -> dict[str, Any]:
+        """Return what this rank's KV depends on; keys: how they come out (``key_traits``)."""
+        model = self._vllm_config.model_config
+        return model_identity(
+            weights_in_files(model.model, model.dtype, model.revision),
+            model.hf_config,
+            model.dtype,
+            keys=keys,
+            rank=get_tensor_model_parallel_rank(),
+            ranks=self._vllm_config.parallel_config.tensor_parallel_size,
         )
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -256,7 +268,8 @@ class CacheBlendConnector(KVConnectorBase_V1):
             if job.wait:
                 for request_id, result in self._blender.advance(None, only=job.request_id):
                     self._finish(request_id, result)
-        budget = self._settings.slice_seconds * (1 if meta.busy else IDLE_SLICES)
+        slices = self._blender.slices
+        budget = slices.busy if meta.busy else slices.idle
         for request_id, result in self._blender.advance(budget):
             self._finish(request_id, result)
 
@@ -281,6 +294,8 @@ class CacheBlendConnector(KVConnectorBase_V1):
             "vllm": vllm_version,
             "cacheblend_rag": version("cacheblend-rag"),
             "wire": VERSION,
+            "replicas": settings.replicas,
+            "shared": settings.kv_path is not None,
             "tensor_parallel": self._vllm_config.parallel_config.tensor_parallel_size,
             "asynchronous": self._asynchronous,
             "attention": settings.attention,
@@ -398,7 +413,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
         if pending is None:
             return False, None
         if pending.order is not None and pending.order.kind == "report":
-            found = self._reports.pop(pending.order.report_id, {"reason": "no such report"})
+            found = self._reports.pop(pending.order.report_id, dict(NO_REPORT))
             return False, {PARAMETER: found}
         if pending.sent and pending.result is None:
             self._gone.append(request.request_id)

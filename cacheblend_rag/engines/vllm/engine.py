@@ -71,6 +71,7 @@ class VLLMEngine(VLLMClient):
                 asynchronous=asynchronous,
                 slice_seconds=slice_seconds,
                 step_tokens=step_tokens,
+                replicas=int(options.get("data_parallel_size", 1)),
             )
         )
         options.setdefault("kv_transfer_config", transfer)
@@ -116,7 +117,12 @@ class VLLMEngine(VLLMClient):
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
         sampling = _sampling(request)
-        outputs = self._vllm.generate(prompt, sampling, f"cacheblend-{uuid.uuid4().hex}")
+        outputs = self._vllm.generate(
+            prompt,
+            sampling,
+            f"cacheblend-{uuid.uuid4().hex}",
+            data_parallel_rank=request.replica,
+        )
         async with aclosing(outputs) as steps:
             async for step in steps:
                 out = step.outputs[0]

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -24,6 +25,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import Attention, attend_fused
+from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.vllm.serving import AttentionMode
 
@@ -38,64 +40,98 @@ NATIVE_RUN_AVX512 = 1
 single rows (``bench ttft --engine vllm --attention``)."""
 
 
-@dataclass
-class PagedKV:
-    """Where a request's tokens [first, tokens) are to be written.
+@dataclass(frozen=True)
+class PagedCache:
+    """The paged KV cache of a worker, as its attention layers use it.
 
-    attention: vLLM's attention layers. builder: of the backend's metadata. block_ids: the request's
-    blocks, in order. first: tokens before it stand in the cache already.
+    attention: vLLM's attention layers. builder: makes the backend's metadata. block_size: tokens of
+    a block as vLLM hands them out. kernel_block_size: tokens of a block as kernels see them, of
+    which a block is made up. most_runs: sequences that the builder has room for; None is without
+    limit.
     """
 
     attention: Sequence[Any]
     builder: Any
-    block_ids: Sequence[int]
     block_size: int
+    kernel_block_size: int
+    most_runs: int | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is."""
+        device: torch.device = self.attention[0].kv_cache.device
+        return device
+
+    def kernel_blocks(self, block_ids: Sequence[int]) -> Tensor:
+        """Return the blocks that kernels know these blocks by, (kernel blocks,) int32."""
+        parts = self.block_size // self.kernel_block_size
+        blocks = np.asarray(block_ids, dtype=np.int32)[:, None] * parts + np.arange(parts)
+        return torch.from_numpy(blocks.astype(np.int32).reshape(-1)).to(self.device)
+
+    def own(self, blocks: int) -> Tensor:
+        """Return an empty cache of so many kernel blocks, laid out as the first layer's is."""
+        like: Tensor = self.attention[0].kv_cache
+        shape = [blocks, *like.shape[1:]]
+        order = sorted(range(len(shape)), key=like.stride, reverse=True)
+        laid_out = like.new_zeros([shape[axis] for axis in order])
+        return laid_out.permute([order.index(axis) for axis in range(len(shape))])
+
+
+@dataclass
+class PagedKV:
+    """Where a request's tokens [first, tokens) are to be written.
+
+    block_ids: the request's blocks, in order. first: tokens before it stand in the cache already.
+    """
+
+    cache: PagedCache
+    block_ids: Sequence[int]
     first: int
     tokens: int
     mode: AttentionMode = "auto"
     _plain: Attention = field(init=False)
-    _metadata: dict[int, tuple[Tensor, Any]] = field(init=False, default_factory=dict)
+    _runs: dict[int, tuple[Rows, list[tuple[slice, CommonAttentionMetadata]]]] = field(
+        init=False, default_factory=dict
+    )
+    _built: tuple[CommonAttentionMetadata, Any] | None = field(init=False, default=None)
     _in_cache: set[int] = field(init=False, default_factory=set)
 
     def __post_init__(self) -> None:
         self._plain = FlexAttention() if self.mode == "flex" else attend_fused
-        device = self.attention[0].kv_cache.device
-        blocks = torch.tensor(self.block_ids, dtype=torch.int32, device=device)
-        block_of = blocks[torch.arange(self.tokens, device=device) // self.block_size]
-        self._slots = self._slots_in(blocks)
-        given = (block_of[self.first :] != NULL_BLOCK).nonzero()[:, 0]
-        skipped = int(given[0]) if given.numel() else self.tokens - self.first
+        blocks = self.cache.kernel_blocks(self.block_ids)
+        size = self.cache.block_size
+        given = np.asarray(self.block_ids)[np.arange(self.first, self.tokens) // size] != NULL_BLOCK
+        skipped = int(given.argmax()) if given.any() else self.tokens - self.first
         self._given = slice(self.first + skipped, self.tokens)
+        self._slots = self._slots_in(blocks)
         self._own: Tensor | None = None
-        if bool((block_of == NULL_BLOCK).any()) and self.mode not in PLAIN:
-            blocks = torch.arange(-(-self.tokens // self.block_size), device=device).int()
-            self._own = _cache_of(self.attention[0], blocks.numel())
+        if NULL_BLOCK in self.block_ids[: -(-self.tokens // size)] and self.mode not in PLAIN:
+            count = -(-self.tokens // self.cache.kernel_block_size)
+            blocks = torch.arange(count, device=self.cache.device).int()
+            self._own = self.cache.own(count)
         self._blocks, self._native_slots = blocks, self._slots_in(blocks)
 
     def _slots_in(self, blocks: Tensor) -> Tensor:
-        """Return the slot, (tokens,) int64, of each position in these blocks."""
+        """Return the slot, (tokens,) int64, of each position in these kernel blocks."""
+        size = self.cache.kernel_block_size
         positions = torch.arange(self.tokens, device=blocks.device)
-        first = blocks.long()[positions // self.block_size] * self.block_size
-        return first + positions % self.block_size
+        return blocks.long()[positions // size] * size + positions % size
 
-    def attend(self, call: AttentionCall, fused: FusedKV, rows: Tensor) -> Tensor:
+    def attend(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
         """Attention for BlendPass; see the module."""
-        metadata = self._native_metadata(rows)
-        if metadata is None:
+        if not self.is_native(rows):
             self._in_cache.discard(call.layer)
             return self._plain(call, fused, rows)
-        layer = self.attention[call.layer]
+        layer = self.cache.attention[call.layer]
         cache = layer.kv_cache if self._own is None else self._own
         first = self.first if self._own is None else 0
-        is_there = call.layer in self._in_cache
-        wanted = rows[rows >= first] if is_there else slice(first, self.tokens)
-        self._write(call.layer, fused, wanted, cache, self._native_slots)
+        if call.layer in self._in_cache:
+            fresh = rows.part(int(np.searchsorted(rows.host, first)), len(rows))
+            self._write(call.layer, fused, fresh.device, cache, self._native_slots)
+        else:
+            self._write(call.layer, fused, slice(first, self.tokens), cache, self._native_slots)
         self._in_cache.add(call.layer)
-        query = call.query[0].transpose(0, 1).contiguous()
-        key, value = (t[0].transpose(0, 1).contiguous() for t in (call.key, call.value))
-        output = torch.empty_like(query)
-        layer.impl.forward(layer, query, key, value, cache, metadata, output=output)
-        return output[None]
+        return self._attend_natively(call, cache, rows)
 
     def finish_layer(self, layer: int, fused: FusedKV) -> None:
         """Write a layer whose KV is final, unless native attention has written all of it.
@@ -103,7 +139,77 @@ class PagedKV:
         It writes a layer whole at first, and then the fresh rows it is called for.
         """
         if self._own is not None or layer not in self._in_cache:
-            self._write(layer, fused, self._given, self.attention[layer].kv_cache, self._slots)
+            cache = self.cache.attention[layer].kv_cache
+            self._write(layer, fused, self._given, cache, self._slots)
+
+    def run(self, rows: Rows) -> tuple[Any, Tensor]:
+        """Return the backend's metadata for rows that are one run, and the slots of their KV."""
+        ((_, common),) = self._common(rows)
+        return self._build(common), self._native_slots[rows.device]
+
+    def is_native(self, rows: Rows) -> bool:
+        """Whether these rows attend by vLLM's own kernel."""
+        if self.mode != "auto":
+            return self.mode not in PLAIN
+        if rows.is_run:
+            return True
+        runs = len(_edges(rows.host)) - 1
+        return len(rows) >= _native_run(self.cache.device) * runs
+
+    def _attend_natively(self, call: AttentionCall, cache: Tensor, rows: Rows) -> Tensor:
+        layer = self.cache.attention[call.layer]
+        query, key, value = (
+            part[0].transpose(0, 1).contiguous() for part in (call.query, call.key, call.value)
+        )
+        output = torch.empty_like(query)
+        if getattr(layer, "query_quant", None) is not None:  # such a kernel takes it quantized
+            query = layer.query_quant(query.flatten(1), layer._q_scale)[0].view_as(query)
+        for here, common in self._common(rows):
+            metadata = self._build(common)
+            parts = (query[here], key[here], value[here])
+            layer.impl.forward(layer, *parts, cache, metadata, output=output[here])
+        return output[None]
+
+    def _build(self, common: CommonAttentionMetadata) -> Any:
+        """Return the backend's metadata; only those built last are kept.
+
+        What a builder returns may be views of one buffer, which it fills anew each time.
+        """
+        if self._built is None or self._built[0] is not common:
+            fast = self.cache.device.type != "cpu"
+            self._built = (common, self.cache.builder.build(0, common, fast_build=fast))
+        return self._built[1]
+
+    def _common(self, rows: Rows) -> list[tuple[slice, CommonAttentionMetadata]]:
+        """Return what vLLM says of a batch of sequences, for parts of the rows that fit in one."""
+        if id(rows) not in self._runs:
+            edges = _edges(rows.host)
+            most = self.cache.most_runs or len(edges)
+            starts = range(0, len(edges) - 1, most)
+            parts = [edges[start : start + most + 1] for start in starts]
+            # the rows are kept too, so that their id is not given to others meanwhile
+            made = [(slice(int(p[0]), int(p[-1])), self._batch(rows, p)) for p in parts]
+            self._runs[id(rows)] = (rows, made)
+        return self._runs[id(rows)][1]
+
+    def _batch(self, rows: Rows, edges: Positions) -> CommonAttentionMetadata:
+        """Have the rows between these edges, each a run, pose as sequences of one request."""
+        device = self.cache.device
+        starts = (edges - edges[0]).astype(np.int32)
+        ends = (rows.host[edges[1:] - 1] + 1).astype(np.int32)
+        starts_cpu = torch.from_numpy(starts)
+        here = rows.part(int(edges[0]), int(edges[-1]))
+        return CommonAttentionMetadata(
+            query_start_loc=starts_cpu.to(device),
+            query_start_loc_cpu=starts_cpu,
+            seq_lens=torch.from_numpy(ends).to(device),
+            num_reqs=len(ends),
+            num_actual_tokens=len(here),
+            max_query_len=int(np.diff(starts).max()),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=self._blocks[None].expand(len(ends), -1).contiguous(),
+            slot_mapping=self._native_slots[here.device],
+        )
 
     def _write(
         self, index: int, fused: FusedKV, rows: Tensor | slice, cache: Tensor, slots: Tensor
@@ -111,50 +217,25 @@ class PagedKV:
         into = slots[rows]
         if into.numel() == 0:
             return
-        layer = self.attention[index]
+        layer = self.cache.attention[index]
         key, value = (
             kv[index][:, rows].transpose(0, 1).contiguous() for kv in (fused.keys, fused.values)
         )
         layer.impl.do_kv_cache_update(layer, key, value, cache, into)
 
-    def _native_metadata(self, rows: Tensor) -> Any:
-        """Return the backend's metadata for these rows, or None for PyTorch's attention."""
-        if self.mode in PLAIN:
-            return None
-        if id(rows) not in self._metadata:
-            self._metadata[id(rows)] = (rows, self._build_metadata(rows))
-        return self._metadata[id(rows)][1]
 
-    def _build_metadata(self, rows: Tensor) -> Any:
-        breaks = torch.nonzero(rows[1:] != rows[:-1] + 1)[:, 0] + 1
-        edges = torch.cat((breaks.new_zeros(1), breaks, breaks.new_full((1,), rows.numel())))
-        runs = edges.numel() - 1
-        if self.mode == "auto" and runs > 1 and rows.numel() < _native_run(rows.device) * runs:
-            return None
-        ends = (rows[edges[1:] - 1] + 1).int()
-        starts = edges.int()
-        common = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts.cpu(),
-            seq_lens=ends,
-            num_reqs=runs,
-            num_actual_tokens=rows.numel(),
-            max_query_len=int((starts[1:] - starts[:-1]).max()),
-            max_seq_len=int(ends.max()),
-            block_table_tensor=self._blocks[None].expand(runs, -1).contiguous(),
-            slot_mapping=self._native_slots[rows],
-        )
-        return self.builder.build(0, common)
+def _edges(positions: Positions) -> Positions:
+    """Return where runs of consecutive positions begin, and where the last one ends."""
+    breaks = np.flatnonzero(np.diff(positions) != 1) + 1
+    return np.concatenate(([0], breaks, [len(positions)]))
 
 
-def _native_run(device: torch.device) -> int:
+def _native_run(device: torch.device) -> float:
+    """How long runs must be on average for the native kernel.
+
+    On an accelerator many runs behave like decoding, which PyTorch's attention is the faster for.
+    """
+    if device.type != "cpu":
+        return float("inf")
     avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return NATIVE_RUN_AVX512 if device.type == "cpu" and avx512 else NATIVE_RUN
-
-
-def _cache_of(layer: Any, blocks: int) -> Tensor:
-    """Return an empty cache of so many blocks, laid out as the layer's own; blocks come first."""
-    shape = [blocks, *layer.kv_cache.shape[1:]]
-    order = sorted(range(len(shape)), key=layer.kv_cache.stride, reverse=True)
-    laid_out: Tensor = layer.kv_cache.new_zeros([shape[axis] for axis in order])
-    return laid_out.permute([order.index(axis) for axis in range(len(shape))])
+    return NATIVE_RUN_AVX512 if avx512 else NATIVE_RUN

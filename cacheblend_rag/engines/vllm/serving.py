@@ -20,7 +20,11 @@ from typing import Any, Literal, get_args
 from urllib.request import urlopen
 
 from cacheblend_rag.engines.naming import public_name
-from cacheblend_rag.engines.vllm.versions import check_version, installed_version
+from cacheblend_rag.engines.vllm.versions import (
+    check_version,
+    installed_version,
+    is_for_gpus,
+)
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 
 AttentionMode = Literal["auto", "native", "sdpa", "flex"]
@@ -31,6 +35,10 @@ MODULE = "cacheblend_rag.engines.vllm.connector"
 SERVER = "vllm.entrypoints.openai.api_server"
 KV_FLAG = "--kv-transfer-config"
 NO_STATS = "--disable-log-stats"
+DATA_PARALLEL_FLAGS = ("--data-parallel-size", "-dp")
+MEMORY_FLAGS = ("--gpu-memory-utilization",)
+MEMORY_SHARE = 0.85
+"""Of a GPU's memory, for vLLM: blending needs some beside it, which vLLM does not profile."""
 HOST = "127.0.0.1"
 PORT = 8000
 START_SECONDS = 600.0
@@ -49,6 +57,7 @@ def transfer_config(
     asynchronous: bool = True,
     slice_seconds: float | None = None,
     step_tokens: int | None = None,
+    replicas: int = 1,
 ) -> dict[str, Any]:
     """Return what vLLM's KVTransferConfig is made of.
 
@@ -69,6 +78,7 @@ def transfer_config(
             "namespace": namespace,
             "attention": attention,
             "asynchronous": asynchronous,
+            "replicas": replicas,
             **{name: value for name, value in steps.items() if value is not None},
         },
     }
@@ -102,16 +112,32 @@ def server_command(
     check_version(installed_version())
     if connector and any(flag.split("=")[0].replace("_", "-") == KV_FLAG for flag in flags):
         raise ConfigError(f"{KV_FLAG} is set by cacheblend-rag: leave it out, or use vllm serve")
-    transfer = [KV_FLAG, json.dumps(transfer_config(**options))] if connector else []
+    replicas = int(_given(flags, DATA_PARALLEL_FLAGS) or 1)
+    transfer = (
+        [KV_FLAG, json.dumps(transfer_config(**options, replicas=replicas))] if connector else []
+    )
+    own = connector and is_for_gpus() and not _given(flags, MEMORY_FLAGS)
+    memory = [MEMORY_FLAGS[0], str(MEMORY_SHARE)] if own else []
     timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
     served_name = served_name or public_name(str(model))
     return [
         *(sys.executable, "-m", SERVER, "--model", str(model)),
         *("--served-model-name", served_name, "--host", host, "--port", str(port)),
         *transfer,
+        *memory,
         *timings,
         *flags,
     ]
+
+
+def _given(flags: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the value that vLLM's flags give an option, by any of its names; the last counts."""
+    found: str | None = None
+    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+        name, joined, value = flag.partition("=")
+        if name.replace("_", "-") in names:
+            found = value if joined else following
+    return found
 
 
 @dataclass(frozen=True)

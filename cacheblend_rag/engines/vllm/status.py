@@ -18,8 +18,9 @@ class ConnectorStatus:
     """What the connector says of itself.
 
     active: whether it blends; refusal: why not. identity: a hash of the model's weights, precision
-    and shard. wire: version of what orders look like. namespace: its hash. chunks, bytes: what its
-    store holds, in one worker.
+    and shard. wire: version of what orders look like. replicas: engines behind one address, each
+    with a memory of its own. shared: whether they keep chunk KV in one folder, too. namespace: its
+    hash. chunks, bytes: what its store holds, in one worker.
     """
 
     active: bool
@@ -28,6 +29,8 @@ class ConnectorStatus:
     vllm: str = ""
     cacheblend_rag: str = ""
     wire: int = 0
+    replicas: int = 1
+    shared: bool = False
     tensor_parallel: int = 1
     asynchronous: bool = True
     attention: str = ""

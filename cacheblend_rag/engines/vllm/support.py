@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from cacheblend_rag.engines.obstacles import known_obstacle
 from cacheblend_rag.errors import UnsupportedModelError
 
 KV_TYPES = {"auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 
 
 def refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
-    """Return why nothing is blended under this VllmConfig and KVCacheConfig, or None."""
+    """Return why nothing is blended under this VllmConfig and KVCacheConfig, or None.
+
+    Whether the model itself can be blended is found by a trial.
+    """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     cache = vllm_config.cache_config
     obstacles = {
@@ -29,7 +31,7 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
     for name, present in obstacles.items():
         if present:
             return f"{name} cannot be blended"
-    return known_obstacle(model.hf_config)
+    return None
 
 
 def check_attention(layers: Sequence[Any]) -> None:
@@ -40,7 +42,6 @@ def check_attention(layers: Sequence[Any]) -> None:
         obstacles = {
             "a layer that is no causal attention": layer.attn_type != "decoder",
             "layers that share KV": layer.kv_sharing_target_layer_name is not None,
-            "attention sinks": getattr(impl, "sinks", None) is not None,
             "ALiBi positions": getattr(impl, "alibi_slopes", None) is not None,
             "layers of several shapes": _shape(layer) != _shape(first),
             "values of another width than keys": layer.head_size_v != layer.head_size,

@@ -25,6 +25,15 @@ def installed_version() -> str:
     raise MissingExtraError("vLLM", "vllm")
 
 
+def is_for_gpus() -> bool:
+    """Whether the installed vLLM is the build for GPUs."""
+    try:
+        version(DISTRIBUTIONS[0])
+    except PackageNotFoundError:
+        return False
+    return True
+
+
 def check_version(found: str) -> None:
     """Raise EngineUnavailableError when vLLM is too old; warn when it is newer than was tested."""
     numbers = re.match(r"(\d+)\.(\d+)", found)

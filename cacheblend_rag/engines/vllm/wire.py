@@ -21,6 +21,8 @@ from cacheblend_rag.errors import ConfigError
 PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
 VERSION = 1
+NO_REPORT: Mapping[str, Any] = {"reason": "no such report"}
+"""The answer to a ``report`` order for what this engine did not do."""
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
 
 Kind = Literal["blend", "precompute", "evict", "prefetch", "status", "report"]

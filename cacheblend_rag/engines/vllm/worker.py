@@ -5,18 +5,33 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from vllm.distributed.parallel_state import get_tp_group
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.worker.utils import select_common_block_size
 
-from cacheblend_rag.blend import BlendPass, FusedKV
-from cacheblend_rag.blend.passes import ROW_BLOCK, Candidates
-from cacheblend_rag.blend.probe import REUSE_ONLY
+from cacheblend_rag.blend import FusedKV
+from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import on_all_ranks
-from cacheblend_rag.engines.vllm.paged import PagedKV
+from cacheblend_rag.blend.trial import (
+    TRIAL_TOKENS,
+    Reference,
+    check_embedding,
+    check_layers,
+    find_layouts,
+    key_traits,
+    made_up,
+    tokens_behind,
+    trial_tokens,
+)
+from cacheblend_rag.engines.vllm.pace import Pace, Slices
+from cacheblend_rag.engines.vllm.paged import PagedCache, PagedKV
 from cacheblend_rag.engines.vllm.serving import AttentionMode
 from cacheblend_rag.engines.vllm.stack import VLLMStack, across_ranks
 from cacheblend_rag.engines.vllm.wire import Order, SentChunk
@@ -38,9 +53,11 @@ logger = logging.getLogger(__name__)
 Result = dict[str, Any]
 Work = Generator[None, None, Result]
 
-WARM_UP_TOKENS = 37
-"""A size that no other dimension has: a compiler would take the two for one."""
+ROW_BLOCK = 768
+"""Most rows at once on a CPU; an accelerator takes as many as vLLM has profiled."""
 MODES: tuple[AttentionMode, ...] = ("native", "sdpa")
+DEVICE_ERRORS = (torch.AcceleratorError,)
+"""After these nothing that is asked of the device succeeds."""
 RANK_FAILED: Result = {"error": "blending failed on another rank"}
 
 
@@ -65,55 +82,78 @@ class Job:
 class Blender:
     """Works on orders over one model, its paged cache and a store of chunk KV.
 
-    identity: what makes this worker's KV interchangeable with others', without the lead-in.
+    identify: says what makes this worker's KV interchangeable with others', without the lead-in,
+    once it is known how its keys come out (``key_traits``). slice_seconds: see Slices.
     Raises UnsupportedModelError when the model cannot be driven.
     """
 
     def __init__(
         self,
         vllm_config: Any,
+        kv_cache_config: Any,
         store: TieredKVStore,
-        identity: dict[str, Any],
+        identify: Callable[[Sequence[int]], dict[str, Any]],
+        *,
         namespace: str,
         mode: AttentionMode,
+        slice_seconds: float | None = None,
     ) -> None:
         context = vllm_config.compilation_config.static_forward_context
         attention = {name: layer for name, layer in context.items() if hasattr(layer, "impl")}
-        self.stack = VLLMStack(attention, vllm_config)
-        self.store, self.identity, self.namespace, self.mode = store, identity, namespace, mode
-        self._block_size = int(vllm_config.cache_config.block_size)
-        self._builder = _make_builder(vllm_config, self.stack)
         most = int(vllm_config.scheduler_config.max_num_batched_tokens)
-        self._row_block = min(ROW_BLOCK, most)
+        on_cpu = vllm_config.device_config.device_type == "cpu"
+        self.stack = VLLMStack(attention, vllm_config, min(ROW_BLOCK, most) if on_cpu else most)
+        self.store, self.namespace, self.mode = store, namespace, mode
+        self.identity: dict[str, Any] = {}
+        self._identify = identify
+        self._cache = _paged_cache(vllm_config, kv_cache_config, self.stack)
+        self._blocks = int(kv_cache_config.num_blocks)
+        self._window = int(vllm_config.model_config.max_model_len)
         self._vocabulary = int(vllm_config.model_config.get_vocab_size())
+        self._pace = Pace.of(self.stack.geometry.device)
+        self.slices = Slices.of(self.stack.geometry.device, slice_seconds)
         self._at_work: dict[str, Work] = {}
         self._worked: dict[str, float] = {}
+        self._together: set[str] = set()
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Run a small pass, so that the first order does not wait for what is set up lazily.
+    def try_model(self) -> None:
+        """Try the model, which also sets up what is set up lazily, before the first order.
 
-        To be called while no request holds blocks: it writes into some.
+        To be called while no request holds blocks: it writes into some. Raises
+        UnsupportedModelError when its layers, driven alone, do not do what they do in the model.
         """
-        ids = torch.arange(WARM_UP_TOKENS, device=self.stack.geometry.device)
-        ids %= self._vocabulary
-        tokens = ids.numel()
-        cached = ids % 2 == 0
-        blocks = range(1, 1 + -(-tokens // self._block_size))
+        ids = trial_tokens(self._vocabulary, self.stack.geometry.device)
+        fused = self._made_up(ids)
+        blocks = range(1, 1 - (-fused.tokens // self._cache.block_size))
+        start = fused.tokens - ids.numel()
+        own = PagedKV(self._cache, blocks, 0, fused.tokens, "native")
+        for layer in range(self.stack.geometry.layers):
+            own.finish_layer(layer, fused)
+        rows = Rows.at(np.arange(start, fused.tokens), self.stack.geometry.device)
+        with self.stack.recorded() as (inputs, outputs):
+            self.stack.run_model(ids, rows.device, *own.run(rows))
+        reference = Reference(ids, start, inputs, outputs)
+        check_embedding(self.stack, reference)
+        self.stack.layouts = find_layouts(self.stack, ids, self._window)
         for mode in MODES if self.mode == "auto" else (self.mode,):
-            fused = FusedKV(self.stack.geometry, tokens)
-            fused.keys.zero_()
-            fused.values.zero_()
-            paged = PagedKV(
-                self.stack.attention, self._builder, blocks, self._block_size, 0, tokens, mode
-            )
-            run = BlendPass(
-                self.stack, ids, fused, Candidates(cached, cached, ids), REUSE_ONLY,
-                needs_hidden=False, attention=paged.attend,
-            )  # fmt: skip
-            for layer in run.steps():
-                if layer is not None:
-                    paged.finish_layer(layer, fused)
+            paged = PagedKV(self._cache, blocks, 0, fused.tokens, mode)
+            check_layers(self.stack, reference, fused, paged.attend, rounded=self._is_rounded)
+        self.identity = self._identify(key_traits(self.stack, ids))
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether KV is stored in fewer bits than it is computed in."""
+        return bool(self._cache.attention[0].kv_cache.itemsize < self.stack.geometry.dtype.itemsize)
+
+    def _made_up(self, ids: Tensor) -> FusedKV:
+        """Return made-up KV, as much as the cache has blocks for beside the trial's tokens."""
+        room = min(self._window, (self._blocks - 1) * self._cache.block_size)
+        behind = tokens_behind(self.stack.windows, room)
+        first = self.stack.at(torch.zeros(1, TRIAL_TOKENS, dtype=torch.long, device=ids.device))
+        return made_up(
+            self.stack, behind, self.stack.probe_layer(0, self.stack.embed(ids[None]), first)
+        )
 
     def start(self, job: Job) -> None:
         """Take a job on; ``advance`` works on it."""
@@ -123,6 +163,7 @@ class Blender:
     def cancel(self, request_id: str) -> bool:
         """Give a job up; returns whether it was at work."""
         self._worked.pop(request_id, None)
+        self._together.discard(request_id)
         return self._at_work.pop(request_id, None) is not None
 
     def advance(
@@ -134,28 +175,54 @@ class Blender:
             if only is not None and request_id != only:
                 continue
             started = time.perf_counter()
-            result = self._step(work, until)
+            result = self._step(request_id, work, until)
             self._worked[request_id] += time.perf_counter() - started
             if result is None:
                 return
             del self._at_work[request_id]
+            self._together.discard(request_id)
             yield request_id, {**result, "work_seconds": self._worked.pop(request_id)}
 
     @torch.inference_mode()
-    def _step(self, work: Work, until: float) -> Result | None:
+    def _step(self, request_id: str, work: Work, until: float) -> Result | None:
         """Run a job until it is done or time is up; None when it is not done.
 
         Ranks stop after the same step, since each step has all of them take part: the first one's
         clock decides, and a failure of one is a failure of all.
         """
         while True:
-            result = _next_result(work)
-            here = [result is not None and "error" in result, time.perf_counter() >= until]
+            result = self._next_result(request_id, work)
+            here = [result is not None and "error" in result, self._pace.is_over(until)]
             failed, late = self._agreed(here)
             if result is not None or failed:
                 return result if result and ("error" in result or not failed) else dict(RANK_FAILED)
             if late:
                 return None
+
+    def _next_result(self, request_id: str, work: Work) -> Result | None:
+        """Do a job's next step; its result when that was the last one, or when it failed.
+
+        Once a job runs layers, ranks meet in the middle of its steps: what fails then on one rank
+        must end the engine, since the others wait there for a rank that will not come. A device in
+        error ends it always.
+        """
+        self.stack.met = False
+        try:
+            next(work)
+        except StopIteration as done:
+            return dict(done.value)
+        except Exception as error:
+            has_met = self.stack.met or request_id in self._together
+            if isinstance(error, DEVICE_ERRORS) or (has_met and get_tp_group().world_size > 1):
+                logger.critical("blending failed where ranks compute together: vLLM must end")
+                raise
+            if isinstance(error, CacheBlendError):
+                return {"error": str(error)}
+            logger.exception("a request could not be blended")  # it must not end the server
+            return {"error": f"blending failed: {type(error).__name__}"}
+        if self.stack.met:
+            self._together.add(request_id)
+        return None
 
     def _agreed(self, here: list[bool]) -> list[bool]:
         """Return whether any rank failed, and whether the first one's time is up."""
@@ -188,15 +255,10 @@ class Blender:
         ]
         if refusal := self._too_little(placed, job.order.config.min_tokens):
             return refusal
-        paged = PagedKV(
-            self.stack.attention,
-            self._builder,
-            job.block_ids,
-            self._block_size,
-            job.first,
-            job.until,
-            self.mode,
-        )
+        if lack := self._lack_of_room(len(job.tokens)):
+            missed = [chunk.report("no room") for chunk in placed]
+            return {"reason": lack, "chunks": [asdict(chunk) for chunk in missed]}
+        paged = PagedKV(self._cache, job.block_ids, job.first, job.until, self.mode)
         ids = torch.tensor(job.tokens, device=self.stack.geometry.device)
         work = PromptPass(
             self.stack,
@@ -208,7 +270,6 @@ class Blender:
             until=job.until,
             attention=paged.attend,
             on_layer=paged.finish_layer,
-            row_block=self._row_block,
         )
         done = yield from work.steps()
         return {
@@ -219,6 +280,21 @@ class Blender:
             "wall_seconds": time.perf_counter() - started,
             "chunks": [asdict(chunk) for chunk in done.chunks],
         }
+
+    def _lack_of_room(self, tokens: int) -> str | None:
+        """Say why a pass over so many tokens does not fit beside vLLM, on some rank, or None.
+
+        vLLM has profiled its own needs only. Its own failure to get memory would end the server.
+        """
+        needed = self.stack.pass_bytes(tokens)
+        free = free_bytes(self.stack.geometry.device)
+        if all(on_all_ranks(self.stack, [free is None or needed <= free])):
+            return None
+        there = "less" if free is None or needed <= free else f"{free >> 20:,} MiB"
+        return (
+            f"blending {tokens:,} tokens needs {needed >> 20:,} MiB of device memory beside "
+            f"vLLM's, there is {there}: serve with a smaller --gpu-memory-utilization"
+        )
 
     def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Result | None:
         """Say why so few stored chunk tokens are not worth blending; None when they are."""
@@ -234,12 +310,14 @@ class Blender:
         return {"reason": reason, "chunks": [asdict(chunk) for chunk in missed]}
 
     def _precompute(self, job: Job, keys: Sequence[KVKey]) -> Work:
+        if lack := self._lack_of_room(len(job.tokens)):
+            return {"error": lack}
         led = [_led(job, chunk, key) for key, chunk in zip(keys, job.order.chunks, strict=True)]
         stored = computed = tokens = 0
         if job.order.lead_in.name == "document":
             starts = [chunk.start for chunk in job.order.chunks]
             document = DocumentPass(list(job.tokens), list(zip(led, starts, strict=True)))
-            work = compute_document(self.stack, document, self.store, self._row_block)
+            work = compute_document(self.stack, document, self.store)
         else:
             work = compute_chunks(
                 self.stack,
@@ -247,7 +325,6 @@ class Blender:
                 self.store,
                 alone=self._compute_alone,
                 in_document=False,
-                row_block=self._row_block,
             )
         refused: dict[str, int] = {}
         for done in work:
@@ -269,7 +346,7 @@ class Blender:
         }
 
     def _compute_alone(self, chunks: list[LedChunk]) -> Computed:
-        return compute_one_by_one(self.stack, chunks, self.store, self._row_block)
+        return compute_one_by_one(self.stack, chunks, self.store)
 
     def _fingerprint(self, order: Order) -> str:
         lead = order.lead_in
@@ -277,18 +354,12 @@ class Blender:
         return fingerprint({**self.identity, **parts}, self.namespace)
 
 
-def _next_result(work: Work) -> Result | None:
-    """Do a job's next step; its result when that was the last one, or when it failed."""
-    try:
-        next(work)
-    except StopIteration as done:
-        return dict(done.value)
-    except CacheBlendError as error:
-        return {"error": str(error)}
-    except Exception as error:  # one request's failure must not end the server
-        logger.exception("a request could not be blended")
-        return {"error": f"blending failed: {type(error).__name__}"}
-    return None
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes to be had of a device, PyTorch's caches included; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + reserved
 
 
 def _led(job: Job, chunk: SentChunk, key: KVKey) -> LedChunk:
@@ -311,11 +382,26 @@ def _prefetch(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
     return {}
 
 
-def _make_builder(vllm_config: Any, stack: VLLMStack) -> Any:
-    """Return the attention backend's builder of metadata, one for all layers."""
+def _paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> PagedCache:
+    """Return the worker's paged cache, with a builder of metadata such as vLLM's own is."""
     backends = {layer.attn_backend for layer in stack.attention}
     if len(backends) != 1:
         raise UnsupportedModelError("layers of this model use several attention backends")
-    spec = stack.attention[0].get_kv_cache_spec(vllm_config)
+    backend = backends.pop()
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = spec.kv_cache_specs[stack.names[0]]
+    size = select_common_block_size(spec.block_size, [backend], [spec])
     device = stack.geometry.device
-    return backends.pop().get_builder_cls()(spec, stack.names, vllm_config, device)
+    builder = backend.get_builder_cls()(
+        spec.copy_with_new_block_size(size), stack.names, vllm_config, device
+    )
+    return PagedCache(
+        stack.attention,
+        builder,
+        block_size=spec.block_size,
+        kernel_block_size=size,
+        most_runs=(
+            None if device.type == "cpu" else int(vllm_config.scheduler_config.max_num_seqs)
+        ),
+    )

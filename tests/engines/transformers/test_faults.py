@@ -8,7 +8,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    MambaConfig,
+    MambaForCausalLM,
+    PreTrainedModel,
+    RwkvConfig,
+    RwkvForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
 from cacheblend_rag.errors import ConfigError, ModelLoadError
@@ -121,11 +136,6 @@ def test_a_store_that_dies_meanwhile_costs_reuse_and_nothing_else(
 
 
 REFUSED = {
-    "rotary positions of type dynamic": lambda: LlamaForCausalLM(
-        LlamaConfig(
-            **SHAPE, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-        )
-    ),
     "rotary positions of type longrope": lambda: LlamaForCausalLM(
         LlamaConfig(
             **SHAPE,
@@ -138,12 +148,27 @@ REFUSED = {
             },
         )
     ),
-    "cannot be driven one by one": lambda: GPT2LMHeadModel(
+    "learned positions": lambda: GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=None
         )
     ),
+    "layer 0 (MambaBlock) does not attend": lambda: MambaForCausalLM(
+        MambaConfig(vocab_size=VOCABULARY, hidden_size=64, state_size=8, num_hidden_layers=2)
+    ),
+    "recurrent layers": lambda: RwkvForCausalLM(
+        RwkvConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, context_length=2048)
+    ),
 }
+
+
+def greedily(model: PreTrainedModel, ids: torch.Tensor, count: int) -> tuple[int, ...]:
+    """The tokens that the model's own forward chooses, reading the whole text for each of them."""
+    with torch.no_grad():
+        for _ in range(count):
+            best = model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)
+            ids = torch.cat([ids, best], 1)
+    return tuple(ids[0, -count:].tolist())
 
 
 @pytest.mark.parametrize("reason", REFUSED)
@@ -161,10 +186,7 @@ def test_an_unsupported_model_is_served_by_ordinary_prefill(
     assert (report.computed, dict(report.refused)) == (0, {"unsupported model": 2})
     answer = engine.generate(TEXT, SHORT)
     ids = torch.tensor([make_tokenizer()(TEXT)["input_ids"]])
-    wanted = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False
-    )
-    assert answer.token_ids == tuple(wanted[0, ids.shape[1] :].tolist())
+    assert answer.token_ids == greedily(model, ids, 6)
     assert {c.reason for c in answer.report.chunks} == {"unsupported model"}
     assert answer.report.reason is not None
     assert reason in answer.report.reason
@@ -173,11 +195,28 @@ def test_an_unsupported_model_is_served_by_ordinary_prefill(
 def test_a_model_that_fails_the_trial_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from cacheblend_rag.engines.transformers.stack import TransformersStack
 
-    rotation = TransformersStack.rotation
-    monkeypatch.setattr(TransformersStack, "rotation", lambda self, by: rotation(self, by + 1))
+    tables = TransformersStack.tables
+    monkeypatch.setattr(TransformersStack, "tables", lambda self, by: tables(self, by + 1))
     engine = TransformersEngine(make_model(), tokenizer=make_tokenizer())
     assert engine.blend_refusal is not None
-    assert "re-rotation check failed" in engine.blend_refusal
+    assert "rotary embedding cannot be undone by an offset" in engine.blend_refusal
+
+
+ENCODER_DECODERS = {
+    "t5": lambda: T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCABULARY, d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4)
+    ),
+    "bart": lambda: BartForConditionalGeneration(
+        BartConfig(vocab_size=VOCABULARY, d_model=64, encoder_layers=1, decoder_layers=1)
+    ),
+    "a classifier": lambda: LlamaForSequenceClassification(LlamaConfig(**SHAPE)),
+}
+
+
+@pytest.mark.parametrize("kind", ENCODER_DECODERS)
+def test_a_model_that_does_not_continue_texts_is_refused_at_load(kind: str) -> None:
+    with pytest.raises(ConfigError, match="does not continue texts: give a causal language model"):
+        TransformersEngine(ENCODER_DECODERS[kind]().eval(), tokenizer=make_tokenizer())
 
 
 def test_a_model_that_does_not_load_is_one_line(tmp_path: Path) -> None:

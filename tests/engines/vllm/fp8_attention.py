@@ -76,6 +76,28 @@ class Fp8Attention(CPUAttentionBackendImpl):
         return output
 
 
+class QuantizedQuery(Fp8Attention):
+    """As kernels on GPUs do: vLLM quantizes the query before it gets here."""
+
+    supports_quant_query_input = True
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: CommonAttentionMetadata | None,
+        output: Tensor,
+        *_: Any,
+        **__: Any,
+    ) -> Tensor:
+        assert query.dtype == FP8
+        plain = query.to(key.dtype) * layer._q_scale
+        return super().forward(layer, plain, key, value, kv_cache, attn_metadata, output)
+
+
 class Fp8Backend(CPUAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type[Fp8Attention]:
@@ -86,10 +108,16 @@ class Fp8Backend(CPUAttentionBackend):
         return Fp8Builder
 
 
+class QuantizedQueryBackend(Fp8Backend):
+    @staticmethod
+    def get_impl_cls() -> type[Fp8Attention]:
+        return QuantizedQuery
+
+
 @contextmanager
-def fp8_backend() -> Iterator[None]:
+def fp8_backend(backend: type[Fp8Backend] = Fp8Backend) -> Iterator[None]:
     """Have vLLM use this backend on CPUs."""
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{Fp8Backend.__name__}")
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.{backend.__name__}")
     _cached_get_attn_backend.cache_clear()
     try:
         yield

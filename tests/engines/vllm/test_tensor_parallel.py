@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from shutil import rmtree
 
 import pytest
+from vllm.config import KVTransferConfig
 
 from cacheblend_rag import BlendConfig, Generation
 from cacheblend_rag.engines.vllm.connector import _Results
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.serving import transfer_config
 from cacheblend_rag.engines.vllm.worker import RANK_FAILED
+from cacheblend_rag.errors import CacheBlendError
 from tests.engines.vllm.conftest import EngineFactory
+from tests.engines.vllm.failing import TOLD, FailingConnector
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
 from tests.models import words
 
 SELECTORS = ("hkvd", "prior", "question", "question_prior", "chunk_head", "random")
+ENDS_WITHIN_SECONDS = 20.0
 BY_SHARE = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 
 
@@ -102,6 +108,27 @@ def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: tuple[VLLMEngin
     report = engine.generate(f"{retrieved().text} w6", SHORT).report
     assert [c.hit for c in report.chunks] == [True] * 3
     rmtree(folder / "quarantine", ignore_errors=True)
+
+
+def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
+    open_vllm: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv(TOLD, str(tmp_path / "fail"))
+    transfer = transfer_config()
+    transfer["kv_connector"] = FailingConnector.__name__
+    transfer["kv_connector_module_path"] = FailingConnector.__module__
+    engine = open_vllm(
+        tensor_parallel_size=2, config=BY_SHARE, kv_transfer_config=KVTransferConfig(**transfer)
+    )
+    engine.precompute(DOCUMENTS, progress=False)
+    assert engine.generate(retrieved(), SHORT).report.blended
+    (tmp_path / "fail").touch()
+    started = time.monotonic()
+    with pytest.raises(CacheBlendError):
+        engine.generate(f"{retrieved().text} w3", SHORT)
+    assert time.monotonic() - started < ENDS_WITHIN_SECONDS
 
 
 def test_an_error_of_any_rank_is_the_result() -> None:

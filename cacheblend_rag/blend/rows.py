@@ -1,0 +1,82 @@
+"""Rows: the positions of the tokens that a pass carries, on the device and on the host.
+
+Which rows there are is decided on the host, once a pass and check layer. So whatever is derived
+from them, bounds, runs and cost, is a Python number, and no layer has to wait for an accelerator to
+say it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Positions = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Tokens at rising positions.
+
+    host: (rows,) int64. device: the same on the model's device.
+    """
+
+    host: Positions
+    device: Tensor
+    _pairs: dict[int | None, float] = field(init=False, default_factory=dict)
+
+    @classmethod
+    def at(cls, positions: Positions, device: torch.device) -> Rows:
+        """Return the rows at these positions, (rows,) int64."""
+        return cls(positions, torch.from_numpy(positions).to(device, non_blocking=True))
+
+    @classmethod
+    def where(cls, mask: Mask, device: torch.device) -> Rows:
+        """Return the rows at the positions where ``mask``, (tokens,), is set."""
+        return cls.at(np.flatnonzero(mask), device)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    @property
+    def first(self) -> int:
+        """The first row's position."""
+        return int(self.host[0])
+
+    @property
+    def last(self) -> int:
+        """The last row's position."""
+        return int(self.host[-1])
+
+    @property
+    def is_run(self) -> bool:
+        """Whether there is no gap between them."""
+        return self.last - self.first + 1 == len(self.host)
+
+    def part(self, start: int, stop: int) -> Rows:
+        """Return the rows of index ``start`` to ``stop`` - 1."""
+        if start == 0 and stop >= len(self.host):
+            return self
+        return Rows(self.host[start:stop], self.device[start:stop])
+
+    def blocks(self, most: int) -> Iterator[tuple[int, Rows]]:
+        """Yield (index of the first row, rows) of even blocks of at most ``most`` rows."""
+        count = -(-len(self.host) // most)
+        edges = [len(self.host) * i // count for i in range(count + 1)] if count else []
+        for start, stop in itertools.pairwise(edges):
+            yield start, self.part(start, stop)
+
+    def pairs(self, window: int | None) -> float:
+        """Return how many keys the rows see together, each at most ``window``, itself included."""
+        if window not in self._pairs:
+            seen = self.host + 1
+            self._pairs[window] = float(
+                (seen if window is None else np.minimum(seen, window)).sum()
+            )
+        return self._pairs[window]

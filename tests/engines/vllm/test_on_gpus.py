@@ -1,0 +1,289 @@
+"""What would go wrong on a GPU only, each shown on a CPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from cacheblend_rag import BlendConfig, Document
+from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
+from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.engines.vllm import worker
+from cacheblend_rag.engines.vllm.pace import Pace, Slices
+from cacheblend_rag.engines.vllm.paged import PagedCache, PagedKV
+from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, check_exact, difference, retrieved
+from tests.memory import PeakBytes
+from tests.models import words
+
+CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
+TOKENS = 150
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture
+def open_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable[..., InProcessEngine]]:
+    opened: list[InProcessEngine] = []
+
+    def open_one(**options: Any) -> InProcessEngine:
+        opened.append(InProcessEngine(model_folder("llama"), CONFIG, **options))
+        return opened[-1]
+
+    yield open_one
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def engine(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
+    engine = InProcessEngine(model_folder("llama"), CONFIG)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def blender(engine: InProcessEngine) -> Any:
+    return engine.worker_connector._blender
+
+
+# One vLLM is open in this process at a time: tests with one of their own stand first
+
+
+@pytest.mark.parametrize("attention", ["native", "sdpa"])
+def test_a_query_that_vllm_quantizes_with_an_fp8_cache(
+    open_engine: Callable[..., InProcessEngine], attention: str
+) -> None:
+    with fp8_backend(QuantizedQueryBackend):
+        engine = open_engine(kv_cache_dtype="fp8", settings={"attention": attention})
+        assert engine.status.active, engine.status.refusal
+        assert engine.precompute(DOCUMENTS, progress=False).computed == 4
+        if attention == "native":
+            check_exact(engine)
+        else:  # over KV that is not rounded: near, by the trial, but not bit for bit
+            assert math.isfinite(difference(engine, retrieved(), 1.0))
+            assert engine.generate(retrieved(seed=3), SHORT).report.blended
+
+
+def test_kernels_may_see_smaller_blocks_than_vllm_hands_out(
+    open_engine: Callable[..., InProcessEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = staticmethod(lambda spec=None: [32])
+    monkeypatch.setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", sizes)
+    engine = open_engine(block_size=128, settings={"attention": "native"})
+    cache = engine.worker_connector._blender._cache
+    assert (cache.block_size, cache.kernel_block_size) == (128, 32)
+    assert cache.attention[0].kv_cache.shape[2] == 32
+    assert cache.builder.kv_cache_spec.block_size == 32
+    engine.precompute(DOCUMENTS, progress=False)
+    check_exact(engine)
+
+
+class OneBuffer:
+    """A builder as FlashAttention's is with full graphs: metadata are views of one set of buffers.
+
+    Whatever it builds is overwritten when it builds again. most: sequences it has room for.
+    """
+
+    def __init__(self, inner: Any, most: int = 1_000) -> None:
+        self.inner, self.most = inner, most
+        self.buffers: dict[str, torch.Tensor] = {}
+        self.sequences: list[int] = []
+
+    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+        assert common.num_reqs <= self.most
+        self.sequences.append(common.num_reqs)
+        made = self.inner.build(common_prefix_len, common, fast_build)
+        assert is_dataclass(made)
+        tensors = {f.name: getattr(made, f.name) for f in fields(made)}
+        tensors = {
+            name: t
+            for name, t in tensors.items()
+            if isinstance(t, torch.Tensor) and name != "scheduler_metadata"  # it knows its address
+        }
+        return replace(made, **{name: self._held(name, t) for name, t in tensors.items()})
+
+    def _held(self, name: str, made: torch.Tensor) -> torch.Tensor:
+        room = self.buffers.setdefault(name, torch.zeros(1 << 20, dtype=made.dtype))
+        room.zero_()
+        held = room[: made.numel()].view(made.shape)
+        held.copy_(made)
+        return held
+
+
+@torch.inference_mode()
+def fused_keys(blender: Any, cache: PagedCache, mode: Any) -> torch.Tensor:
+    """The KV of a pass over unevenly scattered rows, in blocks that differ in their runs."""
+    stack = blender.stack
+    ids = torch.arange(TOKENS) % 250 + 2
+    cached = torch.zeros(TOKENS, dtype=torch.bool)
+    for start, end in ((3, 20), (22, 24), (26, 28), (40, 90), (95, 97), (99, 101), (120, 140)):
+        cached[start:end] = True
+    fused = FusedKV(stack.geometry, TOKENS)
+    draw = torch.Generator().manual_seed(4)
+    fused.keys.normal_(generator=draw)
+    fused.values.normal_(generator=draw)
+    blocks = range(blender._blocks - 1 + (-TOKENS // cache.block_size), blender._blocks - 1)
+    paged = PagedKV(cache, blocks, 0, TOKENS, mode)
+    schedule = plan_schedule(BlendConfig(selector="none"), stack.geometry.layers)
+    known = Candidates(cached, cached, torch.zeros(TOKENS, dtype=torch.long))
+    run = BlendPass(
+        stack, ids, fused, known, schedule, row_block=20, needs_hidden=False, attention=paged.attend
+    )
+    for layer in run.steps():
+        if layer is not None:
+            paged.finish_layer(layer, fused)
+    return fused.keys
+
+
+def test_metadata_that_a_builder_overwrites_are_never_used_again(blender: Any) -> None:
+    shared = OneBuffer(blender._cache.builder)
+    found = fused_keys(blender, replace(blender._cache, builder=shared), "native")
+    assert len(set(shared.sequences)) > 1, "blocks differ in their runs"
+    torch.testing.assert_close(
+        found, fused_keys(blender, blender._cache, "sdpa"), atol=1e-4, rtol=0
+    )
+
+
+def test_no_more_runs_attend_at_once_than_the_builder_has_room_for(blender: Any) -> None:
+    small = OneBuffer(blender._cache.builder, most=2)
+    cache = replace(blender._cache, builder=small, most_runs=2)
+    found = fused_keys(blender, cache, "native")
+    assert max(small.sequences) == 2
+    torch.testing.assert_close(
+        found, fused_keys(blender, blender._cache, "sdpa"), atol=1e-4, rtol=0
+    )
+
+
+def test_accelerators_attend_to_scattered_rows_by_pytorch_and_to_runs_natively(
+    blender: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PagedCache, "device", property(lambda _: CUDA))
+    paged = object.__new__(PagedKV)
+    paged.cache, paged.mode = blender._cache, "auto"
+    make = worker.Rows.at
+    cpu = torch.device("cpu")
+    assert paged.is_native(make(np.arange(5, 40), cpu))
+    assert not paged.is_native(make(np.arange(0, 40, 2), cpu))
+    assert not paged.is_native(make(np.r_[0:100, 200:300], cpu))
+
+
+def test_a_layer_that_is_driven_sees_nothing_of_the_step_under_way(
+    engine: InProcessEngine, blender: Any
+) -> None:
+    seen: list[Any] = []
+    stack = blender.stack
+    hook = stack.layers[1].register_forward_pre_hook(lambda *_: seen.append(get_forward_context()))
+    config = engine.core.vllm_config
+    under_way = torch.tensor([True])
+    with torch.inference_mode(), set_forward_context(None, config, is_padding=under_way):
+        outer = get_forward_context()
+        outer.batch_descriptor, outer.dp_metadata = object(), object()  # type: ignore[assignment]
+        outer.all_moe_layers = ["of another layer"]
+        place = stack.at(torch.arange(9)[None])
+        stack.probe_layer(1, stack.embed(torch.arange(9)[None]), place)
+        assert get_forward_context() is outer
+    hook.remove()
+    (inner,) = seen
+    assert (inner.is_padding, inner.batch_descriptor, inner.dp_metadata) == (None, None, None)
+    assert (inner.attn_metadata, inner.slot_mapping, inner.all_moe_layers) == (None, {}, None)
+
+
+def test_a_preempted_request_keeps_its_output(engine: InProcessEngine) -> None:
+    assert engine.scheduler.connector.requires_kv_delivery is False
+    assert engine.scheduler.requires_kv_delivery is False
+
+
+# Memory
+
+
+@torch.inference_mode()
+def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
+    """The most bytes that a blend's pass held, and how many tokens its prompt has."""
+    blender = engine.worker_connector._blender
+    request = engine._ask(prompt, SHORT, CONFIG, ()).request
+    assert request.order is not None
+    until = request.order.chunks[-1].end
+    last = blender._blocks - 1
+    blocks = tuple(range(last + (-until // blender._cache.block_size), last))
+    job = worker.Job("", request.order, request.token_ids, 0, until, blocks)
+    with PeakBytes() as memory:
+        for _ in blender._work(job):
+            pass
+    return memory.peak, len(request.token_ids)
+
+
+def test_a_pass_takes_no_more_memory_than_is_asked_for_beforehand(engine: InProcessEngine) -> None:
+    engine.precompute(DOCUMENTS, progress=False)
+    stack = engine.worker_connector._blender.stack
+    more = " ".join(document.chunks[0] for document in DOCUMENTS)
+    for count in (1, 6):
+        peak, tokens = peak_of(engine, " ".join([retrieved().text, *[more] * count]))
+        assert 0.3 * stack.pass_bytes(tokens) < peak <= stack.pass_bytes(tokens)
+
+
+def test_too_little_memory_is_a_miss_with_a_reason(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.precompute(DOCUMENTS, progress=False)
+    monkeypatch.setattr(worker, "free_bytes", lambda _: 1 << 20)
+    config = CONFIG.with_changes(recompute_ratio=0.5)
+    answer = engine.generate(retrieved(), SHORT, config=config)
+    assert not answer.report.blended
+    said = r"needs \d MiB of device memory beside vLLM's, there is 1 MiB: serve with a smaller"
+    assert re.search(said, str(answer.report.reason))
+    assert {chunk.reason for chunk in answer.report.chunks} == {"no room"}
+    assert answer.token_ids == engine.generate_full(retrieved(), SHORT).token_ids
+    refused = engine.precompute([Document("c", (words(50, 77),))], progress=False).refused
+    assert sum(refused.values()) == 1
+    assert "MiB of device memory" in next(iter(refused))
+
+
+# Time
+
+
+def test_slices_suit_the_device() -> None:
+    assert Slices.of(torch.device("cpu")) == Slices(0.03, 0.24)
+    assert Slices.of(CUDA) == Slices(0.005, 0.02)
+    assert Slices.of(CUDA, busy=0.01) == Slices(0.01, 0.04)
+
+
+class Device:
+    """A device that is as slow as its clock says: each step takes a second of it."""
+
+    def __init__(self) -> None:
+        self.queued = self.done = 0
+
+    def make_event(self) -> Any:
+        device = self
+
+        class Event:
+            def record(self) -> None:
+                device.queued += 1
+                self.number = device.queued
+
+            def synchronize(self) -> None:
+                device.done = max(device.done, self.number)
+
+        return Event()
+
+
+def test_the_host_stays_one_step_ahead_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr("time.perf_counter", lambda: float(device.done))
+    pace = Pace(device.make_event)
+    ahead = []
+    while not pace.is_over(5.0):
+        ahead.append(device.queued - device.done)
+    assert set(ahead) == {1}
+    assert device.queued == 6, "five steps' worth, and the one that was queued meanwhile"

@@ -1,0 +1,591 @@
+"""Every causal language model that the installed transformers can build, tiny and random.
+
+`python -m tests.families` tries them all on the embedded engine and prints a Markdown table, which
+stands in docs/models.md; `--vllm` tries those that vLLM serves, in vLLM. Families by name: only
+these.
+
+A family is built from its config class: whatever TINY names and the class knows is made small.
+Where that does not give a model that shows what is special to the family, CHANGES says what to
+change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from tqdm import tqdm
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
+from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.rotary import rotated
+from cacheblend_rag.engines.transformers.cache import FusedCache
+from tests.models import VOCABULARY, make_tokenizer, words
+
+LAYERS = 4
+WINDOW = 48
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+TURNS = ["sliding_attention", "full_attention"] * (LAYERS // 2)
+WITHOUT = object()
+"""Stands for a setting that is to be left as the config class has it."""
+
+TINY: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 16384,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    # mixtures of experts
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 48,
+    "shared_intermediate_size": 48,
+    "expert_ffn_hidden_size": 48,
+    # latent attention
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    # recurrences
+    "state_size": 8,
+    "mamba_d_state": 8,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
+    "mamba_dt_rank": 8,
+    "mamba_chunk_size": 16,
+    "chunk_size": 16,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+
+MULTIPLIERS: dict[str, Any] = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 2.0,
+}
+MIXED: dict[str, Any] = {"sliding_window": WINDOW, "layer_types": TURNS}
+DECODER: dict[str, Any] = {"is_decoder": True}
+
+CHANGES: dict[str, dict[str, Any]] = {
+    # what a family needs to be built small, or to show what is special to it
+    "afmoe": {
+        "sliding_window": WINDOW,
+        "global_attn_every_n_layers": 2,
+        "score_func": "sigmoid",
+        "mup_enabled": True,
+    },
+    "axk1": {"num_key_value_heads": 4, "head_dim": WITHOUT},
+    "axk2": {"num_key_value_heads": 4, "head_dim": WITHOUT},
+    "bert": DECODER,
+    "bert-generation": DECODER,
+    "big_bird": {**DECODER, "attention_type": "original_full"},
+    "camembert": DECODER,
+    "codegen": {"rotary_dim": 8},
+    "cohere2": {"sliding_window": WINDOW},
+    "cohere2_moe": MIXED,
+    "ctrl": {"dff": 96},
+    "cwm": {"sliding_window": WINDOW},
+    "data2vec-text": DECODER,
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": LAYERS,
+        "max_seq_len": 16384,
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {
+            "hidden_size": 64,
+            "ffn_hidden_size": 48,
+            "moe_num_experts": 4,
+            "moe_top_k": 2,
+        },
+    },
+    "deepseek_v2": {"num_key_value_heads": 4},
+    "deepseek_v3": {"num_key_value_heads": 4, "head_dim": WITHOUT},
+    "deepseek_v32": {"num_key_value_heads": 4, "index_topk": 4096},
+    "dots1": MIXED,
+    "electra": DECODER,
+    "ernie": DECODER,
+    "exaone4": {"sliding_window": WINDOW, "sliding_window_pattern": 4},
+    "exaone_moe": {"sliding_window": WINDOW, "sliding_window_pattern": 2},
+    "falcon_h1": {"mamba_n_heads": 4},
+    "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 16},
+    "gemma3_text": {**MIXED, "query_pre_attn_scalar": 16},
+    "gemma3n_text": {
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+        "layer_types": TURNS,
+    },
+    "gemma4_text": {
+        **MIXED,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "rope_parameters": {
+            "sliding_attention": ROPE,
+            "full_attention": {**ROPE, "rope_theta": 1e6},
+        },
+    },
+    "glm4_moe": {"head_dim": 16},
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "glm_moe_dsa": {"num_key_value_heads": 4, "index_topk": 4096},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": WINDOW},
+    "gpt_oss": {"sliding_window": WINDOW},
+    "gptj": {"rotary_dim": 8},
+    "granite": MULTIPLIERS,
+    "granite_swa": {**MULTIPLIERS, "sliding_window": WINDOW},
+    "granitemoe": MULTIPLIERS,
+    "granitemoe_swa": {**MULTIPLIERS, "sliding_window": WINDOW},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "hyperclovax": MULTIPLIERS,
+    "laguna": MIXED,
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "longcat_flash": {"num_key_value_heads": 4, "head_dim": WITHOUT},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_text": {"attention_chunk_size": 64, "intermediate_size_mlp": 96},
+    "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 1, "expand": 2},
+    "megatron-bert": DECODER,
+    "mellum": MIXED,
+    "mimo_v2_flash": {
+        **MIXED,
+        "swa_head_dim": 16,
+        "swa_v_head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+    },
+    "minicpm3": {"num_key_value_heads": 4},
+    "minimax": {"layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 32},
+    "ministral": MIXED,
+    "ministral3": {"sliding_window": None},
+    "mistral": {"sliding_window": WINDOW},
+    "modernbert-decoder": {"local_attention": 64, "global_attn_every_n_layers": 2},
+    "nemotron_h": {
+        "num_hidden_layers": WITHOUT,
+        "layers_block_type": ["mamba", "attention", "mamba", "mlp"],
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+    },
+    "olmo3": MIXED,
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "qwen2_moe": {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    "phimoe": {"sliding_window": WINDOW},
+    "reformer": {**DECODER, "axial_pos_embds": False},
+    "rembert": DECODER,
+    "roberta": DECODER,
+    "roberta-prelayernorm": DECODER,
+    "roformer": DECODER,
+    "rwkv": {"context_length": 2048},
+    "smollm3": {"no_rope_layer_interval": 4},
+    "starcoder2": {"sliding_window": WINDOW},
+    "vaultgemma": {**MIXED, "query_pre_attn_scalar": 16},
+    "xlm-roberta": DECODER,
+    "xlm-roberta-xl": DECODER,
+    "xlnet": {"d_head": 16},
+    "youtu": {"num_key_value_heads": 4, "head_dim": WITHOUT},
+}
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    # the same class in another dress
+    "exaone4, one kind": (
+        "exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS},
+    ),
+    "falcon, ALiBi": ("falcon", {"alibi": True}),
+    "gemma3, linear": (
+        "gemma3_text",
+        {
+            **MIXED, "query_pre_attn_scalar": 16, "rope_parameters": {"sliding_attention": ROPE,
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}},
+        },
+    ),
+    "gpt_neox, in sequence": ("gpt_neox", {"use_parallel_residual": False}),
+    "granitemoehybrid, attention": (
+        "granitemoehybrid",
+        {"layer_types": ["attention"] * LAYERS, "position_embedding_type": "rope"},
+    ),
+    "llama, dynamic": (
+        "llama", {"rope_parameters": {**ROPE, "rope_type": "dynamic", "factor": 2.0}},
+    ),
+    "llama, linear": ("llama", {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 4.0}}),
+    "llama, llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0, "original_max_position_embeddings": 128,
+            },
+        },
+    ),
+    "llama, part of a head": (
+        "llama", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}},
+    ),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "llama, yarn": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 1e4, "factor": 16.0,
+                "original_max_position_embeddings": 1024, "mscale": 0.7, "mscale_all_dim": 1.0,
+            },
+        },
+    ),
+    "llama4, full attention": (
+        "llama4_text",
+        {
+            "layer_types": ["full_attention"] * LAYERS, "floor_scale": 64, "attn_scale": 0.5,
+            "intermediate_size_mlp": 96,
+        },
+    ),
+    "mixtral, window": ("mixtral", {"sliding_window": WINDOW}),
+    "phi, norms": ("phi", {"num_key_value_heads": 4, "qk_layernorm": True}),
+    "phi3, window": ("phi3", {"sliding_window": WINDOW}),
+    "phi3, longrope": (
+        "phi3",
+        {
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8, "original_max_position_embeddings": 128, "factor": 32.0,
+            },
+            "original_max_position_embeddings": 128,
+        },
+    ),
+    "qwen2, mrope": ("qwen2", {"rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}),
+    "qwen2, window": (
+        "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
+    ),
+    "smollm3, rotary": ("smollm3", {"no_rope_layers": [1] * LAYERS}),
+    "stablelm, parallel": (
+        "stablelm",
+        {
+            "num_key_value_heads": 4, "use_parallel_residual": True, "qk_layernorm": True,
+            "use_qkv_bias": True,
+        },
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Family:
+    """A config class by its model type, and settings that differ from TINY's."""
+
+    model_type: str
+    changes: Mapping[str, Any]
+
+    def config(self, **more: Any) -> Any:
+        """Return the config; more: further changes."""
+        kind = CONFIG_MAPPING[self.model_type]
+        known = {*_defaults(kind), *kind.attribute_map}
+        settings = {name: value for name, value in TINY.items() if name in known}
+        settings |= {**self.changes, **more}
+        return kind(**{name: value for name, value in settings.items() if value is not WITHOUT})
+
+    def build(self, **more: Any) -> PreTrainedModel:
+        """Return the model, always the same one; norms, biases and sinks are not left at 0 or 1."""
+        torch.manual_seed(7)
+        model = AutoModelForCausalLM.from_config(self.config(**more))
+        return stirred(model)
+
+
+def _with_pictures(kind: str, **parts: Any) -> Callable[[], PreTrainedModel]:
+    def build() -> PreTrainedModel:
+        config = getattr(transformers, f"{kind}Config")(**parts)
+        torch.manual_seed(7)
+        return stirred(getattr(transformers, f"{kind}ForConditionalGeneration")(config))
+
+    return build
+
+
+_TEXT: dict[str, Any] = {name: TINY[name] for name in list(TINY)[:14] if "per_layer" not in name}
+_SIGHT: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
+_MROPE: dict[str, Any] = {**_TEXT, "rope_parameters": {**ROPE, "mrope_section": [2, 3, 3]}}
+_MARKS: dict[str, int] = {
+    "image_token_id": 255, "video_token_id": 254, "vision_start_token_id": 253,
+}  # fmt: skip
+WITH_PICTURES: dict[str, Callable[[], PreTrainedModel]] = {
+    "gemma3, with pictures": _with_pictures(
+        "Gemma3",
+        text_config={**_TEXT, **MIXED, "query_pre_attn_scalar": 16},
+        vision_config=_SIGHT,
+        image_token_index=255,
+        mm_tokens_per_image=4,
+    ),
+    "llava": _with_pictures(
+        "Llava",
+        text_config={**_TEXT, "model_type": "llama"},
+        vision_config={**_SIGHT, "model_type": "clip_vision_model", "projection_dim": 32},
+        image_token_index=255,
+    ),
+    "mistral3": _with_pictures(
+        "Mistral3",
+        text_config={**_TEXT, "model_type": "mistral", "sliding_window": None},
+        vision_config={**_SIGHT, "model_type": "pixtral", "head_dim": 16},
+        image_token_index=255,
+    ),
+    "qwen2_vl": _with_pictures(
+        "Qwen2VL",
+        text_config={name: value for name, value in _MROPE.items() if name != "head_dim"},
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+        **_MARKS,
+    ),
+    "qwen3_vl": _with_pictures(
+        "Qwen3VL",
+        text_config=_MROPE,
+        vision_config={
+            "depth": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2,
+            "out_hidden_size": 64, "deepstack_visual_indexes": [0, 1],
+        },
+        **_MARKS,
+    ),
+}  # fmt: skip
+
+
+def families() -> dict[str, Family]:
+    """Return all families by name, those of the tests among them."""
+    plain = {
+        name: Family(name, CHANGES.get(name, {})) for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    }
+    return dict(sorted({**plain, **{n: Family(*found) for n, found in VARIANTS.items()}}.items()))
+
+
+def stirred(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with every weight random, so that leaving one out would show."""
+    draw = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.is_floating_point() and (weight.dim() == 1 or float(weight.std()) < 1e-6):
+                weight.add_(torch.randn(weight.shape, generator=draw) * 0.1)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.eos_token_id = None
+    return model.float().eval()
+
+
+def _defaults(kind: type[Any]) -> Iterable[str]:
+    try:
+        return kind().to_dict().keys()
+    except Exception:
+        return TINY
+
+
+# What is measured
+
+GREEDY = SamplingParams(max_tokens=16)
+CHUNK_TOKENS = 90
+MOVED_BY = (1, 511, 8192)
+LARGEST_MODEL = 60_000_000
+SLOW = {"kimi_linear", "prophetnet"}
+"""Their plain code on a CPU takes minutes for what is measured."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one family showed; differences are shares of the largest value compared.
+
+    refusal: why it is not blended, or None. everything: of logits between a pass that recomputes
+    all tokens and the model's own prefill. nothing: of logits when a chunk at position 0 is reused
+    as it is stored. moved: of layer 0's keys, moved and computed in place. greedy: tokens of 16
+    that are those of the model's own forward, which reads the whole text for each.
+    """
+
+    name: str
+    refusal: str | None
+    everything: float | None = None
+    nothing: float | None = None
+    moved: float | None = None
+    greedy: int = 0
+
+    def line(self) -> str:
+        """Return a row of the table."""
+        state = "blended" if self.refusal is None else f"refused: {self.refusal}"
+        found = [
+            "" if value is None else f"{value:.0e}"
+            for value in (self.everything, self.nothing, self.moved)
+        ]
+        return f"| {self.name} | {state} | {' | '.join(found)} | {self.greedy}/16 |"
+
+
+@torch.no_grad()
+def measure(name: str, model: PreTrainedModel) -> Row:
+    """Try one model: a prompt of three chunks, each longer than the families' windows."""
+    tokenizer = make_tokenizer()
+    config = BlendConfig(recompute_ratio=1.0, lead_in="none", min_tokens=0)
+    engine = TransformersEngine(model, tokenizer=tokenizer, config=config)
+    chunks = [Chunk(words(CHUNK_TOKENS, seed)) for seed in (2, 3, 4)]
+    prompt = BlendPrompt.of(words(5, 1), *(part for c in chunks for part in (c, " w9 ")), "w5 w6")
+    engine.precompute(chunks, progress=False)
+    answer = engine.generate(prompt, GREEDY)
+    ids = torch.tensor([prompt.encode(tokenizer).token_ids])
+    wanted = own_tokens(model, ids, 16)
+    greedy = sum(a == b for a, b in zip(answer.token_ids, wanted, strict=False))
+    if engine._stack is None:
+        return Row(name, engine.blend_refusal, greedy=greedy)
+    assert answer.report.blended
+    return Row(
+        name,
+        None,
+        everything=_blended(engine, ids[0], 0, 1.0),
+        nothing=_blended(engine, ids[0], CHUNK_TOKENS, 0.0),
+        moved=max(_moved(engine, ids[0, :CHUNK_TOKENS], by) for by in MOVED_BY),
+        greedy=greedy,
+    )
+
+
+def own_tokens(model: PreTrainedModel, ids: Tensor, count: int) -> list[int]:
+    """Tokens that the model's own forward chooses, which reads the whole text for each."""
+    start = ids.shape[1]
+    for _ in range(count):
+        best = model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, best], 1)
+    return [int(token) for token in ids[0, start:]]
+
+
+def own_kv(engine: TransformersEngine, ids: Tensor, start: int = 0) -> FusedKV:
+    """The model's own KV of these tokens, at positions from ``start``."""
+    assert engine._stack is not None
+    fused = FusedKV(engine._stack.geometry, ids.numel())
+    positions = torch.arange(start, start + ids.numel())[None]
+    engine.model(
+        input_ids=ids[None],
+        position_ids=positions,
+        past_key_values=FusedCache(fused, 0),
+        use_cache=True,
+    )
+    return fused
+
+
+def _blended(engine: TransformersEngine, ids: Tensor, cached: int, ratio: float) -> float:
+    """Difference of logits when the KV of the first ``cached`` tokens is there already."""
+    stack = engine._stack
+    assert stack is not None
+    fused = FusedKV(stack.geometry, ids.numel())
+    known = Candidates.none(ids.numel())
+    if cached:
+        own = own_kv(engine, ids[:cached])
+        fused.keys[:, :, :cached], fused.values[:, :, :cached] = own.keys, own.values
+        known.cached[:cached] = True
+    config = BlendConfig(selector="random", recompute_ratio=ratio)
+    schedule = plan_schedule(config, stack.geometry.layers)
+    run = BlendPass(stack, ids, fused, known, schedule, row_block=97)
+    run.run()
+    return _difference(
+        stack.logits(run.hidden)[0],
+        engine.model(input_ids=ids[None], use_cache=False).logits[0, -1],
+    )
+
+
+def _moved(engine: TransformersEngine, ids: Tensor, by: int) -> float:
+    assert engine._stack is not None
+    here, there = own_kv(engine, ids).keys[:1], own_kv(engine, ids, by).keys[:1]
+    return _difference(rotated(here, engine._stack.rotation(by).of(0)), there)
+
+
+def _difference(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max())
+
+
+# The command
+
+
+def builders() -> dict[str, Callable[[], PreTrainedModel]]:
+    """Return what builds each family's model, by name."""
+    plain = {name: family.build for name, family in families().items()}
+    return dict(sorted({**plain, **WITH_PICTURES}.items()))
+
+
+def try_all(names: Iterable[str]) -> Iterator[Row | tuple[str, str]]:
+    """Measure families; of one that cannot be built or run at all, its name and why."""
+    build = builders()
+    for name in names:
+        try:
+            if name in families():
+                _check_size(families()[name])
+            model = build[name]()
+            model(input_ids=torch.arange(2, 12)[None], use_cache=False)
+        except Exception as error:
+            yield name, f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+            continue
+        try:
+            yield measure(name, model)
+        except Exception as error:
+            line = str(error).splitlines()[0] if str(error) else ""
+            yield Row(name, f"FAILED, {type(error).__name__}: {line}")
+
+
+def _check_size(family: Family) -> None:
+    if family.model_type in SLOW:
+        raise ValueError("it takes minutes on a CPU")
+    config = family.config()
+    if hasattr(config, "vision_config") or hasattr(config, "audio_config"):
+        raise ValueError("made of several models: it is tried by its part that reads text")
+    with torch.device("meta"):
+        weights = sum(w.numel() for w in AutoModelForCausalLM.from_config(config).parameters())
+    if weights > LARGEST_MODEL:
+        raise ValueError(f"{weights:,} weights, although it was made as small as is known how")
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="families to try, all by default")
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    names = asked.names or list(builders())
+    rows, left = [], []
+    for found in tqdm(try_all(names), total=len(names)):
+        (rows if isinstance(found, Row) else left).append(found)
+    blended = sum(row.refusal is None for row in rows)
+    print(
+        f"{blended} of {len(rows)} families are blended (transformers "
+        f"{transformers.__version__}):\n"
+    )
+    print("| family | on the embedded engine | ratio 1 | ratio 0 | moved keys | greedy |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        print(row.line())
+    for name, why in left:
+        print(f"\nNot tried: {name} ({why})")
+
+
+if __name__ == "__main__":
+    main()
