@@ -28,6 +28,8 @@ class BlendConfig:
     min_tokens: prompts with fewer reusable chunk tokens are served by ordinary prefill.
     lead_in: what chunks are precomputed behind: ``none``, ``bos``, ``instruction``, ``document``.
     document_window: tokens of its own document a chunk is precomputed behind, at most.
+    split_special_tokens: what looks like a special token in a chunk is encoded as the text that it
+        is, so that passages cannot speak as the system. An engine's, like the lead-in.
     protect_context: never recompute tokens of a contextual chunk whose own document context is
         absent from the prompt, since fresh KV would forget it. Off at ratio 1.
 
@@ -43,6 +45,7 @@ class BlendConfig:
     lead_in: LeadIn = "document"
     document_window: int = 2048
     protect_context: bool = True
+    split_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "check_layers", tuple(self.check_layers))
@@ -57,6 +60,10 @@ class BlendConfig:
             raise ConfigError(f"selector={self.selector!r} must be a selector's name")
         _check_int("min_tokens", self.min_tokens, 0)
         _check_int("document_window", self.document_window, 1)
+        if not isinstance(self.split_special_tokens, bool):
+            raise ConfigError(
+                f"split_special_tokens={self.split_special_tokens!r} must be true or false"
+            )
         if self.lead_in not in get_args(LeadIn):
             raise ConfigError(
                 f"lead_in={self.lead_in!r} must be one of {', '.join(get_args(LeadIn))}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.prompt import Tokenizer
+    from cacheblend_rag.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 

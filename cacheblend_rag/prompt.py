@@ -1,39 +1,22 @@
 """Segment and BlendPrompt: a prompt as runs of text and chunks, and its token ids and spans.
 
-Each segment is tokenized by itself, so a chunk's tokens in a prompt are those its KV was computed
-from, whatever stands around it.
+Segments are tokenized apart from each other, so a chunk's tokens in a prompt are those its KV was
+computed from, whatever stands around it (see ``tokenization``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from jinja2 import TemplateError
 
 from cacheblend_rag.chunks import Chunk, ChunkRegistry
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.tokenization import SegmentEncoder, Tokenizer
 
 Message = Mapping[str, Any]
-
-PROBE = "a"
-
-
-class Tokenizer(Protocol):
-    """What a prompt asks of a tokenizer; every Hugging Face tokenizer offers it."""
-
-    @property
-    def chat_template(self) -> Any:
-        """The Jinja template (or templates by name) that renders messages; None without one."""
-
-    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
-        """Return token ids; ``verbose`` warns when there are more than the model takes."""
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> Any:
-        """Return the rendered messages, a str when ``tokenize`` is False."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +38,15 @@ class ChunkSpan:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt's token ids and where its chunks stand, in order."""
+    """A prompt's token ids and where its chunks stand, in order.
+
+    inseparable: chunks in it that the tokenizer cannot tell from the text beside them; they are
+    tokenized as text.
+    """
 
     token_ids: tuple[int, ...]
     spans: tuple[ChunkSpan, ...]
+    inseparable: tuple[Chunk, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,23 +99,23 @@ class BlendPrompt:
         """The whole prompt."""
         return "".join(s.text for s in self.segments)
 
-    def encode(self, tokenizer: Tokenizer) -> EncodedPrompt:
-        """Tokenize each segment by itself, behind what the tokenizer puts before any prompt (BOS).
+    def encode(self, tokenizer: Tokenizer | SegmentEncoder) -> EncodedPrompt:
+        """Tokenize the segments, apart from each other as far as the tokenizer can tell them apart.
 
-        The BOS token is not added when the text brings it along, as rendered chat messages do. A
+        A tokenizer is tried for each call; give its SegmentEncoder where that costs too much. A
         chunk that yields no token (its characters normalized away) gets no span. Raises PromptError
         when a text holds an unpaired surrogate.
         """
-        pieces = [(s.chunk, tokenize_chunk(tokenizer, s.text)) for s in self.segments]
-        opening = opening_tokens(tokenizer)
-        first = next((ids for _, ids in pieces if ids), ())
-        token_ids = [] if first[: len(opening)] == opening else list(opening)
+        encoder = tokenizer if isinstance(tokenizer, SegmentEncoder) else SegmentEncoder(tokenizer)
+        done = encoder.encode([(s.text, s.chunk is not None) for s in self.segments])
         spans: list[ChunkSpan] = []
-        for chunk, ids in pieces:
-            if chunk is not None and ids:
-                spans.append(ChunkSpan(chunk, len(token_ids), len(token_ids) + len(ids)))
-            token_ids += ids
-        return EncodedPrompt(tuple(token_ids), tuple(spans))
+        inseparable: list[Chunk] = []
+        for part, span in zip(self.segments, done.spans, strict=True):
+            if part.chunk is not None and span is None:
+                inseparable.append(part.chunk)
+            elif part.chunk is not None and span is not None and span[0] < span[1]:
+                spans.append(ChunkSpan(part.chunk, *span))
+        return EncodedPrompt(done.token_ids, tuple(spans), tuple(inseparable))
 
 
 def segment(
@@ -144,33 +132,6 @@ def segment(
     if done < len(text):
         segments.append(Segment(text[done:]))
     return tuple(segments)
-
-
-def tokenize_chunk(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
-    """Return the tokens of one segment, alone and without special tokens around it.
-
-    Raises PromptError when ``text`` holds an unpaired surrogate, which no tokenizer can encode.
-    """
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise PromptError(
-            f"character {error.start} of {text[:20]!r}... is an unpaired surrogate; decode the "
-            "source with errors='replace'"
-        ) from error
-    return tuple(tokenizer.encode(text, add_special_tokens=False, verbose=False))
-
-
-def opening_tokens(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return what the tokenizer puts before a plain prompt: the BOS token, or nothing.
-
-    Some tokenizers put several tokens there, and some none although they have a BOS token, so it is
-    read off an encoded probe.
-    """
-    bare = tuple(tokenizer.encode(PROBE, add_special_tokens=False, verbose=False))
-    full = tuple(tokenizer.encode(PROBE, add_special_tokens=True, verbose=False))
-    starts = range(len(full) - len(bare) + 1)
-    return full[: next((i for i in starts if full[i : i + len(bare)] == bare), 0)]
 
 
 def render_messages(

@@ -9,6 +9,7 @@ MissReason = Literal[
     "unknown",  # the chunk was given as such, but never registered
     "not stored",  # registered, but its KV is in no tier
     "other model",  # stored KV belongs to another model, tokenizer, lead-in or namespace
+    "inseparable",  # the tokenizer cannot tell it from the text beside it
     "altered text",  # the text differs from the chunk the hint named
     "damaged",  # stored bytes failed their checksum and were quarantined
     "store error",  # a tier could not be read

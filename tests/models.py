@@ -79,10 +79,14 @@ GPT2_CONFIG = GPT2Config(
 )
 
 
-def make_model(family: str = "llama", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def make_model(
+    family: str = "llama", dtype: torch.dtype = torch.float32, *, vocab_size: int = VOCABULARY
+) -> PreTrainedModel:
     """A random model of the family, always the same one."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    config = FAMILIES[family]()
+    config.vocab_size = vocab_size
+    model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = None
     return model.to(dtype).eval()
 

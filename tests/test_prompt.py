@@ -17,10 +17,9 @@ from cacheblend_rag.prompt import (
     BlendPrompt,
     EncodedPrompt,
     Segment,
-    opening_tokens,
     segment,
-    tokenize_chunk,
 )
+from cacheblend_rag.tokenization import SegmentEncoder
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CORPUS = [
@@ -148,7 +147,8 @@ def test_explicit_parts_keep_text_and_chunks(parts: list[str | Chunk]) -> None:
 def test_spans_hold_the_chunk_tokenized_alone(name: str, prompt: BlendPrompt) -> None:
     tokenizer = TOKENIZERS[name]
     encoded = prompt.encode(tokenizer)
-    alone = [(s.chunk, tokenize_chunk(tokenizer, s.text)) for s in prompt.segments if s.chunk]
+    encoder = SegmentEncoder(tokenizer)
+    alone = [(s.chunk, encoder.chunk(s.text)) for s in prompt.segments if s.chunk]
     expected = [(chunk, ids) for chunk, ids in alone if ids]
     assert [span.chunk for span in encoded.spans] == [chunk for chunk, _ in expected]
     assert span_tokens(encoded) == [ids for _, ids in expected]
@@ -175,17 +175,16 @@ def test_a_prompt_without_chunks_is_tokenized_as_usual(name: str) -> None:
 @every_tokenizer
 def test_bos_is_not_doubled(name: str) -> None:
     tokenizer = TOKENIZERS[name]
-    for prompt in (BlendPrompt.of("<s>The lamp"), BlendPrompt.of(Chunk("<s>The lamp"))):
-        token_ids = prompt.encode(tokenizer).token_ids
-        assert token_ids[0] == tokenizer.bos_token_id
-        assert token_ids.count(tokenizer.bos_token_id) == 1
+    token_ids = BlendPrompt.of("<s>The lamp").encode(tokenizer).token_ids
+    assert token_ids[0] == tokenizer.bos_token_id
+    assert token_ids.count(tokenizer.bos_token_id) == 1
 
 
 @every_tokenizer
 def test_an_empty_prompt_is_the_opening_alone(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     opening = (tokenizer.bos_token_id,) if name in ADDS_BOS else ()
-    assert opening_tokens(tokenizer) == opening
+    assert SegmentEncoder(tokenizer).opening == opening
     assert BlendPrompt.of("").encode(tokenizer) == EncodedPrompt(opening, ())
 
 
@@ -225,9 +224,10 @@ def test_the_text_is_the_plain_rendering(
         messages, registry, tokenizer, add_generation_prompt=generation
     )
     assert prompt.text == plain_rendering(tokenizer, messages, generation)
-    encoded = prompt.encode(tokenizer)
+    encoder = SegmentEncoder(tokenizer)
+    encoded = prompt.encode(encoder)
     assert encoded.token_ids.count(tokenizer.bos_token_id) == 1
-    assert span_tokens(encoded) == [tokenize_chunk(tokenizer, s.chunk.text) for s in encoded.spans]
+    assert span_tokens(encoded) == [encoder.chunk(s.chunk.text) for s in encoded.spans]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -209,7 +209,7 @@ class Asker:
             texts = tuple(source.chunk.text for source in shown)
             turns = (*kept, AskedTurn(Turn(question, texts), tuple(shown)))
             prompt = self._segmented(turns)
-            tokens = len(prompt.encode(self.engine.tokenizer).token_ids)
+            tokens = len(prompt.encode(self.engine.encoder).token_ids)
             if tokens <= room:
                 return FittedPrompt(prompt, turns)
             if kept:

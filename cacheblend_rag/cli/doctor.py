@@ -122,14 +122,36 @@ def _check_model(name: str, device: str | None) -> dict[str, Any]:
         engine = TransformersEngine(models.model_folder(name), device=device)
     except CacheBlendError as error:
         return {**found, "problem": str(error)}
+    encoder = engine.encoder
+    whole = "its tokenizer needs whole texts: no chunk's tokens are the same in all prompts"
     return {
         **found,
-        "problem": engine.blend_refusal,
+        "problem": engine.blend_refusal or (whole if encoder.cuts == "nowhere" else None),
         "architecture": type(engine.model).__name__,
         "device": str(engine.model.device),
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "context_window": engine.context_window,
+        "tokenizer": {
+            "segments": encoder.cuts,
+            "adds_prefix_space": encoder.adds_prefix,
+            "special_tokens": len(encoder.special_ids),
+            "role_markers": encoder.role_markers(),
+        },
     }
+
+
+def _tokenizer_line(tokenizer: Mapping[str, Any]) -> str:
+    """Say how prompts are cut, and whether a passage can pass for another turn of a chat."""
+    segments = f"segments are cut {tokenizer['segments']}"
+    if tokenizer["adds_prefix_space"]:
+        segments += ", its prefix space taken off"
+    markers = {
+        None: "no chat template",
+        "none": "the chat template marks no roles",
+        "special tokens": "the chat template's roles are special tokens, not to be had in passages",
+        "text": "the chat template's roles are plain text, so a passage can imitate them",
+    }[tokenizer["role_markers"]]
+    return f"{segments}; {markers}"
 
 
 def _check_extra(name: str, needs: Mapping[str, str]) -> dict[str, Any]:
@@ -162,6 +184,8 @@ def _print_report(found: Mapping[str, Any]) -> None:
     facts = {name: value or "not installed" for name, value in found["versions"].items()}
     facts |= {f"device {entry['device']}": _device_line(entry) for entry in found["devices"]}
     facts[f"model {found['model']['model']}"] = _model_line(found["model"])
+    if "tokenizer" in found["model"]:
+        facts["tokenizer"] = _tokenizer_line(found["model"]["tokenizer"])
     for name, extra in found["extras"].items():
         missing = ", ".join(extra["missing"])
         facts[f"extra {name}"] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -14,8 +15,11 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import PromptLike, SamplingParams
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.fusion.lead_in import LeadIn
-from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt, Tokenizer, tokenize_chunk
+from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.reports import ChunkReport, MissReason
+from cacheblend_rag.tokenization import SegmentEncoder, Tokenizer
+
+logger = logging.getLogger(__name__)
 
 Item = Chunk | Document | str
 
@@ -24,7 +28,7 @@ Item = Chunk | Document | str
 class PreparedPrompt:
     """A prompt ready to be served.
 
-    unmatched: hinted chunks that do not stand in it. max_tokens: as asked, within the window.
+    unmatched: chunks that do not stand in it as such. max_tokens: as asked, within the window.
     """
 
     prompt: EncodedPrompt
@@ -45,6 +49,11 @@ class EngineFront(ABC):
     ) -> None:
         self.tokenizer = tokenizer
         self.config = config or BlendConfig()
+        self.encoder = SegmentEncoder(
+            tokenizer, split_special_tokens=self.config.split_special_tokens
+        )
+        if self.encoder.cuts == "nowhere":
+            logger.warning("the tokenizer needs whole texts: no chunk can be reused in a prompt")
         self.registry = ChunkRegistry() if registry is None else registry
         self.instruction = instruction if isinstance(instruction, str) else instruction(tokenizer)
         self._lead_in: LeadIn
@@ -65,8 +74,8 @@ class EngineFront(ABC):
         return bool(getattr(self.tokenizer, "chat_template", None))
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of ``text`` alone; raises PromptError on unpaired surrogates."""
-        return tokenize_chunk(self.tokenizer, text)
+        """Return the tokens of ``text`` as a chunk; raises PromptError on unpaired surrogates."""
+        return self.encoder.chunk(text)
 
     def register(self, items: Iterable[Item]) -> None:
         """Make chunks known without computing anything; raises PromptError on empty text."""
@@ -112,7 +121,7 @@ class EngineFront(ABC):
         """Segment and tokenize; raises PromptError when it is empty or too long."""
         started = time.perf_counter()
         segmented = self._segments(prompt, hints)
-        encoded = segmented.encode(self.tokenizer)
+        encoded = segmented.encode(self.encoder)
         room = self.context_window - len(encoded.token_ids)
         if not segmented.segments or not encoded.token_ids:
             raise PromptError("prompt is empty: give at least one token")
@@ -136,18 +145,20 @@ class EngineFront(ABC):
         return BlendPrompt.from_messages(prompt, self.registry, self.tokenizer, hints)
 
     def _unmatched(self, prompt: EncodedPrompt, hints: Sequence[Chunk | str]) -> list[ChunkReport]:
-        """Report hinted chunks that do not stand in the prompt word for word."""
+        """Report chunks that do not stand in the prompt by themselves, or not word for word."""
         present = {span.chunk.text for span in prompt.spans}
-        reports = []
+        present |= {chunk.text for chunk in prompt.inseparable}
+        reports = [self._missed(chunk, "inseparable") for chunk in prompt.inseparable]
         for hint in hints:
             if isinstance(hint, str) or hint.text in present:
                 continue
             reason: MissReason = "altered text" if hint.text in self.registry else "unknown"
-            key = self._lead_in.key(hint)
-            reports.append(
-                ChunkReport(key.chunk_id, -1, 0, False, reason, document_id=hint.document_id)
-            )
+            reports.append(self._missed(hint, reason))
         return reports
+
+    def _missed(self, chunk: Chunk, reason: MissReason) -> ChunkReport:
+        key = self._lead_in.key(chunk)
+        return ChunkReport(key.chunk_id, -1, 0, False, reason, document_id=chunk.document_id)
 
 
 def chunks_of(item: Item) -> list[Chunk]:

@@ -10,8 +10,9 @@ from typing import Any
 from cacheblend_rag.chunks import Chunk
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
-from cacheblend_rag.prompt import BlendPrompt, ChunkSpan, opening_tokens, tokenize_chunk
+from cacheblend_rag.prompt import BlendPrompt, ChunkSpan
 from cacheblend_rag.reports import ChunkReport, MissReason
+from cacheblend_rag.tokenization import SegmentEncoder
 
 CACHED_KEYS = 200_000
 CACHED_PIECES = 10_000
@@ -62,14 +63,14 @@ class LeadIn:
 
     def __init__(
         self,
-        tokenizer: Any,
+        encoder: SegmentEncoder,
         config: BlendConfig,
         *,
         instruction: str,
         identity: dict[str, Any],
         namespace: str,
     ) -> None:
-        self.tokenizer = tokenizer
+        self.encoder = encoder
         self.name = config.lead_in
         self.window = config.document_window
         self.tokens = self._lead_tokens(instruction)
@@ -82,7 +83,7 @@ class LeadIn:
             },
             namespace,
         )
-        self._tokenize = lru_cache(CACHED_PIECES)(lambda text: tokenize_chunk(tokenizer, text))
+        self._tokenize = lru_cache(CACHED_PIECES)(encoder.chunk)
         self.key = lru_cache(CACHED_KEYS)(self._key)
 
     def resolve(self, chunk: Chunk) -> LedChunk:
@@ -95,8 +96,8 @@ class LeadIn:
         if self.name == "none":
             return ()
         if self.name == "bos" or not instruction:
-            return opening_tokens(self.tokenizer)
-        return BlendPrompt.of(instruction).encode(self.tokenizer).token_ids
+            return self.encoder.opening
+        return BlendPrompt.of(instruction).encode(self.encoder).token_ids
 
     def _key(self, chunk: Chunk) -> KVKey:
         own = chunk_id(self._tokenize(chunk.text))

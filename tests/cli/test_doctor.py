@@ -5,6 +5,8 @@ import json
 import pytest
 
 from cacheblend_rag.cli import doctor
+from tests.models import make_model
+from tests.tokenizer_kinds import tokenizer_of
 
 
 def test_a_usable_setup(cli, small_model):
@@ -28,11 +30,17 @@ def test_a_model_that_cannot_be_blended_is_named(cli, small_model, tmp_path):
     for file in small_model.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
-    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    config["rope_parameters"] = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+        "original_max_position_embeddings": 2048,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     outcome = cli("doctor", "--model", tmp_path, "--json")
     assert outcome.code == 1
-    assert "dynamic" in outcome.json["model"]["problem"]
+    assert "longrope" in outcome.json["model"]["problem"]
     evaluated = cli("eval", "--model", tmp_path, "--questions", 1, "--json")
     assert (evaluated.code, evaluated.stdout) == (2, "")
     assert "cannot be blended" in evaluated.stderr
@@ -64,3 +72,23 @@ def test_report_keeps_the_brackets_of_extras(cli, small_model, monkeypatch):
     monkeypatch.setattr(doctor, "EXTRAS", {"demo": {"no-such-package": "no_such_package"}})
     text = cli("doctor", "--model", small_model).stdout
     assert "cacheblend-rag[demo]" in "".join(text.split())
+
+
+def test_what_the_tokenizer_allows_is_told(cli, tmp_path):
+    for kind, segments, prefix in (
+        ("legacy prepend", "anywhere", True),
+        ("wordpiece", "between words", False),
+        ("stripping", "nowhere", False),
+    ):
+        folder = tmp_path / kind.replace(" ", "-")
+        tokenizer = tokenizer_of(kind)
+        make_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        outcome = cli("doctor", "--model", folder, "--json")
+        told = outcome.json["model"]["tokenizer"]
+        assert (told["segments"], told["adds_prefix_space"]) == (segments, prefix)
+        assert told["role_markers"] == "special tokens"
+        assert outcome.code == (segments == "nowhere")
+        assert f"segments are cut {segments}" in cli("doctor", "--model", folder).stdout.replace(
+            "\n", " "
+        )

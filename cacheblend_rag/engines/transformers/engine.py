@@ -56,8 +56,9 @@ from cacheblend_rag.fusion.lead_in import LeadIn, LedChunk
 from cacheblend_rag.fusion.prompt_pass import Stopwatch
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prompt import EncodedPrompt, Tokenizer
+from cacheblend_rag.prompt import EncodedPrompt
 from cacheblend_rag.reports import MissReason
+from cacheblend_rag.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ class TransformersEngine(EngineFront):
         if self._stack is not None:
             plan_schedule(self.config, self._stack.geometry.layers)
         self._lead_in = LeadIn(
-            self.tokenizer,
+            self.encoder,
             self.config,
             instruction=self.instruction,
             namespace=namespace,

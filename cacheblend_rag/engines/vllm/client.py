@@ -58,8 +58,8 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailabl
 from cacheblend_rag.fusion.indexing import DocumentPass, document_passes
 from cacheblend_rag.fusion.lead_in import LeadIn, LedChunk, PlacedChunk, place_chunks
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
-from cacheblend_rag.prompt import Tokenizer
 from cacheblend_rag.reports import ChunkReport
+from cacheblend_rag.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class VLLMClient(EngineFront):
                 "(cacheblend-rag serve --namespace)"
             )
         self._lead_in = LeadIn(
-            tokenizer,
+            self.encoder,
             self.config,
             instruction=self.instruction,
             identity={"vllm": self.status.identity or model_name},

@@ -18,8 +18,13 @@ from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.serving import transfer_config
 from cacheblend_rag.engines.vllm.versions import check_version
-from cacheblend_rag.errors import CacheBlendError, MissingExtraError, ModelLoadError
-from cacheblend_rag.prompt import Tokenizer
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    EngineUnavailableError,
+    MissingExtraError,
+    ModelLoadError,
+)
+from cacheblend_rag.tokenization import Tokenizer
 
 
 class VLLMEngine(VLLMClient):
@@ -113,6 +118,8 @@ class VLLMEngine(VLLMClient):
         return self._window
 
     async def _send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
@@ -124,15 +131,11 @@ class VLLMEngine(VLLMClient):
             data_parallel_rank=request.replica,
         )
         async with aclosing(outputs) as steps:
-            async for step in steps:
-                out = step.outputs[0]
-                yield Piece(
-                    out.text,
-                    tuple(out.token_ids),
-                    out.finish_reason,
-                    out.stop_reason,
-                    step.kv_transfer_params,
-                )
+            try:
+                async for step in steps:
+                    yield _piece(step)
+            except EngineDeadError as error:
+                raise EngineUnavailableError("vLLM has ended with an error; see its log") from error
 
     def close(self) -> None:
         """Stop vLLM's workers."""
@@ -146,6 +149,13 @@ class VLLMEngine(VLLMClient):
         self._run(stop())
         del self._vllm  # it cleans up after itself, which fails once the interpreter shuts down
         super().close()
+
+
+def _piece(step: Any) -> Piece:
+    out = step.outputs[0]
+    return Piece(
+        out.text, tuple(out.token_ids), out.finish_reason, out.stop_reason, step.kv_transfer_params
+    )
 
 
 def _sampling(request: VLLMRequest) -> Any:

@@ -14,7 +14,7 @@ from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.connection import ServedModel, ServerConnection
 from cacheblend_rag.errors import ConfigError, ModelLoadError
-from cacheblend_rag.prompt import Tokenizer, tokenize_chunk
+from cacheblend_rag.tokenization import Tokenizer, encode_plainly
 
 VOCABULARY_SAMPLE = "The vocabulary of 2024: naïve, Größe, 漢字 🙂\n\t{'x': [0.5]}"
 
@@ -105,7 +105,7 @@ async def check_vocabulary(
 ) -> None:
     """Raise ConfigError unless the server makes the same tokens of a text as ``tokenizer``."""
     there = await connection.tokenize(served.name, VOCABULARY_SAMPLE)
-    if there != tokenize_chunk(tokenizer, VOCABULARY_SAMPLE):
+    if there != encode_plainly(tokenizer, VOCABULARY_SAMPLE):
         raise ConfigError(
             f"the tokenizer here is not that of model {served.name!r} at {connection.url}: "
             "give the model that the server loaded as model="

@@ -204,7 +204,8 @@ class Blender:
 
         Once a job runs layers, ranks meet in the middle of its steps: what fails then on one rank
         must end the engine, since the others wait there for a rank that will not come. A device in
-        error ends it always.
+        error ends it always. vLLM hears the exceptions of one rank only, but sees any rank's
+        process go.
         """
         self.stack.met = False
         try:
@@ -214,7 +215,9 @@ class Blender:
         except Exception as error:
             has_met = self.stack.met or request_id in self._together
             if isinstance(error, DEVICE_ERRORS) or (has_met and get_tp_group().world_size > 1):
-                logger.critical("blending failed where ranks compute together: vLLM must end")
+                logger.critical("blending failed where vLLM cannot go on from", exc_info=True)
+                if get_tp_group().world_size > 1:
+                    raise SystemExit(1) from error
                 raise
             if isinstance(error, CacheBlendError):
                 return {"error": str(error)}

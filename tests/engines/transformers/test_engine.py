@@ -10,7 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TieredKVStore
+from cacheblend_rag import (
+    BlendConfig,
+    BlendPrompt,
+    Chunk,
+    SamplingParams,
+    TieredKVStore,
+    TransformersEngine,
+)
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import ConfigError, PromptError
 from tests.engines.transformers.conftest import EngineFactory
@@ -228,10 +235,11 @@ def test_an_empty_prompt_is_refused_even_where_a_bos_token_is_added(
     make_engine: EngineFactory,
 ) -> None:
     engine = make_engine()
-    engine.tokenizer = copy.deepcopy(engine.tokenizer)
-    engine.tokenizer._tokenizer.post_processor = TemplateProcessing(
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    tokenizer._tokenizer.post_processor = TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", 1)]
     )
+    engine = TransformersEngine(engine.model, tokenizer=tokenizer)
     assert engine.generate("w5 w6", SHORT).prompt_tokens == 3
     with pytest.raises(PromptError, match="prompt is empty"):
         engine.generate("")

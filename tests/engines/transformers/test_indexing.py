@@ -68,10 +68,10 @@ def test_contextual_kv_is_a_slice_of_the_whole_documents_kv(make_engine: EngineF
 def test_a_whole_document_reused_in_place_is_exact(make_engine: EngineFactory) -> None:
     engine = make_engine(instruction=INSTRUCTION, recompute_ratio=0.0)
     engine.precompute([DOCUMENT], progress=False)
-    parts: list[str | Chunk] = [INSTRUCTION]
+    parts: list[str | Chunk] = [f"{INSTRUCTION}\n"]
     for chunk in DOCUMENT.to_chunks():
         parts += [chunk, DOCUMENT.separator]
-    prompt = BlendPrompt.of(*parts[:-1], words(6, 60))
+    prompt = BlendPrompt.of(*parts[:-1], f"\n{words(6, 60)}")
     blended, full = engine.generate(prompt, SHORT), engine.generate_full(prompt, SHORT)
     assert blended.report.reused_tokens == sum(12 + i for i in range(4))
     assert blended.token_ids == full.token_ids

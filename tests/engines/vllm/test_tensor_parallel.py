@@ -15,7 +15,7 @@ from cacheblend_rag.engines.vllm.connector import _Results
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.serving import transfer_config
 from cacheblend_rag.engines.vllm.worker import RANK_FAILED
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.errors import EngineUnavailableError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.failing import TOLD, FailingConnector
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -126,7 +126,7 @@ def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
     assert engine.generate(retrieved(), SHORT).report.blended
     (tmp_path / "fail").touch()
     started = time.monotonic()
-    with pytest.raises(CacheBlendError):
+    with pytest.raises(EngineUnavailableError, match="has ended"):
         engine.generate(f"{retrieved().text} w3", SHORT)
     assert time.monotonic() - started < ENDS_WITHIN_SECONDS
 
