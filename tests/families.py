@@ -1,8 +1,7 @@
 """Every causal language model that the installed transformers can build, tiny and random.
 
 `python -m tests.families` tries them all on the embedded engine and prints a Markdown table, which
-stands in docs/models.md; `--vllm` tries those that vLLM serves, in vLLM. Families by name: only
-these.
+stands in docs/models.md; `--vllm` tries IN_VLLM in vLLM. Families by name: only these.
 
 A family is built from its config class: whatever TINY names and the class knows is made small.
 Where that does not give a model that shows what is special to the family, CHANGES says what to
@@ -12,9 +11,12 @@ change.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
+import subprocess
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +27,12 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.engines.transformers.cache import FusedCache
-from tests.models import VOCABULARY, make_tokenizer, words
+from tests.models import VOCABULARY, make_tokenizer, prompt_of, words
 
 LAYERS = 4
 WINDOW = 48
@@ -106,6 +108,7 @@ DECODER: dict[str, Any] = {"is_decoder": True}
 CHANGES: dict[str, dict[str, Any]] = {
     # what a family needs to be built small, or to show what is special to it
     "afmoe": {
+        "route_norm": True,
         "sliding_window": WINDOW,
         "global_attn_every_n_layers": 2,
         "score_func": "sigmoid",
@@ -301,6 +304,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 
+IN_VLLM = (
+    "apertus", "arcee", "bloom", "cohere", "cohere2", "ernie4_5", "exaone4", "exaone_moe", "falcon",
+    "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
+    "granite", "granitemoe", "helium", "hyperclovax", "llama", "llama, yarn", "mistral", "mixtral",
+    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "phi3, longrope", "qwen2",
+    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+"""Families that are tried in vLLM."""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -451,7 +463,7 @@ def measure(name: str, model: PreTrainedModel) -> Row:
     config = BlendConfig(recompute_ratio=1.0, lead_in="none", min_tokens=0)
     engine = TransformersEngine(model, tokenizer=tokenizer, config=config)
     chunks = [Chunk(words(CHUNK_TOKENS, seed)) for seed in (2, 3, 4)]
-    prompt = BlendPrompt.of(words(5, 1), *(part for c in chunks for part in (c, " w9 ")), "w5 w6")
+    prompt = prompt_of(words(5, 1), *(part for c in chunks for part in (c, " w9 ")), "w5 w6")
     engine.precompute(chunks, progress=False)
     answer = engine.generate(prompt, GREEDY)
     ids = torch.tensor([prompt.encode(tokenizer).token_ids])
@@ -563,14 +575,8 @@ def _check_size(family: Family) -> None:
         raise ValueError(f"{weights:,} weights, although it was made as small as is known how")
 
 
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", help="families to try, all by default")
-    asked = parser.parse_args()
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    names = asked.names or list(builders())
+def print_embedded(names: Sequence[str]) -> None:
+    """Try families on the embedded engine and print the table."""
     rows, left = [], []
     for found in tqdm(try_all(names), total=len(names)):
         (rows if isinstance(found, Row) else left).append(found)
@@ -583,8 +589,43 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for row in rows:
         print(row.line())
+    print("\nNot tried:\n")
     for name, why in left:
-        print(f"\nNot tried: {name} ({why})")
+        print(f"- {name}: {why}")
+
+
+def print_in_vllm(names: Sequence[str]) -> None:
+    """Try families in vLLM, each in a process of its own, and print the table."""
+    print("| family | in vLLM | ratio 1 | ratio 0 |")
+    print("| --- | --- | --- | --- |")
+    for name in tqdm(names):
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.engines.vllm.one_family", name],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        lines = run.stdout.splitlines() or ["{}"]
+        found = json.loads(lines[-1]) if lines[-1].startswith("{") else {}
+        state = "blended" if "everything" in found else f"refused: {found.get('refusal')}"
+        if not found or "failed" in found:
+            state = f"FAILED: {found.get('failed', 'the process ended')}"
+        values = [f"{found[key]:.0e}" if key in found else "" for key in ("everything", "nothing")]
+        print(f"| {name} | {state} | {' | '.join(values)} |", flush=True)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="families to try, all by default")
+    parser.add_argument("--vllm", action="store_true", help="try them in vLLM")
+    asked = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    if asked.vllm:
+        print_in_vllm(asked.names or IN_VLLM)
+    else:
+        print_embedded(asked.names or list(builders()))
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from cacheblend_rag import BlendPrompt, Chunk
+
 VOCABULARY = 256
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -89,6 +91,12 @@ def make_model(
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = None
     return model.to(dtype).eval()
+
+
+def prompt_of(*parts: str | Chunk) -> BlendPrompt:
+    """A prompt of these parts with a space between them, so that none is within a word."""
+    spaced = [part for each in parts for part in (each, " ")]
+    return BlendPrompt.of(*spaced[:-1])
 
 
 def save_model(family: str, folder: Path, head_dim: int) -> None:

@@ -9,13 +9,13 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.engines.transformers.support import open_stack
-from tests.models import FAMILIES, VOCABULARY, make_model, make_tokenizer, words
+from tests.models import FAMILIES, VOCABULARY, make_model, make_tokenizer, prompt_of, words
 
 HEAD, CHUNK, QUESTION = 5, 40, 9
 GREEDY = SamplingParams(max_tokens=16)
@@ -164,7 +164,7 @@ def test_ratio_one_gives_the_same_greedy_text(model: PreTrainedModel) -> None:
     parts: list[str | Chunk] = [words(HEAD, 1)]
     for seed in (2, 3, 4):
         parts += [Chunk(words(CHUNK, seed)), " w9 "]
-    prompt = BlendPrompt.of(*parts, words(QUESTION, 5))
+    prompt = prompt_of(*parts, words(QUESTION, 5))
     config = BlendConfig(recompute_ratio=1.0, lead_in="none", min_tokens=0)
     engine = TransformersEngine(model, tokenizer=tokenizer, config=config)
     assert engine.blend_refusal is None

@@ -22,7 +22,7 @@ from cacheblend_rag.engines.vllm.wire import SALT_PREFIX
 from cacheblend_rag.fusion import prompt_pass
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.models import FAMILIES, make_tokenizer, words
+from tests.models import FAMILIES, make_tokenizer, prompt_of, words
 
 DOCUMENTS = (
     Document("a", (words(60, 1), words(150, 2)), separator=" w77 "),
@@ -45,7 +45,7 @@ def retrieved(count: int = 3, seed: int = 9) -> BlendPrompt:
     parts: list[Any] = [words(9, 50)]
     for chunk in chosen:
         parts += [chunk, " w7 "]
-    return BlendPrompt.of(*parts, words(23, seed))
+    return prompt_of(*parts, words(23, seed))
 
 
 def logprobs(engine: VLLMClient, request: VLLMRequest) -> list[float]:
@@ -263,7 +263,7 @@ def test_missing_chunks_are_computed_and_reported(llama: InProcessEngine) -> Non
     unknown = Document("new", (words(80, 31),)).to_chunks()[0]
     llama.register([unknown])
     stored = DOCUMENTS[0].to_chunks()[0]
-    prompt = BlendPrompt.of(unknown, " w7 ", stored, " w7 ", words(20, 9))
+    prompt = prompt_of(unknown, " w7 ", stored, " w7 ", words(20, 9))
     assert difference(llama, prompt, 1.0) == 0.0
     generation = llama.generate(prompt, SHORT)
     assert [(c.hit, c.reason) for c in generation.report.chunks] == [

@@ -21,7 +21,7 @@ from cacheblend_rag.engines.vllm.engine import _sampling
 from cacheblend_rag.engines.vllm.wire import SALT_PREFIX
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS
-from tests.models import words
+from tests.models import prompt_of, words
 
 REQUESTS = 200
 AT_ONCE = 24
@@ -45,7 +45,7 @@ def prompts_of(kind: str) -> list[BlendPrompt]:
         chosen = [] if kind == "plain" else draw.sample(chunks, 2)
         chosen += [missing] if kind == "missing" else []
         parts = [part for chunk in chosen for part in (chunk, " w7 ")]
-        prompts.append(BlendPrompt.of(*parts, words(90 + 7 * index, 300 + index)))
+        prompts.append(prompt_of(*parts, words(90 + 7 * index, 300 + index)))
     return prompts
 
 

@@ -26,7 +26,7 @@ from cacheblend_rag.engines.vllm.serving import running_server
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, PromptError
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
-from tests.models import make_tokenizer, words
+from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
 REUSE = CONFIG.with_changes(recompute_ratio=0.0)
@@ -138,7 +138,7 @@ def test_a_stream_joins_to_the_answer_and_brings_the_report(filled: VLLMClient) 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_one_token_brings_its_report(filled: VLLMClient, streamed: bool) -> None:
-    prompt = BlendPrompt.of(*DOCUMENTS[0].to_chunks()[:1], words(17, 77 + streamed))
+    prompt = prompt_of(*DOCUMENTS[0].to_chunks()[:1], words(17, 77 + streamed))
     if streamed:
         answer = list(filled.stream(prompt, ONE_TOKEN, config=REUSE))[-1].generation
     else:
@@ -153,7 +153,7 @@ def test_why_nothing_was_reused_is_always_told(filled: VLLMClient) -> None:
     assert (plain.report.blended, plain.report.reason) == (False, "no known chunk in the prompt")
     stranger = Chunk(words(50, 41))
     filled.register([stranger])
-    report = filled.generate(BlendPrompt.of(stranger, words(9, 42)), SHORT).report
+    report = filled.generate(prompt_of(stranger, words(9, 42)), SHORT).report
     assert (report.blended, report.reason) == (False, "no chunk of the prompt is stored")
     assert [chunk.reason for chunk in report.chunks] == ["not stored"]
     few = CONFIG.with_changes(min_tokens=10_000)
@@ -227,7 +227,7 @@ def mixed_prompts(count: int) -> list[BlendPrompt]:
         if index % 5 == 0:
             chosen.append(missing)
         parts = [part for chunk in chosen for part in (chunk, " w7 ")]
-        prompts.append(BlendPrompt.of(*parts, words(20 + index, 200 + index)))
+        prompts.append(prompt_of(*parts, words(20 + index, 200 + index)))
     return prompts
 
 

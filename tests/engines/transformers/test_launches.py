@@ -1,0 +1,96 @@
+"""What a blend pass asks of a device: never an answer within a layer, and few operations.
+
+Models stand on the meta device, which computes nothing and has no answer to give: whatever asks for
+one raises. So every operation counted here is one that an accelerator is launched for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
+from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.support import open_stack
+from tests.models import make_model
+from tests.operations import Operations
+
+TOKENS, CHUNK = 400, 300
+META = torch.device("meta")
+MOST_A_BLOCK = {"llama": 45, "mistral-sliding": 47, "qwen3": 64}
+"""Launches of one layer over one block of rows, the model's own included; they may only fall."""
+
+
+def on_meta(family: str) -> TransformersStack:
+    stack = open_stack(make_model(family))
+    stack.model.to(META)
+    stack._weight = next(stack.model.parameters())
+    stack._geometry = replace(stack.geometry, device=META)
+    stack._rotation.cache_clear()
+    return stack
+
+
+def launches(family: str, ratio: float, row_block: int) -> list[tuple[int | None, Operations]]:
+    """Run a pass whose rows are chosen before layer 0; what each of its steps launched."""
+    stack = on_meta(family)
+    known = Candidates.none(TOKENS)
+    known.cached[:CHUNK] = known.eligible[:CHUNK] = True
+    config = BlendConfig(selector="random", recompute_ratio=ratio)
+    run = BlendPass(
+        stack,
+        torch.zeros(TOKENS, dtype=torch.long, device=META),
+        FusedKV(stack.geometry, TOKENS),
+        known,
+        plan_schedule(config, stack.geometry.layers),
+        row_block=row_block,
+    )
+    steps = []
+    going = run.steps()
+    while True:
+        with Operations() as seen:
+            try:
+                layer = next(going)
+            except StopIteration:
+                return steps
+        steps.append((layer, seen))
+
+
+@pytest.mark.parametrize("family", MOST_A_BLOCK)
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+def test_no_layer_asks_the_device_for_anything(family: str, ratio: float) -> None:
+    with torch.inference_mode():
+        steps = launches(family, ratio, row_block=64)
+    assert [layer for layer, _ in steps if layer is not None] == [0, 1, 2, 3]
+    assert [seen.reads for _, seen in steps] == [[]] * len(steps)
+    assert all(seen.launched for _, seen in steps)
+
+
+@pytest.mark.parametrize("family", MOST_A_BLOCK)
+def test_a_layer_launches_few_operations_a_block(family: str) -> None:
+    with torch.inference_mode():
+        steps = launches(family, 0.3, row_block=64)
+    counts = [seen.launched.total() for _, seen in steps[1:-1]]
+    assert max(counts) <= MOST_A_BLOCK[family], steps[1][1].launched
+
+
+def test_moving_a_chunk_shares_tables_and_launches_one_operation_a_layer_or_less() -> None:
+    stack = on_meta("llama")
+    with torch.inference_mode():
+        tables = stack.tables(17)
+        with Operations() as seen:
+            stack.rotation(17)
+            stack.rotation(17)
+    assert len({id(table) for table in tables}) == 1
+    assert seen.reads == []
+    assert seen.launched.total() < 40, seen.launched
+
+
+def test_a_read_would_be_seen() -> None:
+    """The tests above can fail: meta tensors refuse, and a count on another device shows it."""
+    with Operations() as seen, pytest.raises(RuntimeError):
+        torch.ones(3, device=META).sum().item()
+    assert seen.launched.total() > 0

@@ -1,0 +1,68 @@
+"""`python -m tests.engines.vllm.one_family NAME`: try one family in vLLM, print a JSON line.
+
+vLLM's process-wide state stands one family a process, and some take the process with them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag import BlendConfig
+from tests.families import families
+from tests.models import make_tokenizer
+
+HEAD = 64
+"""Heads as wide as vLLM's kernels need them."""
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def save_family(name: str, folder: Path) -> Path:
+    """Save a family's random model and a tokenizer, in widths that vLLM's kernels take."""
+    family = families()[name]
+    known = family.config().to_dict()
+    wide = {"head_dim", "global_head_dim", "moe_intermediate_size"}
+    wide |= {"shared_expert_intermediate_size", "shared_intermediate_size"}
+    more: dict[str, Any] = {key: HEAD for key in wide if known.get(key)}
+    heads = int(family.config().num_attention_heads)
+    family.build(hidden_size=heads * HEAD, **more).save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def try_family(name: str, folder: Path) -> dict[str, Any]:
+    """Return whether it is blended, and how far ratio 1 is from vLLM's own prefill."""
+    from tests.engines.vllm.inprocess import InProcessEngine
+    from tests.engines.vllm.test_exactness import DOCUMENTS, difference, retrieved
+
+    engine = InProcessEngine(save_family(name, folder), BlendConfig(min_tokens=0, selector="hkvd"))
+    found: dict[str, Any] = {"name": name, "refusal": engine.status.refusal or None}
+    if engine.status.active:
+        engine.precompute(DOCUMENTS, progress=False)
+        prompt = retrieved()
+        found |= {"everything": difference(engine, prompt, 1.0)}
+        found |= {"nothing": difference(engine, prompt, 0.0)}
+    return found
+
+
+def main() -> None:
+    """See the module; the process ends at once, whatever vLLM still has running."""
+    name = sys.argv[1]
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = try_family(name, Path(folder) / "model")
+        except Exception as error:
+            line = (str(error).splitlines() or [""])[0]
+            found = {"name": name, "failed": f"{type(error).__name__}: {line}"[:160]}
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
