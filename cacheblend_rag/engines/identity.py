@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -76,11 +76,21 @@ def _settings(config: Any) -> dict[str, Any]:
 def weights_in_memory(model: nn.Module, dtype: torch.dtype) -> str:
     """Return a hash of a model's weights as they were loaded; see ``weights_in_files``."""
     digests = {}
-    for name, weight in model.named_parameters():
-        flat = weight.detach().reshape(-1)
-        sample = flat[torch.tensor(_sampled(flat.numel()), device=flat.device)]
-        digests[name] = _digest(name, list(weight.shape), sample, dtype)
+    for parameter, whole in model.named_parameters():
+        for name, weight in _stored_parts(parameter, whole.detach()):
+            flat = weight.reshape(-1)
+            sample = flat[torch.tensor(_sampled(flat.numel()), device=flat.device)]
+            digests[name] = _digest(name, list(weight.shape), sample, dtype)
     return _together(digests)
+
+
+def _stored_parts(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a weight is made of: quantized ones hold codes and scales."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        yield name, weight
+        return
+    for part in weight.__tensor_flatten__()[0]:
+        yield from _stored_parts(f"{name}.{part}", getattr(weight, part))
 
 
 def weights_in_files(name: str | Path, dtype: torch.dtype, revision: str | None = None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GraniteConfig
 
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
@@ -115,3 +116,38 @@ def test_what_cannot_be_told_is_refused(tmp_path: Path, folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(ModelLoadError, match="adapter"):
         weights_in_files(folder, FLOAT32)
+
+
+class Quantized(torch.Tensor):
+    """A weight of codes and scales, as torchao's: nothing but its own operations is defined."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor) -> Quantized:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor) -> None:
+        self.codes, self.scales = codes, scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scales"], None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.overloadpacket.__name__ == "detach":
+            return args[0]
+        raise NotImplementedError(str(function))
+
+
+def test_quantized_weights_are_told_apart_by_codes_and_scales() -> None:
+    def hashed(code: int, scale: float) -> str:
+        codes = torch.full((4, 4), code, dtype=torch.int8)
+        model = nn.Module()
+        model.weight = nn.Parameter(
+            Quantized(codes, torch.full((4, 1), scale)), requires_grad=False
+        )
+        return weights_in_memory(model, FLOAT32)
+
+    assert len({hashed(1, 0.5), hashed(2, 0.5), hashed(1, 0.25)}) == 3
+    assert hashed(1, 0.5) == hashed(1, 0.5)

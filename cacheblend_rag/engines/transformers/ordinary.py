@@ -124,4 +124,5 @@ def _continues(way: OrdinaryPrefill, ids: list[int], wanted: Tensor) -> bool:
     except Exception as error:
         logger.debug("%s does not take our cache", type(way.model).__name__, exc_info=error)
         return False
-    return close(found[None], wanted[None])
+    rounded = getattr(way.model.config, "quantization_config", None) is not None
+    return close(found[None], wanted[None], rounded=rounded)
