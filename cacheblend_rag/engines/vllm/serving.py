@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
+from itertools import pairwise
 from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any, Literal, get_args
@@ -112,10 +113,11 @@ def server_command(
     check_version(installed_version())
     if connector and any(flag.split("=")[0].replace("_", "-") == KV_FLAG for flag in flags):
         raise ConfigError(f"{KV_FLAG} is set by cacheblend-rag: leave it out, or use vllm serve")
-    replicas = int(_given(flags, DATA_PARALLEL_FLAGS) or 1)
-    transfer = (
-        [KV_FLAG, json.dumps(transfer_config(**options, replicas=replicas))] if connector else []
-    )
+    replicas = _given(flags, DATA_PARALLEL_FLAGS) or "1"
+    if not replicas.isdigit() or int(replicas) < 1:
+        raise ConfigError(f"{DATA_PARALLEL_FLAGS[0]}={replicas!r} must be a number of at least 1")
+    settings = transfer_config(**options, replicas=int(replicas))
+    transfer = [KV_FLAG, json.dumps(settings)] if connector else []
     own = connector and is_for_gpus() and not _given(flags, MEMORY_FLAGS)
     memory = [MEMORY_FLAGS[0], str(MEMORY_SHARE)] if own else []
     timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
@@ -133,7 +135,7 @@ def server_command(
 def _given(flags: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the value that vLLM's flags give an option, by any of its names; the last counts."""
     found: str | None = None
-    for flag, following in zip(flags, [*flags[1:], ""], strict=True):
+    for flag, following in pairwise([*flags, ""]):
         name, joined, value = flag.partition("=")
         if name.replace("_", "-") in names:
             found = value if joined else following

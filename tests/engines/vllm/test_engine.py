@@ -35,8 +35,8 @@ def test_synchronous_blending_gives_the_same_answers(
 def test_a_tiny_cache_preempts_and_answers_stay_right(open_vllm: EngineFactory) -> None:
     engine = open_vllm(num_gpu_blocks_override=24, max_num_seqs=8)
     engine.precompute(DOCUMENTS, progress=False)
-    prompts = mixed_prompts(12)
-    long = SamplingParams(max_tokens=120)
+    prompts = mixed_prompts(8)
+    long = SamplingParams(max_tokens=100)
     alone = [engine.generate(prompt, long) for prompt in prompts]
     assert same_tokens(alone, engine.generate_batch(prompts, long))
 
@@ -49,18 +49,26 @@ def test_a_request_without_its_salt_is_not_blended(engine: VLLMEngine) -> None:
     assert logprobs(engine, unsalted) == logprobs(engine, reference)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_model_that_cannot_be_blended_answers_by_ordinary_prefill(
-    open_vllm: EngineFactory, asynchronous: bool
+def test_every_replica_has_the_chunks_and_answers_for_its_reports(
+    open_vllm: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = open_vllm("gpt2", asynchronous=asynchronous)
-    report = engine.precompute(DOCUMENTS, progress=False)
-    assert report.computed == 0
-    assert sum(report.refused.values()) == 4
-    answer = engine.generate(retrieved(), SHORT)
-    assert answer.token_ids == engine.generate_full(retrieved(), SHORT).token_ids
-    assert not answer.report.blended
-    assert "decoder layers" in str(answer.report.reason)
+    """vLLM sends requests to whichever replica is free; each has a memory of its own."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    engine = open_vllm(config=REUSE, data_parallel_size=2)
+    assert engine.status.replicas == 2
+    assert engine.precompute(DOCUMENTS, progress=False).computed == 4
+    for seed in range(4):
+        whole = engine.generate(retrieved(seed=20 + seed), SHORT)
+        *_, last = engine.stream(retrieved(seed=30 + seed), SHORT)
+        assert last.generation is not None
+        for answer in (whole, last.generation):
+            assert [chunk.hit for chunk in answer.report.chunks] == [True] * 3
+    for document in DOCUMENTS:
+        engine.evict_document(document.document_id)
+    for seed in range(4):
+        report = engine.generate(retrieved(seed=40 + seed), SHORT).report
+        assert [chunk.hit for chunk in report.chunks] == [False] * 3
 
 
 def test_bad_input_is_one_line(tmp_path: Path) -> None:

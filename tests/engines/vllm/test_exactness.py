@@ -22,6 +22,7 @@ from cacheblend_rag.engines.vllm.wire import SALT_PREFIX
 from cacheblend_rag.fusion import prompt_pass
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.one_family import save_family
 from tests.models import FAMILIES, make_tokenizer, prompt_of, words
 
 DOCUMENTS = (
@@ -31,6 +32,15 @@ DOCUMENTS = (
 SHORT = SamplingParams(max_tokens=6)
 SOME = 0.3
 HAS_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+
+COMPILED = ("llama", "gemma3", "qwen3-moe")
+"""Compiling takes a minute each; these have all that is compiled for the layers alone."""
+TRIED = (
+    "cohere2", "ernie4_5", "exaone4", "exaone_moe", "glm4", "gpt_neox", "granite", "hyperclovax",
+    "olmo2", "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+)  # fmt: skip
+"""Families that only a trial tells how to drive: multipliers, rotary layouts, no residual, other
+windows and those that vLLM runs on its Transformers backend."""
 
 OpenFamily = Callable[..., InProcessEngine]
 
@@ -90,9 +100,10 @@ def open_family(model_folder: Callable[[str], Path]) -> Iterator[OpenFamily]:
     """Open an engine over a family with the documents indexed; it is closed after the test."""
     opened: list[InProcessEngine] = []
 
-    def open_engine(family: str = "llama", **options: Any) -> InProcessEngine:
+    def open_engine(family: str | Path = "llama", **options: Any) -> InProcessEngine:
         config = BlendConfig(min_tokens=0, selector="hkvd")
-        opened.append(InProcessEngine(model_folder(family), config, **options))
+        folder = family if isinstance(family, Path) else model_folder(family)
+        opened.append(InProcessEngine(folder, config, **options))
         report = opened[-1].precompute(DOCUMENTS, progress=False)
         assert (report.computed, report.refused) == (4, {})
         return opened[-1]
@@ -109,10 +120,10 @@ def llama(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
     engine.close()
 
 
-def check_exact(engine: InProcessEngine, seed: int = 9) -> None:
+def check_exact(engine: InProcessEngine, seed: int = 9, rounding: float = 0.0) -> None:
     """Ratio 1 is ordinary prefill; less is not, and is blended all the same."""
     prompt = retrieved(seed=seed)
-    assert difference(engine, prompt, 1.0) == 0.0
+    assert difference(engine, prompt, 1.0) <= rounding
     reused = difference(engine, prompt, 0.0)
     assert reused > 1e-4, "plain reuse of moved chunks is never exact"
     assert math.isfinite(reused)
@@ -128,6 +139,15 @@ def test_ratio_1_equals_ordinary_prefill(open_family: OpenFamily, family: str) -
     # One engine does for both ways, since starting one is what takes time.
     engine.scheduler.connector._asynchronous = False
     check_exact(engine, seed=10)
+
+
+@pytest.mark.parametrize("family", TRIED)
+def test_a_family_is_blended_for_what_its_trial_shows(
+    open_family: OpenFamily, tmp_path: Path, family: str
+) -> None:
+    # Experts are given all rows of a step at once, here in other blocks than there.
+    rounding = 2e-6 if family == "qwen2_moe" else 0.0
+    check_exact(open_family(save_family(family, tmp_path)), rounding=rounding)
 
 
 def test_a_window_in_all_layers_is_always_blended_asynchronously(open_family: OpenFamily) -> None:
@@ -161,7 +181,7 @@ def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache_of_another_backend(
         check_exact_with_fp8(open_family)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", COMPILED)
 def test_a_compiled_model_is_exact_too(open_family: OpenFamily, family: str) -> None:
     engine = open_family(family, enforce_eager=False)
     check_exact(engine)
@@ -241,11 +261,11 @@ def test_both_engines_choose_the_same_rows_and_tokens(
     for engine in (llama, embedded):
         engine.precompute(DOCUMENTS, progress=False)
         answers.append(engine.generate(retrieved(), SHORT, config=config))
-    here, there = (run.stats.recomputed.nonzero()[:, 0] for run in passes)
-    assert torch.equal(here, there)
-    assert (here.numel() > 0) == (selector != "none")
+    here, there = (run.stats.recomputed.nonzero()[0].tolist() for run in passes)
+    assert here == there
+    assert bool(here) == (selector != "none")
     assert answers[0].token_ids == answers[1].token_ids
-    assert answers[0].report.recomputed_tokens == here.numel()
+    assert answers[0].report.recomputed_tokens == len(here)
 
 
 def test_a_plain_request_is_not_served_from_blended_blocks(llama: InProcessEngine) -> None:

@@ -37,6 +37,29 @@ def test_options_reach_the_connector_and_flags_vllm() -> None:
     assert "--kv-transfer-config" not in plain
 
 
+@pytest.mark.parametrize(
+    "flags", [["--data-parallel-size", "3"], ["-dp=3"], ["--data_parallel_size=3"]]
+)
+def test_the_connector_knows_of_replicas(flags: list[str]) -> None:
+    assert settings(server_command("org/model", flags=flags))["replicas"] == 3
+    assert settings(server_command("org/model"))["replicas"] == 1
+
+
+def test_a_number_of_replicas_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--data-parallel-size='many' must be a number"):
+        server_command("org/model", flags=["-dp", "many"])
+
+
+def test_vllm_leaves_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = "--gpu-memory-utilization"
+    assert share not in server_command("org/model")
+    monkeypatch.setattr(serving, "is_for_gpus", lambda: True)
+    assert share in server_command("org/model")
+    assert share not in server_command("org/model", connector=False)
+    own = server_command("org/model", flags=[f"{share}=0.5"])
+    assert [flag for flag in own if flag.startswith(share)] == [f"{share}=0.5"]
+
+
 def test_an_unknown_attention_is_refused_before_vllm_starts() -> None:
     with pytest.raises(ConfigError, match="attention='magic' must be one of auto"):
         server_command("path/to/model", attention="magic")
