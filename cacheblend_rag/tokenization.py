@@ -41,7 +41,8 @@ BETWEEN_WORDS = (
 INSIDE = (("Context:\n(", "alpha"), ("alpha", ") and so"), ("half", "way"), ("19", "84 or so"))
 NEAR = 32
 """Characters on either side of a cut that decide whether it may be there."""
-MARKUP = re.compile(r"\s*[<\[].*[>\]]\s*", re.DOTALL)
+CONTROL = re.compile(r"\s*<[|\uff5c].*[|\uff5c]>\s*", re.DOTALL)
+"""What tokens that steer models look like, where a tokenizer does not declare them special."""
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -209,7 +210,7 @@ class SegmentEncoder:
         if ids is None:
             return None
         for piece in pieces[1:]:
-            ids += self._broken(piece)
+            ids += self._later(piece) or self._plain(piece)
         if run.part is not None and run.guarded and not self.special_ids.isdisjoint(ids):
             return self._broken(run.text)
         return ids
@@ -353,16 +354,20 @@ def _opening_tokens(tokenizer: Tokenizer) -> TokenIds:
 def _special_tokens(tokenizer: Any) -> dict[int, str]:
     """Return the texts of the tokens that a chunk may not hold, by id.
 
-    Those are the special tokens and what is added to the vocabulary in the form of markup. The
-    token for what is unknown is none of them, unless it plays another role, too; bytes are none.
+    Those are the special tokens, and added ones that look like them or that the chat template
+    names. Other added tokens, such as HTML's tags, are words like others. The token for what is
+    unknown is none of them, unless it plays another role, too; bytes are none.
     """
     roles = dict(getattr(tokenizer, "special_tokens_map", {}))
     unknown = roles.pop("unk_token", None)
     others = {text for role in roles.values() for text in _texts(role)}
     ids, texts = (getattr(tokenizer, f"all_special_{what}", ()) for what in ("ids", "tokens"))
     named = dict(zip(ids, texts, strict=True))
+    template = str(getattr(tokenizer, "chat_template", None) or "")
     for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
-        if token.special or MARKUP.fullmatch(token.content):
+        text = token.content
+        named_there = len(text.strip()) > 1 and text in template
+        if token.special or named_there or CONTROL.fullmatch(text):
             named[token_id] = token.content
     return {
         token_id: text

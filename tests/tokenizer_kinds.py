@@ -27,12 +27,15 @@ CORPUS = [
     "Half of the harbour is older than the town; who sailed it, and when (or why)?",
 ]
 BOS, EOS, UNK = "<s>", "</s>", "<unk>"
-START, END, THINK = "<|im_start|>", "<|im_end|>", "<think>"
+START, END = "<|im_start|>", "<|im_end|>"
+THINK, USER, CELL = "<think>", "<\uff5cUser\uff5c>", "<td>"
+"""Added tokens that are not declared special: named by the template, in its form, and neither."""
 SPECIAL = [BOS, EOS, UNK, START, END]
 BYTES = [f"<0x{index:02X}>" for index in range(256)]
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if thinks %}<think>{% endif %}"
 )
 TIKTOKEN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -163,7 +166,8 @@ SPELLS_EVERYTHING = [name for name in KINDS if name not in {*WORDS_ONLY, "unigra
 def tokenizer_of(kind: str, *, opens: bool = True) -> PreTrainedTokenizerFast:
     """Return the tokenizer of a kind; opens: it puts BOS before prompts."""
     tokenizer = BUILDERS[kind]()
-    tokenizer.add_tokens([AddedToken(THINK, special=False, normalized=False)])
+    added = [AddedToken(text, special=False, normalized=False) for text in (THINK, USER, CELL)]
+    tokenizer.add_tokens(added)
     if opens:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
