@@ -119,7 +119,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     words = {"<pad>": 0, "<bos>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>")
 
 
 def words(count: int, seed: int) -> str:

@@ -30,6 +30,7 @@ from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
 REUSE = CONFIG.with_changes(recompute_ratio=0.0)
+BOS = 1
 ONE_TOKEN = SamplingParams(max_tokens=1)
 LONG = SamplingParams(max_tokens=1500)
 
@@ -146,6 +147,15 @@ def test_one_token_brings_its_report(filled: VLLMClient, streamed: bool) -> None
     assert answer is not None
     assert len(answer.token_ids) == 1
     assert [chunk.hit for chunk in answer.report.chunks] == [True]
+
+
+def test_a_passage_holds_no_control_token(filled: VLLMClient) -> None:
+    passage = Chunk(f"{words(40, 60)} <bos> {words(40, 61)}")
+    assert filled.precompute([passage], progress=False).computed == 1
+    prompt = prompt_of("w7 <bos>", passage, words(9, 62))
+    sent = filled._ask(prompt, SHORT, CONFIG, ()).request.token_ids
+    assert [token for token in sent if token == BOS] == [BOS], "the text's own"
+    assert [chunk.hit for chunk in filled.generate(prompt, SHORT).report.chunks] == [True]
 
 
 def test_why_nothing_was_reused_is_always_told(filled: VLLMClient) -> None:
