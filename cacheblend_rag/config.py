@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
@@ -48,10 +48,11 @@ class BlendConfig:
     split_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "check_layers", tuple(self.check_layers))
+        object.__setattr__(self, "check_layers", _list("check_layers", self.check_layers))
         if self.recompute_ratios is not None:
-            object.__setattr__(self, "recompute_ratios", tuple(self.recompute_ratios))
-        object.__setattr__(self, "selector_options", dict(self.selector_options))
+            ratios = _list("recompute_ratios", self.recompute_ratios)
+            object.__setattr__(self, "recompute_ratios", ratios)
+        object.__setattr__(self, "selector_options", _options(self.selector_options))
         _check_ratio("recompute_ratio", self.recompute_ratio)
         _check_layers(self.check_layers)
         if self.recompute_ratios is not None:
@@ -60,10 +61,8 @@ class BlendConfig:
             raise ConfigError(f"selector={self.selector!r} must be a selector's name")
         _check_int("min_tokens", self.min_tokens, 0)
         _check_int("document_window", self.document_window, 1)
-        if not isinstance(self.split_special_tokens, bool):
-            raise ConfigError(
-                f"split_special_tokens={self.split_special_tokens!r} must be true or false"
-            )
+        _check_flag("protect_context", self.protect_context)
+        _check_flag("split_special_tokens", self.split_special_tokens)
         if self.lead_in not in get_args(LeadIn):
             raise ConfigError(
                 f"lead_in={self.lead_in!r} must be one of {', '.join(get_args(LeadIn))}"
@@ -94,6 +93,23 @@ class BlendConfig:
         return (
             self.recompute_ratio if self.recompute_ratios is None else self.recompute_ratios[check]
         )
+
+
+def _list(name: str, value: object) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise ConfigError(f"{name}={value!r:.100} must be a list of numbers")
+    return tuple(value)
+
+
+def _options(value: object) -> dict[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(f"selector_options={value!r:.100} must be an object of named values")
+    return dict(value)
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value!r:.100} must be true or false")
 
 
 def _check_ratio(name: str, value: object) -> None:

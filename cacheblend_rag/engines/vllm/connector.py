@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 STEP_TOKENS = 8192
+LONGEST_REASON = 500
 CANCELLED: Result = {"error": "cancelled"}
 KEPT_REPORTS = 1024
 """Results kept for ``report`` orders, and as many for repeats of a blend."""
@@ -506,15 +507,17 @@ def _drops_blocks(kv_cache_config: KVCacheConfig) -> bool:
 
 def _read_order(request: Request, refusal: str) -> _Pending:
     """Return a request's order, or the reason why it is served by ordinary prefill."""
-    params = request.kv_transfer_params
-    named = sent_report_id(params)
+    named = ""
     try:
+        params = request.kv_transfer_params
+        named = sent_report_id(params)
         order = Order.from_params(params, request.num_prompt_tokens)
-    except (CacheBlendError, TypeError) as error:
-        return _Pending(None, f"malformed order: {error}", named)
-    if order is None:
-        return _Pending(None, blends=False)
-    reason = _decline(request, "" if order.kind in ASKS else refusal)
+        if order is None:
+            return _Pending(None, blends=False)
+        reason = _decline(request, "" if order.kind in ASKS else refusal)
+    except Exception as error:  # whatever it is, it must end this request's work and no other's
+        said = str(error) if isinstance(error, CacheBlendError) else type(error).__name__
+        return _Pending(None, f"malformed order: {said[:LONGEST_REASON]}", named)
     return _Pending(None if reason else order, reason, named, order.kind == "blend")
 
 
