@@ -17,6 +17,7 @@ from cacheblend_rag.errors import (
     MissingExtraError,
     ModelLoadError,
 )
+from cacheblend_rag.kv.chunk_kv import namespace_id
 from tests.models import make_model, make_tokenizer
 
 DOCUMENT = Document("report", ("alpha beta gamma delta", "epsilon zeta eta theta"))
@@ -75,6 +76,25 @@ def test_namespaces_do_not_share_known_chunks(tmp_path: Path) -> None:
     assert len(theirs.registry) == 0
     report = theirs.generate(DOCUMENT.chunks[0] + " question", ONE_TOKEN).report
     assert report.chunks == ()
+
+
+def test_namespaces_whose_hashes_began_alike_are_apart(tmp_path: Path) -> None:
+    """These two shared their first 24 bits, by which they were told apart once."""
+    one, other = "tenant-1452", "tenant-3024"
+    assert len(namespace_id(one)) == 32
+    assert namespace_id(one) != namespace_id(other)
+    ours, theirs = (open_tiny(tmp_path, namespace=name) for name in (one, other))
+    ours.precompute([DOCUMENT], progress=False)
+    assert (len(ours.registry), len(theirs.registry)) == (2, 0)
+
+
+def test_an_older_versions_registry_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "chunks-0a1b2c.sqlite").touch()
+    open_tiny(tmp_path)
+    assert "chunks-0a1b2c.sqlite" in caplog.text
+    assert namespace_id("default") in caplog.text
 
 
 def test_documents_of_one_id_in_a_call_are_variants_and_a_later_call_replaces_them() -> None:

@@ -41,11 +41,14 @@ def stats(path: StorePath, as_json: JsonOption = False) -> None:
         "entries": len(held),
         "bytes": nbytes,
         "quarantined": len(quarantined),
+        "old": sum(key.is_old for key in held),
         "fingerprints": dict(by_fingerprint),
     }
     rows = [(name, *of.values()) for name, of in sorted(by_fingerprint.items())]
     total = ("all", len(held), nbytes)
     _show(result, as_json, ("fingerprint", "entries", "bytes"), [*rows, total])
+    if result["old"] and not as_json:
+        typer.echo(f"{result['old']} of an older version: nothing reads them, `evict` removes them")
     if quarantined and not as_json:
         typer.echo(f"{len(quarantined)} in {path / 'quarantine'}")
 

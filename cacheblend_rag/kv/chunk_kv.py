@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 FORMAT_VERSION = 1
-NAMESPACE_DIGITS = 6
+NAMESPACE_DIGITS = 32
 
 _HASH_32 = re.compile("[0-9a-f]{32}")
-_HASH_16 = re.compile("[0-9a-f]{16}")
+_FINGERPRINT = re.compile("[0-9a-f]{64}")
+_OLD_FINGERPRINT = re.compile("[0-9a-f]{16}")
 
 
 def chunk_id(token_ids: Sequence[int]) -> str:
@@ -25,19 +26,19 @@ def chunk_id(token_ids: Sequence[int]) -> str:
 
 
 def fingerprint(parts: Mapping[str, Any], namespace: str = "default") -> str:
-    """Return a hash (16 hex digits) of what makes KV interchangeable.
+    """Return a hash (64 hex digits) of what makes KV interchangeable.
 
     parts: model, revision, weights dtype, tokenizer, rope, lead-in, TP rank and size: any JSON
-    values. The namespace and the format version are added here. The first 6 digits depend on the
+    values. The namespace and the format version are added here. The first half depends on the
     namespace alone, so that a store can tell what belongs to one tenant without looking at others.
     """
     whole = {**parts, "namespace": namespace, "format": FORMAT_VERSION}
     text = json.dumps(whole, sort_keys=True, default=str)
-    return namespace_id(namespace) + hashlib.blake2b(text.encode(), digest_size=5).hexdigest()
+    return namespace_id(namespace) + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def namespace_id(namespace: str) -> str:
-    """Return the digits that every fingerprint of ``namespace`` begins with."""
+    """Return the 32 hex digits that every fingerprint of ``namespace`` begins with."""
     return hashlib.blake2b(namespace.encode(), digest_size=NAMESPACE_DIGITS // 2).hexdigest()
 
 
@@ -50,7 +51,7 @@ class KVKey:
     """The name of one chunk KV in a store.
 
     chunk_id: hash of the chunk's token ids, 32 hex digits.
-    fingerprint: hash of model, tokenizer, rope, lead-in, namespace, format; 16 hex digits.
+    fingerprint: what ``fingerprint`` returned, 64 hex digits; 16 where an older version stored.
     context_id: chunk_id() of the document tokens the chunk was computed behind; "" without.
 
     Raises ValueError on construction when a part is no such hash: a key is always safe as a
@@ -64,14 +65,19 @@ class KVKey:
     def __post_init__(self) -> None:
         if not _HASH_32.fullmatch(self.chunk_id):
             raise ValueError(f"chunk_id={self.chunk_id!r} must be 32 hex digits")
-        if not _HASH_16.fullmatch(self.fingerprint):
-            raise ValueError(f"fingerprint={self.fingerprint!r} must be 16 hex digits")
+        if not (_FINGERPRINT.fullmatch(self.fingerprint) or self.is_old):
+            raise ValueError(f"fingerprint={self.fingerprint!r} must be 64 hex digits")
         if self.context_id and not _HASH_32.fullmatch(self.context_id):
             raise ValueError(f"context_id={self.context_id!r} must be 32 hex digits or empty")
 
     def __str__(self) -> str:
         tail = f"-{self.context_id}" if self.context_id else ""
         return f"{self.fingerprint}-{self.chunk_id}{tail}"
+
+    @property
+    def is_old(self) -> bool:
+        """Whether it names what an older version stored, which none now asks for."""
+        return bool(_OLD_FINGERPRINT.fullmatch(self.fingerprint))
 
     def is_relative(self, other: KVKey) -> bool:
         """Whether ``other`` is this chunk in this namespace, but of another model or lead-in."""

@@ -67,7 +67,7 @@ def test_it_says_what_it_is(engine: VLLMClient) -> None:
     assert engine.name in {"vllm", "vllm-server"}
     assert (engine.model_name, engine.context_window) == ("llama", 2048)
     assert engine.status.active
-    assert len(engine.fingerprint) == 16
+    assert len(engine.fingerprint) == 64
     assert not engine.has_chat_template
     assert engine.tokenize("w5 w6") == (5, 6)
 
