@@ -63,7 +63,7 @@ class SharedChunkRegistry(ChunkRegistry):
         self._contexts: dict[int, tuple[str, ...]] = {NO_CONTEXT: ()}
         self._last_chunk = self._last_removal = self._seen_version = 0
         with self._failing("opened"):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.touch(mode=0o600)
             self._file = sqlite3.connect(
                 self.path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False

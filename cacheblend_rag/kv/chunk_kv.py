@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -100,7 +101,7 @@ class KVKey:
 class ChunkKV:
     """One chunk's KV.
 
-    keys, values: (layers, kv_heads, tokens, head_dim), keys rotated at positions
+    keys, values: (layers, kv_heads, tokens, head_dim), finite, keys rotated at positions
         ``position .. position + tokens - 1``; contiguous, same dtype, any device.
     position: position of the first token when the KV was computed (the lead-in's length).
     prior: (tokens,) float32, how much each token's KV depends on what precedes the chunk in its
@@ -124,7 +125,7 @@ class ChunkKV:
         return 2 * self.keys.numel() * self.keys.element_size() + prior
 
     def validate(self) -> None:
-        """Raise ValueError unless shapes and dtypes are those the class promises."""
+        """Raise ValueError unless shapes, dtypes and numbers are those the class promises."""
         keys, values, prior = self.keys, self.values, self.prior
         if keys.dim() != 4 or 0 in keys.shape or not keys.is_floating_point():
             raise ValueError(
@@ -142,6 +143,10 @@ class ChunkKV:
             )
         if self.position < 0:
             raise ValueError(f"position={self.position} must be at least 0")
+        for part in (keys, values) if prior is None else (keys, values, prior):
+            # The sum of numbers that are not all finite is not; those of large ones may not be.
+            if not math.isfinite(part.sum(dtype=torch.float32)) and not part.isfinite().all():
+                raise ValueError("holds NaN or infinity")
 
     def to(self, device: torch.device | str) -> ChunkKV:
         """Return the same chunk KV with its tensors on ``device``."""

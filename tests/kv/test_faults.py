@@ -15,8 +15,9 @@ import pytest
 import torch
 from filelock import FileLock
 
-from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore, codec
+from cacheblend_rag.kv import ChunkKV, DiskTier, StoredChunk, TieredKVStore, codec
 from cacheblend_rag.kv.tiers import disk as disk_module
+from cacheblend_rag.shared_registry import SharedChunkRegistry
 
 from .samples import OTHER_FINGERPRINT, chunk_files, make_key, make_kv, same
 
@@ -349,3 +350,85 @@ def test_a_folder_removed_under_the_store_is_made_again(store, tmp_path):
     assert store.get(KEY).reason == "not stored"
     assert store.put(KEY, make_kv())
     assert same(store.get(KEY).kv, make_kv())
+
+
+# What a hand that may write to the folder can do
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("part", ["keys", "values", "prior"])
+def test_what_is_no_number_is_neither_stored_nor_loaded(store, disk, tmp_path, part, value):
+    kv = make_kv()
+    getattr(kv, part).view(-1)[2] = value
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        store.put(KEY, kv)
+    store.put(KEY, make_kv())
+    sound = make_kv()
+    data = codec.encode(KEY, sound)
+    getattr(sound, part).view(-1)[2] = value
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ChunkKV, "validate", lambda self: None)
+        data = codec.encode(KEY, sound)
+    overwrite(tmp_path, data)
+    fresh = TieredKVStore([DiskTier(tmp_path)])
+    found = fresh.get(KEY)
+    assert found.kv is None
+    assert found.reason == "damaged"
+
+
+@pytest.mark.parametrize("text", [b"9" * 5000 + b" 1\n", b"x", b"", b"1 1\n" * 1000])
+def test_a_forged_usage_file_is_counted_afresh(store, disk, tmp_path, text):
+    store.put(KEY, make_kv())
+    (tmp_path / "usage").write_bytes(text)
+    assert (disk.usage().entries, disk.usage().nbytes) == (1, len(DATA))
+    assert store.put(OTHER, make_kv(1))
+    assert store.evict(KEY)
+
+
+def test_a_pipe_for_a_usage_file_holds_nobody_up(tmp_path):
+    os.mkfifo(tmp_path / "usage")
+    process = run_python(
+        """
+        tier = DiskTier(folder)
+        print(tier.put(make_key(0), StoredChunk(make_kv(), time.time())), tier.usage().entries)
+        """,
+        str(tmp_path),
+    )
+    assert finish(process).strip() == "True 1"
+
+
+@pytest.mark.parametrize("name", ["usage", "usage.new"])
+def test_a_link_for_a_usage_file_is_not_written_through(tmp_path, name):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / name).symlink_to(victim)
+    tier = DiskTier(folder)
+    assert tier.put(KEY, StoredChunk(make_kv(), time.time()))
+    assert victim.read_text() == "precious"
+
+
+def test_a_link_for_quarantine_is_not_written_through(store, disk, tmp_path):
+    elsewhere = tmp_path.parent / f"{tmp_path.name}-elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "quarantine").symlink_to(elsewhere)
+    store.put(KEY, make_kv())
+    overwrite(tmp_path, b"x" * len(DATA))
+    assert TieredKVStore([DiskTier(tmp_path)]).get(KEY).kv is None
+    assert list(elsewhere.iterdir()) == []
+
+
+def test_a_chunk_written_long_ago_is_promoted_into_a_full_tier(tmp_path):
+    """Its file is not taken for one that a killed writer left."""
+    tier = DiskTier(tmp_path, len(DATA))
+    assert tier.put(OTHER, StoredChunk(make_kv(1), time.time()))
+    long_ago = time.time() - 2 * disk_module.STALE_TEMPORARY_SECONDS
+    assert tier.put(KEY, StoredChunk(make_kv(), long_ago))
+    assert tier.entry(KEY).written_at == pytest.approx(long_ago, abs=1)
+
+
+def test_a_folder_for_kv_is_its_owners(tmp_path):
+    open_registry = SharedChunkRegistry(tmp_path / "kv" / "chunks.sqlite")
+    open_registry.close()
+    assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700

@@ -195,7 +195,8 @@ class Blender:
             here = [result is not None and "error" in result, self._pace.is_over(until)]
             failed, late = self._agreed(here)
             if result is not None or failed:
-                return result if result and ("error" in result or not failed) else dict(RANK_FAILED)
+                is_told = result is not None and ("error" in result or not failed)
+                return result if is_told else dict(RANK_FAILED)
             if late:
                 return None
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -34,7 +35,8 @@ LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
 
 _HEX = "0123456789abcdef"
-_USAGE = re.compile(rb"([0-9]+) ([0-9]+)\n")
+_USAGE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
+_LONGEST_USAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +144,10 @@ class DiskTier(Tier):
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
         try:
             self._write(temporary, parts)
-            os.utime(temporary, ns=(time.time_ns(), int(chunk.written_at * 1e9)))
             with self._exclusive():
                 self._write_usage(self._make_room(key, nbytes))
+                # Not before: until it is in place, its modification time says whether it is stale.
+                os.utime(temporary, ns=(time.time_ns(), int(chunk.written_at * 1e9)))
                 os.replace(temporary, path)
         finally:
             with suppress(FileNotFoundError):
@@ -157,6 +160,8 @@ class DiskTier(Tier):
     def _set_aside(self, key: KVKey, reason: str) -> None:
         folder = self.path / "quarantine"
         folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink():
+            raise OSError(f"{folder} is a link: nothing is written through it")
         target = folder / f"{key}.{time.time_ns()}"
         path = self._file(key)
         with self._exclusive():
@@ -181,13 +186,7 @@ class DiskTier(Tier):
             os.makedirs(folder, mode=0o700, exist_ok=True)
 
     def _write(self, path: str, parts: list[bytes | memoryview] | list[bytes]) -> None:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(descriptor, "wb") as file:
-            for part in parts:
-                file.write(part)
-            file.flush()
-            if self._fsync:
-                os.fsync(descriptor)
+        _create(path, parts, fsync=self._fsync)
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -272,11 +271,7 @@ class DiskTier(Tier):
 
     def _read_usage(self) -> Usage:
         """Return what the folder holds, under the lock; counted afresh when unknown."""
-        try:
-            text = (self.path / "usage").read_bytes()
-        except FileNotFoundError:
-            text = b""
-        match = _USAGE.fullmatch(text)
+        match = _USAGE.fullmatch(_read_plainly(self.path / "usage", _LONGEST_USAGE))
         return Usage(int(match[1]), int(match[2])) if match else self._scan()
 
     def _write_usage(self, usage: Usage) -> None:
@@ -286,10 +281,39 @@ class DiskTier(Tier):
         is killed in between leaves the record too high, which the next look at a full store
         corrects, never too low.
         """
-        path = self.path / "usage"
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with open(descriptor, "wb") as file:
-            file.write(b"%d %d\n" % (max(usage.entries, 0), max(usage.nbytes, 0)))
+        new = os.path.join(self._root, "usage.new")
+        with suppress(FileNotFoundError):  # of a writer that was killed
+            os.unlink(new)
+        text = b"%d %d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
+        _create(new, [text], fsync=False)
+        os.replace(new, os.path.join(self._root, "usage"))
+
+
+def _create(path: str, parts: list[bytes | memoryview] | list[bytes], *, fsync: bool) -> None:
+    """Write a file that must not be there yet, under whatever kind of name."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        if fsync:
+            os.fsync(descriptor)
+
+
+def _read_plainly(path: Path, most: int) -> bytes:
+    """Return a small regular file's bytes; b"" where there is none, or something else, or more.
+
+    Neither follows a link nor waits for what may be a pipe.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return b""
+        text = file.read(most + 1)
+    return text if len(text) <= most else b""
 
 
 def _key_of(name: str) -> KVKey | None:
@@ -302,8 +326,8 @@ def _key_of(name: str) -> KVKey | None:
         return None
 
 
-def _entry(stat: os.stat_result) -> Entry:
-    return Entry(stat.st_size, stat.st_mtime, stat.st_atime)
+def _entry(found: os.stat_result) -> Entry:
+    return Entry(found.st_size, found.st_mtime, found.st_atime)
 
 
 def _quarantine_time(name: str) -> int:
