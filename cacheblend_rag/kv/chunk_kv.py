@@ -26,6 +26,16 @@ def chunk_id(token_ids: Sequence[int]) -> str:
     return hashlib.blake2b(_int_bytes(token_ids), digest_size=16).hexdigest()
 
 
+def prefix_ids(token_ids: Sequence[int], ends: Sequence[int]) -> list[str]:
+    """Return the chunk ids of the tokens before each of ``ends``, which rise; "" where none is."""
+    digest, done, found = hashlib.blake2b(digest_size=16), 0, []
+    for end in ends:
+        digest.update(_int_bytes(token_ids[done:end]))
+        done = end
+        found.append(digest.hexdigest() if end else "")
+    return found
+
+
 def fingerprint(parts: Mapping[str, Any], namespace: str = "default") -> str:
     """Return a hash (64 hex digits) of what makes KV interchangeable.
 

@@ -46,6 +46,7 @@ from cacheblend_rag.engines.front import EngineFront, Item, PreparedPrompt
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.status import NO_CONNECTOR, ConnectorStatus
 from cacheblend_rag.engines.vllm.wire import (
+    MOST_KEYS,
     NO_REPORT,
     PARAMETER,
     SALT_PREFIX,
@@ -211,7 +212,8 @@ class VLLMClient(EngineFront):
 
         async def load() -> None:
             try:
-                await self._carry_out(self._keys_request("prefetch", chunks), everywhere=True)
+                for request in self._keys_requests("prefetch", chunks):
+                    await self._carry_out(request, everywhere=True)
             except CacheBlendError as error:
                 logger.warning("chunks were not prefetched: %s", error)
 
@@ -373,17 +375,20 @@ class VLLMClient(EngineFront):
         order = Order("precompute", self._sent_lead_in, chunks)
         return _carrier((*work.tokens, work.tokens[-1]), order)
 
-    def _keys_request(self, kind: Kind, chunks: Sequence[Chunk]) -> VLLMRequest:
+    def _keys_requests(self, kind: Kind, chunks: Sequence[Chunk]) -> Iterator[VLLMRequest]:
         keys = [self._lead_in.key(chunk) for chunk in chunks]
-        named = tuple((key.chunk_id, key.context_id) for key in keys)
-        return _carrier((0, 0), Order(kind, self._sent_lead_in, keys=named))
+        named = [(key.chunk_id, key.context_id) for key in keys]
+        for start in range(0, len(named), MOST_KEYS):
+            some = tuple(named[start : start + MOST_KEYS])
+            yield _carrier((0, 0), Order(kind, self._sent_lead_in, keys=some))
 
     def _drop(self, chunks: Sequence[Chunk]) -> int:
         dropped = [chunk for chunk in chunks if not self._is_shared(chunk)]
-        if not dropped:
-            return 0
-        result = self._run(self._carry_out(self._keys_request("evict", dropped), everywhere=True))
-        return int(result.get("evicted", 0))
+        evicted = 0
+        for request in self._keys_requests("evict", dropped):
+            result = self._run(self._carry_out(request, everywhere=True))
+            evicted += int(result.get("evicted", 0))
+        return evicted
 
     async def _carry_out(self, request: VLLMRequest, *, everywhere: bool) -> Mapping[str, Any]:
         """Send a request for the sake of its order; returns the connector's result.

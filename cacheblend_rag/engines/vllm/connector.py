@@ -514,6 +514,7 @@ def _read_order(request: Request, refusal: str) -> _Pending:
         order = Order.from_params(params, request.num_prompt_tokens)
         if order is None:
             return _Pending(None, blends=False)
+        order.check(request.prompt_token_ids)
         reason = _decline(request, "" if order.kind in ASKS else refusal)
     except Exception as error:  # whatever it is, it must end this request's work and no other's
         said = str(error) if isinstance(error, CacheBlendError) else type(error).__name__

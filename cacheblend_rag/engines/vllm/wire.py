@@ -15,14 +15,17 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, LeadIn
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
 
 PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
 VERSION = 1
 NO_REPORT: Mapping[str, Any] = {"reason": "no such report"}
 """The answer to a ``report`` order for what this engine did not do."""
+MOST_KEYS = 4096
+"""Keys that one order may name; who has more sends several."""
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
 
 Kind = Literal["blend", "precompute", "evict", "prefetch", "status", "report"]
@@ -102,6 +105,28 @@ class Order:
         text = json.dumps(params, sort_keys=True, default=list)
         return SALT_PREFIX + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
+    def check(self, token_ids: Sequence[int]) -> None:
+        """Raise ConfigError when what is to be stored is not what its key says it is.
+
+        token_ids: the prompt. Otherwise anyone could store, under the key of another's chunk, KV of
+        that chunk behind another text, to be reused for the other's questions.
+        """
+        if self.kind != "precompute":
+            return
+        lead, first = self.lead_in, self.chunks[0].context_start
+        if any(chunk.context_start != first for chunk in self.chunks):
+            raise ConfigError(f"{PARAMETER}.chunks must have their contexts start in one place")
+        if lead.tokens != chunk_id(token_ids[:first]):
+            raise ConfigError(f"{PARAMETER}.lead_in is not what the prompt begins with")
+        starts = [chunk.start - first for chunk in self.chunks]
+        contexts = prefix_ids(token_ids[first:], starts)
+        if lead.name != "document":
+            contexts = [""] * len(contexts)
+        elif max(starts) > lead.window:
+            raise ConfigError(f"{PARAMETER}.chunks: a context is longer than {lead.window} tokens")
+        if contexts != [chunk.context_id for chunk in self.chunks]:
+            raise ConfigError(f"{PARAMETER}.chunks: a context is not the one that it is named for")
+
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None, tokens: int) -> Order | None:
         """Read an order for a prompt of ``tokens`` tokens; None when there is none.
@@ -144,6 +169,8 @@ def _report_id(sent: Any, *, required: bool) -> str:
 
 def _lead_in(sent: Any) -> SentLeadIn:
     name, tokens, window = _row(sent, "lead_in", (str, str, int))
+    if name not in get_args(LeadIn):
+        raise ConfigError(f"{PARAMETER}.lead_in={name!r:.100} is none")
     if not _HASH.fullmatch(tokens):
         raise ConfigError(f"{PARAMETER}.lead_in tokens must be 32 hex digits")
     return SentLeadIn(name, tokens, window)
@@ -163,6 +190,8 @@ def _chunks(sent: Any, tokens: int, *, of_prompt: bool) -> tuple[SentChunk, ...]
 def _keys(sent: Any) -> tuple[tuple[str, str], ...]:
     if not isinstance(sent, Sequence) or isinstance(sent, str):
         raise ConfigError(f"{PARAMETER}.keys must be a list")
+    if len(sent) > MOST_KEYS:
+        raise ConfigError(f"{PARAMETER}.keys names {len(sent)} chunks, more than {MOST_KEYS}")
     keys = [_row(row, "keys", (str, str)) for row in sent]
     if not all(chunk and all(map(_HASH.fullmatch, (chunk, context))) for chunk, context in keys):
         raise ConfigError(f"{PARAMETER}.keys must hold 32 hex digits each")

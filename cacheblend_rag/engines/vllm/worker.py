@@ -376,13 +376,17 @@ def _led(job: Job, chunk: SentChunk, key: KVKey) -> LedChunk:
 
 
 def _evict(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
-    yield
-    return {"evicted": sum(store.evict(key) for key in keys)}
+    evicted = 0
+    for key in keys:  # each may wait for a disk
+        evicted += store.evict(key)
+        yield
+    return {"evicted": evicted}
 
 
 def _prefetch(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
-    yield
-    store.prefetch(keys)
+    for key in keys:
+        store.prefetch([key])
+        yield
     return {}
 
 

@@ -18,6 +18,7 @@ from cacheblend_rag.engines.vllm.wire import (
     sent_report_id,
 )
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv.chunk_kv import chunk_id
 
 HASH = "0123456789abcdef" * 2
 PROMPT, OTHER_PROMPT = (1, 2, 3), (1, 2, 4)
@@ -101,6 +102,7 @@ def test_another_question_is_other_work_where_it_decides_about_rows() -> None:
         ({"report_id": "../../etc"}, "report_id"),
         ({"report_id": 7}, "report_id"),
         ({"kind": "report"}, "report_id"),
+        ({"kind": "evict", "keys": [[HASH, ""]] * 5000}, "names 5000 chunks, more than 4096"),
     ],
 )
 def test_what_is_malformed_is_refused_by_name(change: dict[str, Any], said: str) -> None:
@@ -116,3 +118,51 @@ def test_a_malformed_order_still_says_where_its_report_goes() -> None:
     assert sent_report_id(params) == HASH
     for useless in (None, {}, {PARAMETER: 3}, {PARAMETER: {"report_id": ["x"]}}, sent(BLEND)):
         assert sent_report_id(useless) == ""
+
+
+# What is stored is what its key says
+
+
+def precompute(**changes: Any) -> Order:
+    """An order over 20 tokens: 3 of lead-in, two chunks of a document behind them."""
+    first = SentChunk(3, 8, "", False, 3)
+    second = SentChunk(9, 15, chunk_id(TOKENS[3:9]), False, 3)
+    whole = {"lead_in": SentLeadIn("document", chunk_id(TOKENS[:3]), 64), "chunks": (first, second)}
+    return Order("precompute", **{**whole, **changes})
+
+
+TOKENS = tuple(range(100, 120))
+HONEST = precompute()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"lead_in": SentLeadIn("document", HASH, 64)}, "not what the prompt begins with"),
+        ({"lead_in": SentLeadIn("bos", HONEST.lead_in.tokens, 0)}, "not the one that it is named"),
+        ({"lead_in": SentLeadIn("document", HONEST.lead_in.tokens, 5)}, "longer than 5 tokens"),
+        ({"chunks": (replace(HONEST.chunks[0], context_id=HASH),)}, "not the one that it is named"),
+        ({"chunks": (replace(HONEST.chunks[1], context_id=""),)}, "not the one that it is named"),
+        ({"chunks": (replace(HONEST.chunks[1], context_id=HASH),)}, "not the one that it is named"),
+        (
+            {"chunks": (HONEST.chunks[0], replace(HONEST.chunks[1], context_start=4))},
+            "start in one place",
+        ),
+    ],
+)
+def test_kv_is_not_stored_under_anothers_key(changes: dict[str, Any], said: str) -> None:
+    HONEST.check(TOKENS)
+    with pytest.raises(ConfigError, match=said):
+        precompute(**changes).check(TOKENS)
+
+
+def test_the_same_names_over_another_text_are_refused() -> None:
+    for position in range(9):  # of the lead-in, of the first chunk, and of what parts the chunks
+        other = [*TOKENS[:position], 7, *TOKENS[position + 1 :]]
+        with pytest.raises(ConfigError, match=r"not what the prompt begins|not the one that it is"):
+            HONEST.check(other)
+
+
+def test_chunks_behind_the_lead_in_alone_have_no_context() -> None:
+    lead_in = SentLeadIn("bos", chunk_id(TOKENS[:3]), 0)
+    precompute(lead_in=lead_in, chunks=(SentChunk(9, 15, "", False, 3),)).check(TOKENS)
