@@ -372,15 +372,14 @@ class VLLMClient(EngineFront):
             SentChunk(start, start + len(led.token_ids), led.key.context_id, False, len(led.lead))
             for led, start in work.members
         )
-        order = Order("precompute", self._sent_lead_in, chunks)
-        return _carrier((*work.tokens, work.tokens[-1]), order)
+        return _carrier(Order("precompute", self._sent_lead_in, chunks, tokens=tuple(work.tokens)))
 
     def _keys_requests(self, kind: Kind, chunks: Sequence[Chunk]) -> Iterator[VLLMRequest]:
         keys = [self._lead_in.key(chunk) for chunk in chunks]
         named = [(key.chunk_id, key.context_id) for key in keys]
         for start in range(0, len(named), MOST_KEYS):
             some = tuple(named[start : start + MOST_KEYS])
-            yield _carrier((0, 0), Order(kind, self._sent_lead_in, keys=some))
+            yield _carrier(Order(kind, self._sent_lead_in, keys=some))
 
     def _drop(self, chunks: Sequence[Chunk]) -> int:
         dropped = [chunk for chunk in chunks if not self._is_shared(chunk)]
@@ -415,7 +414,7 @@ class VLLMClient(EngineFront):
     async def _late_result(self, report_id: str) -> Mapping[str, Any] | None:
         """Ask for the result of a finished request, of each replica: one of them served it."""
         order = Order("report", self._sent_lead_in, report_id=report_id)
-        asked = self._to_replicas(_carrier((0, 0), order))
+        asked = self._to_replicas(_carrier(order))
         answers = await _all_of(map(self._params, asked))
         told = [answer for answer in answers if (answer or {}).get(PARAMETER) != NO_REPORT]
         return (told or answers)[0]
@@ -550,12 +549,12 @@ def _fresh_salt() -> str:
 
 def status_request() -> VLLMRequest:
     """Return the request that asks a connector for its status."""
-    return _carrier((0, 0), Order("status", SentLeadIn("none", "", 0)))
+    return _carrier(Order("status", SentLeadIn("none", "", 0)))
 
 
-def _carrier(token_ids: tuple[int, ...], order: Order) -> VLLMRequest:
+def _carrier(order: Order) -> VLLMRequest:
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
-    return VLLMRequest(token_ids, sampling, f"{SALT_PREFIX}{uuid.uuid4().hex}", order)
+    return VLLMRequest((0, 0), sampling, f"{SALT_PREFIX}{uuid.uuid4().hex}", order)
 
 
 def _result_of(params: Mapping[str, Any] | None) -> Mapping[str, Any]:

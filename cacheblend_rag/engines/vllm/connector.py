@@ -51,7 +51,7 @@ from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint, namespace_id
 from cacheblend_rag.kv.store import TieredKVStore
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 
 STEP_TOKENS = 8192
 LONGEST_REASON = 500
+CARRIER_TOKENS = 2
+"""Tokens after which a request ends that was sent for its order only; results may take as many."""
 CANCELLED: Result = {"error": "cancelled"}
 KEPT_REPORTS = 1024
 """Results kept for ``report`` orders, and as many for repeats of a blend."""
@@ -280,7 +282,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
         self._results[request_id] = result
         if not job.wait:
             self._done.add(request_id)
-        if _leaves_blocks_empty(result):
+        if _leaves_blocks_empty(result, job.order.kind == "blend"):
             size = self._vllm_config.cache_config.block_size
             self._failed_blocks |= set(job.block_ids[job.first // size : -(-job.until // size)])
 
@@ -339,10 +341,14 @@ class CacheBlendConnector(KVConnectorBase_V1):
         """Say how many tokens of the prompt will be provided: up to its last chunk, or none."""
         pending = self._pending.get(request.request_id)
         if pending is None:
-            pending = self._pending[request.request_id] = _read_order(request, self._refusal)
+            model = self._vllm_config.model_config
+            pending = _read_order(request, self._refusal, model)
+            self._pending[request.request_id] = pending
         if pending.order is None or pending.order.kind == "report":
             return 0, False
-        tokens = pending.order.chunks[-1].end if pending.order.chunks else 1
+        if not pending.blends:
+            request.max_tokens = min(request.max_tokens, CARRIER_TOKENS)
+        tokens = pending.order.chunks[-1].end if pending.blends else 1
         external = tokens - num_computed_tokens
         if external <= 0:
             work = _work_of(request, tokens)
@@ -374,7 +380,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
             Job(
                 request_id=request.request_id,
                 order=pending.order,
-                tokens=tuple(request.prompt_token_ids),
+                tokens=pending.order.tokens or tuple(request.prompt_token_ids),
                 first=pending.tokens - num_external_tokens,
                 until=pending.tokens,
                 block_ids=tuple(blocks.get_block_ids()[0]),
@@ -402,7 +408,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
                 if pending is None:
                     continue
                 pending.result = result
-                if _leaves_blocks_empty(result):  # vLLM computes these itself: promise none again
+                if _leaves_blocks_empty(result, pending.blends):  # vLLM's now: promise none again
                     pending.order = None
 
     def request_finished(
@@ -430,7 +436,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
         """Count a finished request's result; keep it for a later ``report``, not the oldest."""
         if pending.blends and result != CANCELLED:
             self._stats.record(result)
-        if pending.blends and pending.work and not _leaves_blocks_empty(result):
+        if pending.work and not _leaves_blocks_empty(result, pending.blends):
             _keep(self._blended, pending.work, result)
         if pending.report_id:
             _keep(self._reports, pending.report_id, result)
@@ -491,9 +497,9 @@ def _stored(result: Result) -> float:
     return float(result.get("computed", 0))
 
 
-def _leaves_blocks_empty(result: Result) -> bool:
-    """Whether the blocks a job was to fill are left to vLLM."""
-    return "error" in result or "reason" in result
+def _leaves_blocks_empty(result: Result, blends: bool) -> bool:
+    """Whether the blocks a job was to fill are left to vLLM: they hold other requests' KV still."""
+    return not blends or "error" in result or "reason" in result
 
 
 def _drops_blocks(kv_cache_config: KVCacheConfig) -> bool:
@@ -505,7 +511,7 @@ def _drops_blocks(kv_cache_config: KVCacheConfig) -> bool:
     return any(isinstance(spec, SlidingWindowSpec) for spec in specs)
 
 
-def _read_order(request: Request, refusal: str) -> _Pending:
+def _read_order(request: Request, refusal: str, model: ModelConfig) -> _Pending:
     """Return a request's order, or the reason why it is served by ordinary prefill."""
     named = ""
     try:
@@ -514,7 +520,7 @@ def _read_order(request: Request, refusal: str) -> _Pending:
         order = Order.from_params(params, request.num_prompt_tokens)
         if order is None:
             return _Pending(None, blends=False)
-        order.check(request.prompt_token_ids)
+        order.check(longest=model.max_model_len, vocabulary=model.get_vocab_size())
         reason = _decline(request, "" if order.kind in ASKS else refusal)
     except Exception as error:  # whatever it is, it must end this request's work and no other's
         said = str(error) if isinstance(error, CacheBlendError) else type(error).__name__

@@ -1,7 +1,8 @@
 """What an engine asks a worker to do, and how that travels in a request's ``kv_transfer_params``.
 
 Requests come from anyone who may talk to the server, so everything is checked: shapes, ranges and
-types. Token ids are never sent twice: a request's own prompt holds them.
+types. What is to be blended is a request's own prompt. Every other order goes with any two tokens
+as prompt, which vLLM computes itself: no block is promised that would hold another request's KV.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
 
 PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
-VERSION = 1
+VERSION = 2
 NO_REPORT: Mapping[str, Any] = {"reason": "no such report"}
 """The answer to a ``report`` order for what this engine did not do."""
 MOST_KEYS = 4096
@@ -36,10 +37,10 @@ ASKS = ("status", "report")
 
 @dataclass(frozen=True, slots=True)
 class SentChunk:
-    """Tokens [start, end) of the prompt are a chunk.
+    """Tokens [start, end) of what is to be blended or precomputed are a chunk.
 
     context_id: of its document context, "" without one. protected: not to be recomputed.
-    context_start: where its document context starts in the prompt (precompute only).
+    context_start: where its document context starts (precompute only).
     """
 
     start: int
@@ -63,9 +64,9 @@ class Order:
     """One request's work: fuse the chunks of its prompt, store them, or evict or prefetch others.
 
     Two kinds only ask: ``status`` for the state of the connector, ``report`` for the result of the
-    finished request that had the same ``report_id``. Like evict and prefetch, they go with any two
-    tokens as prompt.
+    finished request that had the same ``report_id``.
 
+    tokens: lead-in and document to be computed (precompute only).
     keys: (chunk id, context id) of the chunks to evict or to prefetch. report_id: 32 hex digits
     under which the result is kept for a later ``report``, or "".
     """
@@ -73,6 +74,7 @@ class Order:
     kind: Kind
     lead_in: SentLeadIn
     chunks: tuple[SentChunk, ...] = ()
+    tokens: tuple[int, ...] = ()
     keys: tuple[tuple[str, str], ...] = ()
     config: BlendConfig = field(default_factory=BlendConfig)
     report_id: str = ""
@@ -88,6 +90,7 @@ class Order:
                     [c.start, c.end, c.context_id, int(c.protected), c.context_start]
                     for c in self.chunks
                 ],
+                "tokens": list(self.tokens),
                 "keys": [list(key) for key in self.keys],
                 "config": asdict(self.config),
                 "report_id": self.report_id,
@@ -105,21 +108,25 @@ class Order:
         text = json.dumps(params, sort_keys=True, default=list)
         return SALT_PREFIX + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def check(self, token_ids: Sequence[int]) -> None:
+    def check(self, *, longest: int, vocabulary: int) -> None:
         """Raise ConfigError when what is to be stored is not what its key says it is.
 
-        token_ids: the prompt. Otherwise anyone could store, under the key of another's chunk, KV of
-        that chunk behind another text, to be reused for the other's questions.
+        Otherwise anyone could store, under the key of another's chunk, KV of that chunk behind
+        another text, to be reused for the other's questions. longest: tokens a model takes at most.
+        vocabulary: tokens it knows.
         """
         if self.kind != "precompute":
             return
+        tokens = self.tokens
+        if len(tokens) > longest or max(tokens) >= vocabulary:
+            raise ConfigError(f"{PARAMETER}.tokens are not such as this model takes")
         lead, first = self.lead_in, self.chunks[0].context_start
         if any(chunk.context_start != first for chunk in self.chunks):
             raise ConfigError(f"{PARAMETER}.chunks must have their contexts start in one place")
-        if lead.tokens != chunk_id(token_ids[:first]):
-            raise ConfigError(f"{PARAMETER}.lead_in is not what the prompt begins with")
+        if lead.tokens != chunk_id(tokens[:first]):
+            raise ConfigError(f"{PARAMETER}.lead_in is not what the tokens begin with")
         starts = [chunk.start - first for chunk in self.chunks]
-        contexts = prefix_ids(token_ids[first:], starts)
+        contexts = prefix_ids(tokens[first:], starts)
         if lead.name != "document":
             contexts = [""] * len(contexts)
         elif max(starts) > lead.window:
@@ -144,10 +151,13 @@ class Order:
         config = sent.get("config", {})
         if not isinstance(config, Mapping):
             raise ConfigError(f"{PARAMETER}.config must be an object")
+        own = _tokens(sent.get("tokens"), needed=kind == "precompute")
+        room = tokens if kind == "blend" else len(own) + 1  # a prompt's last token is vLLM's
         return cls(
             kind,
             _lead_in(sent.get("lead_in")),
-            _chunks(sent.get("chunks"), tokens, of_prompt=kind in {"blend", "precompute"}),
+            _chunks(sent.get("chunks"), room, needed=kind in {"blend", "precompute"}),
+            own,
             _keys(sent.get("keys", ())),
             BlendConfig.from_dict(config),
             _report_id(sent.get("report_id", ""), required=kind == "report"),
@@ -176,8 +186,18 @@ def _lead_in(sent: Any) -> SentLeadIn:
     return SentLeadIn(name, tokens, window)
 
 
-def _chunks(sent: Any, tokens: int, *, of_prompt: bool) -> tuple[SentChunk, ...]:
-    if not of_prompt:
+def _tokens(sent: Any, *, needed: bool) -> tuple[int, ...]:
+    if not needed:
+        return ()
+    if not isinstance(sent, list | tuple) or not sent:
+        raise ConfigError(f"{PARAMETER}.tokens must be a non-empty list")
+    if any(type(token) is not int or not 0 <= token < 1 << 31 for token in sent):
+        raise ConfigError(f"{PARAMETER}.tokens must hold token ids")
+    return tuple(sent)
+
+
+def _chunks(sent: Any, tokens: int, *, needed: bool) -> tuple[SentChunk, ...]:
+    if not needed:
         return ()
     if not isinstance(sent, Sequence) or isinstance(sent, str) or not sent:
         raise ConfigError(f"{PARAMETER}.chunks must be a non-empty list")
@@ -203,7 +223,7 @@ def _chunk(row: Any, tokens: int) -> SentChunk:
         row, "chunks", (int, int, str, int, int)
     )
     if not 0 <= context_start <= start < end < tokens or not _HASH.fullmatch(context_id):
-        raise ConfigError(f"{PARAMETER}.chunks: {list(row)!r} does not fit a prompt of {tokens}")
+        raise ConfigError(f"{PARAMETER}.chunks: {list(row)!r} does not fit {tokens} tokens")
     return SentChunk(start, end, context_id, bool(protected), context_start)
 
 

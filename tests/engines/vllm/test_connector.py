@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +14,10 @@ from transformers import LlamaConfig
 
 from cacheblend_rag import BlendConfig, Generation, SamplingParams
 from cacheblend_rag.engines.vllm.client import VLLMRequest
-from cacheblend_rag.engines.vllm.connector import KEPT_REPORTS, ConnectorSettings, _read_order
+from cacheblend_rag.engines.vllm.connector import KEPT_REPORTS, ConnectorSettings
 from cacheblend_rag.engines.vllm.stats import COUNTERS, PREFIX, BlendStats
 from cacheblend_rag.engines.vllm.support import check_attention, refusal_of
-from cacheblend_rag.engines.vllm.wire import PARAMETER, SALT_PREFIX, Order, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.wire import PARAMETER, Order, SentLeadIn
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
@@ -329,65 +326,3 @@ def test_a_repeat_out_of_the_prefix_cache_is_reported_as_the_blend_it_was(
     assert again.report.recomputed_tokens == 0
     assert again.report.compute_share == 0.0
     assert again.report.reused_tokens == sum(chunk.tokens for chunk in first.report.chunks)
-
-
-# What strangers send
-
-HOSTILE: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**63, 10**5000, 1e308, math.nan, math.inf, "", "abc", "\ud800", "0" * 32,
-    "x" * 100_000, [], {}, [[]], {"a": {}}, [0] * 10_000, {"\ud800": 1}, [None], [1, "2"],
-    [math.nan],
-)  # fmt: skip
-MUTATIONS = 10_000
-
-
-def nested(depth: int) -> Any:
-    value: Any = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-def mutated(value: Any, draw: random.Random) -> Any:
-    """A value with something in it replaced, left out or added."""
-    if draw.random() < 0.15 or not isinstance(value, dict | list) or not value:
-        return nested(draw.randrange(2_000)) if draw.random() < 0.02 else draw.choice(HOSTILE)
-    changed = dict(value) if isinstance(value, dict) else list(value)
-    index = draw.choice(list(changed)) if isinstance(value, dict) else draw.randrange(len(value))
-    change = draw.random()
-    if change < 0.1:
-        del changed[index]
-    elif change < 0.2 and isinstance(changed, dict):
-        changed[draw.choice(["colour", "", "x" * 1000])] = draw.choice(HOSTILE)
-    else:
-        changed[index] = mutated(value[index], draw)
-    return changed
-
-
-def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
-    draw = random.Random(0)
-    chunks = (SentChunk(3, 10), SentChunk(12, 20, "0" * 32, True))
-    lead_in = SentLeadIn("document", "0" * 32, 2048)
-    orders = [
-        Order("blend", lead_in, chunks, config=CONFIG, report_id="1" * 32),
-        Order("precompute", lead_in, chunks),
-        Order("evict", lead_in, keys=(("0" * 32, ""),)),
-        Order("report", lead_in, report_id="1" * 32),
-    ]
-    read = Counter[bool]()
-    for turn in range(MUTATIONS):
-        params = mutated(draw.choice(orders).to_params(), draw)
-        request = SimpleNamespace(
-            kv_transfer_params=params if turn % 50 else draw.choice(HOSTILE),
-            num_prompt_tokens=100,
-            prompt_token_ids=list(range(100)),
-            cache_salt=f"{SALT_PREFIX}x",
-            lora_request=None,
-            mm_features=[],
-            prompt_embeds=None,
-        )
-        pending = _read_order(request, "")  # type: ignore[arg-type]
-        read[pending.order is not None] += 1
-        assert pending.order is None or pending.reason is None
-        assert len(pending.reason or "") < 600
-    assert min(read[True], read[False]) > MUTATIONS // 50

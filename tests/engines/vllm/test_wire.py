@@ -41,7 +41,7 @@ def sent(order: Order) -> dict[str, Any]:
     "order",
     [
         BLEND,
-        Order("precompute", LEAD_IN, (SentChunk(3, 10, HASH, False, 2),)),
+        Order("precompute", LEAD_IN, (SentChunk(3, 10, HASH, False, 2),), tokens=tuple(range(10))),
         Order("evict", LEAD_IN, keys=((HASH, ""), (HASH, HASH))),
         Order("prefetch", LEAD_IN, keys=((HASH, ""),)),
         Order("status", LEAD_IN),
@@ -127,18 +127,23 @@ def precompute(**changes: Any) -> Order:
     """An order over 20 tokens: 3 of lead-in, two chunks of a document behind them."""
     first = SentChunk(3, 8, "", False, 3)
     second = SentChunk(9, 15, chunk_id(TOKENS[3:9]), False, 3)
-    whole = {"lead_in": SentLeadIn("document", chunk_id(TOKENS[:3]), 64), "chunks": (first, second)}
+    whole: dict[str, Any] = {
+        "lead_in": SentLeadIn("document", chunk_id(TOKENS[:3]), 64),
+        "chunks": (first, second),
+        "tokens": TOKENS,
+    }
     return Order("precompute", **{**whole, **changes})
 
 
 TOKENS = tuple(range(100, 120))
+MODEL = {"longest": 20, "vocabulary": 120}
 HONEST = precompute()
 
 
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lead_in": SentLeadIn("document", HASH, 64)}, "not what the prompt begins with"),
+        ({"lead_in": SentLeadIn("document", HASH, 64)}, "not what the tokens begin with"),
         ({"lead_in": SentLeadIn("bos", HONEST.lead_in.tokens, 0)}, "not the one that it is named"),
         ({"lead_in": SentLeadIn("document", HONEST.lead_in.tokens, 5)}, "longer than 5 tokens"),
         ({"chunks": (replace(HONEST.chunks[0], context_id=HASH),)}, "not the one that it is named"),
@@ -148,21 +153,23 @@ HONEST = precompute()
             {"chunks": (HONEST.chunks[0], replace(HONEST.chunks[1], context_start=4))},
             "start in one place",
         ),
+        ({"tokens": (*TOKENS, 100)}, "not such as this model takes"),
+        ({"tokens": (*TOKENS[:-1], 120)}, "not such as this model takes"),
     ],
 )
 def test_kv_is_not_stored_under_anothers_key(changes: dict[str, Any], said: str) -> None:
-    HONEST.check(TOKENS)
+    HONEST.check(**MODEL)
     with pytest.raises(ConfigError, match=said):
-        precompute(**changes).check(TOKENS)
+        precompute(**changes).check(**MODEL)
 
 
 def test_the_same_names_over_another_text_are_refused() -> None:
     for position in range(9):  # of the lead-in, of the first chunk, and of what parts the chunks
         other = [*TOKENS[:position], 7, *TOKENS[position + 1 :]]
-        with pytest.raises(ConfigError, match=r"not what the prompt begins|not the one that it is"):
-            HONEST.check(other)
+        with pytest.raises(ConfigError, match=r"not what the tokens begin|not the one that it is"):
+            precompute(tokens=tuple(other)).check(**MODEL)
 
 
 def test_chunks_behind_the_lead_in_alone_have_no_context() -> None:
     lead_in = SentLeadIn("bos", chunk_id(TOKENS[:3]), 0)
-    precompute(lead_in=lead_in, chunks=(SentChunk(9, 15, "", False, 3),)).check(TOKENS)
+    precompute(lead_in=lead_in, chunks=(SentChunk(9, 15, "", False, 3),)).check(**MODEL)

@@ -1,0 +1,129 @@
+"""What strangers may send to a vLLM server, and what it must not bring them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, SamplingParams
+from cacheblend_rag.engines.vllm.client import VLLMRequest
+from cacheblend_rag.engines.vllm.connector import _read_order
+from cacheblend_rag.engines.vllm.wire import SALT_PREFIX, Order, SentChunk, SentLeadIn
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.test_exactness import SHORT, logprobs
+from tests.models import make_tokenizer, words
+
+CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
+
+
+@pytest.fixture(scope="module", params=["asynchronous", "synchronous"])
+def engine(
+    request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
+) -> Iterator[InProcessEngine]:
+    """An engine whose blocks are few, so that each has held another request's KV."""
+    settings = {"asynchronous": request.param == "asynchronous"}
+    few = {"num_gpu_blocks_override": 12, "max_model_len": 1024}
+    engine = InProcessEngine(model_folder("llama"), CONFIG, settings, **few)
+    yield engine
+    engine.close()
+
+
+# What strangers send
+
+HOSTILE: tuple[Any, ...] = (
+    None, True, -1, 0, 1, 2**63, 10**5000, 1e308, math.nan, math.inf, "", "abc", "\ud800", "0" * 32,
+    "x" * 100_000, [], {}, [[]], {"a": {}}, [0] * 10_000, {"\ud800": 1}, [None], [1, "2"],
+    [math.nan],
+)  # fmt: skip
+MUTATIONS = 10_000
+
+
+def nested(depth: int) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def mutated(value: Any, draw: random.Random) -> Any:
+    """A value with something in it replaced, left out or added."""
+    if draw.random() < 0.15 or not isinstance(value, dict | list) or not value:
+        return nested(draw.randrange(2_000)) if draw.random() < 0.02 else draw.choice(HOSTILE)
+    changed = dict(value) if isinstance(value, dict) else list(value)
+    index = draw.choice(list(changed)) if isinstance(value, dict) else draw.randrange(len(value))
+    change = draw.random()
+    if change < 0.1:
+        del changed[index]
+    elif change < 0.2 and isinstance(changed, dict):
+        changed[draw.choice(["colour", "", "x" * 1000])] = draw.choice(HOSTILE)
+    else:
+        changed[index] = mutated(value[index], draw)
+    return changed
+
+
+def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
+    draw = random.Random(0)
+    chunks = (SentChunk(3, 10), SentChunk(12, 20, "0" * 32, True))
+    lead_in = SentLeadIn("document", "0" * 32, 2048)
+    orders = [
+        Order("blend", lead_in, chunks, config=CONFIG, report_id="1" * 32),
+        Order("precompute", lead_in, chunks, tokens=tuple(range(20))),
+        Order("evict", lead_in, keys=(("0" * 32, ""),)),
+        Order("report", lead_in, report_id="1" * 32),
+    ]
+    model = SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 256)
+    read = Counter[bool]()
+    for turn in range(MUTATIONS):
+        params = mutated(draw.choice(orders).to_params(), draw)
+        request = SimpleNamespace(
+            kv_transfer_params=params if turn % 50 else draw.choice(HOSTILE),
+            num_prompt_tokens=100,
+            cache_salt=f"{SALT_PREFIX}x",
+            lora_request=None,
+            mm_features=[],
+            prompt_embeds=None,
+        )
+        pending = _read_order(request, "", model)  # type: ignore[arg-type]
+        read[pending.order is not None] += 1
+        assert pending.order is None or pending.reason is None
+        assert len(pending.reason or "") < 600
+    assert min(read[True], read[False]) > MUTATIONS // 50
+
+
+def orders_of_every_kind(engine: InProcessEngine) -> dict[str, Order]:
+    lead_in = engine._sent_lead_in
+    tokens = tuple(range(2, 150))
+    whole = SentChunk(0, 148, "", False, 0)
+    return {
+        "precompute": Order("precompute", lead_in, (whole,), tokens=tokens),
+        "evict": Order("evict", lead_in, keys=(("0" * 32, ""),)),
+        "prefetch": Order("prefetch", lead_in, keys=(("0" * 32, ""),)),
+        "status": Order("status", lead_in),
+        "report": Order("report", lead_in, report_id="1" * 32),
+    }
+
+
+@pytest.mark.parametrize("kind", ["precompute", "evict", "prefetch", "status", "report"])
+def test_an_order_reads_nothing_of_others(engine: InProcessEngine, kind: str) -> None:
+    """Whatever goes with an order as prompt is computed, never decoded from what stood there."""
+    for seed in range(4):  # others' prompts, in all blocks there are
+        engine.generate_full(words(700, 70 + seed), SHORT)
+    order = orders_of_every_kind(engine)[kind]
+    prompt = tuple(make_tokenizer().encode(words(400, 90)))
+    many = SamplingParams(max_tokens=40)
+    salt = f"{SALT_PREFIX}{kind}"
+    seen = logprobs(engine, VLLMRequest(prompt, many, salt, order))
+    assert len(seen) == (40 if kind == "report" else 2), "it ends when its order is done"
+    plain = logprobs(engine, VLLMRequest(prompt, many, f"plain {kind}"))
+    assert seen == plain[: len(seen)]
+    after = logprobs(engine, VLLMRequest(prompt, many, salt))
+    assert after == pytest.approx(plain, abs=1e-4), (
+        "what the prefix cache keeps is the prompt's own"
+    )
