@@ -61,6 +61,8 @@ class SharedChunkRegistry(ChunkRegistry):
         self._rows: dict[int, Chunk] = {}
         self._ids: dict[Chunk, int] = {}
         self._contexts: dict[int, tuple[str, ...]] = {NO_CONTEXT: ()}
+        self._written: dict[int, Chunk] = {}
+        self._latest: tuple[tuple[str, ...], int] = ((), NO_CONTEXT)
         self._last_chunk = self._last_removal = self._seen_version = 0
         with self._failing("opened"):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -157,7 +159,8 @@ class SharedChunkRegistry(ChunkRegistry):
                 self._ids.pop(chunk, None)
             super().discard_many(gone)
             for row, text, document, context in added:
-                chunk = Chunk(_decoded(text), _document_id(document), self._context(context))
+                own = self._written.pop(row, None)
+                chunk = own or Chunk(_decoded(text), _document_id(document), self._context(context))
                 super().add_many([chunk])
                 self._rows[row], self._ids[chunk], self._last_chunk = chunk, row, row
             self._last_removal = removed[-1][0] if removed else self._last_removal
@@ -200,11 +203,21 @@ class SharedChunkRegistry(ChunkRegistry):
 
     def _insert_row(self, chunk: Chunk) -> None:
         """Write a chunk, and its texts and context where they are new."""
-        context = NO_CONTEXT
-        for piece in chunk.context:
-            context = self._id_of("contexts", parent=context, text=self._text_id(piece))
         document = None if chunk.document_id is None else _encoded(chunk.document_id)
-        self._insert("chunks", text=self._text_id(chunk.text), document=document, context=context)
+        context = self._context_id(chunk.context)
+        text = self._text_id(chunk.text)
+        row = self._insert("chunks", text=text, document=document, context=context)
+        self._written[row] = chunk
+
+    def _context_id(self, pieces: tuple[str, ...]) -> int:
+        """Return a context's id. A document's next chunk has the last one's and a piece more."""
+        known, context = self._latest
+        if pieces[: len(known)] != known:
+            known, context = (), NO_CONTEXT
+        for piece in pieces[len(known) :]:
+            context = self._id_of("contexts", parent=context, text=self._text_id(piece))
+        self._latest = pieces, context
+        return context
 
     def _delete_row(self, chunk: Chunk) -> None:
         """Delete a chunk, if it is there, and the texts and contexts that only it needed."""
@@ -223,6 +236,7 @@ class SharedChunkRegistry(ChunkRegistry):
             ).fetchone()
             self._file.execute("DELETE FROM contexts WHERE id = ?", (context,))
             self._contexts.pop(context, None)
+            self._latest = (), NO_CONTEXT
             self._delete_text(text)
             context = parent
 
@@ -262,10 +276,14 @@ class SharedChunkRegistry(ChunkRegistry):
     def _writing(self) -> Iterator[None]:
         """Hold the file, with everything read that was written before; then take in the rest."""
         with self._file_lock, self._failing("changed"):
-            with self._transaction("IMMEDIATE"):
+            try:
+                with self._transaction("IMMEDIATE"):
+                    self._read_news()
+                    yield
                 self._read_news()
-                yield
-            self._read_news()
+            finally:  # others may remove it once the file is not held
+                self._latest = (), NO_CONTEXT
+                self._written.clear()
 
     @contextmanager
     def _transaction(self, kind: str) -> Iterator[None]:

@@ -187,3 +187,15 @@ def test_searches_go_on_when_the_file_is_damaged_later(
     assert "cannot be read" in caplog.text
     with pytest.raises(StoreError, match="cannot be changed"):
         registry.add(Chunk("more"))
+
+
+def test_a_document_registered_again_and_in_part_is_whole_after_a_restart(tmp_path: Path) -> None:
+    """Contexts are written as what one chunk adds to the last one's, and some go meanwhile."""
+    document = Document("d", tuple(f"passage {index}" for index in range(8)))
+    chunks = document.to_chunks()
+    registry = SharedChunkRegistry(tmp_path / "chunks.sqlite")
+    registry.add_many(chunks)
+    registry.discard_many(chunks[5:])
+    registry.add_many([chunks[7], chunks[2], chunks[7], chunks[6], chunks[3]])
+    again = SharedChunkRegistry(tmp_path / "chunks.sqlite")
+    assert set(again.document("d")) == set(registry.document("d")) == {*chunks[:5], *chunks[6:]}
