@@ -78,7 +78,7 @@ def test_index_ask_and_evict(filled: VLLMClient) -> None:
     filled.prefetch(["a", DOCUMENTS[1].to_chunks()[0]])
     chunks = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
     for request in filled._keys_requests("prefetch", chunks):
-        assert filled._run(filled._carry_out(request, everywhere=True)) == {}
+        assert "error" not in filled._run(filled._carry_out(request, everywhere=True))
 
     prompt = retrieved().text
     answer = filled.generate(prompt, SHORT, config=REUSE)
