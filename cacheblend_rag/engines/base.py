@@ -161,7 +161,7 @@ class Engine(Protocol):
         """Whether prompts may be chat messages."""
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of ``text`` alone, without special tokens around it."""
+        """Return the tokens of ``text`` as a chunk: what looks like a special token is text."""
 
     def precompute(
         self, items: Iterable[Chunk | Document | str], *, progress: bool = True

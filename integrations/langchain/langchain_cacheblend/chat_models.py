@@ -100,7 +100,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     # Tokens
 
     def get_token_ids(self, text: str) -> list[int]:
-        """Return the model's own tokens of ``text``, without special tokens around it."""
+        """Return the model's own tokens of ``text`` as a passage, which has no special tokens."""
         if self.custom_get_token_ids is not None:
             return self.custom_get_token_ids(text)
         return list(self.engine.tokenize(text))

@@ -24,6 +24,7 @@ from cacheblend_rag import (
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
+from cacheblend_rag.engines.vllm import wire
 from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 from cacheblend_rag.engines.vllm.serving import RunningServer, free_port
 from cacheblend_rag.engines.vllm.status import NO_CONNECTOR
@@ -111,7 +112,7 @@ def test_it_says_what_it_is(engine: VLLMServerEngine, server: RunningServer) -> 
     assert engine.context_window == 4096
     assert engine.has_chat_template
     assert KEY not in repr(engine)
-    assert (engine.status.active, engine.status.wire) == (True, 1)
+    assert (engine.status.active, engine.status.wire) == (True, wire.VERSION)
 
 
 def test_answers_are_the_embedded_engines_and_right(

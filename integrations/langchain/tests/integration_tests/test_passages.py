@@ -45,7 +45,8 @@ def read_questions() -> list[tuple[str, list[Document]]]:
 
 def expected_places(llm: ChatCacheBlend, documents: list[Document]) -> list[tuple[Any, ...]]:
     """Document, first token and length of each passage of the prompt."""
-    start, places = llm.get_num_tokens(llm.engine.instruction), []
+    instruction = make_tokenizer().encode(llm.engine.instruction, add_special_tokens=False)
+    start, places = len(instruction), []
     for document in documents:
         tokens = llm.get_num_tokens(document.page_content)
         places.append((document.metadata["source"], start, tokens))
