@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +15,19 @@ from cacheblend_rag.cli import output
 from cacheblend_rag.cli.models import DEMO_MODEL
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.vllm import serving
+from cacheblend_rag.engines.vllm.door import (
+    BODY_VARIABLE,
+    KEY_VARIABLE,
+    MAX_BODY_MIB,
+    STORE_KEY_VARIABLE,
+)
 from cacheblend_rag.errors import ConfigError, StoreError
 
 logger = logging.getLogger(__name__)
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 GIB = 1 << 30
+KEY_FLAG = "--api-key"
 
 
 def serve_command(
@@ -69,10 +77,14 @@ def serve_command(
             min=1, help="With --synchronous: tokens blended in one step.", show_default="8192"
         ),
     ] = None,
+    max_body_mib: Annotated[
+        int, typer.Option(min=1, help="Longest body of a request, in MiB.")
+    ] = MAX_BODY_MIB,
 ) -> None:
     """Start a vLLM server that blends; every other option is handed to vLLM as it is.
 
-    vLLM reads the environment as ever: VLLM_API_KEY is the key that clients must give.
+    VLLM_API_KEY in the environment is the key that clients must give, on every path but /health;
+    CACHEBLEND_STORE_KEY is the one that is needed to store and to evict chunk KV.
     """
     if model.startswith("-"):
         raise ConfigError(
@@ -95,8 +107,22 @@ def serve_command(
     )
     if kv_path is None:
         output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")
+    has_key = any(flag.split("=")[0].replace("_", "-") == KEY_FLAG for flag in context.args)
+    if not (has_key or os.environ.get(KEY_VARIABLE) or _is_loopback(host)):
+        output.warn(
+            f"whoever reaches {host}:{port} may ask, store and evict: set {KEY_VARIABLE}, and "
+            f"{STORE_KEY_VARIABLE} for who may store and evict"
+        )
     logger.info("starting %s", shlex.join(command[: len(command) - len(context.args)]))
-    os.execv(command[0], command)  # noqa: S606  # signals and the exit code are vLLM's own
+    environment = {**os.environ, BODY_VARIABLE: str(max_body_mib)}
+    os.execve(command[0], command, environment)  # noqa: S606  # signals and exit code: vLLM's own
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _made(folder: Path) -> Path:

@@ -16,8 +16,29 @@ def executed(monkeypatch):
     """What `serve` would have become."""
     commands = []
     monkeypatch.setattr(serving, "installed_version", lambda: "0.32.0")
-    monkeypatch.setattr(serve.os, "execv", lambda path, command: commands.append(command))
+    monkeypatch.setattr(
+        serve.os, "execve", lambda path, command, environment: commands.append(command)
+    )
     return commands
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ((), False),
+        (("--host", "::1"), False),
+        (("--host", "localhost"), False),
+        (("--host", "10.0.0.1"), True),
+        (("--host", "gpu-3"), True),
+        (("--host", "10.0.0.1", "--api-key=sesame"), False),
+    ],
+)
+def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch, options, warned):
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    outcome = cli("serve", "demo", *options)
+    assert ("may ask, store and evict: set VLLM_API_KEY" in outcome.stderr) == warned
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    assert "may ask" not in cli("serve", "demo", *options).stderr
 
 
 def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):

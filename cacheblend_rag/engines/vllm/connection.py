@@ -149,7 +149,10 @@ class ServerConnection:
     def _failure(self, error: Exception) -> CacheBlendError:
         """Say in a line what went wrong and what to do; never what the key is."""
         where, known = f"engine={self.url!r}", self._openai
-        if isinstance(error, known.AuthenticationError | known.PermissionDeniedError):
+        if isinstance(error, known.PermissionDeniedError):
+            body = error.body if isinstance(error.body, Mapping) else {}
+            said = f"the server refuses: {_first_line(str(body.get('message', error.message)))}"
+        elif isinstance(error, known.AuthenticationError):
             said = f"the server refuses the API key: give api_key= or set {KEY_VARIABLE}"
         elif isinstance(error, known.APITimeoutError):
             said = f"no answer within timeout_seconds={self.timeout_seconds:g}"

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from itertools import pairwise
@@ -21,6 +21,7 @@ from typing import Any, Literal, get_args
 from urllib.request import urlopen
 
 from cacheblend_rag.engines.naming import public_name
+from cacheblend_rag.engines.vllm.door import MIDDLEWARE
 from cacheblend_rag.engines.vllm.versions import (
     check_version,
     installed_version,
@@ -117,7 +118,7 @@ def server_command(
     if not replicas.isdigit() or int(replicas) < 1:
         raise ConfigError(f"{DATA_PARALLEL_FLAGS[0]}={replicas!r} must be a number of at least 1")
     settings = transfer_config(**options, replicas=int(replicas))
-    transfer = [KV_FLAG, json.dumps(settings)] if connector else []
+    transfer = [KV_FLAG, json.dumps(settings), "--middleware", MIDDLEWARE] if connector else []
     own = connector and is_for_gpus() and not _given(flags, MEMORY_FLAGS)
     memory = [MEMORY_FLAGS[0], str(MEMORY_SHARE)] if own else []
     timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
@@ -199,9 +200,10 @@ def running_server(
     server_command. Raises what server_command raises, and EngineUnavailableError when the server
     does not start.
     """
-    port = port or free_port()
-    command = server_command(model, host=HOST, port=port, **options)
-    with tempfile.TemporaryDirectory(prefix="cacheblend-server-") as folder:
+    with ExitStack() as held:
+        port = port or held.enter_context(reserved_port())
+        command = server_command(model, host=HOST, port=port, **options)
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-server-"))
         log = Path(folder) / "server.log"
         with log.open("wb") as output:
             process = subprocess.Popen(  # noqa: S603
@@ -241,11 +243,19 @@ def _exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def free_port() -> int:
-    """Return a port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """Yield a port that nothing listens on, and that nobody else is given meanwhile (on Linux).
+
+    A server that sets SO_REUSEADDR, as servers do, may listen on it.
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind((HOST, 0))
+        port = int(held.getsockname()[1])
+        if sys.platform != "linux":  # others refuse the server, too
+            held.close()
+        yield port
 
 
 def _answers(url: str) -> bool:

@@ -33,6 +33,8 @@ Kind = Literal["blend", "precompute", "evict", "prefetch", "status", "report"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ASKS = ("status", "report")
 """Kinds that only ask: they are answered whatever the model."""
+CHANGES = ("precompute", "evict")
+"""Kinds that change what is stored for everyone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.serving import RunningServer, running_server
 from tests.models import make_tokenizer, save_model
 
-WITHOUT_VLLM = {"test_connection.py", "test_serving.py", "test_wire.py"}
+WITHOUT_VLLM = {"test_connection.py", "test_door.py", "test_serving.py", "test_wire.py"}
 if find_spec("vllm") is None:
     here = Path(__file__).parent
     collect_ignore = [p.name for p in here.glob("test_*.py") if p.name not in WITHOUT_VLLM]

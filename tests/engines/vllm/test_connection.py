@@ -20,7 +20,7 @@ import pytest
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, open_engine
 from cacheblend_rag.engines.vllm.connection import ServerConnection
 from cacheblend_rag.engines.vllm.server import VLLMServerEngine
-from cacheblend_rag.engines.vllm.serving import free_port
+from cacheblend_rag.engines.vllm.serving import reserved_port
 from cacheblend_rag.engines.vllm.status import NO_CONNECTOR
 from cacheblend_rag.errors import (
     CacheBlendError,
@@ -277,9 +277,10 @@ def test_the_key_may_come_from_the_environment(
 
 
 def test_no_server_there() -> None:
-    url = f"http://127.0.0.1:{free_port()}"
-    with pytest.raises(EngineUnavailableError, match="no server answers there") as caught:
-        open_engine(url, model="demo", api_key=KEY)
+    with reserved_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        with pytest.raises(EngineUnavailableError, match="no server answers there") as caught:
+            open_engine(url, model="demo", api_key=KEY)
     assert url in one_line(caught.value)
 
 

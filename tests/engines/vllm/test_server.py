@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from typer.testing import CliRunner
@@ -26,13 +27,13 @@ from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
 from cacheblend_rag.engines.vllm import wire
 from cacheblend_rag.engines.vllm.server import VLLMServerEngine
-from cacheblend_rag.engines.vllm.serving import RunningServer, free_port
+from cacheblend_rag.engines.vllm.serving import RunningServer, reserved_port
 from cacheblend_rag.engines.vllm.status import NO_CONNECTOR
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from tests.engines.vllm.conftest import ServerFactory
 from tests.models import words
 
-KEY = "sesame"
+KEY, STORE_KEY = "sesame", "barley"
 NAMESPACE = "tenant"
 HEAD = f"<bos>{INSTRUCTION}\n\n"
 CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15)
@@ -53,6 +54,7 @@ def text(prompt: DemoPrompt) -> str:
 def one_line(error: BaseException) -> str:
     assert "\n" not in str(error)
     assert KEY not in str(error)
+    assert STORE_KEY not in str(error)
     return str(error)
 
 
@@ -66,7 +68,7 @@ Start = Callable[[int], RunningServer]
 
 @pytest.fixture(scope="module")
 def start(start_server: ServerFactory, kv_path: Path) -> Start:
-    """Start the server on a port; it keeps KV on disk only, and asks for a key."""
+    """Start the server on a port; it keeps KV on disk only, and asks for keys."""
 
     def start_at(port: int) -> RunningServer:
         return start_server(
@@ -76,15 +78,16 @@ def start(start_server: ServerFactory, kv_path: Path) -> Start:
             kv_path=kv_path,
             host_bytes=0,
             namespace=NAMESPACE,
-            environment={"VLLM_API_KEY": KEY},
+            environment={"VLLM_API_KEY": KEY, "CACHEBLEND_STORE_KEY": STORE_KEY},
         )
 
     return start_at
 
 
 @pytest.fixture(scope="module")
-def server(start: Start) -> RunningServer:
-    return start(free_port())
+def server(start: Start) -> Iterator[RunningServer]:
+    with reserved_port() as port:
+        yield start(port)
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +95,7 @@ def engine(server: RunningServer) -> Iterator[VLLMServerEngine]:
     opened = open_engine(
         f"{server.url}/v1",
         model="demo",
-        api_key=KEY,
+        api_key=STORE_KEY,
         namespace=NAMESPACE,
         config=CONFIG,
         instruction=HEAD,
@@ -150,10 +153,23 @@ def test_chat_messages_are_rendered_here(
     assert len(answer.report.chunks) == len(PROMPTS[0].chunk_texts)
 
 
+def send(
+    server: RunningServer, path: str, body: bytes | None = None, *, key: str | None = None
+) -> tuple[int, bytes]:
+    """Return the status of what the server answers, and what it says."""
+    headers = {"Content-Type": "application/json"}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    try:
+        with urlopen(Request(f"{server.url}{path}", body, headers)) as response:  # noqa: S310
+            return response.status, response.read()
+    except HTTPError as error:
+        return error.code, error.read()
+
+
 def metrics(server: RunningServer, name: str) -> list[float]:
     """The values of all metrics with ``name`` in theirs."""
-    with urlopen(f"{server.url}/metrics") as response:  # noqa: S310
-        lines = response.read().decode().splitlines()
+    lines = send(server, "/metrics", key=KEY)[1].decode().splitlines()
     return [float(line.split()[-1]) for line in lines if name in line and not line.startswith("#")]
 
 
@@ -197,6 +213,52 @@ def test_a_wrong_key_is_one_line(
     with pytest.raises(EngineUnavailableError, match="refuses the API key") as caught:
         open_engine(server.url, model="demo", api_key=key)
     one_line(caught.value)
+
+
+def test_every_path_but_one_needs_a_key(server: RunningServer) -> None:
+    status, described = send(server, "/openapi.json", key=KEY)
+    paths = json.loads(described)["paths"]
+    assert status == 200
+    assert {"/invocations", "/metrics", "/tokenize", "/v1/completions"} <= paths.keys()
+    for path in paths:
+        for key in (None, "wrong"):
+            asked = send(server, path, b"{}" if "post" in paths[path] else None, key=key)
+            assert (asked[0] == 401) == (path != "/health"), path
+    body = {"model": "demo", "prompt": [5, 6], "max_tokens": 2}
+    for path in ("/invocations", "/v1/completions"):
+        assert send(server, path, json.dumps(body).encode(), key=KEY)[0] == 200
+        assert send(server, path, json.dumps(body).encode(), key=STORE_KEY)[0] == 200
+
+
+@pytest.mark.parametrize("depth", [65, 500, 100_000])
+def test_a_deep_body_is_refused_and_hurts_nobody(server: RunningServer, depth: int) -> None:
+    nested = "[" * depth + "]" * depth
+    body = f'{{"model": "demo", "prompt": [5], "kv_transfer_params": {{"cacheblend": {nested}}}}}'
+    status, said = send(server, "/v1/completions", body.encode(), key=KEY)
+    assert (status, b"nested deeper than 64" in said) == (400, True)
+    assert send(server, "/v1/models", key=KEY)[0] == 200
+
+
+def test_a_long_body_is_refused(server: RunningServer) -> None:
+    assert send(server, "/v1/completions", b" " * (17 << 20), key=KEY)[0] == 413
+
+
+def test_who_may_ask_may_not_store(server: RunningServer, indexed: PrecomputeReport) -> None:
+    asking = open_engine(
+        server.url, model="demo", api_key=KEY, namespace=NAMESPACE, config=REUSE, instruction=HEAD
+    )
+    needed = "the key in the server's CACHEBLEND_STORE_KEY is needed"
+    with pytest.raises(EngineUnavailableError, match=f"to precompute, {needed}") as caught:
+        asking.precompute(["Something new to everyone."], progress=False)
+    one_line(caught.value)
+    asking.register(documents(*PROMPTS))
+    [document] = PROMPTS[3].documents[:1]
+    with pytest.raises(EngineUnavailableError, match=f"to evict, {needed}"):
+        asking.evict_document(document.document_id)
+    report = asking.generate(text(PROMPTS[3]), ANSWER).report
+    assert report.blended
+    assert all(chunk.hit for chunk in report.chunks), "what was stored, it may ask about"
+    asking.close()
 
 
 def test_what_does_not_fit_the_server_is_refused(

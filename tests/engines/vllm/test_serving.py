@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines.vllm import serving, versions
+from cacheblend_rag.engines.vllm import door, serving, versions
 from cacheblend_rag.engines.vllm.serving import running_server, server_command
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, MissingExtraError
 
@@ -35,6 +35,7 @@ def test_options_reach_the_connector_and_flags_vllm() -> None:
     assert settings(command)["namespace"] == "a"
     plain = server_command("org/model", connector=False)
     assert "--kv-transfer-config" not in plain
+    assert command[command.index("--middleware") + 1] == door.MIDDLEWARE
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,221 @@
+"""Who comes through a server's door, and with what. No vLLM is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.engines.vllm import door
+from cacheblend_rag.engines.vllm.door import Door, RefusedError, check_json, check_order
+from cacheblend_rag.errors import ConfigError
+
+ASK, STORE = "sesame", "barley"
+PRECOMPUTE = {"kv_transfer_params": {"cacheblend": {"kind": "precompute"}}}
+
+
+class Asked:
+    """An application behind a door, and what came of one request to it.
+
+    status: None when the application was reached; then body is what it read and headers what it
+    was given.
+    """
+
+    def __init__(
+        self,
+        body: bytes | Iterable[bytes] = b"",
+        *,
+        path: str = "/v1/completions",
+        key: str | None = None,
+        keys: Iterable[str] = (),
+        kind: str = "http",
+        method: str = "POST",
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
+        self.status: int | None = None
+        self.sent: list[Any] = []
+        self.body = b""
+        self.headers: dict[bytes, bytes] = {}
+        pieces = [body] if isinstance(body, bytes) else list(body)
+        self._events: list[dict[str, Any]] = [
+            {"type": "http.request", "body": piece, "more_body": index < len(pieces) - 1}
+            for index, piece in enumerate(pieces)
+        ]
+        given = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        scope = {
+            "type": kind,
+            "path": path,
+            "method": method,
+            "headers": [*given, *headers],
+            "app": SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=list(keys)))),
+        }
+        asyncio.run(Door(self._application)(scope, self._receive, self._send))
+
+    async def _application(self, scope: Any, receive: Any, send: Any) -> None:
+        self.headers = dict(scope["headers"])
+        more = scope["type"] == "http"
+        while more:
+            event = await receive()
+            self.body += event.get("body", b"")
+            more = event.get("more_body", False)
+        self.after = await receive()
+
+    async def _receive(self) -> Any:
+        return self._events.pop(0) if self._events else {"type": "http.disconnect"}
+
+    async def _send(self, event: Any) -> None:
+        self.sent.append(event)
+        self.status = event.get("status", self.status)
+
+    @property
+    def said(self) -> str:
+        return str(json.loads(self.sent[-1]["body"])["error"]["message"])
+
+
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (door.KEY_VARIABLE, door.STORE_KEY_VARIABLE, door.BODY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    "path", ["/invocations", "/metrics", "/tokenize", "/scale_elastic_ep", "/health/", "/healthy"]
+)
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_every_path_needs_the_key(monkeypatch: pytest.MonkeyPatch, path: str, by: str) -> None:
+    if by == "environment":
+        monkeypatch.setenv(door.KEY_VARIABLE, ASK)
+    keys = [ASK] if by == "flag" else []
+    for wrong in (None, "", "wrong", "s\u00e9same"):
+        assert Asked(path=path, keys=keys, key=wrong).status == 401
+    assert Asked(path=path, keys=keys, key=ASK).status is None
+    basic = [(b"authorization", b"Basic " + ASK.encode())]
+    assert Asked(path=path, keys=keys, headers=basic).status == 401
+    refused = Asked(path=path, keys=keys, kind="websocket")
+    assert [event["type"] for event in refused.sent] == ["websocket.close"]
+
+
+def test_what_is_open_to_all() -> None:
+    assert Asked(path="/health", keys=[ASK]).status is None
+    assert Asked(path="/v1/completions", keys=[ASK], method="OPTIONS").status is None
+    assert Asked(path="/v1/completions").status is None, "no key was set"
+    assert Asked(path="/v1/realtime", kind="lifespan", keys=[ASK]).status is None
+
+
+@pytest.mark.parametrize("kind", ["precompute", "evict"])
+def test_another_key_for_who_changes_the_store(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    order = json.dumps({"kv_transfer_params": {"cacheblend": {"kind": kind}}}).encode()
+    assert Asked(order, keys=[ASK], key=ASK).status is None
+    monkeypatch.setenv(door.STORE_KEY_VARIABLE, STORE)
+    refused = Asked(order, keys=[ASK], key=ASK)
+    assert refused.status == 403
+    assert refused.said == f"to {kind}, the key in the server's CACHEBLEND_STORE_KEY is needed"
+    assert Asked(order, key="wrong").status == 403, "whoever may ask may not store"
+    assert Asked(order, keys=[ASK], key="wrong").status == 401
+    passed = Asked(order, keys=[ASK], key=STORE)
+    assert (passed.status, passed.body) == (None, order)
+    assert passed.headers == {b"authorization": b"Bearer sesame"}, "all that vLLM knows of"
+    assert Asked(order, key=STORE).status is None
+    blend = json.dumps({"kv_transfer_params": {"cacheblend": {"kind": "blend"}}}).encode()
+    assert Asked(blend, keys=[ASK], key=ASK).status is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"kv_transfer_params": {"cacheblend": {"kind": "blend", "kind": "precompute"}}}',
+        b'{"a": 1, "a": 2}',
+        b'{"\\u006bv_transfer_params": {"\\u0063acheblend": {"kind": "\\u0065vict"}}}',
+        json.dumps({"sampling_params": {"extra_args": PRECOMPUTE}}).encode(),
+        json.dumps([[{"requests": [PRECOMPUTE]}]]).encode(),
+        json.dumps(PRECOMPUTE).encode("utf-8-sig"),
+        json.dumps(PRECOMPUTE).encode("utf-16"),
+        b"no JSON",
+        b"\xff",
+    ],
+)
+def test_an_order_cannot_hide(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    monkeypatch.setenv(door.STORE_KEY_VARIABLE, STORE)
+    assert Asked(body).status in {400, 403}
+
+
+# Bodies
+
+
+def test_a_body_comes_through_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [b'{"prompt"', b': "a [ b { \\" ]', b'"}', b""]
+    asked = Asked(pieces)
+    assert asked.body == b"".join(pieces)
+    assert asked.after == {"type": "http.disconnect"}, "what comes after it, too"
+    monkeypatch.setenv(door.BODY_VARIABLE, "1")
+    long = Asked(b" " * (1 << 19) for _ in range(3))
+    assert (long.status, long.said) == (
+        413,
+        "the body is longer than 1 MiB (CACHEBLEND_MAX_BODY_MIB)",
+    )
+
+
+def test_a_client_that_leaves_is_not_waited_for() -> None:
+    asked = Asked([])
+    assert (asked.status, asked.body) == (None, b"")
+
+
+def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "BODY_SECONDS", 0.01)
+
+    async def wait(self: Asked) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Asked, "_receive", wait)
+    assert Asked().status == 408
+
+
+@pytest.mark.parametrize("given", ["0", "many", "-1", "1.5", ""])
+def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv(door.BODY_VARIABLE, given)
+    with pytest.raises(ConfigError, match="CACHEBLEND_MAX_BODY_MIB="):
+        Asked()
+
+
+def depth_of(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(depth_of, inner), default=0) if isinstance(value, dict | list) else 0
+
+
+def test_bodies_may_be_so_deep() -> None:
+    draw = random.Random(0)
+
+    def made(depth: int) -> Any:
+        if depth == 0 or draw.random() < 0.1:
+            return draw.choice([1, "[[[", '"', "\\", '\\"{', None, "\u00e9\u2200", True])
+        inner = [made(draw.randrange(depth)) for _ in range(draw.randrange(2))] + [made(depth - 1)]
+        return draw.choice([inner, {f"{{{i}": value for i, value in enumerate(inner)}])
+
+    for _ in range(500):
+        value = made(draw.randrange(9))
+        for _ in range(draw.randrange(50, 62)):
+            value = draw.choice([[value, "]"], {"}": value}])
+        body = json.dumps(value, ensure_ascii=draw.random() < 0.5).encode()
+        if depth_of(value) <= door.MAX_DEPTH:
+            check_json(body)
+        else:
+            with pytest.raises(RefusedError, match="nested deeper than 64"):
+                check_json(body)
+
+
+@pytest.mark.timeout(60)  # hours, where the square of its length counts
+@pytest.mark.parametrize("unit", ['"', '\\"', "[", "]", "{}", "[]", '"\\', '""', '"a":', "[[]"])
+def test_a_hostile_body_costs_what_its_length_does(unit: str) -> None:
+    body = (unit * ((4 << 20) // len(unit))).encode()
+    with suppress(RefusedError):
+        check_json(body)
+        check_order(body)
