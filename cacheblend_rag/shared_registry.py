@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 
-from cacheblend_rag.chunks import Chunk, ChunkRegistry, Match
+from cacheblend_rag.chunks import EMPTY, Chunk, ChunkRegistry, Context, Match
 from cacheblend_rag.errors import PromptError, StoreError
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,9 @@ class SharedChunkRegistry(ChunkRegistry):
         self._file_lock = RLock()
         self._rows: dict[int, Chunk] = {}
         self._ids: dict[Chunk, int] = {}
-        self._contexts: dict[int, tuple[str, ...]] = {NO_CONTEXT: ()}
+        self._contexts: dict[int, Context] = {NO_CONTEXT: EMPTY}
         self._written: dict[int, Chunk] = {}
-        self._latest: tuple[tuple[str, ...], int] = ((), NO_CONTEXT)
+        self._latest: tuple[Context, int] = (EMPTY, NO_CONTEXT)
         self._last_chunk = self._last_removal = self._seen_version = 0
         with self._failing("opened"):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ class SharedChunkRegistry(ChunkRegistry):
             self._last_removal = removed[-1][0] if removed else self._last_removal
             self._seen_version = version
 
-    def _context(self, context: int) -> tuple[str, ...]:
+    def _context(self, context: int) -> Context:
         """Return the pieces of a stored context."""
         unknown: list[tuple[int, str]] = []
         while context not in self._contexts:
@@ -181,7 +181,7 @@ class SharedChunkRegistry(ChunkRegistry):
             context = found[0]
         pieces = self._contexts[context]
         for known, text in reversed(unknown):
-            self._contexts[known] = pieces = (*pieces, text)
+            self._contexts[known] = pieces = pieces.then(text)
         return pieces
 
     # Writing
@@ -204,20 +204,24 @@ class SharedChunkRegistry(ChunkRegistry):
     def _insert_row(self, chunk: Chunk) -> None:
         """Write a chunk, and its texts and context where they are new."""
         document = None if chunk.document_id is None else _encoded(chunk.document_id)
-        context = self._context_id(chunk.context)
+        context = self._context_id(Context(chunk.context))
         text = self._text_id(chunk.text)
         row = self._insert("chunks", text=text, document=document, context=context)
         self._written[row] = chunk
 
-    def _context_id(self, pieces: tuple[str, ...]) -> int:
+    def _context_id(self, context: Context) -> int:
         """Return a context's id. A document's next chunk has the last one's and a piece more."""
-        known, context = self._latest
-        if pieces[: len(known)] != known:
-            known, context = (), NO_CONTEXT
-        for piece in pieces[len(known) :]:
-            context = self._id_of("contexts", parent=context, text=self._text_id(piece))
-        self._latest = pieces, context
-        return context
+        latest, row = self._latest
+        unknown: list[str] = []
+        before = context
+        while before and before != latest:
+            unknown.append(before.last)
+            before = before.before
+        row = row if before else NO_CONTEXT
+        for piece in reversed(unknown):
+            row = self._id_of("contexts", parent=row, text=self._text_id(piece))
+        self._latest = context, row
+        return row
 
     def _delete_row(self, chunk: Chunk) -> None:
         """Delete a chunk, if it is there, and the texts and contexts that only it needed."""
@@ -236,7 +240,7 @@ class SharedChunkRegistry(ChunkRegistry):
             ).fetchone()
             self._file.execute("DELETE FROM contexts WHERE id = ?", (context,))
             self._contexts.pop(context, None)
-            self._latest = (), NO_CONTEXT
+            self._latest = EMPTY, NO_CONTEXT
             self._delete_text(text)
             context = parent
 
@@ -282,7 +286,7 @@ class SharedChunkRegistry(ChunkRegistry):
                     yield
                 self._read_news()
             finally:  # others may remove it once the file is not held
-                self._latest = (), NO_CONTEXT
+                self._latest = EMPTY, NO_CONTEXT
                 self._written.clear()
 
     @contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from time import perf_counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document, Match
+from cacheblend_rag.chunks import Chunk, ChunkRegistry, Context, Document, Match
 from cacheblend_rag.cli.bench_registry import measure_registry
 from cacheblend_rag.errors import ConfigError, PromptError
 
@@ -252,3 +255,43 @@ def test_the_measurement_finds_what_it_planted() -> None:
 def test_the_measurement_refuses_nothing_to_measure() -> None:
     with pytest.raises(ConfigError, match="repeat=0"):
         measure_registry(chunks=1, prompt_characters=10, repeat=0)
+
+
+# Contexts
+
+
+def copied(value: object) -> object:
+    """What another process gets."""
+    return pickle.loads(pickle.dumps(value))  # noqa: S301  # its own
+
+
+@given(st.lists(st.sampled_from(["a", "b", "", " "])), st.lists(st.sampled_from(["a", "b", ""])))
+def test_a_context_is_its_pieces(pieces: list[str], others: list[str]) -> None:
+    context, other = Context(pieces), Context(others)
+    assert list(context) == pieces
+    assert list(reversed(context)) == pieces[::-1]
+    assert (len(context), bool(context)) == (len(pieces), bool(pieces))
+    assert context == tuple(pieces) == context[:]
+    assert [context[index] for index in range(len(pieces))] == pieces
+    assert repr(context) == repr(tuple(pieces))
+    assert (context == other) == (pieces == others)
+    assert hash(context) == hash(Context(pieces))
+    assert Context(context) is context
+    assert context.then("c") == (*pieces, "c")
+    assert context.then("c").before == context
+    assert copied(context) == copy.deepcopy(context) == context
+    chunk = Chunk("text", "document", pieces)
+    assert chunk == Chunk("text", "document", context)
+    assert replace(chunk, document_id=None).context == tuple(pieces)
+
+
+def test_a_long_documents_contexts_share_their_pieces() -> None:
+    document = Document("long", tuple(str(number) for number in range(30_000)))
+    first, second = document.to_chunks(), document.to_chunks()
+    assert first == second, "compared piece by piece, this would take hours"
+    last = first[-1].context
+    assert last is not second[-1].context
+    assert last.before is second[-1].context.before  # type: ignore[attr-defined]
+    assert copied(first[-1]) == first[-1]
+    assert len(dict.fromkeys(first + second)) == 30_000
+    assert {Chunk("a"): 1}[Chunk("a", context=())] == 1

@@ -199,3 +199,20 @@ def test_a_document_registered_again_and_in_part_is_whole_after_a_restart(tmp_pa
     registry.add_many([chunks[7], chunks[2], chunks[7], chunks[6], chunks[3]])
     again = SharedChunkRegistry(tmp_path / "chunks.sqlite")
     assert set(again.document("d")) == set(registry.document("d")) == {*chunks[:5], *chunks[6:]}
+
+
+def test_a_document_costs_what_its_length_does(tmp_path: Path) -> None:
+    def statements(chunks: int) -> int:
+        registry = SharedChunkRegistry(tmp_path / f"{chunks}.db")
+        seen: list[str] = []
+        registry._file.set_trace_callback(seen.append)
+        texts = tuple(f"Chunk {number}." for number in range(chunks))
+        registry.add_many(Document("long", texts).to_chunks())
+        registry.add_many(Document("long", texts).to_chunks())
+        other = SharedChunkRegistry(registry.path)
+        other._file.set_trace_callback(seen.append)
+        registry.remove_document("long")
+        assert len(other) == 0
+        return len(seen)
+
+    assert statements(400) <= 2.1 * statements(200)

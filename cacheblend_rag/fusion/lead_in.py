@@ -7,15 +7,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from cacheblend_rag.chunks import Chunk
+from cacheblend_rag.chunks import Chunk, Context
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.prompt import BlendPrompt, ChunkSpan
 from cacheblend_rag.reports import ChunkReport, MissReason
-from cacheblend_rag.tokenization import SegmentEncoder
+from cacheblend_rag.tokenization import SegmentEncoder, TokenIds
 
 CACHED_KEYS = 200_000
 CACHED_PIECES = 10_000
+CACHED_WINDOWS = 4096
+PIECES_BETWEEN_WINDOWS = 64
+
+DocumentWindow = tuple[TokenIds, ...]
+"""The tokens of a document's pieces that a chunk may be computed behind, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +89,7 @@ class LeadIn:
             namespace,
         )
         self._tokenize = lru_cache(CACHED_PIECES)(encoder.chunk)
+        self._windows: dict[Context, DocumentWindow] = {}
         self.key = lru_cache(CACHED_KEYS)(self._key)
 
     def resolve(self, chunk: Chunk) -> LedChunk:
@@ -105,9 +111,26 @@ class LeadIn:
         return KVKey(own, self.fingerprint, chunk_id(context) if context else "")
 
     def _context(self, chunk: Chunk) -> tuple[int, ...]:
-        pieces = [self._tokenize(piece) for piece in chunk.context]
-        kept = pieces[window_start([len(piece) for piece in pieces], self.window) :]
-        return tuple(token for piece in kept for token in piece)
+        return tuple(token for piece in self._window_of(chunk.context) for token in piece)
+
+    def _window_of(self, pieces: Sequence[str]) -> DocumentWindow:
+        """Return the tokens of the pieces that still stand in the window behind them all.
+
+        A document's next chunk has the last one's pieces and few more, so what was found is kept.
+        """
+        context = Context(pieces)
+        waiting: list[Context] = []
+        while context and context not in self._windows:
+            waiting.append(context)
+            context = context.before
+        kept = self._windows.get(context, ())
+        if len(self._windows) > CACHED_WINDOWS:
+            self._windows = {}
+        for index, context in enumerate(reversed(waiting), start=1):
+            kept = next_window(kept, self._tokenize(context.last), self.window)
+            if index == len(waiting) or not index % PIECES_BETWEEN_WINDOWS:
+                self._windows[context] = kept
+        return kept
 
 
 def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChunk]:
@@ -120,8 +143,9 @@ def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChun
     earlier: list[str] = []
     for span in spans:
         chunk = span.chunk
-        context = [piece for piece in chunk.context if piece.strip()]
-        known = not context or earlier[-len(context) :] == context
+        before = reversed(earlier)
+        context = (piece for piece in reversed(chunk.context) if piece.strip())
+        known = all(piece == next(before, None) for piece in context)
         placed.append(
             PlacedChunk(
                 key=lead_in.key(chunk),
@@ -135,19 +159,19 @@ def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChun
     return placed
 
 
-def window_start(lengths: Sequence[int], window: int) -> int:
-    """Return the first of a document's pieces that still stands in the window behind them all.
+def next_window(kept: DocumentWindow, piece: TokenIds, window: int) -> DocumentWindow:
+    """Return the pieces that still stand in the window once another one follows those ``kept``.
 
-    lengths: tokens of each piece, in order. When the pieces outgrow the window, all but the last
-    half window is dropped at once, so that many chunks share a start, hence a pass: a document of
-    any length is computed at most twice. The start depends only on what precedes the chunk.
+    When they outgrow the window, all but the last half window is dropped at once, so that many
+    chunks share a start, hence a pass: a document of any length is computed at most twice. What
+    stays depends only on what precedes the chunk.
     """
-    start = total = 0
-    for index, length in enumerate(lengths):
-        total += length
-        if total <= window:
-            continue
-        while total > window // 2 and start <= index:
-            total -= lengths[start]
-            start += 1
-    return start
+    pieces = (*kept, piece)
+    total = sum(map(len, pieces))
+    if total <= window:
+        return pieces
+    start = 0
+    while total > window // 2 and start < len(pieces):
+        total -= len(pieces[start])
+        start += 1
+    return pieces[start:]

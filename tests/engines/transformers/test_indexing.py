@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.fusion import indexing
-from cacheblend_rag.fusion.lead_in import window_start
+from cacheblend_rag.fusion.lead_in import DocumentWindow, next_window
 from tests.engines.transformers.conftest import EngineFactory
 from tests.engines.transformers.test_exactness import ordinary_kv
 from tests.models import words
@@ -287,10 +287,37 @@ def test_long_documents_are_computed_within_a_window(
 @given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 60))
 @settings(max_examples=100, deadline=None)
 def test_a_window_never_holds_more_than_it_may(lengths: list[int], window: int) -> None:
-    start = window_start(lengths, window)
-    assert sum(lengths[start:]) <= window
-    whole = sum(lengths) <= window
-    assert (start == 0) == (whole or not lengths)
+    kept: DocumentWindow = ()
+    for index, length in enumerate(lengths):
+        kept = next_window(kept, (index,) * length, window)
+    assert sum(map(len, kept)) <= window
+    start = len(lengths) - len(kept)
+    assert [len(piece) for piece in kept] == lengths[start:]
+    assert (start == 0) == (sum(lengths) <= window or not lengths)
+
+
+def test_a_window_depends_on_its_chunk_alone(make_engine: EngineFactory) -> None:
+    """Not on the chunks asked for before, of which some windows are kept."""
+    document = Document("long", tuple(words(1 + i % 9, i) for i in range(300)), separator=" w77 ")
+    chunks = document.to_chunks()
+    in_order = make_engine(document_window=44)._lead_in
+    found = [in_order.key(chunk) for chunk in chunks]
+    assert [make_engine(document_window=44)._lead_in.key(c) for c in chunks[::50]] == found[::50]
+    again = make_engine(document_window=44)._lead_in
+    assert [again.key(chunk) for chunk in reversed(chunks)] == found[::-1]
+
+
+def test_a_documents_keys_cost_what_its_length_does(make_engine: EngineFactory) -> None:
+    def pieces_read(chunks: int) -> int:
+        lead_in = make_engine(document_window=44)._lead_in
+        asked: list[str] = []
+        tokenize = lead_in._tokenize
+        lead_in._tokenize = lambda text: (asked.append(text), tokenize(text))[1]  # type: ignore[assignment]
+        for chunk in Document("long", tuple(words(3, i) for i in range(chunks))).to_chunks():
+            lead_in.key(chunk)
+        return len(asked)
+
+    assert pieces_read(200) == 2 * pieces_read(100) + 2
 
 
 def test_context_that_the_prompt_lacks_is_protected(make_engine: EngineFactory) -> None:
