@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 READY := .venv/.ready
 READY_VLLM := .venv/.ready-vllm
-VLLM_TESTS := tests/engines/vllm tests/cli/test_bench_vllm.py
+VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1
 WAIT_SECONDS = 60.0
+READ_SECONDS = 0.1
 NO_CONTEXT = 0
 TABLES = """
 CREATE TABLE texts (id INTEGER PRIMARY KEY AUTOINCREMENT, text BLOB NOT NULL UNIQUE);
@@ -47,9 +48,10 @@ CREATE INDEX chunks_by_context ON chunks (context)
 class SharedChunkRegistry(ChunkRegistry):
     """A ChunkRegistry that lives in the file ``path``; see there for how chunks are found.
 
-    Chunks that another process adds or forgets are found or gone at the next call. Should the file
-    become unreadable later, searches go on with what is in memory, and a warning is logged; adding
-    and forgetting raise StoreError.
+    Chunks that another process adds or forgets are found or gone at the next call. While the file
+    is being written to, calls that only read go on with what is in memory. Should it become
+    unreadable later, they do so, too, and a warning is logged; adding and forgetting wait for each
+    other, and raise StoreError.
 
     Raises StoreError when the file cannot be opened or is no registry of this version.
     """
@@ -64,6 +66,7 @@ class SharedChunkRegistry(ChunkRegistry):
         self._written: dict[int, Chunk] = {}
         self._latest: tuple[Context, int] = (EMPTY, NO_CONTEXT)
         self._last_chunk = self._last_removal = self._seen_version = 0
+        self._patience = READ_SECONDS
         with self._failing("opened"):
             self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.path.touch(mode=0o600)
@@ -133,14 +136,30 @@ class SharedChunkRegistry(ChunkRegistry):
     # Reading
 
     def _catch_up(self) -> None:
-        """Read what other processes wrote since the last look, if they did."""
+        """Read what other processes wrote since the last look, if they did and are done."""
+        if not self._file_lock.acquire(timeout=self._patience):
+            self._patience = 0.0
+            return
         try:
-            with self._file_lock:
-                (version,) = self._file.execute("PRAGMA data_version").fetchone()
-                if version != self._seen_version:
-                    self._read_news()
-        except (sqlite3.Error, PromptError) as error:
+            self._wait_for_others(self._patience)
+            (version,) = self._file.execute("PRAGMA data_version").fetchone()
+            if version != self._seen_version:
+                self._read_news()
+            self._patience = READ_SECONDS
+        except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
+                self._patience = 0.0  # whoever waited once need not wait again
+            else:
+                logger.warning("chunk registry %s cannot be read: %s", self.path, error)
+        except PromptError as error:
             logger.warning("chunk registry %s cannot be read: %s", self.path, error)
+        finally:
+            self._file_lock.release()
+
+    def _wait_for_others(self, seconds: float) -> None:
+        """Set how long each use of the file waits for other processes, as within a transaction."""
+        if not self._file.in_transaction:
+            self._file.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
 
     def _read_news(self) -> None:
         """Take in what was removed, then what was added, since the last look."""
@@ -281,6 +300,7 @@ class SharedChunkRegistry(ChunkRegistry):
         """Hold the file, with everything read that was written before; then take in the rest."""
         with self._file_lock, self._failing("changed"):
             try:
+                self._wait_for_others(WAIT_SECONDS)
                 with self._transaction("IMMEDIATE"):
                     self._read_news()
                     yield

@@ -6,8 +6,10 @@ import random
 import sqlite3
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -216,3 +218,30 @@ def test_a_document_costs_what_its_length_does(tmp_path: Path) -> None:
         return len(seen)
 
     assert statements(400) <= 2.1 * statements(200)
+
+
+def test_a_reader_does_not_wait_for_a_writer(tmp_path: Path) -> None:
+    """Neither for one in another process that is stuck, nor for one in this process."""
+    path = tmp_path / "registry.db"
+    registry = SharedChunkRegistry(path)
+    registry.add_many(REPORT.to_chunks())
+    writer = sqlite3.connect(path, isolation_level=None)
+    writer.execute("BEGIN EXCLUSIVE")
+    waited: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_wait_for_others", lambda s: waited.append(round(s * 1000)))
+        registry._file.execute("PRAGMA busy_timeout = 0")
+        for _ in range(3):
+            assert len(registry.find(REPORT.chunks[1])) == 1
+    assert waited == [100, 0, 0]
+    blocked = Thread(target=registry.add_many, args=(LETTER.to_chunks(),))
+    blocked.start()
+    while registry._file_lock.acquire(timeout=0):  # until the other thread has it
+        registry._file_lock.release()
+        time.sleep(0.01)
+    assert len(registry.find(REPORT.chunks[1])) == 1
+    assert len(registry) == 3
+    assert blocked.is_alive()
+    writer.execute("ROLLBACK")
+    blocked.join(30)
+    assert len(registry) == 5

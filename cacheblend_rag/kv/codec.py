@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
+from typing import Any
 
 import torch
 import xxhash
@@ -89,25 +90,32 @@ def decode(data: bytes | bytearray | memoryview, key: KVKey) -> ChunkKV:
 
 
 def read(path: str, key: KVKey) -> ChunkKV:
-    """Read one file; the tensors are a private memory map of it.
+    """Read one file into memory of its own: what befalls the file later changes nothing.
 
-    The map outlives the file's removal; writing into the tensors never reaches the file. Raises
-    as ``decode`` does, and OSError (FileNotFoundError when there is no such file).
+    A memory map would save a copy, but end the process when the file is cut short, and pass on
+    what is written into it after it was checked. Raises as ``decode`` does, and OSError
+    (FileNotFoundError when there is no such file, another when it is a link).
     """
-    size = os.stat(path).st_size
-    if not size:
-        raise DamagedChunkError("empty")
-    try:
-        # Unlike mmap.mmap this keeps no file descriptor open for as long as the tensors live.
-        storage = cast(
-            torch.UntypedStorage, torch.UntypedStorage.from_file(path, shared=False, nbytes=size)
-        )
-    except RuntimeError as error:
-        os.stat(path)  # raises FileNotFoundError when the file went meanwhile
-        raise OSError(f"{path}: {error}") from error
-    if os.stat(path).st_size != size:
-        return read(path, key)  # another process replaced the file between stat and map
-    return _decode(torch.empty(0, dtype=torch.uint8).set_(storage), key)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    with open(descriptor, "rb", buffering=0) as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedChunkError("no file")
+        if not found.st_size:
+            raise DamagedChunkError("empty")
+        if found.st_size > MAX_BODY_BYTES:
+            raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
+        try:
+            raw = torch.empty(found.st_size, dtype=torch.uint8)
+        except RuntimeError as error:
+            raise OSError(f"{path}: no memory for {found.st_size} bytes") from error
+        left = _bytes_of(raw)
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise DamagedChunkError("was cut short")
+            left = left[count:]
+    return _decode(raw, key)
 
 
 def _pack(kv: ChunkKV) -> dict[str, Tensor]:

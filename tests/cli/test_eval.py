@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 
 import pytest
 
@@ -188,21 +187,6 @@ def test_demo_questions_are_about_held_out_subjects_and_round_trip(tmp_path):
 def test_demo_questions_refuse_an_unknown_setting():
     with pytest.raises(ConfigError, match="setting='upright'"):
         demo_dataset(["upright"], 1, 1)
-
-
-@pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
-def test_vllm_gives_the_table_of_the_embedded_engine(cli):
-    flags = (
-        "--questions", 4, "--settings", "adjacent", "--ratios", "0.15", "--selectors", "prior,hkvd",
-        "--dtype", "float32", "--json",
-    )  # fmt: skip
-    embedded = cli("eval", *flags).json["rows"]
-    vllm = cli("eval", "--engine", "vllm", *flags).json["rows"]
-    assert [key(row) for row in vllm] == [key(row) for row in embedded]
-    for ours, theirs in zip(embedded, vllm, strict=True):
-        assert theirs["exact_match"] == ours["exact_match"]
-        assert theirs["recomputed_share"] == pytest.approx(ours["recomputed_share"])
-        assert theirs["compute_share"] == pytest.approx(ours["compute_share"], abs=0.05)
 
 
 def test_eval_refuses_an_unknown_engine(cli):

@@ -15,7 +15,7 @@ import pytest
 import torch
 from filelock import FileLock
 
-from cacheblend_rag.kv import ChunkKV, DiskTier, StoredChunk, TieredKVStore, codec
+from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, StoredChunk, TieredKVStore, codec
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.shared_registry import SharedChunkRegistry
 
@@ -142,27 +142,27 @@ def test_a_file_that_cannot_be_read_is_a_store_error(store, disk, tmp_path, capl
 
 def test_a_file_evicted_under_a_reader_is_a_plain_miss(store, monkeypatch):
     store.put(KEY, make_kv())
-    real = torch.UntypedStorage.from_file
+    real = os.open
 
-    def evicted_first(path, **options):
+    def evicted_first(path, *options):
         os.unlink(path)
-        return real(path, **options)
+        return real(path, *options)
 
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", evicted_first)
+    monkeypatch.setattr(os, "open", evicted_first)
     assert store.get(KEY).reason == "not stored"
 
 
 def test_a_file_replaced_under_a_reader_is_read_anew(store, disk, tmp_path, monkeypatch):
     store.put(KEY, make_kv())
-    real = torch.UntypedStorage.from_file
+    real = os.open
     larger = make_kv(5, tokens=50)
 
-    def replaced_first(path, **options):
+    def replaced_first(path, *options):
         monkeypatch.undo()
         disk.put(KEY, StoredChunk(larger, time.time()))
-        return real(path, **options)
+        return real(path, *options)
 
-    monkeypatch.setattr(torch.UntypedStorage, "from_file", replaced_first)
+    monkeypatch.setattr(os, "open", replaced_first)
     assert same(store.get(KEY).kv, larger)
 
 
@@ -432,3 +432,46 @@ def test_a_folder_for_kv_is_its_owners(tmp_path):
     open_registry = SharedChunkRegistry(tmp_path / "kv" / "chunks.sqlite")
     open_registry.close()
     assert (tmp_path / "kv").stat().st_mode & 0o777 == 0o700
+
+
+def test_what_befalls_a_file_later_does_not_reach_what_was_read(disk, tmp_path):
+    """A memory map of it would end this process where it is cut short, and pass on what changes."""
+    whole = make_kv(tokens=2000)
+    store = TieredKVStore([HostTier(None), disk])
+    assert disk.put(KEY, StoredChunk(whole, time.time()))
+    (path,) = chunk_files(tmp_path)
+    read = store.get(KEY).kv
+    with path.open("r+b") as file:
+        file.seek(-4096, os.SEEK_END)
+        file.write(b"\x01" * 4096)
+        file.truncate(8192)
+    assert same(read, whole)
+    again = store.get(KEY)
+    assert again.tier == "host"
+    assert same(again.kv, whole)
+    store.close()
+
+
+def test_a_file_cut_short_while_it_is_read_is_damaged(store, tmp_path, monkeypatch):
+    store.put(KEY, make_kv(tokens=2000))
+    (path,) = chunk_files(tmp_path)
+    real = torch.empty
+
+    def cut_first(*size, **options):
+        os.truncate(path, 8192)
+        return real(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", cut_first)
+    assert store.get(KEY).reason == "damaged"
+
+
+def test_a_link_for_a_chunks_file_is_not_followed(store, tmp_path):
+    store.put(KEY, make_kv())
+    (path,) = chunk_files(tmp_path)
+    other = tmp_path / "elsewhere"
+    path.rename(other)
+    path.symlink_to(other)
+    assert store.get(KEY).reason == "store error"
+    path.unlink()
+    os.mkfifo(path)
+    assert store.get(KEY).reason == "damaged"

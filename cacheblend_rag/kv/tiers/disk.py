@@ -4,8 +4,7 @@ Layout: ``<a>/<b>/<key>.safetensors``, where a and b are the chunk id's first he
 ``quarantine/`` for unusable files, each beside a ``.reason``; ``usage`` (entries and bytes) and
 ``lock``. A file appears by rename, whole, and is never written again, so readers need no lock;
 its access time says when it was used last, its modification time when it was written. The folder
-must be one that only trusted processes write to, on a file system that keeps a removed file
-readable for whoever still maps it (any local one does; NFS does not).
+must be one that only trusted processes write to.
 """
 
 from __future__ import annotations
@@ -49,10 +48,9 @@ class _File:
 class DiskTier(Tier):
     """Chunk KV as files, least recently used evicted first.
 
-    Chunks read are memory maps of their files. capacity_bytes: file bytes, quarantine and files
-    being written aside; None is without limit. fsync: wait until each file has reached the disk;
-    without it a power cut may cost recent chunks, whose checksums then fail, and nothing else. An
-    evicted file's space is free once nothing maps it any more, a host tier above included.
+    capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
+    fsync: wait until each file has reached the disk; without it a power cut may cost recent chunks,
+    whose checksums then fail, and nothing else.
 
     Raises StoreError when the folder cannot be made or written to.
     """

@@ -146,7 +146,7 @@ def test_a_family_is_blended_for_what_its_trial_shows(
     open_family: OpenFamily, tmp_path: Path, family: str
 ) -> None:
     # Experts are given all rows of a step at once, here in other blocks than there.
-    rounding = 2e-6 if family == "qwen2_moe" else 0.0
+    rounding = 5e-6 if family == "qwen2_moe" else 0.0
     check_exact(open_family(save_family(family, tmp_path)), rounding=rounding)
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks of vLLM, on the real one; the model is tiny: starting takes the time."""
+"""Benchmarks and `eval` on the real vLLM; the models are tiny: starting takes the time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from cacheblend_rag.cli.bench_overhead import AGAIN, WITH, WITHOUT, Overhead
 from cacheblend_rag.cli.bench_ttft import TtftPlan
 from cacheblend_rag.cli.bench_turns import run_in_turns
 from cacheblend_rag.engines.transformers import shapes
+from tests.engines.vllm.forking import fork_engines
 
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 128, 2, 1, 64, 512, 4096, {"rope_type": "default", "rope_theta": 1e4}
 )
 SIZES = ("--shape", "tiny", "--chunk-tokens", 48, "--question-tokens", 5, "--eager")
 needs_vllm = pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked():
+    if find_spec("vllm") is not None:
+        fork_engines()
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +89,22 @@ def test_decode_gap(cli):
         found["blend_gap_seconds"] / found["full_gap_seconds"]
     )
     assert found["alone_gap_seconds"] > 0
+
+
+@needs_vllm
+def test_eval_gives_the_table_of_the_embedded_engine(cli):
+    flags = (
+        "--questions", 4, "--settings", "adjacent", "--ratios", "0.15", "--selectors", "prior,hkvd",
+        "--dtype", "float32", "--json",
+    )  # fmt: skip
+    embedded = cli("eval", *flags).json["rows"]
+    vllm = cli("eval", "--engine", "vllm", *flags).json["rows"]
+    for name in ("lead_in", "selector", "ratio"):
+        assert [row[name] for row in vllm] == [row[name] for row in embedded]
+    for ours, theirs in zip(embedded, vllm, strict=True):
+        assert theirs["exact_match"] == ours["exact_match"]
+        assert theirs["recomputed_share"] == pytest.approx(ours["recomputed_share"])
+        assert theirs["compute_share"] == pytest.approx(ours["compute_share"], abs=0.05)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""vLLM's processes forked from the tests' own, which starts an engine in a quarter of the time.
+
+On CPUs vLLM has each of them import everything anew. Servers, which tests start as users do, go on
+doing that.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+
+
+def fork_engines() -> None:
+    """Have every engine that this process opens from now on fork; with one thread, that is safe."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    decide = CpuPlatform.check_and_update_config
+    if getattr(decide, "forks", False):
+        return
+
+    def decide_to_fork(cls: type[CpuPlatform], config: Any) -> None:
+        decide(config)
+        os.environ[START_METHOD] = "fork"
+
+    decide_to_fork.forks = True  # type: ignore[attr-defined]
+    CpuPlatform.check_and_update_config = classmethod(decide_to_fork)  # type: ignore[method-assign]
