@@ -239,6 +239,14 @@ class ChunkRegistry:
         with self._lock:
             return tuple(self._chunks_of(document_id))
 
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Return all registered chunks, each variant by itself."""
+        with self._lock:
+            return tuple(chunk for variants in self._variants.values() for chunk in variants)
+
+    def refresh(self) -> None:
+        """Take in what others wrote, waiting for whoever is writing; nothing to do in memory."""
+
     def variants(self, text: str) -> tuple[Chunk, ...]:
         """Return the registered chunks with this text, the most recently added last."""
         with self._lock:

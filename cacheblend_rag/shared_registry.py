@@ -118,6 +118,16 @@ class SharedChunkRegistry(ChunkRegistry):
         self._catch_up()
         return super().document(document_id)
 
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Return all registered chunks, each variant by itself."""
+        self._catch_up()
+        return super().chunks()
+
+    def refresh(self) -> None:
+        """Take in what others wrote, waiting for whoever is writing. Raises StoreError."""
+        with self._writing():
+            pass
+
     def variants(self, text: str) -> tuple[Chunk, ...]:
         """Return the registered chunks with this text, the most recently added last."""
         self._catch_up()

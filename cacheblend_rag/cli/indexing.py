@@ -33,7 +33,7 @@ from cacheblend_rag.cli.collection_engine import (
     open_known,
     open_new,
 )
-from cacheblend_rag.cli.reading import EXTRA, UnreadableFileError, make_splitter, read_text
+from cacheblend_rag.cli.reading import EXTRA, FileReader, UnreadableFileError, make_splitter
 from cacheblend_rag.cli.retrieval import Embedder, Vectors
 from cacheblend_rag.errors import ConfigError, StoreError
 
@@ -98,6 +98,7 @@ class Indexing:
         self._folder = folder
         self._device = device
         self._rebuild = rebuild
+        self._reader = FileReader()
         self._collection: Collection | None = None
         self._models: _Models | None = None
         if rebuild:
@@ -116,6 +117,7 @@ class Indexing:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self._reader.close()
         if self._models:
             self._models.engine.close()
         if self._collection:
@@ -169,7 +171,7 @@ class Indexing:
         if content_hash == known:
             self.report.unchanged += 1
             return
-        text = read_text(path)
+        text = self._reader.read(path)
         collection, models = self._ready()
         try:
             document = Document(source, tuple(models.split(text)))

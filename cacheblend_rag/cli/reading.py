@@ -1,28 +1,25 @@
-"""From paths to passages: find files, read their text through LlamaIndex, split it by tokens."""
+"""From paths to passages: find files, read their text, split it by tokens."""
 
 from __future__ import annotations
 
-import logging
+import json
 import os
-import re
+import select
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Self, cast
 
+from cacheblend_rag.cli import extracting
+from cacheblend_rag.cli.extracting import PARAGRAPH
 from cacheblend_rag.errors import CacheBlendError, MissingExtraError
 
 EXTRA = "rag"
-PARAGRAPH = "\n\n"
-UNSEEN_TAGS = ("script", "style", "noscript", "template", "svg", "iframe")
-LINE_TAGS = frozenset({"li", "tr", "dt", "dd", "option"})
-CELL_TAGS = frozenset({"td", "th"})
-BLOCK_TAGS = frozenset(
-    {"address", "article", "aside", "blockquote", "body", "caption", "details", "div", "dl"}
-    | {"fieldset", "figcaption", "figure", "footer", "form", "h1", "h2", "h3", "h4", "h5", "h6"}
-    | {"head", "header", "hr", "main", "nav", "ol", "p", "pre", "section", "select", "summary"}
-    | {"table", "title", "ul"}
-)
+FILE_SECONDS = 60.0
+CRASHED = "ends the process that reads it"
 
 
 class UnreadableFileError(CacheBlendError):
@@ -34,7 +31,7 @@ class FoundFiles:
     """What a walk over paths found.
 
     files: those that can be read, in order. unknown: how many have another extension. unopened:
-    folders that could not be listed, with the reason.
+    folders that could not be listed and links that are not followed, with the reason.
     """
 
     files: tuple[Path, ...]
@@ -46,7 +43,7 @@ def find_files(paths: Iterable[Path], leave_out: Path) -> FoundFiles:
     """Return the files among ``paths`` and in folders among them, each once.
 
     In folders, what is hidden (a name that begins with a dot) and the folder ``leave_out`` are
-    passed over. Folders that are links are not followed.
+    passed over. Links to folders are not followed, nor are links to files elsewhere.
     """
     files: dict[Path, None] = {}
     unknown: set[Path] = set()
@@ -56,40 +53,90 @@ def find_files(paths: Iterable[Path], leave_out: Path) -> FoundFiles:
         unopened.append((Path(error.filename), error.strerror or str(error)))
 
     for path in paths:
-        if os.path.isdir(path):  # unlike Path.is_dir, False where it may not look
-            found: Iterable[Path] = _walk(path.resolve(), leave_out.resolve(), refused)
+        walked = path.resolve() if os.path.isdir(path) else None  # False where it may not look
+        if walked:
+            found: Iterable[Path] = _walk(walked, leave_out.resolve(), refused)
         else:
             found = [path.parent.resolve() / path.name]
         for file in found:
             if not os.path.isfile(file):
                 continue
-            if file.suffix.lower() in READERS:
+            if walked and not file.resolve().is_relative_to(walked):
+                unopened.append((file, "is a link that leads out of the folder"))
+                continue
+            if file.suffix.lower() in extracting.EXTRACTORS:
                 files[file] = None
             else:
                 unknown.add(file)
     return FoundFiles(tuple(files), len(unknown), tuple(unopened))
 
 
-def read_text(path: Path) -> str:
-    """Return a file's text, with line feeds for line breaks.
+class FileReader:
+    """Reads files' text, in a process of its own, which hostile files can bring to an end.
 
-    Raises UnreadableFileError when the file cannot be read or holds no text, MissingExtraError
-    without the extra ``rag``.
+    seconds: for each file. Text has line feeds for line breaks.
     """
-    try:
-        text = READERS[path.suffix.lower()](path)
-    except ImportError as error:
-        raise MissingExtraError("reading documents", EXTRA) from error
-    except CacheBlendError:
-        raise
-    except Exception as error:  # parsers of foreign formats raise anything
-        raise UnreadableFileError(_reason(error)) from error
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\x00", "")
-    # PDF fonts can map to unpaired surrogates, which no tokenizer takes.
-    text = text.encode("utf-8", "replace").decode("utf-8").strip()
-    if not text:
-        raise UnreadableFileError("holds no text")
-    return text
+
+    def __init__(self, seconds: float = FILE_SECONDS) -> None:
+        self._seconds = seconds
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def read(self, path: Path) -> str:
+        """Return a file's text.
+
+        Raises UnreadableFileError when the file cannot be read, holds no text, is too large or
+        takes too long, MissingExtraError without the extra ``rag``.
+        """
+        try:
+            answer = self._ask(path)
+        except BaseException:
+            self.close()
+            raise
+        if "missing" in answer:
+            raise MissingExtraError("reading documents", EXTRA)
+        if "text" not in answer:
+            raise UnreadableFileError(answer["problem"])
+        return answer["text"]
+
+    def close(self) -> None:
+        """End the process, at once."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _ask(self, path: Path) -> dict[str, str]:
+        process = self._process = self._process or subprocess.Popen(  # noqa: S603
+            # -P: no module is taken from the folder that it is started in.
+            [sys.executable, "-P", "-m", extracting.__name__],
+            bufsize=0,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        questions, answers = cast("IO[bytes]", process.stdin), cast("IO[bytes]", process.stdout)
+        deadline = time.monotonic() + self._seconds
+        try:
+            questions.write(json.dumps(str(path)).encode() + b"\n")
+        except BrokenPipeError:
+            raise UnreadableFileError(CRASHED) from None
+        said = bytearray()
+        while not said.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([answers], [], [], left)[0]:
+                raise UnreadableFileError(f"takes longer than {self._seconds:g} s to read")
+            part = os.read(answers.fileno(), 1 << 20)
+            if not part:
+                raise UnreadableFileError(CRASHED)
+            said += part
+        answer: dict[str, str] = json.loads(said)
+        return answer
 
 
 def make_splitter(
@@ -123,66 +170,3 @@ def _walk(folder: Path, leave_out: Path, refused: Callable[[OSError], None]) -> 
             name for name in folders if name[0] != "." and Path(base, name) != leave_out
         )
         yield from (Path(base, name) for name in sorted(names) if name[0] != ".")
-
-
-def _read_plain(path: Path) -> str:
-    """Read plain text; Markdown as it stands, since its marks mean something to a model."""
-    from llama_index.readers.file import FlatReader
-
-    try:
-        return _joined(FlatReader().load_data(path))
-    except ValueError as error:
-        raise UnreadableFileError("is not UTF-8 text") from error
-
-
-def _read_pdf(path: Path) -> str:
-    from llama_index.readers.file import PDFReader
-    from tenacity import RetryError
-
-    logging.getLogger("pypdf").setLevel(logging.CRITICAL)
-    try:
-        return _joined(PDFReader(return_full_document=True).load_data(path))
-    except RetryError as error:
-        raise error.last_attempt.exception() or error from None
-
-
-def _read_html(path: Path) -> str:
-    """Read the text a browser would show, blocks as paragraphs.
-
-    Markup is decoded as it declares; LlamaIndex's own HTML readers join words of neighbouring
-    blocks and keep scripts.
-    """
-    from bs4 import BeautifulSoup
-
-    soup = BeautifulSoup(path.read_bytes(), "html.parser")
-    for tag in soup(UNSEEN_TAGS):
-        tag.decompose()
-    for tag in soup.find_all("br"):
-        tag.replace_with("\n")
-    for tag in soup.find_all(LINE_TAGS):
-        tag.insert_before("\n")
-    for tag in soup.find_all(CELL_TAGS):
-        tag.insert_before(" ")
-    for tag in soup.find_all(BLOCK_TAGS):
-        tag.insert_before(PARAGRAPH)
-        tag.insert_after(PARAGRAPH)
-    lines = (" ".join(line.split()) for line in soup.get_text().split("\n"))
-    return re.sub(r"\n{3,}", PARAGRAPH, "\n".join(lines))
-
-
-def _joined(documents: Iterable[Any]) -> str:
-    return PARAGRAPH.join(str(document.text) for document in documents)
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
-READERS: dict[str, Callable[[Path], str]] = {
-    **dict.fromkeys((".txt", ".text", ".rst", ".md", ".markdown"), _read_plain),
-    **dict.fromkeys((".html", ".htm", ".xhtml"), _read_html),
-    ".pdf": _read_pdf,
-}

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
+from cacheblend_rag.cli.collection import DEFAULT_FOLDER
 from cacheblend_rag.cli.output import JsonOption, print_json, progress_bar, result_console
 from cacheblend_rag.errors import StoreError
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engines.transformers.engine import TransformersEngine
     from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore
 
 store_app = typer.Typer(help="Look at, check and empty a folder of chunk KV.", no_args_is_help=True)
@@ -119,6 +121,28 @@ def evict(
             typer.confirm(f"Evict all chunks in {path}?", abort=True, err=True)
         evicted = store.evict_where(condition)
     _show({"path": str(path), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
+
+
+@store_app.command()
+def gc(
+    folder: Annotated[Path, typer.Option("--collection", help="Folder.")] = DEFAULT_FOLDER,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove what a collection's KV holds of no document that it knows; loads its model.
+
+    Two `index` runs over one collection at once, or one that is killed, can leave such KV.
+    """
+    from cacheblend_rag.cli.collection import Collection
+    from cacheblend_rag.cli.collection_engine import open_known
+    from cacheblend_rag.cli.models import EMBEDDED
+
+    with Collection.open(folder) as collection:
+        settings = collection.settings
+    if settings.engine != EMBEDDED:
+        raise StoreError(f"{folder} keeps its KV in vLLM: evict documents or namespaces there")
+    with closing(cast("TransformersEngine", open_known(folder, settings, "cpu"))) as engine:
+        evicted = engine.evict_unregistered()
+    _show({"path": str(folder), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
 
 
 def _condition(

@@ -37,6 +37,10 @@ class PreparedPrompt:
     prepare_seconds: float
 
 
+FORGOTTEN = "forgotten meanwhile"
+"""Of chunks whose KV was dropped again, as another writer no longer has them."""
+
+
 class EngineFront(ABC):
     """Known chunks, tokens and lead-ins of one engine."""
 
@@ -106,6 +110,15 @@ class EngineFront(ABC):
         """Whether a registered chunk has the same KV as this one, which is registered no more."""
         key = self._lead_in.key(chunk)
         return any(self._lead_in.key(other) == key for other in self.registry.variants(chunk.text))
+
+    def _forgotten(self, chunks: Iterable[Chunk]) -> list[Chunk]:
+        """Return those of the chunks that another writer has forgotten, and none shares.
+
+        What is stored after the other one dropped a document's KV, nobody would ever drop: so
+        whoever stores looks again afterwards.
+        """
+        self.registry.refresh()
+        return [chunk for chunk in chunks if not self._is_shared(chunk)]
 
     def _hinted(self, hints: Iterable[Chunk | str]) -> list[Chunk]:
         """Return hinted chunks, and all chunks of documents that are hinted by their id."""

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from cacheblend_rag.cli import indexing
 from cacheblend_rag.cli.collection import FILE_NAME, KV_NAME, Collection, sole_writer
 from cacheblend_rag.cli.rag_prompt import INSTRUCTION
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.kv import DiskTier
+from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore
 from tests.cli.documents import pdf_bytes, write_notes
 
 CHUNK_SIZE = 64
@@ -355,3 +356,17 @@ def test_a_collections_engine_is_settled(cli, indexed):
     outcome = cli("ask", questions[0].question, "--from", folder, "--engine", url)
     assert outcome.code == 2
     assert "no server answers there" in outcome.stderr
+
+
+def test_kv_that_no_document_knows_is_found_and_removed(cli, index, notes, into):
+    index(notes)
+    known = stored_kv(into)
+    disk = DiskTier(into / KV_NAME)
+    some = min(known, key=str)
+    lost = replace(some, chunk_id="0" * 32, context_id="")
+    assert disk.put(lost, StoredChunk(TieredKVStore([disk]).get(some).kv, time.time()))
+    outcome = cli("store", "gc", "--collection", into, "--json")
+    assert outcome.json == {"path": str(into), "evicted": 1}
+    assert stored_kv(into) == known
+    line = refused(cli, "store", "gc", "--collection", into.parent / "nothing")
+    assert "nothing" in line

@@ -2,10 +2,13 @@ from __future__ import annotations
 
 import builtins
 import os
+import signal
+import zlib
 
 import pytest
 
-from cacheblend_rag.cli.reading import UnreadableFileError, find_files, make_splitter, read_text
+from cacheblend_rag.cli import extracting
+from cacheblend_rag.cli.reading import FileReader, UnreadableFileError, find_files, make_splitter
 from cacheblend_rag.errors import MissingExtraError
 from tests.cli.documents import pdf_bytes
 
@@ -17,6 +20,12 @@ step.<br>Then wait.</p></div><p>Costs 3 &lt; 4 {euro}.</p><ul><li>red</li><li>bl
 
 def words(text):
     return text.split()
+
+
+@pytest.fixture(scope="module")
+def reader():
+    with FileReader() as reader:
+        yield reader
 
 
 def test_files_are_found_in_folders_and_by_name(tmp_path):
@@ -54,10 +63,10 @@ def test_a_pipe_among_the_files_is_not_waited_for(tmp_path):
         ("a.HTM", '<meta charset="latin-1"><p>caf\u00e9'.encode("latin-1"), "caf\u00e9"),
     ],
 )
-def test_text_is_read_clean(tmp_path, name, content, text):
+def test_text_is_read_clean(reader, tmp_path, name, content, text):
     path = tmp_path / name
     path.write_bytes(content)
-    assert read_text(path) == text
+    assert reader.read(path) == text
 
 
 @pytest.mark.parametrize(
@@ -72,12 +81,12 @@ def test_text_is_read_clean(tmp_path, name, content, text):
         ("a.html", None, "No such file"),
     ],
 )
-def test_what_cannot_be_read_is_told_in_one_line(tmp_path, name, content, reason):
+def test_what_cannot_be_read_is_told_in_one_line(reader, tmp_path, name, content, reason):
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UnreadableFileError, match=reason) as raised:
-        read_text(path)
+        reader.read(path)
     assert "\n" not in str(raised.value)
 
 
@@ -89,16 +98,151 @@ def test_chunks_keep_to_the_size_and_lose_nothing():
     assert all(chunk.startswith("Note") for chunk in chunks)
 
 
-def test_without_the_extra_its_name_is_told(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("x")
+def test_without_the_extra_its_name_is_told(reader, tmp_path, monkeypatch):
     real = builtins.__import__
 
     def without(name, *rest):
-        if name.split(".")[0] == "llama_index":
-            raise ImportError(name)
+        if name.split(".")[0] in {"llama_index", "pypdf", "bs4"}:
+            raise ImportError(name, name=name)
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    for call in (lambda: read_text(tmp_path / "a.txt"), lambda: make_splitter(words, 9, 0)):
+    for name, library in (("a.pdf", "pypdf"), ("a.html", "bs4.dammit")):
+        (tmp_path / name).write_text("x")
+        answer = extracting.answer(tmp_path / name)
+        assert answer == {"missing": library}
+        monkeypatch.setattr(reader, "_ask", lambda path, answer=answer: answer)
         with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[rag\]"):
-            call()
+            reader.read(tmp_path / name)
+    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[rag\]"):
+        make_splitter(words, 9, 0)
+
+
+# Hostile files
+
+MARKUP = {
+    "paragraphs": ("<p>word</p>" * 100_000, "word"),
+    "nested": ("<div>" * 100_000 + "x" + "</div>" * 100_000, "x"),
+    "unclosed": ("<b>" * 200_000 + "x</i>", "x"),
+    "crossed": ("<b><i>" * 50_000 + "</b>" * 50_000 + "x", "x"),
+    "hidden": ("<svg>" * 100_000 + "</p>" * 100_000 + "x", None),
+}
+
+
+HOSTILE_MARKUP = {
+    "attributes": "<a " + "x=" * 2_000_000,
+    "brackets": "<" * 2_000_000,
+    "comments": "<!--" * 200_000,
+}
+
+
+@pytest.mark.timeout(120)  # hours, where the square of its length counts
+@pytest.mark.parametrize("kind", MARKUP)
+def test_hostile_markup_costs_what_its_length_does(tmp_path, kind):
+    markup, text = MARKUP[kind]
+    (tmp_path / "a.html").write_text(markup)
+    found = extracting.answer(tmp_path / "a.html")
+    assert found.get("text", text or "")[:4] == (text or found.get("text", ""))[:4]
+    assert len(found) == 1
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    "kind", ["attributes", "brackets", "comments", "page", "bomb", "operators"]
+)
+def test_a_hostile_file_is_named_and_the_next_is_read(tmp_path, kind):
+    hostile, good = tmp_path / "hostile.pdf", tmp_path / "good.txt"
+    good.write_text("All is well.")
+    stream = b"BT /F1 1 Tf (hello world) Tj ET "
+    if kind in HOSTILE_MARKUP:
+        hostile = tmp_path / "hostile.html"
+        hostile.write_text(HOSTILE_MARKUP[kind])
+    elif kind == "page":
+        hostile.write_bytes(one_page(zlib.compress(stream * 200), times=20_000))
+    elif kind == "bomb":
+        hostile.write_bytes(one_page(zlib.compress(b" " * (1 << 28), 9)))
+    else:
+        hostile.write_bytes(one_page(zlib.compress(stream * 500_000, 9)))
+    with FileReader(seconds=3) as reader:
+        try:
+            assert len(reader.read(hostile)) < extracting.MAX_CHARACTERS
+        except UnreadableFileError as error:
+            assert "\n" not in str(error)  # noqa: PT017  # either will do, so long as it ends
+        assert reader.read(good) == "All is well."
+
+
+def test_limits_are_told(reader, tmp_path, monkeypatch):
+    text = tmp_path / "a.txt"
+    text.write_text("x" * 100)
+    monkeypatch.setattr(extracting, "MAX_CHARACTERS", 99)
+    assert extracting.answer(text) == {"problem": "holds more than 99 characters"}
+    monkeypatch.setattr(extracting, "MAX_FILE_BYTES", 0)
+    assert extracting.answer(text) == {"problem": "is larger than 0 MiB"}
+    pdf = tmp_path / "a.pdf"
+    pdf.write_bytes(pdf_bytes("one", "two", "three"))
+    monkeypatch.undo()
+    monkeypatch.setattr(extracting, "MAX_PAGES", 2)
+    assert extracting.answer(pdf) == {"problem": "has more than 2 pages"}
+
+
+def test_a_reader_that_is_stuck_or_dies_is_replaced(tmp_path, monkeypatch):
+    text = tmp_path / "a.txt"
+    text.write_text("fine")
+    with FileReader() as reader:
+        assert reader.read(text) == "fine"
+        reader._process.kill()
+        with pytest.raises(UnreadableFileError, match="ends the process"):
+            reader.read(text)
+        assert reader.read(text) == "fine"
+        stuck = reader._process
+        stuck.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(reader, "_seconds", 0.2)
+        with pytest.raises(UnreadableFileError, match=r"takes longer than 0.2 s"):
+            reader.read(text)
+        assert stuck.poll() == -signal.SIGKILL
+
+
+def test_no_module_is_taken_from_the_folder_that_is_indexed(tmp_path, monkeypatch):
+    (tmp_path / "json.py").write_text("raise SystemExit")
+    (tmp_path / "a.txt").write_text("fine")
+    monkeypatch.chdir(tmp_path)
+    with FileReader() as reader:
+        assert reader.read(tmp_path / "a.txt") == "fine"
+
+
+def one_page(stream: bytes, times: int = 1) -> bytes:
+    """Return a PDF of one compressed page that is listed so many times."""
+    objects = [
+        b"<</Type/Catalog/Pages 2 0 R>>",
+        b"<</Type/Pages/Kids[%s]/Count %d>>" % (b" ".join([b"3 0 R"] * times), times),
+        b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 9 9]/Contents 4 0 R"
+        b"/Resources<</Font<</F1 5 0 R>>>>>>",
+        b"<</Length %d/Filter/FlateDecode>>stream\n%s\nendstream" % (len(stream), stream),
+        b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
+    ]
+    file, starts = b"%PDF-1.4\n", []
+    for number, body in enumerate(objects, start=1):
+        starts.append(len(file))
+        file += b"%d 0 obj\n%s\nendobj\n" % (number, body)
+    table = b"".join(b"%010d 00000 n \n" % start for start in starts)
+    return file + (
+        b"xref\n0 6\n0000000000 65535 f \n%strailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF"
+        % (table, len(file))
+    )
+
+
+def test_links_out_of_a_folder_are_not_followed(tmp_path):
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    (folder / "sub").mkdir(parents=True)
+    outside.mkdir()
+    (folder / "sub" / "own.txt").write_text("fine")
+    (outside / "secret.txt").write_text("secret")
+    (folder / "inner.txt").symlink_to("sub/own.txt")
+    (folder / "leak.txt").symlink_to(outside / "secret.txt")
+    (folder / "hidden").symlink_to(outside)
+    found = find_files([folder], tmp_path / "collection")
+    assert [path.name for path in found.files] == ["inner.txt", "own.txt"]
+    [(path, reason)] = found.unopened
+    assert (path.name, reason) == ("leak.txt", "is a link that leads out of the folder")
+    named = find_files([folder / "leak.txt"], tmp_path / "collection")
+    assert [path.name for path in named.files] == ["leak.txt"], "who names it wants it"

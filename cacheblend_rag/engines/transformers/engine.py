@@ -33,7 +33,7 @@ from cacheblend_rag.engines.base import (
     PromptLike,
     SamplingParams,
 )
-from cacheblend_rag.engines.front import EngineFront, Item, PreparedPrompt
+from cacheblend_rag.engines.front import FORGOTTEN, EngineFront, Item, PreparedPrompt
 from cacheblend_rag.engines.identity import model_identity
 from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.engines.transformers import loading
@@ -195,13 +195,15 @@ class TransformersEngine(EngineFront):
                         counts["tokens"] += kv.tokens
                     else:
                         refused["store full"] += 1
+                for chunk in self._forgotten(part):
+                    refused[FORGOTTEN] += self._drop(chunk)
                 bar.update(len(part))
         return PrecomputeReport(
             computed=counts["computed"],
             skipped=counts["skipped"],
             computed_tokens=counts["tokens"],
             seconds=time.perf_counter() - started,
-            refused=dict(refused),
+            refused=dict(+refused),
         )
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
@@ -211,6 +213,17 @@ class TransformersEngine(EngineFront):
     def evict_document(self, document_id: str) -> int:
         """Forget a document's chunks and drop their KV; returns how many were dropped."""
         return sum(self._drop(chunk) for chunk in self.registry.remove_document(document_id))
+
+    def evict_unregistered(self) -> int:
+        """Drop the chunk KV of this engine's fingerprint that no registered chunk has.
+
+        Writers that are killed, or change a registry that others index from, can leave some.
+        Returns how many were dropped. Raises StoreError when the registry cannot be read.
+        """
+        stored = [key for key in self.store.entries() if key.fingerprint == self.fingerprint]
+        self.registry.refresh()
+        known = {self._lead_in.key(chunk) for chunk in self.registry.chunks()}
+        return sum(self.store.evict(key) for key in stored if key not in known)
 
     # Question time
 

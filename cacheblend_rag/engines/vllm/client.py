@@ -42,7 +42,7 @@ from cacheblend_rag.engines.base import (
     PromptLike,
     SamplingParams,
 )
-from cacheblend_rag.engines.front import EngineFront, Item, PreparedPrompt
+from cacheblend_rag.engines.front import FORGOTTEN, EngineFront, Item, PreparedPrompt
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.status import NO_CONNECTOR, ConnectorStatus
 from cacheblend_rag.engines.vllm.wire import (
@@ -198,12 +198,14 @@ class VLLMClient(EngineFront):
                 bar.update(len(work.members))
 
             self._run(_all_of([store(work) for work in self._passes(distinct)], ORDERS_AT_ONCE))
+        if forgotten := self._forgotten(chunks):
+            refused[FORGOTTEN] += self._drop(forgotten)
         return PrecomputeReport(
             computed=counts["computed"],
             skipped=counts["skipped"],
             computed_tokens=counts["computed_tokens"],
             seconds=time.perf_counter() - started,
-            refused=dict(refused),
+            refused=dict(+refused),
         )
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMappi
 from http import HTTPStatus
 from typing import Any
 
-from cacheblend_rag.engines.vllm.wire import CHANGES, PARAMETER
 from cacheblend_rag.errors import ConfigError
 
 Scope = MutableMapping[str, Any]
@@ -155,6 +154,8 @@ def check_json(body: bytes) -> None:
 
 def check_order(body: bytes) -> None:
     """Raise RefusedError when a body holds, anywhere in it, an order that changes the store."""
+    from cacheblend_rag.engines.vllm.wire import CHANGES, PARAMETER  # torch, not for `--help`
+
     try:
         value = json.loads(body, object_pairs_hook=_without_twins)
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.fusion import indexing
 from cacheblend_rag.fusion.lead_in import DocumentWindow, next_window
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.shared_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory
 from tests.engines.transformers.test_exactness import ordinary_kv
 from tests.models import words
@@ -337,3 +340,50 @@ def test_context_that_the_prompt_lacks_is_protected(make_engine: EngineFactory) 
     assert [c.recomputed > 0 for c in shuffled.report.chunks] == [True, False, False]
     everything = engine.config.with_changes(recompute_ratio=1.0)
     assert engine.generate(f"w3 {PIECES[1]} w4", SHORT, config=everything).report.reused_tokens == 0
+
+
+# Several writers
+
+
+def test_two_writers_leave_no_kv_that_no_document_knows(
+    make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one replaces the document while the first is storing its older version."""
+    here, there = (
+        make_engine(
+            store=TieredKVStore.open(host_bytes=0, disk_path=tmp_path),
+            registry=SharedChunkRegistry(tmp_path / "registry.sqlite"),
+            lead_in="document",
+        )
+        for _ in range(2)
+    )
+    older = Document("report", tuple(words(8, seed) for seed in range(6)))
+    newer = Document("report", (*older.chunks[:2], words(8, 70), words(8, 71)))
+    put, stored_so_far = here.store.put, [0]
+
+    def put_meanwhile(key: KVKey, kv: ChunkKV) -> bool:
+        stored_so_far[0] += 1
+        if stored_so_far[0] == 3:
+            there.precompute([newer], progress=False)
+        return put(key, kv)
+
+    monkeypatch.setattr(here.store, "put", put_meanwhile)
+    report = here.precompute([older], progress=False)
+    assert report.refused == {"forgotten meanwhile": 4}
+    known = {there._lead_in.key(chunk) for chunk in newer.to_chunks()}
+    assert set(there.store.keys()) == known
+    assert there.evict_unregistered() == 0
+
+
+def test_kv_that_no_document_knows_can_be_dropped(make_engine: EngineFactory) -> None:
+    engine = make_engine(lead_in="document")
+    engine.precompute([DOCUMENT], progress=False)
+    foreign = make_engine(lead_in="document", store=engine.store, namespace="other")
+    foreign.precompute(["w1 w2 w3"], progress=False)
+    lost = Document("lost", tuple(words(8, seed) for seed in range(3)))
+    engine.precompute([lost], progress=False)
+    engine.registry.remove_document("lost")
+    assert engine.evict_unregistered() == 3
+    kept = {engine._lead_in.key(chunk) for chunk in DOCUMENT.to_chunks()}
+    assert {key for key in engine.store.entries() if key.fingerprint == engine.fingerprint} == kept
+    assert len(engine.store.keys()) == len(kept) + 1, "others' KV is theirs"
