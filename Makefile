@@ -4,6 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_VLLM := .venv/.ready-vllm
 VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
@@ -29,9 +30,13 @@ $(READY_VLLM): $(READY)
 demo: $(READY) ## run the demo: answers with and without reuse, and how long each took
 	$(BIN)/cacheblend-rag demo
 
+# One thread a process: two processes of tests fill two cores, and threads that wait for each other
+# on shared cores cost more than they bring.
+test: export OMP_NUM_THREADS := 1
+test: export VLLM_CPU_OMP_THREADS_BIND := nobind
 test: $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebooks
-	$(BIN)/python -m pytest $(VLLM_TESTS:%=--ignore %)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(VLLM_TESTS)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
+	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(VLLM_TESTS)
 	$(BIN)/python -m pytest --nbmake examples
 	for folder in $(INTEGRATIONS); do \
 		$(MAKE) -C $$folder test integration_tests server_tests BIN=$(CURDIR)/$(BIN) || exit 1; \
