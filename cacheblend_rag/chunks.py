@@ -24,6 +24,12 @@ Span = tuple[int, int]
 
 LONGEST_WINDOW = 32
 SLOTS_PER_MARK = 32
+COMPARED_CHARACTERS = 4 << 20
+"""Compared at most in a search, beside some a character of the text; see _Budget."""
+COMPARED_PER_CHARACTER = 16
+LEAST_COMPARED = 64
+CROWD = 64
+"""Variants of a text beyond which it says nothing of the document that it stands in."""
 SMALLEST_SLOT_BITS = 12
 CHARACTER_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 WINDOW_FACTORS = (
@@ -267,11 +273,12 @@ class ChunkRegistry:
         windows = list(_windows(text))
         with self._lock:
             hinted = _Hints(hints)
+            budget = _Budget(len(text))
             spans = [
                 span
-                for width, hashes in windows
+                for width, hashes in reversed(windows)
                 if width in self._anchors
-                for span in self._anchors[width].occurrences(text, hashes)
+                for span in self._anchors[width].occurrences(text, hashes, budget)
             ]
 
             def precedence(span: Span) -> tuple[bool, int, int]:
@@ -342,9 +349,9 @@ class ChunkRegistry:
         variants = self._variants[text]
         if len(variants) == 1:
             return next(iter(variants))
-        candidates = self._hinted_variants(text, hints)
-        if not candidates:
-            candidates = self._related_variants(text, earlier) or list(variants)
+        candidates = self._hinted_variants(text, hints) or self._related_variants(text, earlier)
+        if not candidates or len(candidates) > CROWD:
+            return max(candidates or variants, key=variants.__getitem__)
         return max(candidates, key=lambda c: (self._continuity(c, earlier), variants[c]))
 
     def _hinted_variants(self, text: str, hints: _Hints) -> list[Chunk]:
@@ -355,7 +362,8 @@ class ChunkRegistry:
 
     def _related_variants(self, text: str, earlier: Sequence[str]) -> list[Chunk]:
         """Return the variants that continue a document found in ``earlier``."""
-        found = {chunk.document_id for other in set(earlier) for chunk in self._variants[other]}
+        telling = {other for other in earlier if len(self._variants[other]) <= CROWD}
+        found = {chunk.document_id for other in telling for chunk in self._variants[other]}
         candidates = self._variants_in(found, text)
         return [chunk for chunk in candidates if self._continuity(chunk, earlier)]
 
@@ -392,6 +400,21 @@ class _Hints:
                 self.document_ids.add(hint)
 
 
+class _Budget:
+    """What a search may compare. Texts of one character repeated would take minutes otherwise.
+
+    A text that is not compared is not found: it costs reuse, never an answer.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._left = COMPARED_CHARACTERS + COMPARED_PER_CHARACTER * length
+
+    def allows(self, text: str) -> bool:
+        """Whether ``text`` may still be compared; counts it."""
+        self._left -= max(len(text), LEAST_COMPARED)
+        return self._left >= 0
+
+
 class _AnchorTable:
     """Texts of one window width, each known by the hash of one of its windows."""
 
@@ -419,12 +442,14 @@ class _AnchorTable:
         else:
             del self._texts[anchor]
 
-    def occurrences(self, text: str, hashes: Hashes) -> Iterator[Span]:
-        """Yield where registered texts stand in ``text``, overlaps included."""
+    def occurrences(self, text: str, hashes: Hashes, budget: _Budget) -> Iterator[Span]:
+        """Yield where registered texts stand in ``text``, overlaps included, within ``budget``."""
         marked = np.flatnonzero(self._marks[self._slots(hashes)])
         for position, anchor in zip(marked.tolist(), hashes[marked].tolist(), strict=True):
             for offset, known in self._texts.get(anchor, ()):
                 start = position - offset
+                if not budget.allows(known):
+                    return
                 if start >= 0 and text.startswith(known, start):
                     yield start, start + len(known)
 

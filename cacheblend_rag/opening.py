@@ -12,6 +12,7 @@ from cacheblend_rag.chunks import ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.errors import ConfigError, MissingExtraError
+from cacheblend_rag.secret import Secret, check_server_url
 from cacheblend_rag.shared_registry import SharedChunkRegistry
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def open_engine(
     disk_bytes: int | None = None,
     device: str | None = None,
     dtype: str | torch.dtype | None = None,
-    api_key: str | None = None,
+    api_key: str | Secret | None = None,
 ) -> Engine:
     """Return an engine.
 
@@ -66,7 +67,10 @@ def open_engine(
     server does not answer, ModelLoadError when the model cannot be loaded, StoreError when
     ``kv_path`` cannot be used.
     """
-    if engine not in ENGINES and not _is_url(engine):
+    api_key = Secret.of(api_key)
+    if _is_url(engine):
+        check_server_url(engine)
+    elif engine not in ENGINES:
         raise ConfigError(f"engine={engine!r} must be {', '.join(ENGINES)} or a server's URL")
     if engine == "auto":
         engine = _pick_engine(model, device)
@@ -113,7 +117,7 @@ def _pick_engine(model: Any, device: str | None) -> str:
     return picked
 
 
-def _open_server(url: str, model: Any, api_key: str | None, **options: Any) -> Engine:
+def _open_server(url: str, model: Any, api_key: Secret | None, **options: Any) -> Engine:
     if not isinstance(model, str | Path):
         raise ConfigError("model must be a name or a folder with a server's URL as engine")
     from cacheblend_rag.engines.vllm.server import VLLMServerEngine

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cacheblend_rag import chunks as chunks_module
 from cacheblend_rag.chunks import Chunk, ChunkRegistry, Context, Document, Match
 from cacheblend_rag.cli.bench_registry import measure_registry
 from cacheblend_rag.errors import ConfigError, PromptError
@@ -295,3 +296,61 @@ def test_a_long_documents_contexts_share_their_pieces() -> None:
     assert copied(first[-1]) == first[-1]
     assert len(dict.fromkeys(first + second)) == 30_000
     assert {Chunk("a"): 1}[Chunk("a", context=())] == 1
+
+
+# Hostile texts
+
+
+def compared(registry: ChunkRegistry, text: str) -> int:
+    """How many texts a search compares."""
+    count = 0
+    real = chunks_module._Budget.allows
+
+    def counted(self: chunks_module._Budget, known: str) -> bool:
+        nonlocal count
+        count += 1
+        return real(self, known)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks_module._Budget, "allows", counted)
+        registry.find(text)
+    return count
+
+
+def test_texts_of_one_character_are_searched_within_bounds() -> None:
+    registry = ChunkRegistry(Chunk("a" * length) for length in range(100, 1100))
+    assert (
+        compared(registry, "a" * 20_000)
+        <= 1
+        + (chunks_module.COMPARED_CHARACTERS + 20_000 * chunks_module.COMPARED_PER_CHARACTER)
+        // chunks_module.LEAST_COMPARED
+    )
+    distinct = ChunkRegistry(Chunk(f"Passage {n} says {n * 7919} in words.") for n in range(1000))
+    text = " ".join(sorted(distinct._variants))
+    assert len(distinct.find(text)) == 1000, "an honest prompt is found whole"
+    assert compared(distinct, text) < 1500
+
+
+def test_boilerplate_of_many_documents_is_named_without_asking_them_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    head, foot = "All rights reserved by the author.", "Printed on recycled paper in Rome."
+    registry = ChunkRegistry()
+    for number in range(500):
+        registry.add_many(Document(f"d{number}", (head, f"Own text {number}.", foot)).to_chunks())
+    asked: list[Chunk] = []
+    real = ChunkRegistry._continuity
+
+    def continuity(self: ChunkRegistry, chunk: Chunk, earlier: Sequence[str]) -> int:
+        asked.append(chunk)
+        return real(self, chunk, earlier)
+
+    monkeypatch.setattr(ChunkRegistry, "_continuity", continuity)
+    found = registry.find(f"{head}\n\nOwn text 7.\n\n{foot}")
+    assert [match.chunk.document_id for match in found] == ["d499", "d7", "d7"]
+    assert len(asked) < 10
+    found = registry.find(f"{head} {foot}")
+    assert [match.chunk.document_id for match in found] == ["d499", "d499"]
+    assert len(asked) < 10
+    found = registry.find(head, hints=["d3"])
+    assert found[0].chunk.document_id == "d3"

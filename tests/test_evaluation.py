@@ -40,7 +40,7 @@ class RoteEngine:
     def evict_document(self, document_id):
         self.calls.append(("evict", document_id))
 
-    def generate_full(self, prompt, sampling=None):
+    def generate_full(self, prompt, sampling=None, *, hints=()):
         self.calls.append("full")
         if "long" in prompt.segments[-1].text:
             raise PromptError("too long")

@@ -135,6 +135,8 @@ class PrecomputeReport:
     refused: Mapping[str, int] = field(default_factory=dict)
 
 
+CLOSED = "the engine is closed: open another"
+
 PromptLike = str | BlendPrompt | Sequence[Message]
 """A prompt text, ready segments, or chat messages (rendered by the model's chat template)."""
 
@@ -214,7 +216,11 @@ class Engine(Protocol):
         """Answer several prompts, in order."""
 
     def generate_full(
-        self, prompt: PromptLike, sampling: SamplingParams | None = None
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None = None,
+        *,
+        hints: Sequence[Chunk | str] = (),
     ) -> Generation:
         """Answer by ordinary prefill of the same tokens: the baseline to compare with."""
 

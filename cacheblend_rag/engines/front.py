@@ -6,14 +6,14 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.base import PromptLike, SamplingParams
-from cacheblend_rag.errors import PromptError
+from cacheblend_rag.engines.base import CLOSED, PromptLike, SamplingParams
+from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.fusion.lead_in import LeadIn
 from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.reports import ChunkReport, MissReason
@@ -83,12 +83,14 @@ class EngineFront(ABC):
 
     def register(self, items: Iterable[Item]) -> None:
         """Make chunks known without computing anything; raises PromptError on empty text."""
+        self._check_open()
         self.registry.add_many([chunk for item in items for chunk in chunks_of(item)])
 
     def _register_current(
         self, items: Iterable[Item], refused: Counter[str]
     ) -> tuple[list[Chunk], list[Chunk]]:
         """Register items; returns them, and what newer versions of documents no longer hold."""
+        self._check_open()
         given: list[Chunk] = []
         documents: dict[str, None] = {}
         for item in items:
@@ -106,22 +108,53 @@ class EngineFront(ABC):
         self.registry.add_many(given)
         return given, stale
 
-    def _is_shared(self, chunk: Chunk) -> bool:
-        """Whether a registered chunk has the same KV as this one, which is registered no more."""
-        key = self._lead_in.key(chunk)
-        return any(self._lead_in.key(other) == key for other in self.registry.variants(chunk.text))
+    def evict_document(self, document_id: str) -> int:
+        """Forget a document's chunks and drop their KV; returns how many were dropped.
 
-    def _forgotten(self, chunks: Iterable[Chunk]) -> list[Chunk]:
-        """Return those of the chunks that another writer has forgotten, and none shares.
+        KV goes first: on a full disk, forgetting needs the room that it leaves. Raises StoreError
+        when the registry cannot be written.
+        """
+        self._check_open()
+        self.registry.refresh()
+        chunks = self.registry.document(document_id)
+        dropped = self._drop(chunks, besides=frozenset(chunks))
+        self.registry.discard_many(chunks)
+        return dropped + self._drop(chunks)  # what others stored of it in between
 
-        What is stored after the other one dropped a document's KV, nobody would ever drop: so
-        whoever stores looks again afterwards.
+    def _drop(self, chunks: Iterable[Chunk], besides: Collection[Chunk] = ()) -> int:
+        """Drop the KV of those chunks that no registered chunk shares, ``besides`` left out."""
+        return self._evict([chunk for chunk in chunks if not self._is_shared(chunk, besides)])
+
+    @abstractmethod
+    def _evict(self, chunks: Sequence[Chunk]) -> int:
+        """Drop the KV of chunks; returns of how many there was any."""
+
+    def _drop_forgotten(self, chunks: Iterable[Chunk]) -> int:
+        """Drop the KV of those chunks, just stored, that another writer has forgotten meanwhile.
+
+        Nobody else would: the other one dropped what there was before it was stored.
         """
         self.registry.refresh()
-        return [chunk for chunk in chunks if not self._is_shared(chunk)]
+        return self._drop(chunks)
+
+    def _is_shared(self, chunk: Chunk, besides: Collection[Chunk]) -> bool:
+        key = self._lead_in.key(chunk)
+        variants = self.registry.variants(chunk.text)
+        return any(self._lead_in.key(one) == key for one in variants if one not in besides)
+
+    @property
+    @abstractmethod
+    def is_open(self) -> bool:
+        """Whether ``close`` has yet to be called."""
+
+    def _check_open(self) -> None:
+        """Raise ConfigError once the engine is closed."""
+        if not self.is_open:
+            raise ConfigError(CLOSED)
 
     def _hinted(self, hints: Iterable[Chunk | str]) -> list[Chunk]:
         """Return hinted chunks, and all chunks of documents that are hinted by their id."""
+        self._check_open()
         return [
             chunk
             for hint in hints
@@ -132,6 +165,7 @@ class EngineFront(ABC):
         self, prompt: PromptLike, sampling: SamplingParams, hints: Sequence[Chunk | str]
     ) -> PreparedPrompt:
         """Segment and tokenize; raises PromptError when it is empty or too long."""
+        self._check_open()
         started = time.perf_counter()
         segmented = self._segments(prompt, hints)
         encoded = segmented.encode(self.encoder)

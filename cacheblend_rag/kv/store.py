@@ -18,6 +18,8 @@ from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, StoredChunk, Tier
 StoreMiss = Literal["not stored", "damaged", "other model", "store error"]
 
 PREFETCH_THREADS = 2
+CLOCK_SKEW_SECONDS = 300.0
+"""How far machines' clocks may lie apart: what is written later than that is expired, too."""
 _STRIPES = 256
 
 
@@ -267,7 +269,8 @@ class TieredKVStore:
     def _is_expired(self, key: KVKey, entry: Entry) -> bool:
         if self.ttl_seconds is None or key in self._pinned:
             return False
-        return time.time() - entry.written_at > self.ttl_seconds
+        age = time.time() - entry.written_at
+        return age > self.ttl_seconds or age < -CLOCK_SKEW_SECONDS
 
     def _expire(self, tier: Tier, key: KVKey) -> bool:
         with self._locked(key):

@@ -475,3 +475,12 @@ def test_a_link_for_a_chunks_file_is_not_followed(store, tmp_path):
     path.unlink()
     os.mkfifo(path)
     assert store.get(KEY).reason == "damaged"
+
+
+def test_a_chunk_from_the_future_expires(disk, tmp_path):
+    """Unless it is no further ahead than clocks lie apart."""
+    store = TieredKVStore([disk], ttl_seconds=1e6)
+    for ahead, found in ((100, True), (1e5, False)):
+        disk.put(KEY, StoredChunk(make_kv(), time.time() + ahead))
+        assert (store.get(KEY).kv is not None) == found
+    store.close()

@@ -33,6 +33,7 @@ from cacheblend_rag.engines.base import (
     PromptLike,
     SamplingParams,
 )
+from cacheblend_rag.engines.exiting import working
 from cacheblend_rag.engines.front import FORGOTTEN, EngineFront, Item, PreparedPrompt
 from cacheblend_rag.engines.identity import model_identity
 from cacheblend_rag.engines.naming import public_name
@@ -155,6 +156,12 @@ class TransformersEngine(EngineFront):
         self._lock = _lock_of(self.model)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
         self._eos = _eos_token_ids(self.model, self.tokenizer)
+        self._is_open = True
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` has yet to be called."""
+        return self._is_open
 
     @property
     def context_window(self) -> int:
@@ -176,8 +183,7 @@ class TransformersEngine(EngineFront):
         counts: Counter[str] = Counter()
         refused: Counter[str] = Counter()
         chunks, stale = self._register_current(items, refused)
-        for chunk in stale:
-            self._drop(chunk)
+        self._drop(stale)
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in _whole_documents(chunks, PART_CHUNKS):
                 wanted: dict[KVKey, LedChunk] = {}
@@ -195,8 +201,7 @@ class TransformersEngine(EngineFront):
                         counts["tokens"] += kv.tokens
                     else:
                         refused["store full"] += 1
-                for chunk in self._forgotten(part):
-                    refused[FORGOTTEN] += self._drop(chunk)
+                refused[FORGOTTEN] += self._drop_forgotten(part)
                 bar.update(len(part))
         return PrecomputeReport(
             computed=counts["computed"],
@@ -210,16 +215,13 @@ class TransformersEngine(EngineFront):
         """Start loading chunks (or all chunks of a document, by id) into the fastest tier."""
         self.store.prefetch([self._lead_in.key(chunk) for chunk in self._hinted(hints)])
 
-    def evict_document(self, document_id: str) -> int:
-        """Forget a document's chunks and drop their KV; returns how many were dropped."""
-        return sum(self._drop(chunk) for chunk in self.registry.remove_document(document_id))
-
     def evict_unregistered(self) -> int:
         """Drop the chunk KV of this engine's fingerprint that no registered chunk has.
 
         Writers that are killed, or change a registry that others index from, can leave some.
         Returns how many were dropped. Raises StoreError when the registry cannot be read.
         """
+        self._check_open()
         stored = [key for key in self.store.entries() if key.fingerprint == self.fingerprint]
         self.registry.refresh()
         known = {self._lead_in.key(chunk) for chunk in self.registry.chunks()}
@@ -245,10 +247,17 @@ class TransformersEngine(EngineFront):
         return _last(self.stream(prompt, sampling, config=config, hints=hints, cancel=cancel))
 
     def generate_full(
-        self, prompt: PromptLike, sampling: SamplingParams | None = None
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None = None,
+        *,
+        hints: Sequence[Chunk | str] = (),
     ) -> Generation:
-        """Answer by ordinary prefill of the same tokens: the baseline to compare with."""
-        request = self._prepare(prompt, sampling, None, (), None, full=True)
+        """Answer by ordinary prefill of the same tokens: the baseline to compare with.
+
+        hints: as given to generate, since they decide where a prompt is cut, hence its tokens.
+        """
+        request = self._prepare(prompt, sampling, None, hints, None, full=True)
         return _last(self._serve(request))
 
     def stream(
@@ -289,6 +298,7 @@ class TransformersEngine(EngineFront):
         def work() -> Generation:
             return self.generate(prompt, sampling, config=config, hints=hints, cancel=cancel)
 
+        self._check_open()
         try:
             return await asyncio.get_running_loop().run_in_executor(self._pool, work)
         except asyncio.CancelledError:
@@ -321,6 +331,7 @@ class TransformersEngine(EngineFront):
             except BaseException as error:
                 deliver(error)
 
+        self._check_open()
         self._pool.submit(work)
         try:
             while (item := await arrived.get()) is not None:
@@ -331,7 +342,8 @@ class TransformersEngine(EngineFront):
             cancel.set()
 
     def close(self) -> None:
-        """Stop background threads and close the store."""
+        """Stop background threads and close the store; the engine may not be used afterwards."""
+        self._is_open = False
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 
@@ -380,16 +392,15 @@ class TransformersEngine(EngineFront):
     def _taking_turns(self, steps: Iterator[T]) -> Iterator[T]:
         """Run each step alone and without gradients, letting other requests run in between."""
         while True:
-            with self._lock, torch.no_grad():
+            with working(), self._lock, torch.no_grad():
                 try:
                     item = next(steps)
                 except StopIteration:
                     return
             yield item
 
-    def _drop(self, chunk: Chunk) -> bool:
-        """Evict the KV of a chunk no longer registered, unless another chunk shares it."""
-        return not self._is_shared(chunk) and self.store.evict(self._lead_in.key(chunk))
+    def _evict(self, chunks: Sequence[Chunk]) -> int:
+        return sum(self.store.evict(self._lead_in.key(chunk)) for chunk in chunks)
 
     def _prepare(
         self,
@@ -405,7 +416,8 @@ class TransformersEngine(EngineFront):
         config, sampling = config or self.config, sampling or SamplingParams()
         if self._stack is not None:
             plan_schedule(config, self._stack.geometry.layers)
-        prepared = self._prepare_prompt(prompt, sampling, hints)
+        with working():
+            prepared = self._prepare_prompt(prompt, sampling, hints)
         return _Request(prepared, sampling, config, full, cancel or Event())
 
     def _serve(self, request: _Request) -> Iterator[Delta]:
@@ -421,7 +433,8 @@ class TransformersEngine(EngineFront):
             if token in self._eos and not request.sampling.ignore_eos:
                 reason = "stop"
                 break
-            piece = text.feed(token)
+            with working():
+                piece = text.feed(token)
             if text.stopped:
                 reason = "stop"
                 break
@@ -437,7 +450,7 @@ class TransformersEngine(EngineFront):
         """Prefill a step at a time; None when cancelled meanwhile."""
         steps = self._prefill(request)
         while not request.cancel.is_set():
-            with self._lock, torch.no_grad():
+            with working(), self._lock, torch.no_grad():
                 try:
                     next(steps)
                 except StopIteration as done:
@@ -480,10 +493,11 @@ class TransformersEngine(EngineFront):
         sampler = Sampler(request.sampling, self.model.device)
         token_ids, logits = list(request.prompt.token_ids), prefilled.logits
         for index in range(request.prepared.max_tokens):
-            if index:
-                with self._lock, torch.no_grad():
-                    logits = self._ordinary.decode(prefilled.cache, token_ids)
-            token_ids.append(sampler.draw(logits, token_ids))
+            with working():
+                if index:
+                    with self._lock, torch.no_grad():
+                        logits = self._ordinary.decode(prefilled.cache, token_ids)
+                token_ids.append(sampler.draw(logits, token_ids))
             watch.lap("decode" if index else "first_token")
             yield token_ids[-1]
             watch.skip()

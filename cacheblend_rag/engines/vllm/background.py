@@ -8,13 +8,14 @@ from concurrent.futures import CancelledError, Future
 from threading import Thread
 from typing import Any, TypeVar
 
-from cacheblend_rag.errors import EngineUnavailableError
+from cacheblend_rag.engines.base import CLOSED
+from cacheblend_rag.errors import ConfigError
 
 T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """Runs coroutines for threads that wait for them. Raises EngineUnavailableError once closed."""
+    """Runs coroutines for threads that wait for them. Raises ConfigError once closed."""
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -95,5 +96,5 @@ async def _cancel(find: Callable[[], set[asyncio.Task[Any]]]) -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-def _closed() -> EngineUnavailableError:
-    return EngineUnavailableError("the engine is closed: open another")
+def _closed() -> ConfigError:
+    return ConfigError(CLOSED)

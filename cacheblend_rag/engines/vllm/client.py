@@ -198,8 +198,7 @@ class VLLMClient(EngineFront):
                 bar.update(len(work.members))
 
             self._run(_all_of([store(work) for work in self._passes(distinct)], ORDERS_AT_ONCE))
-        if forgotten := self._forgotten(chunks):
-            refused[FORGOTTEN] += self._drop(forgotten)
+        refused[FORGOTTEN] += self._drop_forgotten(chunks)
         return PrecomputeReport(
             computed=counts["computed"],
             skipped=counts["skipped"],
@@ -222,10 +221,6 @@ class VLLMClient(EngineFront):
         if chunks:
             self._background.start(load())
 
-    def evict_document(self, document_id: str) -> int:
-        """Forget a document's chunks and drop their KV; returns how many were dropped."""
-        return self._drop(self.registry.remove_document(document_id))
-
     # Question time
 
     def generate(
@@ -246,13 +241,15 @@ class VLLMClient(EngineFront):
         prompt: PromptLike,
         sampling: SamplingParams | None = None,
         *,
+        hints: Sequence[Chunk | str] = (),
         salt: str | None = None,
     ) -> Generation:
         """Answer by vLLM's ordinary prefill of the same tokens, not from its prefix cache.
 
+        hints: as given to generate, since they decide where a prompt is cut, hence its tokens.
         salt: prompts with the same one share vLLM's prefix cache.
         """
-        asked = self._ask(prompt, sampling, None, ())
+        asked = self._ask(prompt, sampling, None, hints)
         plain = _plain(asked, "full prefill was asked for", salt or _fresh_salt())
         return self._run(_last(self._serve(plain, None, stream=False)))
 
@@ -383,10 +380,9 @@ class VLLMClient(EngineFront):
             some = tuple(named[start : start + MOST_KEYS])
             yield _carrier(Order(kind, self._sent_lead_in, keys=some))
 
-    def _drop(self, chunks: Sequence[Chunk]) -> int:
-        dropped = [chunk for chunk in chunks if not self._is_shared(chunk)]
+    def _evict(self, chunks: Sequence[Chunk]) -> int:
         evicted = 0
-        for request in self._keys_requests("evict", dropped):
+        for request in self._keys_requests("evict", chunks):
             result = self._run(self._carry_out(request, everywhere=True))
             evicted += int(result.get("evicted", 0))
         return evicted

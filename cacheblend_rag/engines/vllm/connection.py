@@ -7,7 +7,6 @@ import os
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
 from cacheblend_rag.engines.vllm.client import LATE, Piece, VLLMRequest
 from cacheblend_rag.errors import (
@@ -16,6 +15,7 @@ from cacheblend_rag.errors import (
     EngineUnavailableError,
     MissingExtraError,
 )
+from cacheblend_rag.secret import Secret, check_server_url
 
 REPLICA_HEADER = "X-data-parallel-rank"
 KEY_VARIABLE = "CACHEBLEND_API_KEY"
@@ -51,15 +51,12 @@ class ServerConnection:
         self,
         url: str,
         *,
-        api_key: str | None = None,
+        api_key: str | Secret | None = None,
         timeout_seconds: float = 600.0,
         max_retries: int = 2,
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ConfigError(f"url={url!r} must be like http://host:8000")
-        if parts.username or parts.password:
-            raise ConfigError("the server's URL holds a password: give its key as api_key=")
+        api_key = Secret.of(api_key or os.environ.get(KEY_VARIABLE) or NO_KEY)
+        check_server_url(url)
         if not (timeout_seconds > 0 and math.isfinite(timeout_seconds)):
             raise ConfigError(f"timeout_seconds={timeout_seconds!r} must be above 0")
         if isinstance(max_retries, bool) or not isinstance(max_retries, int) or max_retries < 0:
@@ -73,7 +70,7 @@ class ServerConnection:
         self.timeout_seconds = timeout_seconds
         self._client = openai.AsyncOpenAI(
             base_url=f"{self.url}/v1",
-            api_key=api_key or os.environ.get(KEY_VARIABLE) or NO_KEY,
+            api_key=api_key.reveal() if api_key else NO_KEY,
             timeout=openai.Timeout(timeout_seconds, connect=min(CONNECT_SECONDS, timeout_seconds)),
             max_retries=max_retries,
         )
@@ -88,7 +85,7 @@ class ServerConnection:
             page = await self._client.models.list()
             entries: list[dict[str, Any]] = [entry.to_dict() for entry in page.data]
         except Exception as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None  # whose frames hold the key
         served = [
             ServedModel(str(entry["id"]), str(entry["root"]), int(entry["max_model_len"]))
             for entry in entries
@@ -136,7 +133,7 @@ class ServerConnection:
         try:
             return await self._client.completions.create(**body)
         except Exception as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None  # whose frames hold the key
 
     async def _told(self, events: Any) -> AsyncIterator[Any]:
         """Pass a stream on; what breaks it is one of this package's errors."""
@@ -144,7 +141,7 @@ class ServerConnection:
             async for event in events:
                 yield event
         except Exception as error:
-            raise self._failure(error) from error
+            raise self._failure(error) from None  # whose frames hold the key
 
     def _failure(self, error: Exception) -> CacheBlendError:
         """Say in a line what went wrong and what to do; never what the key is."""

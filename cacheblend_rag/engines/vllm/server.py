@@ -14,6 +14,7 @@ from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.connection import ServedModel, ServerConnection
 from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.secret import Secret
 from cacheblend_rag.tokenization import Tokenizer, encode_plainly
 
 VOCABULARY_SAMPLE = "The vocabulary of 2024: naïve, Größe, 漢字 🙂\n\t{'x': [0.5]}"
@@ -48,10 +49,11 @@ class VLLMServerEngine(VLLMClient):
         registry: ChunkRegistry | None = None,
         instruction: str | Callable[[Tokenizer], str] = "",
         namespace: str = "default",
-        api_key: str | None = None,
+        api_key: str | Secret | None = None,
         timeout_seconds: float = 600.0,
         max_retries: int = 2,
     ) -> None:
+        api_key = Secret.of(api_key)
         self._connection = ServerConnection(
             url, api_key=api_key, timeout_seconds=timeout_seconds, max_retries=max_retries
         )

@@ -45,7 +45,9 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ordinary prefill) and ``hints`` (Chunks, or ids of documents, the prompt is known to hold).
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, populate_by_name=True, hide_input_in_errors=True
+    )
 
     max_tokens: int = 256
     temperature: float = 0.0

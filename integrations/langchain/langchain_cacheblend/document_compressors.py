@@ -23,7 +23,12 @@ class CacheBlendCompressor(EngineOptions, BaseDocumentCompressor):
     Nothing is dropped and no text is changed. Put it last, behind rerankers and filters.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True, extra="forbid")
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True,
+        populate_by_name=True,
+        extra="forbid",
+        hide_input_in_errors=True,
+    )
 
     order: Order = "score"
     """``score`` keeps the order given. ``document`` brings chunks of one document together, in its

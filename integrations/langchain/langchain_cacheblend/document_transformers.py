@@ -30,7 +30,12 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
     stand alone.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True, extra="forbid")
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True,
+        populate_by_name=True,
+        extra="forbid",
+        hide_input_in_errors=True,
+    )
 
     document_key: str | None = None
     """The metadata field that names the source document; by default the first of ``document_id``,

@@ -10,6 +10,7 @@ from threading import Lock
 from typing import Any, Self
 
 from cacheblend_rag import BlendConfig, Engine, open_engine
+from cacheblend_rag.secret import Secret, check_server_url
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.utils import secret_from_env
 from pydantic import (
@@ -49,7 +50,9 @@ class EngineOptions(BaseModel):
     opened on first use, once.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True, populate_by_name=True)
+    model_config = ConfigDict(
+        arbitrary_types_allowed=True, populate_by_name=True, hide_input_in_errors=True
+    )
 
     model: Any = Field(default=None, repr=False, exclude=True)
     """A hub name, a local folder, ``demo`` (the bundled model), or a loaded model."""
@@ -82,10 +85,17 @@ class EngineOptions(BaseModel):
     def _check_source(self) -> Self:
         if self.model is None and isinstance(self.engine_source, str):
             raise ValueError("give model= (a name, a folder, 'demo', a loaded model) or engine=")
+        if isinstance(self.engine_source, str) and "://" in self.engine_source:
+            check_server_url(self.engine_source)
         idle = sorted(self.model_fields_set & SETTLED_BY_ENGINE)
         if idle and not isinstance(self.engine_source, str):
             raise ValueError(f"{', '.join(idle)}: already settled by the engine given as engine=")
         return self
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Leave the key out of pickles; where they are opened, the environment may hold it."""
+        state = super().__getstate__()
+        return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
 
     @property
     def engine(self) -> Engine:
@@ -154,5 +164,5 @@ class EngineOptions(BaseModel):
             disk_bytes=self.disk_bytes,
             device=self.device,
             dtype=self.dtype,
-            api_key=self.api_key.get_secret_value() if self.api_key else None,
+            api_key=Secret.of(self.api_key and self.api_key.get_secret_value()),
         )

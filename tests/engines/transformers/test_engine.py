@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import subprocess
+import sys
 import threading
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -14,12 +18,14 @@ from cacheblend_rag import (
     BlendConfig,
     BlendPrompt,
     Chunk,
+    Document,
     SamplingParams,
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.engines.base import Delta, Engine
+from cacheblend_rag.errors import ConfigError, PromptError, StoreError
+from cacheblend_rag.shared_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import make_model, words
 
@@ -368,3 +374,88 @@ def test_kv_of_another_lead_in_is_a_miss_with_that_reason(make_engine: EngineFac
     other.register(CHUNKS)
     reasons = [c.reason for c in other.generate(TEXT, SHORT).report.chunks]
     assert reasons == ["other model", "other model", "not stored", "not stored"]
+
+
+def test_a_closed_engine_says_so_whatever_it_is_asked(make_engine: EngineFactory) -> None:
+    engine = make_engine(store=TieredKVStore.open())
+    assert engine.is_open
+    engine.close()
+    assert not engine.is_open
+
+    async def last(deltas: AsyncIterator[Delta]) -> None:
+        async for _ in deltas:
+            pass
+
+    calls: list[Callable[[], object]] = [
+        lambda: engine.generate("w1"),
+        lambda: engine.generate_full("w1"),
+        lambda: list(engine.stream("w1")),
+        lambda: engine.generate_batch(["w1"]),
+        lambda: asyncio.run(engine.agenerate("w1")),
+        lambda: asyncio.run(last(engine.astream("w1"))),
+        lambda: engine.precompute(["w1"], progress=False),
+        lambda: engine.register(["w1"]),
+        lambda: engine.prefetch(["any"]),
+        lambda: engine.evict_document("any"),
+        engine.evict_unregistered,
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match="the engine is closed: open another"):
+            call()
+
+
+def test_the_baseline_is_of_the_same_tokens_whatever_is_hinted(make_engine: EngineFactory) -> None:
+    """Hints decide which of two overlapping chunks a prompt is cut at, hence its tokens."""
+    engine = make_engine()
+    engine.precompute(["w1 w2 w3 w4", "w3 w4 w5"], progress=False)
+    for hints in ([], [Chunk("w3 w4 w5")]):
+        here = engine._prepare("w1 w2 w3 w4 w5 w6", None, None, hints, None)
+        full = engine.generate_full("w1 w2 w3 w4 w5 w6", SamplingParams(max_tokens=1), hints=hints)
+        spans = [(span.chunk.text, span.start) for span in here.prompt.spans]
+        assert spans == ([("w3 w4 w5", 2)] if hints else [("w1 w2 w3 w4", 0)])
+        assert full.prompt_tokens == len(here.prompt.token_ids)
+
+
+def test_a_full_disk_does_not_keep_a_document(
+    make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The registry needs room to forget, so KV goes before it."""
+    registry = SharedChunkRegistry(tmp_path / "registry.sqlite")
+    store = TieredKVStore.open(host_bytes=0, disk_path=tmp_path)
+    engine = make_engine(store=store, registry=registry)
+    engine.precompute([Document("report", ("w1 w2", "w3 w4"))], progress=False)
+    discard = registry.discard_many
+
+    def full_while_there_is_kv(chunks: Iterable[Chunk]) -> None:
+        if store.keys():
+            raise StoreError("database or disk is full")
+        discard(chunks)
+
+    monkeypatch.setattr(registry, "discard_many", full_while_there_is_kv)
+    assert engine.evict_document("report") == 2
+    assert len(registry) == 0
+
+
+LEAVING = """
+import sys, threading, time
+from tests.models import make_model, make_tokenizer
+from cacheblend_rag import SamplingParams, TransformersEngine
+engine = TransformersEngine(make_model("llama"), tokenizer=make_tokenizer())
+def work(seed):
+    while True:
+        engine.precompute([f"w{n % 200} w{seed}" for n in range(seed, seed + 40)], progress=False)
+        engine.generate(f"w{seed} w2 w3", SamplingParams(max_tokens=20, ignore_eos=True))
+for seed in range(4):
+    threading.Thread(target=work, args=(seed,), daemon=True).start()
+time.sleep(float(sys.argv[1]))
+print("leaving")
+"""
+
+
+@pytest.mark.parametrize("seconds", [0.3, 0.5, 0.7])
+def test_the_interpreter_may_end_while_threads_compute(seconds: float) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVING, str(seconds)],
+        capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "leaving\n"), done.stderr[-500:]

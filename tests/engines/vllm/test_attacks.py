@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -16,6 +14,9 @@ from cacheblend_rag import BlendConfig, SamplingParams
 from cacheblend_rag.engines.vllm.client import VLLMRequest
 from cacheblend_rag.engines.vllm.connector import _read_order
 from cacheblend_rag.engines.vllm.wire import SALT_PREFIX, Order, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.worker import _evict, _prefetch
+from cacheblend_rag.kv import KVKey, TieredKVStore
+from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import SHORT, logprobs
 from tests.models import make_tokenizer, words
@@ -37,35 +38,7 @@ def engine(
 
 # What strangers send
 
-HOSTILE: tuple[Any, ...] = (
-    None, True, -1, 0, 1, 2**63, 10**5000, 1e308, math.nan, math.inf, "", "abc", "\ud800", "0" * 32,
-    "x" * 100_000, [], {}, [[]], {"a": {}}, [0] * 10_000, {"\ud800": 1}, [None], [1, "2"],
-    [math.nan],
-)  # fmt: skip
 MUTATIONS = 10_000
-
-
-def nested(depth: int) -> Any:
-    value: Any = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-def mutated(value: Any, draw: random.Random) -> Any:
-    """A value with something in it replaced, left out or added."""
-    if draw.random() < 0.15 or not isinstance(value, dict | list) or not value:
-        return nested(draw.randrange(2_000)) if draw.random() < 0.02 else draw.choice(HOSTILE)
-    changed = dict(value) if isinstance(value, dict) else list(value)
-    index = draw.choice(list(changed)) if isinstance(value, dict) else draw.randrange(len(value))
-    change = draw.random()
-    if change < 0.1:
-        del changed[index]
-    elif change < 0.2 and isinstance(changed, dict):
-        changed[draw.choice(["colour", "", "x" * 1000])] = draw.choice(HOSTILE)
-    else:
-        changed[index] = mutated(value[index], draw)
-    return changed
 
 
 def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
@@ -95,6 +68,13 @@ def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
         assert pending.order is None or pending.reason is None
         assert len(pending.reason or "") < 600
     assert min(read[True], read[False]) > MUTATIONS // 50
+
+
+@pytest.mark.parametrize("work", [_evict, _prefetch])
+def test_an_order_of_many_keys_lets_others_in_between(work: Callable[..., Iterator[None]]) -> None:
+    keys = [KVKey(f"{number:032x}", "0" * 64, "") for number in range(100)]
+    with TieredKVStore.open() as store:
+        assert len(list(work(store, keys))) == len(keys)
 
 
 def orders_of_every_kind(engine: InProcessEngine) -> dict[str, Order]:

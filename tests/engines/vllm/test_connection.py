@@ -6,6 +6,7 @@ No vLLM is needed: answers are canned.
 from __future__ import annotations
 
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from traceback import TracebackException
 from typing import Any
 
 import pytest
@@ -30,6 +32,7 @@ from cacheblend_rag.errors import (
     ModelLoadError,
 )
 from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.secret import Secret
 from tests.models import make_tokenizer, words
 
 KEY = "sesame"
@@ -276,6 +279,28 @@ def test_the_key_may_come_from_the_environment(
     assert KEY not in repr(engine) + repr(engine._connection) + caplog.text
 
 
+def test_the_key_is_in_no_traceback_and_no_pickle(server: CannedServer) -> None:
+    server.fail = [500] * 9
+    with pytest.raises(CacheBlendError) as raised:
+        open_engine(server.url, model="", api_key=KEY)
+    with reserved_port() as port, pytest.raises(CacheBlendError) as unreachable:
+        open_engine(f"http://127.0.0.1:{port}", model="demo", api_key=KEY)
+    for caught in (raised, unreachable):
+        told = TracebackException.from_exception(caught.value, capture_locals=True)
+        shown = "".join(told.format())
+        ours = shown[shown.index("opening.py") :]  # the test's own frame holds it
+        assert KEY not in ours
+    with pytest.raises(TypeError, match="not pickled"):
+        pickle.dumps(Secret(KEY))
+
+
+@pytest.mark.parametrize("url", ["http://u:sesame@h", "http://sesame@h", "http://h/?k=sesame#x"])
+def test_a_key_in_the_url_is_refused_and_not_repeated(url: str) -> None:
+    with pytest.raises(ConfigError, match="give its key as api_key=") as caught:
+        open_engine(url, model="demo")
+    assert KEY not in one_line(caught.value)
+
+
 def test_no_server_there() -> None:
     with reserved_port() as port:
         url = f"http://127.0.0.1:{port}"
@@ -415,9 +440,9 @@ def test_closing_ends_what_is_at_work(canned: CannedServer, connect: Open) -> No
     stream = engine.stream(PROMPT, FOUR)
     engine.close()
     engine.close()
-    with pytest.raises(EngineUnavailableError, match="closed"):
+    with pytest.raises(ConfigError, match="closed"):
         list(stream)
-    with pytest.raises(EngineUnavailableError, match="closed"):
+    with pytest.raises(ConfigError, match="closed"):
         engine.generate(PROMPT, FOUR)
     waiting.set()
 

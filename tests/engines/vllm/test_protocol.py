@@ -23,7 +23,7 @@ from cacheblend_rag.engines.vllm.client import VLLMClient
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 from cacheblend_rag.engines.vllm.serving import running_server
-from cacheblend_rag.errors import ConfigError, EngineUnavailableError, PromptError
+from cacheblend_rag.errors import ConfigError, PromptError
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
 from tests.models import make_tokenizer, prompt_of, words
@@ -282,7 +282,7 @@ def test_closing_ends_what_is_at_work(engine: VLLMClient) -> None:
     next(stream)
     engine.close()
     engine.close()
-    with pytest.raises(EngineUnavailableError, match="closed"):
+    with pytest.raises(ConfigError, match="closed"):
         list(stream)
-    with pytest.raises(EngineUnavailableError, match="closed"):
+    with pytest.raises(ConfigError, match="closed"):
         engine.generate(words(20, 3), SHORT)

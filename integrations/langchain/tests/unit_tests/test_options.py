@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from importlib.util import find_spec
 from pathlib import Path
+from traceback import TracebackException
 
 import pytest
 from cacheblend_rag import BlendConfig
@@ -97,7 +100,7 @@ def test_call_options_are_checked() -> None:
 
 
 def test_no_secret_and_no_engine_is_told(tmp_path: Path) -> None:
-    llm = ChatCacheBlend(model=str(tmp_path), api_key="s3cret", engine="http://u:s3cret@host")
+    llm = ChatCacheBlend(model=str(tmp_path), api_key="s3cret", engine="http://127.0.0.1:9")
     told = [
         repr(llm),
         str(llm),
@@ -107,8 +110,18 @@ def test_no_secret_and_no_engine_is_told(tmp_path: Path) -> None:
         repr(llm._identifying_params),
         llm._get_llm_string(),
         repr(llm._get_ls_params()),
+        repr(pickle.dumps(llm)),
     ]
+    with pytest.raises(CacheBlendError) as raised:
+        llm.invoke("hello")
+    told += TracebackException.from_exception(raised.value, capture_locals=True).format()
+    for url in ("http://u:s3cret@host", "http://s3cret@host", "http://host/?key=s3cret"):
+        with pytest.raises(ValueError, match="give its key as api_key=") as refused:
+            ChatCacheBlend(model="demo", engine=url)
+        told.append(str(refused.value))
     assert not any("s3cret" in text or str(tmp_path.parent) in text for text in told)
+    assert pickle.loads(pickle.dumps(llm)).api_key is None  # noqa: S301
+    assert copy.deepcopy(llm).api_key == llm.api_key
     given = ChatCacheBlend(engine=random_engine())
     assert not any("Engine object" in text for text in (repr(given), given.model_dump_json()))
 

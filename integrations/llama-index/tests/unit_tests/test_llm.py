@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from traceback import TracebackException
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import LLM, CustomLLM
 
 from cacheblend_rag import BlendConfig, Document, Engine, SamplingParams
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendReportEvent, collect_reports
 
 QUESTION = "Where does Clara Berg live?"
@@ -312,6 +313,24 @@ def test_copies_share_the_engine_and_pickles_do_not_hold_it(llm: CacheBlendLLM) 
     assert not pickle.loads(pickle.dumps(opened)).is_open  # noqa: S301
 
 
+def test_the_key_is_in_no_pickle_error_or_traceback() -> None:
+    llm = CacheBlendLLM(engine="http://127.0.0.1:9", model="demo", api_key="s3cret")
+    with pytest.raises(CacheBlendError) as raised:
+        llm.complete("hello")
+    told = [
+        repr(pickle.dumps(llm)),
+        repr(llm),
+        *TracebackException.from_exception(raised.value, capture_locals=True).format(),
+    ]
+    for url in ("http://u:s3cret@host", "http://s3cret@host", "http://host/?key=s3cret"):
+        with pytest.raises(ConfigError, match="give its key as api_key=") as refused:
+            CacheBlendLLM(engine=url)
+        told.append(str(refused.value))
+    assert not any("s3cret" in text for text in told)
+    assert pickle.loads(pickle.dumps(llm)).api_key is None  # noqa: S301
+    assert copy.deepcopy(llm).api_key == llm.api_key
+
+
 def test_nothing_is_loaded_before_it_is_needed() -> None:
     llm = CacheBlendLLM(model="no-such-model")
     assert not llm.is_open
@@ -336,5 +355,5 @@ def test_a_model_must_be_named(given: dict[str, Any]) -> None:
 
 
 def test_a_password_in_a_url_is_refused() -> None:
-    with pytest.raises(ConfigError, match="give a server's key as api_key="):
+    with pytest.raises(ConfigError, match="give its key as api_key="):
         CacheBlendLLM(engine="http://me:sesame@localhost:1")

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
-from urllib.parse import urlsplit
 from weakref import WeakValueDictionary
 
 from llama_index.core.bridge.pydantic import Field, PrivateAttr, SecretStr, field_serializer
@@ -18,6 +17,7 @@ from llama_index.core.schema import BaseComponent
 
 from cacheblend_rag import BlendConfig, Engine, load_tokenizer, open_engine
 from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.secret import Secret, check_server_url
 from llama_index.llms.cacheblend.instruction import text_before_context
 
 _opened: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
@@ -104,8 +104,8 @@ class EngineSettings(BaseComponent):
             blend_config = blend_config or given.config
         elif model is None and not is_url(engine):
             raise ConfigError("model=None: name a model, or give engine= an open engine or a URL")
-        elif is_url(engine) and urlsplit(engine).password:
-            raise ConfigError("engine= holds a password: give a server's key as api_key=")
+        elif is_url(engine):
+            check_server_url(engine)
         super().__init__(
             model=None if model is None else str(model),
             engine=engine if isinstance(engine, str) else getattr(engine, "url", engine.name),
@@ -120,12 +120,13 @@ class EngineSettings(BaseComponent):
         return {**asdict(config), "check_layers": list(config.check_layers)}
 
     def __getstate__(self) -> dict[Any, Any]:
-        """Refuse to pickle what another process could not open again."""
+        """Refuse to pickle what another process could not open again, and leave out the key."""
         if self._held.was_given:
             raise ConfigError(
                 "an open engine cannot be pickled: give model= and kv_path= instead of engine="
             )
-        return super().__getstate__()
+        state = super().__getstate__()
+        return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
 
     def __repr_args__(self) -> Any:
         """Show what is serialized: no secret, no engine."""
@@ -186,7 +187,7 @@ class EngineSettings(BaseComponent):
             disk_bytes=self.disk_bytes,
             device=self.device,
             dtype=self.dtype,
-            api_key=None if self.api_key is None else self.api_key.get_secret_value(),
+            api_key=Secret.of(self.api_key and self.api_key.get_secret_value()),
         )
         _opened[self._key()] = engine
         return engine
