@@ -279,10 +279,10 @@ def test_the_key_may_come_from_the_environment(
     assert KEY not in repr(engine) + repr(engine._connection) + caplog.text
 
 
-def test_the_key_is_in_no_traceback_and_no_pickle(server: CannedServer) -> None:
-    server.fail = [500] * 9
+def test_the_key_is_in_no_traceback_and_no_pickle(canned: CannedServer) -> None:
+    canned.fail = [500] * 9
     with pytest.raises(CacheBlendError) as raised:
-        open_engine(server.url, model="", api_key=KEY)
+        open_engine(canned.url, model="demo", api_key=KEY)
     with reserved_port() as port, pytest.raises(CacheBlendError) as unreachable:
         open_engine(f"http://127.0.0.1:{port}", model="demo", api_key=KEY)
     for caught in (raised, unreachable):
