@@ -164,5 +164,5 @@ class EngineOptions(BaseModel):
             disk_bytes=self.disk_bytes,
             device=self.device,
             dtype=self.dtype,
-            api_key=Secret.of(self.api_key and self.api_key.get_secret_value()),
+            api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),
         )

@@ -187,7 +187,7 @@ class EngineSettings(BaseComponent):
             disk_bytes=self.disk_bytes,
             device=self.device,
             dtype=self.dtype,
-            api_key=Secret.of(self.api_key and self.api_key.get_secret_value()),
+            api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),
         )
         _opened[self._key()] = engine
         return engine
