@@ -148,6 +148,14 @@ def test_an_order_cannot_hide(monkeypatch: pytest.MonkeyPatch, body: bytes) -> N
     assert Asked(body).status in {400, 403}
 
 
+def test_a_form_is_read_as_one_where_forms_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(door.STORE_KEY_VARIABLE, STORE)
+    form = [(b"content-type", b"multipart/form-data; boundary=x")]
+    assert Asked(b"[" * 100, path="/v1/audio/transcriptions", headers=form).status is None
+    order = json.dumps(PRECOMPUTE).encode()
+    assert Asked(order, path="/invocations", headers=form).status == 403
+
+
 # Bodies
 
 
