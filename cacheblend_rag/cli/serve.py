@@ -107,8 +107,8 @@ def serve_command(
     )
     if kv_path is None:
         output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")
-    has_key = any(flag.split("=")[0].replace("_", "-") == KEY_FLAG for flag in context.args)
-    if not (has_key or os.environ.get(KEY_VARIABLE) or _is_loopback(host)):
+    has_key = serving.flag_value(context.args, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
+    if not (has_key or _is_loopback(host)):
         output.warn(
             f"whoever reaches {host}:{port} may ask, store and evict: set {KEY_VARIABLE}, and "
             f"{STORE_KEY_VARIABLE} for who may store and evict"

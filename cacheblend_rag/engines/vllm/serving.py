@@ -112,14 +112,14 @@ def server_command(
     when the flags bring a KV connector of their own.
     """
     check_version(installed_version())
-    if connector and any(flag.split("=")[0].replace("_", "-") == KV_FLAG for flag in flags):
+    if connector and flag_value(flags, (KV_FLAG,)) is not None:
         raise ConfigError(f"{KV_FLAG} is set by cacheblend-rag: leave it out, or use vllm serve")
-    replicas = _given(flags, DATA_PARALLEL_FLAGS) or "1"
+    replicas = flag_value(flags, DATA_PARALLEL_FLAGS) or "1"
     if not replicas.isdigit() or int(replicas) < 1:
         raise ConfigError(f"{DATA_PARALLEL_FLAGS[0]}={replicas!r} must be a number of at least 1")
     settings = transfer_config(**options, replicas=int(replicas))
     transfer = [KV_FLAG, json.dumps(settings), "--middleware", MIDDLEWARE] if connector else []
-    own = connector and is_for_gpus() and not _given(flags, MEMORY_FLAGS)
+    own = connector and is_for_gpus() and not flag_value(flags, MEMORY_FLAGS)
     memory = [MEMORY_FLAGS[0], str(MEMORY_SHARE)] if own else []
     timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
     served_name = served_name or public_name(str(model))
@@ -133,8 +133,11 @@ def server_command(
     ]
 
 
-def _given(flags: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the value that vLLM's flags give an option, by any of its names; the last counts."""
+def flag_value(flags: Sequence[str], names: Sequence[str]) -> str | None:
+    """Return the value that vLLM's flags give an option, by any of its names; the last counts.
+
+    None when it is not among them, "" when it has no value.
+    """
     found: str | None = None
     for flag, following in pairwise([*flags, ""]):
         name, joined, value = flag.partition("=")

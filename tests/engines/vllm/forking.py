@@ -7,13 +7,16 @@ doing that.
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 START_METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
+@cache
 def fork_engines() -> None:
     """Have every engine that this process opens from now on fork; with one thread, that is safe."""
     from vllm.platforms.cpu import CpuPlatform
@@ -22,12 +25,9 @@ def fork_engines() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     decide = CpuPlatform.check_and_update_config
-    if getattr(decide, "forks", False):
-        return
 
     def decide_to_fork(cls: type[CpuPlatform], config: Any) -> None:
         decide(config)
         os.environ[START_METHOD] = "fork"
 
-    decide_to_fork.forks = True  # type: ignore[attr-defined]
-    CpuPlatform.check_and_update_config = classmethod(decide_to_fork)  # type: ignore[method-assign]
+    patch.object(CpuPlatform, decide.__name__, classmethod(decide_to_fork)).start()

@@ -24,16 +24,16 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from cacheblend_rag import BlendConfig, Document, SamplingParams, open_engine
+from cacheblend_rag import BlendConfig, SamplingParams, open_engine
 from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
+from cacheblend_rag.demo.corpus import generate_prompts
 from cacheblend_rag.engines.vllm.serving import RunningServer, running_server
 from cacheblend_rag.engines.vllm.wire import Order, SentChunk, SentLeadIn
 from cacheblend_rag.errors import CacheBlendError
+from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.engines.vllm.hostile import mutated
 
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096")
-HEAD = f"<bos>{INSTRUCTION}\n\n"
 ANSWER = SamplingParams(max_tokens=12)
 CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15)
 GROWTH = 1.15
@@ -75,10 +75,7 @@ class Siege:
         """Return 0 when all held."""
         engine = open_engine(self._server.url, model="demo", config=CONFIG, instruction=HEAD)
         prompts = list(generate_prompts("adjacent", 8, 5))
-        engine.precompute(
-            [Document(d.document_id, d.chunks) for p in prompts for d in p.documents],
-            progress=False,
-        )
+        engine.precompute(documents(*prompts), progress=False)
         known = {text(p): engine.generate(text(p), ANSWER).token_ids for p in prompts}
 
         def ask(draw: random.Random) -> str:
@@ -155,12 +152,6 @@ class Siege:
         with self._lock:
             if len(self._wrong) < 20:
                 self._wrong.append(what)
-
-
-def text(prompt: DemoPrompt) -> str:
-    """Return a prompt of the demo's corpus."""
-    passages = "\n\n".join(prompt.chunk_texts)
-    return f"{HEAD}{passages}\n\nQuestion: {prompt.question.question}\nAnswer:"
 
 
 def hostile_body(draw: random.Random) -> bytes:

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from cacheblend_rag import (
     BlendConfig,
-    Document,
     PrecomputeReport,
     SamplingParams,
     TransformersEngine,
@@ -31,24 +30,15 @@ from cacheblend_rag.engines.vllm.serving import RunningServer, reserved_port
 from cacheblend_rag.engines.vllm.status import NO_CONNECTOR
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from tests.engines.vllm.conftest import ServerFactory
+from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.models import words
 
 KEY, STORE_KEY = "sesame", "barley"
 NAMESPACE = "tenant"
-HEAD = f"<bos>{INSTRUCTION}\n\n"
 CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15)
 REUSE = CONFIG.with_changes(recompute_ratio=0.0)
 ANSWER = SamplingParams(max_tokens=12)
 PROMPTS: tuple[DemoPrompt, ...] = tuple(generate_prompts("adjacent", 4, 11))
-
-
-def documents(*prompts: DemoPrompt) -> list[Document]:
-    return [Document(d.document_id, d.chunks) for prompt in prompts for d in prompt.documents]
-
-
-def text(prompt: DemoPrompt) -> str:
-    passages = "\n\n".join(prompt.chunk_texts)
-    return f"{HEAD}{passages}\n\nQuestion: {prompt.question.question}\nAnswer:"
 
 
 def one_line(error: BaseException) -> str:
