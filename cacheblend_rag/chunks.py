@@ -145,11 +145,13 @@ class Chunk:
     context: what precedes it in that document, in pieces, each of which is one tokenization unit
         (an earlier chunk's text or the separator between two chunks). Empty for the first chunk of
         a document and for chunks that stand alone.
+    collection: which of several indexes over the same documents it was cut for.
     """
 
     text: str
     document_id: str | None = None
     context: Sequence[str] = EMPTY
+    collection: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "context", Context(self.context))
@@ -157,18 +159,23 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document cut into chunks, in order, joined by ``separator``."""
+    """A document cut into chunks, in order, joined by ``separator``.
+
+    collection: the index that the chunks are for. Another index over the same documents, cut
+    otherwise, needs another one: within a collection, a document's new chunks replace its old ones.
+    """
 
     document_id: str
     chunks: tuple[str, ...]
     separator: str = "\n\n"
+    collection: str = ""
 
     def to_chunks(self) -> list[Chunk]:
         """Return the chunks, each with the pieces of the document that precede it."""
         found: list[Chunk] = []
         before = EMPTY
         for text in self.chunks:
-            found.append(Chunk(text, self.document_id, before))
+            found.append(Chunk(text, self.document_id, before, self.collection))
             before = before.then(text).then(self.separator)
         return found
 
@@ -240,10 +247,14 @@ class ChunkRegistry:
                 self._discard(chunk)
             return chunks
 
-    def document(self, document_id: str) -> tuple[Chunk, ...]:
-        """Return a document's chunks, in the order of their registration; empty when unknown."""
+    def document(self, document_id: str, collection: str | None = None) -> tuple[Chunk, ...]:
+        """Return a document's chunks, in the order of their registration; empty when unknown.
+
+        collection: only those that were cut for it; None is all.
+        """
         with self._lock:
-            return tuple(self._chunks_of(document_id))
+            chunks = self._chunks_of(document_id)
+        return tuple(c for c in chunks if collection is None or c.collection == collection)
 
     def chunks(self) -> tuple[Chunk, ...]:
         """Return all registered chunks, each variant by itself."""

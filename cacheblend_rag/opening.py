@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.chunks import ChunkRegistry
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.secret import Secret, check_server_url
 from cacheblend_rag.shared_registry import SharedChunkRegistry
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-DEMO_MODEL = "demo"
 ENGINES = ("auto", "transformers", "vllm")
 
 
@@ -67,7 +65,9 @@ def open_engine(
     server does not answer, ModelLoadError when the model cannot be loaded, StoreError when
     ``kv_path`` cannot be used.
     """
-    api_key = Secret.of(api_key)
+    from cacheblend_rag.engines.front import checked
+
+    config, api_key = checked(config), Secret.of(api_key)
     if _is_url(engine):
         check_server_url(engine)
     elif engine not in ENGINES:
@@ -89,8 +89,6 @@ def open_engine(
         opened = _open_vllm(model, dtype=dtype, kv_path=kv_path, **room, **shared)
     else:
         opened = _open_transformers(model, device, dtype=dtype, kv_path=kv_path, **room, **shared)
-    if model == DEMO_MODEL:
-        opened.model_name = DEMO_MODEL
     logger.info("engine: %s", opened.name)
     return opened
 
@@ -122,7 +120,7 @@ def _open_server(url: str, model: Any, api_key: Secret | None, **options: Any) -
         raise ConfigError("model must be a name or a folder with a server's URL as engine")
     from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 
-    return VLLMServerEngine(url, model=_named(model) or None, api_key=api_key, **options)
+    return VLLMServerEngine(url, model=model or None, api_key=api_key, **options)
 
 
 def _open_vllm(model: Any, *, dtype: Any, **options: Any) -> Engine:
@@ -133,7 +131,7 @@ def _open_vllm(model: Any, *, dtype: Any, **options: Any) -> Engine:
     from cacheblend_rag.engines.vllm.engine import VLLMEngine
 
     precision = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-    return VLLMEngine(_named(model), dtype=precision, **options)
+    return VLLMEngine(model, dtype=precision, **options)
 
 
 def _open_transformers(
@@ -149,7 +147,7 @@ def _open_transformers(
     from cacheblend_rag.kv.store import TieredKVStore
 
     store = TieredKVStore.open(host_bytes=host_bytes, disk_path=kv_path, disk_bytes=disk_bytes)
-    return TransformersEngine(_named(model), store=store, device=device, **options)
+    return TransformersEngine(model, store=store, device=device, **options)
 
 
 def load_tokenizer(model: str | Path) -> Any:
@@ -159,11 +157,7 @@ def load_tokenizer(model: str | Path) -> Any:
     """
     from cacheblend_rag.engines.transformers import loading
 
-    return loading.load_tokenizer(_named(model))
-
-
-def _named(model: Any) -> Any:
-    return MODEL_FOLDER if model == DEMO_MODEL else model
+    return loading.load_tokenizer(model)
 
 
 def _open_registry(kv_path: str | Path | None, namespace: str) -> ChunkRegistry:

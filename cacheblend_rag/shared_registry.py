@@ -20,7 +20,7 @@ from cacheblend_rag.errors import PromptError, StoreError
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 WAIT_SECONDS = 60.0
 READ_SECONDS = 0.1
 NO_CONTEXT = 0
@@ -36,13 +36,16 @@ CREATE TABLE chunks (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     text INTEGER NOT NULL,
     document BLOB,
-    context INTEGER NOT NULL
+    context INTEGER NOT NULL,
+    collection BLOB NOT NULL DEFAULT x''
 );
 CREATE TABLE removals (id INTEGER PRIMARY KEY AUTOINCREMENT, chunk INTEGER NOT NULL);
 CREATE INDEX contexts_by_text ON contexts (text);
 CREATE INDEX chunks_by_text ON chunks (text);
 CREATE INDEX chunks_by_context ON chunks (context)
 """
+UPGRADE = "ALTER TABLE chunks ADD COLUMN collection BLOB NOT NULL DEFAULT x''"
+"""What version 1, which knew no collections, lacks."""
 
 
 class SharedChunkRegistry(ChunkRegistry):
@@ -113,10 +116,10 @@ class SharedChunkRegistry(ChunkRegistry):
         self.discard_many(chunks)
         return chunks
 
-    def document(self, document_id: str) -> tuple[Chunk, ...]:
+    def document(self, document_id: str, collection: str | None = None) -> tuple[Chunk, ...]:
         """Return a document's chunks, in the order of their registration; empty when unknown."""
         self._catch_up()
-        return super().document(document_id)
+        return super().document(document_id, collection)
 
     def chunks(self) -> tuple[Chunk, ...]:
         """Return all registered chunks, each variant by itself."""
@@ -179,7 +182,7 @@ class SharedChunkRegistry(ChunkRegistry):
                 "SELECT id, chunk FROM removals WHERE id > ? ORDER BY id", (self._last_removal,)
             ).fetchall()
             added = self._file.execute(
-                "SELECT chunks.id, texts.text, document, context FROM chunks"
+                "SELECT chunks.id, texts.text, document, context, collection FROM chunks"
                 " JOIN texts ON texts.id = chunks.text WHERE chunks.id > ? ORDER BY chunks.id",
                 (self._last_chunk,),
             ).fetchall()
@@ -187,9 +190,14 @@ class SharedChunkRegistry(ChunkRegistry):
             for chunk in gone:
                 self._ids.pop(chunk, None)
             super().discard_many(gone)
-            for row, text, document, context in added:
+            for row, text, document, context, collection in added:
                 own = self._written.pop(row, None)
-                chunk = own or Chunk(_decoded(text), _document_id(document), self._context(context))
+                chunk = own or Chunk(
+                    _decoded(text),
+                    _document_id(document),
+                    self._context(context),
+                    _decoded(collection),
+                )
                 super().add_many([chunk])
                 self._rows[row], self._ids[chunk], self._last_chunk = chunk, row, row
             self._last_removal = removed[-1][0] if removed else self._last_removal
@@ -224,6 +232,9 @@ class SharedChunkRegistry(ChunkRegistry):
                 for statement in TABLES.split(";"):
                     self._file.execute(statement)
                 self._file.execute(f"PRAGMA user_version = {VERSION}")
+            elif version == 1:
+                self._file.execute(UPGRADE)
+                self._file.execute(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:
                 raise StoreError(
                     f"{self.path} is no chunk registry of version {VERSION}: give another path, "
@@ -235,7 +246,13 @@ class SharedChunkRegistry(ChunkRegistry):
         document = None if chunk.document_id is None else _encoded(chunk.document_id)
         context = self._context_id(Context(chunk.context))
         text = self._text_id(chunk.text)
-        row = self._insert("chunks", text=text, document=document, context=context)
+        row = self._insert(
+            "chunks",
+            text=text,
+            document=document,
+            context=context,
+            collection=_encoded(chunk.collection),
+        )
         self._written[row] = chunk
 
     def _context_id(self, context: Context) -> int:

@@ -1,6 +1,5 @@
 """A small model that ships with the package, the text it reads and the program that trained it."""
 
-from pathlib import Path
+from cacheblend_rag.engines.naming import DEMO_FOLDER as MODEL_FOLDER
 
-MODEL_FOLDER = Path(__file__).parent / "model"
-"""The bundled model, a folder in hub format."""
+__all__ = ["MODEL_FOLDER"]

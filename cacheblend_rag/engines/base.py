@@ -126,16 +126,21 @@ class Delta:
 
 @dataclass(frozen=True)
 class PrecomputeReport:
-    """What precompute did: chunks computed, skipped (already stored) and refused, with reasons."""
+    """What precompute did: chunks computed, skipped (already stored) and refused, with reasons.
+
+    replaced: of how many chunks that documents no longer have the KV was dropped.
+    """
 
     computed: int = 0
     skipped: int = 0
     computed_tokens: int = 0
     seconds: float = 0.0
     refused: Mapping[str, int] = field(default_factory=dict)
+    replaced: int = 0
 
 
 CLOSED = "the engine is closed: open another"
+FULL_PREFILL = "full prefill was asked for"
 
 PromptLike = str | BlendPrompt | Sequence[Message]
 """A prompt text, ready segments, or chat messages (rendered by the model's chat template)."""
@@ -170,8 +175,8 @@ class Engine(Protocol):
     ) -> PrecomputeReport:
         """Register chunks and store their KV; what is stored already is skipped.
 
-        A Document replaces what was known of its document_id before this call; several Documents
-        with one document_id in a call are variants of it and stand side by side.
+        A Document replaces what was known of its document_id in its collection before this call;
+        several Documents with one document_id in a call are variants of it and stand side by side.
         """
 
     def register(self, items: Iterable[Chunk | Document | str]) -> None:
@@ -180,8 +185,11 @@ class Engine(Protocol):
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
         """Start loading these chunks' KV into the fastest tier; returns at once."""
 
-    def evict_document(self, document_id: str) -> int:
-        """Forget a document's chunks and drop their KV; returns how many were dropped."""
+    def evict_document(self, document_id: str, collection: str | None = None) -> int:
+        """Forget a document's chunks and drop their KV; returns how many were dropped.
+
+        collection: only what was cut for it; None is all.
+        """
 
     def generate(
         self,

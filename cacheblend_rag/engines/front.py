@@ -10,9 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.base import CLOSED, PromptLike, SamplingParams
+from cacheblend_rag.engines.base import CLOSED, Generation, PromptLike, SamplingParams
+from cacheblend_rag.engines.misses import FirstMiss
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.fusion.lead_in import LeadIn
 from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt
@@ -29,14 +31,18 @@ class PreparedPrompt:
     """A prompt ready to be served.
 
     unmatched: chunks that do not stand in it as such. max_tokens: as asked, within the window.
+    text: the prompt. expects_chunks: whether known or hinted chunks are to stand in it.
     """
 
     prompt: EncodedPrompt
     unmatched: tuple[ChunkReport, ...]
     max_tokens: int
     prepare_seconds: float
+    text: str
+    expects_chunks: bool
 
 
+COMPARED = 8
 FORGOTTEN = "forgotten meanwhile"
 """Of chunks whose KV was dropped again, as another writer no longer has them."""
 
@@ -52,7 +58,7 @@ class EngineFront(ABC):
         instruction: str | Callable[[Tokenizer], str],
     ) -> None:
         self.tokenizer = tokenizer
-        self.config = config or BlendConfig()
+        self.config = checked(config)
         self.encoder = SegmentEncoder(
             tokenizer, split_special_tokens=self.config.split_special_tokens
         )
@@ -60,6 +66,7 @@ class EngineFront(ABC):
             logger.warning("the tokenizer needs whole texts: no chunk can be reused in a prompt")
         self.registry = ChunkRegistry() if registry is None else registry
         self.instruction = instruction if isinstance(instruction, str) else instruction(tokenizer)
+        self._first_miss = FirstMiss(self.registry)
         self._lead_in: LeadIn
 
     @property
@@ -88,11 +95,14 @@ class EngineFront(ABC):
 
     def _register_current(
         self, items: Iterable[Item], refused: Counter[str]
-    ) -> tuple[list[Chunk], list[Chunk]]:
-        """Register items; returns them, and what newer versions of documents no longer hold."""
+    ) -> tuple[list[Chunk], int]:
+        """Register items, and drop the KV of what newer versions of documents no longer hold.
+
+        Returns the chunks, and of how many KV was dropped.
+        """
         self._check_open()
         given: list[Chunk] = []
-        documents: dict[str, None] = {}
+        documents: dict[tuple[str, str], None] = {}
         for item in items:
             for chunk in chunks_of(item):
                 if chunk.text.strip():
@@ -100,23 +110,26 @@ class EngineFront(ABC):
                 else:
                     refused["empty text"] += 1
             if isinstance(item, Document):
-                documents[item.document_id] = None
+                documents[item.document_id, item.collection] = None
         current = set(given)
-        stale = [c for name in documents for c in self.registry.document(name) if c not in current]
+        stale = [c for one in documents for c in self.registry.document(*one) if c not in current]
         if stale:
             self.registry.discard_many(stale)
         self.registry.add_many(given)
-        return given, stale
+        replaced = self._drop(stale)
+        if replaced:
+            log_replaced(replaced, stale, given)
+        return given, replaced
 
-    def evict_document(self, document_id: str) -> int:
+    def evict_document(self, document_id: str, collection: str | None = None) -> int:
         """Forget a document's chunks and drop their KV; returns how many were dropped.
 
-        KV goes first: on a full disk, forgetting needs the room that it leaves. Raises StoreError
-        when the registry cannot be written.
+        collection: only what was cut for it; None is all. KV goes first: on a full disk, forgetting
+        needs the room that it leaves. Raises StoreError when the registry cannot be written.
         """
         self._check_open()
         self.registry.refresh()
-        chunks = self.registry.document(document_id)
+        chunks = self.registry.document(document_id, collection)
         dropped = self._drop(chunks, besides=frozenset(chunks))
         self.registry.discard_many(chunks)
         return dropped + self._drop(chunks)  # what others stored of it in between
@@ -182,6 +195,8 @@ class EngineFront(ABC):
             tuple(self._unmatched(encoded, hints)),
             min(sampling.max_tokens, room),
             time.perf_counter() - started,
+            segmented.text,
+            bool(hints or encoded.spans),
         )
 
     def _segments(self, prompt: PromptLike, hints: Sequence[Chunk | str]) -> BlendPrompt:
@@ -203,9 +218,24 @@ class EngineFront(ABC):
             reports.append(self._missed(hint, reason))
         return reports
 
+    def _told(self, prepared: PreparedPrompt, answer: Generation) -> Generation:
+        """Return the answer; when nothing was reused where it should have been, that is logged."""
+        self._first_miss.see(prepared.text, prepared.expects_chunks, answer)
+        return answer
+
     def _missed(self, chunk: Chunk, reason: MissReason) -> ChunkReport:
         key = self._lead_in.key(chunk)
         return ChunkReport(key.chunk_id, -1, 0, False, reason, document_id=chunk.document_id)
+
+
+def checked(config: BlendConfig | None) -> BlendConfig:
+    """Return the config, or the default one; raises ConfigError when its selector is none.
+
+    Of what a config holds, the rest is checked when it is made.
+    """
+    config = config or BlendConfig()
+    make_selector(config.selector, config.selector_options)
+    return config
 
 
 def chunks_of(item: Item) -> list[Chunk]:
@@ -213,3 +243,26 @@ def chunks_of(item: Item) -> list[Chunk]:
     if isinstance(item, Document):
         return item.to_chunks()
     return [Chunk(item) if isinstance(item, str) else item]
+
+
+def log_replaced(replaced: int, old: Sequence[Chunk], new: Sequence[Chunk]) -> None:
+    """Say that chunks with KV were replaced; as a warning where an index may still hold them."""
+    if _is_cut_otherwise(old, new):
+        logger.warning(
+            "%d chunks were replaced by smaller or larger pieces of the same documents: an index "
+            "that is to keep its own needs a collection= of its own",
+            replaced,
+        )
+    else:
+        logger.info("%d chunks of changed documents were replaced", replaced)
+
+
+def _is_cut_otherwise(old: Sequence[Chunk], new: Sequence[Chunk]) -> bool:
+    """Whether a piece of either kind holds several of the other; a few old ones tell."""
+    for one in old[:COMPARED]:
+        texts = {c.text for c in new if c.document_id == one.document_id} - {one.text}
+        siblings = {c.text for c in old if c.document_id == one.document_id}
+        larger = next((text for text in texts if one.text in text), "")
+        if sum(text in one.text for text in texts) > 1 or sum(s in larger for s in siblings) > 1:
+            return True
+    return False

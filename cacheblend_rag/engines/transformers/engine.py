@@ -24,6 +24,7 @@ from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.chunks import Chunk, ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import (
+    FULL_PREFILL,
     BlendReport,
     Delta,
     FinishReason,
@@ -34,7 +35,13 @@ from cacheblend_rag.engines.base import (
     SamplingParams,
 )
 from cacheblend_rag.engines.exiting import working
-from cacheblend_rag.engines.front import FORGOTTEN, EngineFront, Item, PreparedPrompt
+from cacheblend_rag.engines.front import (
+    FORGOTTEN,
+    EngineFront,
+    Item,
+    PreparedPrompt,
+    checked,
+)
 from cacheblend_rag.engines.identity import model_identity
 from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.engines.transformers import loading
@@ -90,7 +97,8 @@ class _Request:
 class TransformersEngine(EngineFront):
     """The embedded engine.
 
-    model: a hub name, a local folder in hub format, or a loaded causal language model.
+    model: a hub name, a local folder in hub format, ``demo`` (the bundled model), or a loaded
+        causal language model.
     tokenizer: the model's own by default; must be given with a loaded model.
     config: defaults of every request. Its lead-in fields hold for the engine's lifetime.
     store: where chunk KV is kept; by default 4 GiB of host memory.
@@ -123,6 +131,7 @@ class TransformersEngine(EngineFront):
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> None:
+        config = checked(config)
         if isinstance(model, PreTrainedModel):
             if tokenizer is None:
                 raise ConfigError("tokenizer must be given together with a loaded model")
@@ -173,17 +182,16 @@ class TransformersEngine(EngineFront):
     def precompute(self, items: Iterable[Item], *, progress: bool = True) -> PrecomputeReport:
         """Register chunks and store their KV; what is stored already is skipped.
 
-        A Document replaces what was known of its document_id before this call: chunks that it no
-        longer has are forgotten and their KV dropped. Several Documents with one document_id in a
-        call are variants of it and stand side by side. Chunks that are empty or longer than the
-        context window are refused and counted. Each chunk is stored as soon as it is computed, so
-        an interrupted run goes on where it stopped.
+        A Document replaces what was known of its document_id in its collection before this call:
+        chunks that it no longer has are forgotten and their KV dropped. Several Documents with one
+        document_id in a call are variants of it and stand side by side. Chunks that are empty or
+        longer than the context window are refused and counted. Each chunk is stored as soon as it
+        is computed, so an interrupted run goes on where it stopped.
         """
         started = time.perf_counter()
         counts: Counter[str] = Counter()
         refused: Counter[str] = Counter()
-        chunks, stale = self._register_current(items, refused)
-        self._drop(stale)
+        chunks, replaced = self._register_current(items, refused)
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in _whole_documents(chunks, PART_CHUNKS):
                 wanted: dict[KVKey, LedChunk] = {}
@@ -209,6 +217,7 @@ class TransformersEngine(EngineFront):
             computed_tokens=counts["tokens"],
             seconds=time.perf_counter() - started,
             refused=dict(+refused),
+            replaced=replaced,
         )
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
@@ -474,7 +483,7 @@ class TransformersEngine(EngineFront):
     ) -> tuple[str | None, MissReason | None]:
         """Why the prompt is not blended, and what to say of its chunks; (None, None) when it is."""
         if request.full:
-            return "full prefill was asked for", None
+            return FULL_PREFILL, None
         if not request.prompt.spans:
             return "no known chunk in the prompt", None
         if self._stack is None:
@@ -510,13 +519,14 @@ class TransformersEngine(EngineFront):
         reason: FinishReason,
     ) -> Generation:
         tokens = len(request.prompt.token_ids)
-        return Generation(
+        answer = Generation(
             text=text.text,
             token_ids=tuple(text.token_ids),
             finish_reason=reason,
             prompt_tokens=tokens,
             report=self._report(request, prefilled),
         )
+        return self._told(request.prepared, answer)
 
     def _report(self, request: _Request, prefilled: Prefilled | None) -> BlendReport:
         tokens = len(request.prompt.token_ids)

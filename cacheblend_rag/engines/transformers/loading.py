@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cacheblend_rag.engines.identity import weights_in_files, weights_in_memory
+from cacheblend_rag.engines.naming import check_source, is_folder, source_of
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -56,12 +57,13 @@ def load_model(
     ``dtype`` is none.
     """
     precision = pick_dtype(dtype, device)
+    check_source(name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            str(name), dtype=precision, use_safetensors=True
+            source_of(name), dtype=precision, use_safetensors=True
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelLoadError(f"model {str(name)!r} could not be loaded: {_line(error)}") from error
+        raise ModelLoadError(f"{_unloaded('model', name)}: {_line(error)}") from error
     return prepare(model.to(device))
 
 
@@ -83,12 +85,11 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 
 def load_tokenizer(name: str | Path) -> Any:
     """Load the tokenizer that belongs to a model. Raises ModelLoadError."""
+    check_source(name)
     try:
-        return AutoTokenizer.from_pretrained(str(name))
+        return AutoTokenizer.from_pretrained(source_of(name))
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelLoadError(
-            f"tokenizer of {str(name)!r} could not be loaded: {_line(error)}"
-        ) from error
+        raise ModelLoadError(f"{_unloaded('tokenizer of', name)}: {_line(error)}") from error
 
 
 def weights_identity(model: PreTrainedModel, name: str | Path | None) -> str:
@@ -97,7 +98,7 @@ def weights_identity(model: PreTrainedModel, name: str | Path | None) -> str:
     """
     if name is not None:
         try:
-            return weights_in_files(name, model.dtype)
+            return weights_in_files(source_of(name), model.dtype)
         except ModelLoadError as reason:
             logger.debug("weights are told apart in memory: %s", reason)
     return weights_in_memory(model, model.dtype)
@@ -107,6 +108,12 @@ def context_window(model: PreTrainedModel) -> int:
     """Return the model's context window in tokens."""
     named = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(named) if named and named > 0 else UNLIMITED
+
+
+def _unloaded(what: str, name: str | Path) -> str:
+    """Say that something could not be loaded; of a hub name, that it is no folder here."""
+    where = "" if is_folder(source_of(name)) else " from a hub, and no folder here is called so"
+    return f"{what} {str(name)!r} could not be loaded{where}"
 
 
 def _line(error: BaseException) -> str:

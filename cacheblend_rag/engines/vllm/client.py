@@ -33,6 +33,7 @@ from tqdm import tqdm
 from cacheblend_rag.chunks import Chunk, ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import (
+    FULL_PREFILL,
     BlendReport,
     Delta,
     FinishReason,
@@ -42,7 +43,13 @@ from cacheblend_rag.engines.base import (
     PromptLike,
     SamplingParams,
 )
-from cacheblend_rag.engines.front import FORGOTTEN, EngineFront, Item, PreparedPrompt
+from cacheblend_rag.engines.front import (
+    FORGOTTEN,
+    EngineFront,
+    Item,
+    PreparedPrompt,
+    checked,
+)
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.status import NO_CONNECTOR, ConnectorStatus
 from cacheblend_rag.engines.vllm.wire import (
@@ -169,8 +176,7 @@ class VLLMClient(EngineFront):
         """As TransformersEngine.precompute; the work is done by vLLM's workers."""
         started = time.perf_counter()
         refused: Counter[str] = Counter()
-        chunks, stale = self._register_current(items, refused)
-        self._drop(stale)
+        chunks, replaced = self._register_current(items, refused)
         led = []
         for chunk in chunks:
             resolved = self._lead_in.resolve(chunk)
@@ -205,6 +211,7 @@ class VLLMClient(EngineFront):
             computed_tokens=counts["computed_tokens"],
             seconds=time.perf_counter() - started,
             refused=dict(+refused),
+            replaced=replaced,
         )
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
@@ -250,7 +257,7 @@ class VLLMClient(EngineFront):
         salt: prompts with the same one share vLLM's prefix cache.
         """
         asked = self._ask(prompt, sampling, None, hints)
-        plain = _plain(asked, "full prefill was asked for", salt or _fresh_salt())
+        plain = _plain(asked, FULL_PREFILL, salt or _fresh_salt())
         return self._run(_last(self._serve(plain, None, stream=False)))
 
     def stream(
@@ -435,7 +442,7 @@ class VLLMClient(EngineFront):
         config: BlendConfig | None,
         hints: Sequence[Chunk | str],
     ) -> _Asked:
-        config, sampling = config or self.config, sampling or SamplingParams()
+        config, sampling = checked(config or self.config), sampling or SamplingParams()
         prepared = self._prepare_prompt(prompt, sampling, hints)
         sampling = replace(sampling, max_tokens=prepared.max_tokens)
         tokens = prepared.prompt.token_ids
@@ -491,7 +498,7 @@ class VLLMClient(EngineFront):
             prompt_tokens=len(asked.request.token_ids),
             report=self._report(asked, reason, params, (first, ended - first)),
         )
-        yield Delta("", generation)
+        yield Delta("", self._told(asked.prepared, generation))
 
     def _report(
         self,

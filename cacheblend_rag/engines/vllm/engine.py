@@ -12,7 +12,8 @@ from typing import Any
 from cacheblend_rag.chunks import ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import SamplingParams
-from cacheblend_rag.engines.naming import public_name
+from cacheblend_rag.engines.front import checked
+from cacheblend_rag.engines.naming import check_source, public_name, source_of
 from cacheblend_rag.engines.transformers.loading import load_tokenizer
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
@@ -30,10 +31,11 @@ from cacheblend_rag.tokenization import Tokenizer
 class VLLMEngine(VLLMClient):
     """CacheBlend on vLLM in process.
 
-    model: a hub name or a local folder. kv_path: folder for chunk KV, shared with other workers and
-    engines; None is memory only. host_bytes: memory for chunk KV, in each worker. options: further
-    arguments of vLLM's AsyncEngineArgs (``max_model_len``, ``tensor_parallel_size``, ...);
-    ``kv_transfer_config=None`` is vLLM without the connector, which blends nothing.
+    model: a hub name, a local folder or ``demo`` (the bundled model). kv_path: folder for chunk KV,
+    shared with other workers and engines; None is memory only. host_bytes: memory for chunk KV, in
+    each worker. options: further arguments of vLLM's AsyncEngineArgs (``max_model_len``,
+    ``tensor_parallel_size``, ...); ``kv_transfer_config=None`` is vLLM without the connector, which
+    blends nothing.
     attention, asynchronous, slice_seconds, step_tokens: see ConnectorSettings.
 
     Raises MissingExtraError without vLLM, ModelLoadError when vLLM does not start.
@@ -58,6 +60,8 @@ class VLLMEngine(VLLMClient):
         step_tokens: int | None = None,
         **options: Any,
     ) -> None:
+        config = checked(config)
+        check_source(model)
         try:
             from vllm import __version__
             from vllm.config import KVTransferConfig
@@ -80,7 +84,7 @@ class VLLMEngine(VLLMClient):
             )
         )
         options.setdefault("kv_transfer_config", transfer)
-        arguments = AsyncEngineArgs(model=str(model), dtype=dtype, **options)
+        arguments = AsyncEngineArgs(model=source_of(model), dtype=dtype, **options)
         background = BackgroundLoop("cacheblend-vllm")
 
         async def start() -> Any:

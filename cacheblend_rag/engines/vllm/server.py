@@ -9,6 +9,8 @@ from typing import Any
 
 from cacheblend_rag.chunks import ChunkRegistry
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.front import checked
+from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.transformers.loading import load_tokenizer
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
@@ -53,12 +55,12 @@ class VLLMServerEngine(VLLMClient):
         timeout_seconds: float = 600.0,
         max_retries: int = 2,
     ) -> None:
-        api_key = Secret.of(api_key)
+        config, api_key = checked(config), Secret.of(api_key)
         self._connection = ServerConnection(
             url, api_key=api_key, timeout_seconds=timeout_seconds, max_retries=max_retries
         )
         self._background = BackgroundLoop("cacheblend-vllm-server")
-        wanted = None if model is None else str(model)
+        wanted = None if model is None else source_of(model)
         try:
             self._served = self._run(self._connection.find_model(wanted))
             tokenizer = tokenizer or _load_tokenizer(wanted, self._served)

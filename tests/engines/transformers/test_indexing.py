@@ -394,3 +394,27 @@ def test_kv_that_no_document_knows_can_be_dropped(make_engine: EngineFactory) ->
     kept = {engine._lead_in.key(chunk) for chunk in DOCUMENT.to_chunks()}
     assert {key for key in engine.store.entries() if key.fingerprint == engine.fingerprint} == kept
     assert len(engine.store.keys()) == len(kept) + 1, "others' KV is theirs"
+
+
+def test_two_indexes_over_one_document_live_side_by_side(make_engine: EngineFactory) -> None:
+    engine = make_engine(instruction=INSTRUCTION, recompute_ratio=0.0)
+    coarse = Document("doc", (words(30, 0), words(30, 30)), " ", collection="coarse")
+    fine = Document("doc", tuple(words(10, n) for n in range(0, 60, 10)), " ", collection="fine")
+    shared = Document("doc", (words(30, 0),), " ", collection="head")
+
+    def reused(document: Document) -> int:
+        prompt = f"{INSTRUCTION} {document.chunks[0]} w99 {document.chunks[-1]} {words(3, 70)}"
+        return engine.generate(prompt, SHORT).report.reused_tokens
+
+    for document in (coarse, fine, shared):
+        engine.precompute([document], progress=False)
+    assert (reused(coarse), reused(fine)) == (60, 20)
+    changed = Document("doc", (words(30, 0), words(30, 31)), " ", collection="coarse")
+    assert engine.precompute([changed], progress=False).replaced == 1
+    assert (reused(changed), reused(fine)) == (60, 20)
+    assert engine.evict_document("doc", "coarse") == 1  # its first chunk is another index's, too
+    assert engine.registry.document("doc", "coarse") == ()
+    assert reused(shared) == 60
+    assert reused(fine) == 20
+    assert engine.evict_document("doc") == 7  # six fine ones and the shared one
+    assert len(engine.registry) == len(engine.store.entries()) == 0

@@ -1,0 +1,46 @@
+"""Which names are folders', hub names', or the bundled model's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag import TransformersEngine, load_tokenizer
+from cacheblend_rag.engines import naming
+from cacheblend_rag.errors import ModelLoadError
+
+
+def test_the_bundled_model_goes_by_its_name_and_by_its_folder() -> None:
+    assert naming.public_name("demo") == naming.public_name(str(naming.DEMO_FOLDER)) == "demo"
+    assert Path(naming.source_of("demo"), "config.json").is_file()
+    engine = TransformersEngine("demo")
+    assert engine.model_name == "demo"
+    assert engine.generate("Question:").prompt_tokens
+    assert load_tokenizer("demo").vocab_size == engine.tokenizer.vocab_size
+
+
+@pytest.mark.parametrize(
+    "name", ["./nofolder", "/no/folder", "~/nofolder", "path/to/model", "tests/nofolder", "a\\b"]
+)
+def test_a_folder_that_is_not_there_is_called_that(name: str) -> None:
+    for load in (TransformersEngine, load_tokenizer):
+        with pytest.raises(ModelLoadError) as failure:
+            load(name)
+        assert str(failure.value) == f"model={name!r}: there is no such folder"
+
+
+def test_a_folder_without_a_model_is_called_that(tmp_path: Path) -> None:
+    with pytest.raises(ModelLoadError, match="the folder holds no config"):
+        TransformersEngine(tmp_path)
+
+
+def test_a_hub_name_that_cannot_be_had_says_that_no_folder_is_called_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        ModelLoadError, match="from a hub, and no folder here is called so"
+    ) as error:
+        TransformersEngine("nobody/nothing")
+    assert "\n" not in str(error.value)

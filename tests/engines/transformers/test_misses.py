@@ -1,0 +1,122 @@
+"""The one warning of a prompt of which nothing is reused though chunks were expected."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from cacheblend_rag import Chunk, Document, SamplingParams, TieredKVStore, TransformersEngine
+from tests.engines.transformers.conftest import EngineFactory
+from tests.models import words
+
+SHORT = SamplingParams(max_tokens=1)
+PASSAGE = words(40, 3)
+OTHER = words(40, 9)
+QUESTION = f" {words(5, 20)}"
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.name.endswith("misses")]
+
+
+def never_transformed(engine: TransformersEngine) -> None:
+    engine.precompute([Chunk(OTHER)], progress=False)
+    engine.generate(PASSAGE + QUESTION, SHORT, hints=[Chunk(PASSAGE)])
+
+
+def changed_by_a_template(engine: TransformersEngine) -> None:
+    engine.precompute([Chunk(PASSAGE)], progress=False)
+    engine.generate(PASSAGE[:60] + QUESTION, SHORT, hints=[Chunk(PASSAGE)])
+
+
+def otherwise_spaced(engine: TransformersEngine) -> None:
+    engine.precompute([Chunk(PASSAGE)], progress=False)
+    spaced = PASSAGE.replace(" ", "\n")
+    engine.generate(spaced + QUESTION, SHORT, hints=[Chunk(spaced)])
+
+
+def otherwise_spaced_without_a_hint(engine: TransformersEngine) -> None:
+    engine.precompute([Chunk(PASSAGE)], progress=False)
+    engine.generate(PASSAGE.replace(" ", "  ") + QUESTION, SHORT)
+
+
+def never_computed(engine: TransformersEngine) -> None:
+    engine.register([Chunk(PASSAGE)])
+    engine.generate(PASSAGE + QUESTION, SHORT)
+
+
+def too_short(engine: TransformersEngine) -> None:
+    engine.precompute([Chunk(PASSAGE)], progress=False)
+    engine.generate(PASSAGE + QUESTION, SHORT, config=engine.config.with_changes(min_tokens=256))
+
+
+@pytest.mark.parametrize(
+    ("use", "cause"),
+    [
+        (never_transformed, "never given to precompute"),
+        (changed_by_a_template, "cut, or changed by a template"),
+        (otherwise_spaced, "other white space"),
+        (otherwise_spaced_without_a_hint, "other white space"),
+        (never_computed, "never computed, or was evicted"),
+        (too_short, "40 reusable tokens are fewer than min_tokens=256"),
+    ],
+)
+def test_a_miss_is_warned_of_once_with_its_cause(
+    make_engine: EngineFactory,
+    caplog: pytest.LogCaptureFixture,
+    use: Callable[[TransformersEngine], None],
+    cause: str,
+) -> None:
+    engine = make_engine()
+    use(engine)
+    use(engine)
+    (warning,) = warnings(caplog)
+    assert cause in warning
+
+
+def test_another_instruction_is_named(
+    make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = TieredKVStore.open(host_bytes=1 << 28)
+    first = make_engine(instruction=words(4, 1), store=store)
+    first.precompute([Chunk(PASSAGE)], progress=False)
+    second = make_engine(instruction=words(4, 2), store=store, registry=first.registry)
+    second.generate(f"{words(4, 2)} {PASSAGE}{QUESTION}", SHORT)
+    (warning,) = warnings(caplog)
+    assert "another instruction" in warning
+
+
+def test_nothing_is_said_where_nothing_was_to_be_reused(
+    make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    engine.precompute([Chunk(PASSAGE)], progress=False)
+    engine.generate(OTHER + QUESTION, SHORT)
+    engine.generate_full(PASSAGE + QUESTION, SHORT)
+    engine.generate(PASSAGE + QUESTION, SHORT, hints=[Chunk(PASSAGE)])
+    assert warnings(caplog) == []
+
+
+def test_a_second_cutting_of_a_document_is_warned_of_unless_it_has_a_collection(
+    make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "cacheblend_rag.engines.front")
+    large = tuple(words(24, start) for start in (0, 30, 60))
+    small = tuple(
+        piece for text in large for piece in (text[: len(text) // 2], text[len(text) // 2 :])
+    )
+    engine = make_engine()
+    engine.precompute([Document("d", large)], progress=False)
+    beside = engine.precompute([Document("d", small, collection="fine")], progress=False)
+    assert (beside.replaced, caplog.messages) == (0, [])
+
+    edited = engine.precompute([Document("d", (*large[:2], words(9, 90)))], progress=False)
+    assert edited.replaced == 1
+    assert caplog.messages == ["1 chunks of changed documents were replaced"]
+    caplog.clear()
+    again = engine.precompute([Document("d", small)], progress=False)
+    assert again.replaced == 3
+    assert "needs a collection= of its own" in caplog.text
+    assert caplog.records[0].levelno == logging.WARNING
