@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import mean, median
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +15,7 @@ from rich.markup import escape
 from cacheblend_rag.cli import models, output
 from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.config import LeadIn
+from cacheblend_rag.errors import StoreError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.quality.dataset import EvalQuestion
 
 DOCUMENTS = 24
+QUESTIONS = 8
 RETRIEVED = 5
 SEED = 11
 MAX_ANSWER_TOKENS = 16
@@ -158,16 +161,23 @@ class _Demo:
 
 
 def demo_command(
-    questions: Annotated[int, typer.Option(min=1, max=40, help="How many questions.")] = 8,
+    questions: Annotated[int, typer.Option(min=1, max=40, help="How many questions.")] = QUESTIONS,
     embedding_model: Annotated[
         str, typer.Option(help="'bundled' or any sentence-transformers name or folder.")
     ] = BUNDLED,
     real_size: Annotated[
         bool, typer.Option(help="End with the same blend on a model of real size.")
     ] = True,
+    save: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Only write the demo's documents, as text files."),
+    ] = None,
     as_json: output.JsonOption = False,
 ) -> None:
     """Retrieve, answer by full prefill, plain reuse and blend side by side, and compare."""
+    if save is not None:
+        _save_documents(save, questions)
+        return
     console = output.side_console() if as_json else output.result_console()
     with output.stdout_reserved(as_json):
         demo, documents = _set_up(questions, embedding_model)
@@ -190,6 +200,22 @@ def demo_command(
                 "real_size": real and real.to_dict(),
             }
         )
+
+
+def _save_documents(folder: Path, questions: int) -> None:
+    """Write a file a document into a new folder, and say what can be asked of them."""
+    from cacheblend_rag.demo.corpus import generate_collection
+
+    collection, drawn = generate_collection(DOCUMENTS, questions, SEED)
+    try:
+        folder.mkdir(parents=True)
+        for document in collection:
+            (folder / f"{document.document_id}.txt").write_text(f"{document.text}\n")
+    except OSError as error:
+        raise StoreError(f"--save {folder} cannot be made: {error.strerror}") from error
+    typer.echo(f"{folder}: {len(collection)} notes about made-up people and companies; ask")
+    for item in drawn:
+        typer.echo(f"  {item.question}  ({item.answer})")
 
 
 def _set_up(questions: int, embedding_model: str) -> tuple[_Demo, list[Document]]:

@@ -59,3 +59,17 @@ def test_demo_answers_side_by_side(cli):
         assert asked["answers"]["reuse"]["recomputed_tokens"] == 0
         assert 0 < asked["answers"]["blend"]["recomputed_tokens"] < asked["prompt_tokens"] / 5
     assert found["questions"][0]["question"] in outcome.stderr
+
+
+def test_the_documents_are_saved_to_be_indexed(cli, tmp_path):
+    outcome = cli("demo", "--save", tmp_path / "notes")
+    files = sorted((tmp_path / "notes").iterdir())
+    texts = [file.read_text() for file in files]
+    assert len(files) == 24
+    assert all("\n\n" in text for text in texts[:5])
+    question, answer = outcome.stdout.splitlines()[1].strip().removesuffix(")").split("  (")
+    name = question.removeprefix("What is the sport of ").removesuffix("?")
+    assert any(name in text and answer in text for text in texts)
+    again = cli("demo", "--save", tmp_path / "notes")
+    assert (again.code, again.stderr.count("\n")) == (2, 1)
+    assert "File exists" in again.stderr

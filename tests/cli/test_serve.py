@@ -9,6 +9,7 @@ import pytest
 from cacheblend_rag.cli import serve
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.vllm import serving
+from tests.readme import blocks, commands
 
 
 @pytest.fixture
@@ -39,6 +40,15 @@ def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch, options, war
     assert ("may ask, store and evict: set VLLM_API_KEY" in outcome.stderr) == warned
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     assert "may ask" not in cli("serve", "demo", *options).stderr
+
+
+def test_the_readmes_server_is_one(cli, executed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (words,) = [words for words in commands(".venv/bin/cacheblend-rag") if words[1] == "serve"]
+    assert cli(*words[1:]).code == 0
+    (program,) = [block for block in blocks("python") if "http://" in block]
+    port = executed[0][executed[0].index("--port") + 1]
+    assert f"http://127.0.0.1:{port}" in program
 
 
 def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):

@@ -38,6 +38,11 @@ AUDIO_PATHS = "/v1/audio/"
 """They take forms, in whose fields no order fits; all others take JSON, whatever it is called."""
 POLICY_VIOLATION = 1008
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_UNPAIRED = re.compile(
+    rb"(?:[^\\]|\\u[dD][89abAB]..\\u[dD][c-fC-F]|\\(?!u[dD][89a-fA-F]).)*+\\u[dD][89a-fA-F]",
+    re.DOTALL,
+)
+"""Up to the first half of a character that stands for none by itself, escaped."""
 _BRACKETS = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
@@ -136,12 +141,14 @@ class Door:
 
 
 def check_json(body: bytes) -> None:
-    """Raise RefusedError when a body nests deeper than MAX_DEPTH, or is no UTF-8.
+    """Raise RefusedError when a body nests deeper than MAX_DEPTH, or holds what is no text.
 
     Takes time in proportion to the body, whatever is in it; what is no JSON is vLLM's to refuse.
     """
     if b"\0" in body:
         raise RefusedError(HTTPStatus.BAD_REQUEST, "the body must be JSON in UTF-8")
+    if _UNPAIRED.match(body):
+        raise RefusedError(HTTPStatus.BAD_REQUEST, "the body holds an unpaired surrogate")
     left = _STRING.sub(b"", body).translate(_BRACKETS, _NO_BRACKET)
     for _ in range(MAX_DEPTH):
         before, left = len(left), left.replace(b"[]", b"")  # the innermost

@@ -220,8 +220,23 @@ def test_bodies_may_be_so_deep() -> None:
                 check_json(body)
 
 
+def test_halves_of_characters_are_refused() -> None:
+    draw = random.Random(1)
+    units = ["a", "\\", "\\\\", "u", "\ud83d", "\ude00", "\U0001f600", "\ue000", "\\ud800", '"']
+    for _ in range(4000):
+        text = "".join(draw.choices(units, k=draw.randrange(6)))
+        try:
+            json.loads(json.dumps(text)).encode()
+            check_json(json.dumps({text: [text]}).encode())
+        except UnicodeEncodeError:
+            with pytest.raises(RefusedError, match="unpaired surrogate"):
+                check_json(json.dumps({text: [text]}).encode())
+
+
 @pytest.mark.timeout(60)  # hours, where the square of its length counts
-@pytest.mark.parametrize("unit", ['"', '\\"', "[", "]", "{}", "[]", '"\\', '""', '"a":', "[[]"])
+@pytest.mark.parametrize(
+    "unit", ['"', '\\"', "[", "]", "{}", "[]", '"\\', '""', '"a":', "[[]", "\\", "\\ud83d\\ude00"]
+)
 def test_a_hostile_body_costs_what_its_length_does(unit: str) -> None:
     body = (unit * ((4 << 20) // len(unit))).encode()
     with suppress(RefusedError):

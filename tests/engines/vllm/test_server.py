@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +35,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailabl
 from tests.engines.vllm.conftest import ServerFactory
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.models import words
+from tests.readme import blocks
 
 KEY, STORE_KEY = "sesame", "barley"
 NAMESPACE = "tenant"
@@ -106,6 +110,16 @@ def test_it_says_what_it_is(engine: VLLMServerEngine, server: RunningServer) -> 
     assert engine.has_chat_template
     assert KEY not in repr(engine)
     assert (engine.status.active, engine.status.wire) == (True, wire.VERSION)
+
+
+def test_the_readmes_program_asks_it(server: RunningServer) -> None:
+    """As it stands but for the address, the key and the namespace of the server that is here."""
+    (program,) = [block for block in blocks("python") if "http://" in block]
+    there = program.replace("http://127.0.0.1:8000", server.url)
+    there = there.replace('model="demo"', f'model="demo", namespace="{NAMESPACE}"')
+    environment = {**os.environ, "CACHEBLEND_API_KEY": KEY}
+    run = [sys.executable, "-c", there]
+    assert subprocess.run(run, env=environment, check=True, capture_output=True).stdout.strip()
 
 
 def test_answers_are_the_embedded_engines_and_right(
