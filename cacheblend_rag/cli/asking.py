@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 import typer
 
 from cacheblend_rag.chunks import Chunk
-from cacheblend_rag.cli import output
-from cacheblend_rag.cli.collection import Collection
+from cacheblend_rag.cli import checks, output
+from cacheblend_rag.cli.collection import Collection, CollectionSettings
 from cacheblend_rag.cli.collection_engine import open_known
 from cacheblend_rag.cli.models import quiet_libraries
 from cacheblend_rag.cli.rag_prompt import RagPrompt, Turn
@@ -49,11 +49,18 @@ FromOption = Annotated[
 ]
 TopKOption = Annotated[int, typer.Option(min=1, help="How many passages are retrieved.")]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-TemperatureOption = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")]
+TemperatureOption = Annotated[
+    float, typer.Option(min=0, callback=checks.finite, help="0 takes the likeliest token.")
+]
 RatioOption = Annotated[
     float | None,
     typer.Option(
-        "--ratio", "--recompute-ratio", min=0, max=1, help="Share of passage tokens recomputed."
+        "--ratio",
+        "--recompute-ratio",
+        min=0,
+        max=1,
+        callback=checks.finite,
+        help="Share of passage tokens recomputed.",
     ),
 ]
 SelectorOption = Annotated[
@@ -133,17 +140,27 @@ class FittedPrompt:
 class Asker:
     """Answers questions from a collection.
 
-    engine: instead of the collection's own, such as the URL that its server has now.
+    engine: instead of the collection's own, such as the URL that its server has now. ratio,
+    selector: how answers are blended, where given. What is wrong is told before models are loaded.
 
     Raises StoreError when there is none or it is damaged, ConfigError when its models are not those
     it was indexed with, ModelLoadError, MissingExtraError.
     """
 
-    def __init__(self, folder: Path, device: str | None = None, engine: str | None = None) -> None:
-        quiet_libraries()
+    def __init__(
+        self,
+        folder: Path,
+        device: str | None = None,
+        engine: str | None = None,
+        *,
+        ratio: float | None = None,
+        selector: str | None = None,
+    ) -> None:
         with Collection.open(folder) as collection:
-            settings = collection.settings
+            settings = replace(collection.settings, engine=engine or collection.settings.engine)
             stored = collection.load()
+        _check(settings, device, ratio, selector)
+        quiet_libraries()
         self._chunks = [
             (chunk, position)
             for document in stored.documents
@@ -153,9 +170,10 @@ class Asker:
         self._search = VectorSearch(stored.vectors, EXTRA)
         self._embedding_model = settings.embedding_model
         self._embedder = Embedder(settings.embedding_model, EXTRA)
-        settings = replace(settings, engine=engine or settings.engine)
         self.engine: CollectionEngine = open_known(folder, settings, device)
-        self._config = self.engine.config
+        changes = {"recompute_ratio": ratio, "selector": selector}
+        given = {name: value for name, value in changes.items() if value is not None}
+        self._config = self.engine.config.with_changes(**given)
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
 
     def __enter__(self) -> Self:
@@ -174,12 +192,6 @@ class Asker:
         from cacheblend_rag.engines.base import SamplingParams
 
         return SamplingParams(max_tokens, temperature, stop=self._prompt.stop)
-
-    def set_blend(self, ratio: float | None, selector: str | None) -> None:
-        """Change how answers are blended, where something is given; raises ConfigError."""
-        changes = {"recompute_ratio": ratio, "selector": selector}
-        given = {name: value for name, value in changes.items() if value is not None}
-        self._config = self._config.with_changes(**given)
 
     def retrieve(self, question: str, top_k: int, order: Order) -> list[Source]:
         """Return the passages nearest to a question, in the order of the prompt."""
@@ -238,6 +250,18 @@ class Asker:
                 f"embedding model {self._embedding_model!r} gives {len(vector)} numbers a text, "
                 f"the collection holds {self._size}: index with --rebuild"
             )
+
+
+def _check(
+    settings: CollectionSettings, device: str | None, ratio: float | None, selector: str | None
+) -> None:
+    """Raise what a question is going to fail with, as far as that is known before loading."""
+    checks.check_blend(ratio, selector)
+    checks.check_engine(settings.engine)
+    checks.check_model(settings.model)
+    checks.check_embedding_model(settings.embedding_model)
+    checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", EXTRA)
+    checks.check_placement(device)
 
 
 def clean_question(text: str) -> str:

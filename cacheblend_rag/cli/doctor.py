@@ -13,6 +13,7 @@ import typer
 
 from cacheblend_rag.cli import models, output
 from cacheblend_rag.cli.doctor_server import check_server, print_server
+from cacheblend_rag.cli.store import check_is_store
 from cacheblend_rag.errors import CacheBlendError
 
 PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -164,9 +165,8 @@ def _check_store(folder: Path) -> dict[str, Any]:
     from cacheblend_rag.kv.store import TieredKVStore
 
     found: dict[str, Any] = {"path": str(folder), "problem": None}
-    if not folder.is_dir():
-        return {**found, "problem": f"{folder} is no folder"}
     try:
+        check_is_store(folder)
         with TieredKVStore.open(host_bytes=0, disk_path=folder) as store:
             report = store.verify()
             stored = sum(tier.stats()["bytes"] or 0 for tier in store.tiers)

@@ -9,12 +9,12 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli import output
+from cacheblend_rag.cli import checks, output
 from cacheblend_rag.cli.collection import DEFAULT_FOLDER, known_paths, sole_writer
-from cacheblend_rag.cli.collection_engine import CHUNK_SIZE, resolved_name
+from cacheblend_rag.cli.collection_engine import CHUNK_SIZE, Choices, resolved_name
 from cacheblend_rag.cli.indexing import Indexing, IndexReport
 from cacheblend_rag.cli.models import DEMO_MODEL, DeviceOption, DtypeOption, EngineOption
-from cacheblend_rag.cli.reading import FoundFiles, find_files
+from cacheblend_rag.cli.reading import EXTRA, FoundFiles, find_files
 from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.errors import StoreError
 
@@ -87,6 +87,7 @@ def index_command(
         "engine": engine,
     }
     asked = {name: value for name, value in options.items() if value is not None}
+    _check_choices(Choices(**asked), device)
     with output.stdout_reserved(as_json):
         found = find_files(paths, leave_out=into)
         _check_paths(paths, found, () if rebuild else known_paths(into))
@@ -111,6 +112,15 @@ def index_command(
         output.print_json({"collection": str(into), **report.to_dict()})
     else:
         _print_report(into, report)
+
+
+def _check_choices(choices: Choices, device: str | None) -> None:
+    """Raise what indexing would fail with, as far as that is known before anything is loaded."""
+    checks.check_engine(choices.engine)
+    checks.check_model(choices.model)
+    checks.check_embedding_model(choices.embedding_model)
+    checks.check_installed(checks.INDEX_MODULES, "indexing documents", EXTRA)
+    checks.check_placement(device, choices.dtype)
 
 
 def _check_paths(paths: list[Path], found: FoundFiles, known: Sequence[Path]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from cacheblend_rag.chunks import Chunk, Document
-from cacheblend_rag.cli import output
+from cacheblend_rag.cli import checks, output
 from cacheblend_rag.cli.collection import (
     FILE_NAME,
     Collection,
@@ -222,6 +222,7 @@ class Indexing:
             self._collection = Collection.create(self._folder, settings)
         elif self._models is None:
             settings = self._collection.settings
+            checks.check_model(settings.model)
             engine = open_known(self._folder, settings, self._device)
             self._models = _Models.load(engine, settings)
         return self._collection, self._models

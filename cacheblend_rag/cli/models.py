@@ -12,7 +12,7 @@ import typer
 
 from cacheblend_rag.config import BlendConfig, LeadIn
 from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "demo"
 EMBEDDED, VLLM = "transformers", "vllm"
+DTYPES = ("float32", "bfloat16", "float16")
 HOST_BYTES = 2 << 30
 CPU_KV_SPACE, SERVED_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
 
@@ -39,13 +40,15 @@ EngineOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="float32, bfloat16, float16; the model's by default.")
+    str | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}; the model's by default.")
 ]
 
 
 def model_folder(name: str) -> Path:
     """Return the folder of ``demo`` or of a local model; raises ModelLoadError when it is none."""
     folder = MODEL_FOLDER if name == DEMO_MODEL else Path(name)
+    if not folder.exists():
+        raise ModelLoadError(f"model={name!r}: no such folder; give a hub-format folder or 'demo'")
     if not (folder / "config.json").is_file():
         raise ModelLoadError(
             f"model={name!r}: {folder} holds no config.json; give a hub-format folder or 'demo'"
@@ -100,14 +103,12 @@ def opened_engines(
     """Yield one engine a lead-in, all around the same loaded model, until the block is left.
 
     engine: ``transformers``, ``vllm`` (a server that runs meanwhile) or the URL of a server.
-    Raises ConfigError for another engine, UnsupportedModelError when the model's KV cannot be
-    blended, what running_server and VLLMServerEngine raise.
+    Raises UnsupportedModelError when the model's KV cannot be blended, what running_server and
+    VLLMServerEngine raise.
     """
     if engine == EMBEDDED:
         yield open_engines(model, lead_ins, instruction=instruction, device=device, dtype=dtype)
         return
-    if engine != VLLM and not engine.startswith(("http://", "https://")):
-        raise ConfigError(f"engine={engine!r} must be {EMBEDDED}, {VLLM} or a server's URL")
     from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 
     quiet_libraries()

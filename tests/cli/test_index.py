@@ -289,6 +289,7 @@ def test_a_rebuild_with_a_model_that_does_not_load_deletes_nothing(cli, index, n
     index(notes)
     before = texts(into)
     (notes / "folder").mkdir()
+    (notes / "folder" / "config.json").write_text("{}")
     arguments = ("index", notes, "--into", into, "--model", notes / "folder", "--rebuild")
     assert "could not be loaded" in refused(cli, *arguments)
     assert texts(into) == before
