@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 import typer
 
-from cacheblend_rag.chunks import Chunk
+from cacheblend_rag.chunks import Chunk, Document
 from cacheblend_rag.cli import checks, output
 from cacheblend_rag.cli.collection import Collection, CollectionSettings
 from cacheblend_rag.cli.collection_engine import open_known
-from cacheblend_rag.cli.models import quiet_libraries
+from cacheblend_rag.cli.foreign import first_foreign, warn_of_foreign
+from cacheblend_rag.cli.models import DEMO_MODEL, quiet_libraries
 from cacheblend_rag.cli.rag_prompt import RagPrompt, Turn
 from cacheblend_rag.cli.reading import EXTRA
 from cacheblend_rag.cli.retrieval import Embedder, Vectors, VectorSearch
@@ -160,6 +161,7 @@ class Asker:
             settings = replace(collection.settings, engine=engine or collection.settings.engine)
             stored = collection.load()
         _check(settings, device, ratio, selector)
+        _warn_of_foreign(settings.model, stored.documents)
         quiet_libraries()
         self._chunks = [
             (chunk, position)
@@ -264,6 +266,13 @@ def _check(
     checks.check_placement(device)
 
 
+def _warn_of_foreign(model: str, documents: Sequence[Document]) -> None:
+    if model == DEMO_MODEL:
+        name = first_foreign((one.document_id, one.chunks) for one in documents)
+        if name is not None:
+            warn_of_foreign(name, "`index --rebuild --model` ")
+
+
 def clean_question(text: str) -> str:
     """Return a question without blanks around it; raises PromptError when nothing is left."""
     cleaned = text.encode("utf-8", "replace").decode("utf-8").strip()
@@ -312,15 +321,25 @@ def report_lines(report: BlendReport) -> list[str]:
         f"first token after {output.duration(seconds)}"
     ]
     if report.blended:
-        lines.append(
-            f"blended: {report.selector}, ratio {report.recompute_ratio:g}, "
-            f"{output.percent(report.compute_share)} of full prefill's work"
-        )
+        work = f"{output.percent(report.compute_share)} of full prefill's work"
+        lines.append(f"blended: {_rule(report)}, {work}")
     else:
         lines.append(f"ordinary prefill: {report.reason}")
     if report.chunks:
         lines.append(f"passages: {_counted([_fate(chunk) for chunk in report.chunks])}")
     return lines
+
+
+def _rule(report: BlendReport) -> str:
+    """Say what was recomputed; and where nothing was on purpose, why that is good."""
+    from cacheblend_rag.fusion.prompt_pass import CONTEXT_KEPT
+
+    if CONTEXT_KEPT in report.selector:
+        return (
+            "nothing was recomputed, and nothing should be (each passage's KV was computed in its "
+            "own document, which recomputed KV would forget)"
+        )
+    return f"{report.selector}, ratio {report.recompute_ratio:g}"
 
 
 def _fate(chunk: ChunkReport) -> str:

@@ -32,6 +32,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
 
 
 def doctor_command(
+    *,
     model: Annotated[
         str | None,
         typer.Option(
@@ -43,6 +44,9 @@ def doctor_command(
         str | None,
         typer.Option(help="A server's URL: check that instead. CACHEBLEND_API_KEY is its key."),
     ] = None,
+    namespace: Annotated[
+        str, typer.Option(help="With --url: the namespace that the server should have.")
+    ] = "default",
     store: Annotated[Path | None, typer.Option(help="A KV store's folder to check.")] = None,
     device: models.DeviceOption = None,
     as_json: output.JsonOption = False,
@@ -52,7 +56,7 @@ def doctor_command(
     With --url, --model names the tokenizer that must be the server's.
     """
     if url is not None:
-        _check_url(url, model, as_json=as_json)
+        _check_url(url, model, namespace, as_json=as_json)
         return
     with output.stdout_reserved(as_json):
         found: dict[str, Any] = {
@@ -73,9 +77,9 @@ def doctor_command(
         raise typer.Exit(1)
 
 
-def _check_url(url: str, model: str | None, *, as_json: bool) -> None:
+def _check_url(url: str, model: str | None, namespace: str, *, as_json: bool) -> None:
     with output.stdout_reserved(as_json):
-        found = check_server(url, model)
+        found = check_server(url, model, namespace)
     if as_json:
         output.print_json(found)
     else:

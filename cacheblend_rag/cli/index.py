@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -76,7 +76,7 @@ def index_command(
     Run it again after an interruption, or when files have changed: what is indexed stays, what is
     new or changed is read.
     """
-    options = {
+    options: dict[str, Any] = {
         "model": model and resolved_name(model),
         "embedding_model": embedding_model and resolved_name(embedding_model),
         "chunk_size": chunk_size,

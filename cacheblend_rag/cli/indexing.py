@@ -33,6 +33,8 @@ from cacheblend_rag.cli.collection_engine import (
     open_known,
     open_new,
 )
+from cacheblend_rag.cli.foreign import is_foreign, warn_of_foreign
+from cacheblend_rag.cli.models import DEMO_MODEL
 from cacheblend_rag.cli.reading import EXTRA, FileReader, UnreadableFileError, make_splitter
 from cacheblend_rag.cli.retrieval import Embedder, Vectors
 from cacheblend_rag.errors import ConfigError, StoreError
@@ -101,6 +103,7 @@ class Indexing:
         self._reader = FileReader()
         self._collection: Collection | None = None
         self._models: _Models | None = None
+        self._warned = False
         if rebuild:
             asked = {**_chosen_before(folder, asked), **asked}
         elif (folder / FILE_NAME).exists():
@@ -172,6 +175,7 @@ class Indexing:
             self.report.unchanged += 1
             return
         text = self._reader.read(path)
+        self._warn_once(source, text)
         collection, models = self._ready()
         try:
             document = Document(source, tuple(models.split(text)))
@@ -183,6 +187,18 @@ class Indexing:
             self.report.added += 1
         else:
             self.report.changed += 1
+
+    def _warn_once(self, source: str, text: str) -> None:
+        """Warn of the first file that the bundled model cannot read."""
+        if self._settled("model") == DEMO_MODEL and not self._warned and is_foreign(text):
+            rebuild = "" if self._collection is None else "--rebuild "
+            warn_of_foreign(source, f"{rebuild}--model ")
+            self._warned = True
+
+    def _settled(self, name: str) -> Any:
+        """Return what the collection is made with, or is going to be."""
+        settings = self._collection.settings if self._collection else self._choices
+        return getattr(settings, name)
 
     def _precompute(self, document: Document, models: _Models, bar: Progress) -> Vectors:
         """Embed the chunks and store their KV, a part at a time.

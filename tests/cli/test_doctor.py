@@ -5,7 +5,9 @@ import json
 import pytest
 
 from cacheblend_rag.cli import doctor
+from cacheblend_rag.cli.doctor_server import namespace_name
 from cacheblend_rag.kv import DiskTier
+from cacheblend_rag.kv.chunk_kv import namespace_id
 from tests.models import make_model
 from tests.tokenizer_kinds import tokenizer_of
 
@@ -97,3 +99,10 @@ def test_what_the_tokenizer_allows_is_told(cli, tmp_path):
         assert f"segments are cut {segments}" in cli("doctor", "--model", folder).stdout.replace(
             "\n", " "
         )
+
+
+def test_a_servers_namespace_is_shown_by_its_name_to_who_knows_it():
+    told = namespace_id("acme")
+    assert namespace_name(told, "acme") == "acme"
+    assert namespace_name(told, "default") == f"not 'default' but another, {told}"
+    assert namespace_name("", "default") == ""  # of a server that does not blend

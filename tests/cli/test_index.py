@@ -14,6 +14,7 @@ import pytest
 
 from cacheblend_rag.cli import indexing
 from cacheblend_rag.cli.collection import FILE_NAME, KV_NAME, Collection, sole_writer
+from cacheblend_rag.cli.foreign import FIRST_CHOICE
 from cacheblend_rag.cli.rag_prompt import INSTRUCTION
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore
@@ -106,7 +107,8 @@ def test_a_folder_of_many_kinds_is_indexed_and_the_rest_is_told(cli, tmp_path, i
         str(folder / "binary.txt"),
         str(folder / "empty.txt"),
     ]
-    assert outcome.stderr.count("warning:") == outcome.stderr.count("\n") == 2
+    warnings = outcome.stderr.splitlines()
+    assert sum(" skipped: " in line for line in warnings) == len(warnings) - 1 == 2
     indexed = texts(into)
     assert indexed["docs/guide.md"] == ("# Guide\n\nOpen the {lid}.",)
     assert indexed["docs/page.html"] == ("Page\n\nClose the lid.",)
@@ -128,6 +130,23 @@ def test_the_report_is_lines_otherwise(cli, notes, into, letters):
     assert "4 documents" in outcome.stdout
     assert "4 added" in outcome.stdout
     assert outcome.stderr == ""
+
+
+def test_texts_that_the_bundled_model_cannot_read_are_told_once(cli, index, into, small_model):
+    folder = into.parent / "docs"
+    folder.mkdir()
+    for name in ("filter", "pump"):
+        (folder / f"{name}.txt").write_text(f"Unscrew the lid and rinse the {name} twice a week.")
+    outcome = cli("index", folder, "--into", into)
+    assert outcome.stderr.count("warning:") == outcome.stderr.count("\n") == 1
+    assert "docs/filter.txt: its answers will be gibberish" in outcome.stderr
+    assert "Give --model a folder or a hub name" in outcome.stderr
+    assert FIRST_CHOICE in outcome.stderr
+    (folder / "pump.txt").write_text("Rinse the pump daily.")
+    assert "Give --rebuild --model" in cli("index", folder, "--into", into).stderr
+    asked = cli("ask", "Who?", "--from", into, "--max-tokens", 1)
+    assert asked.stderr.count("gibberish") == 1
+    assert cli("index", folder, "--into", into, "--model", small_model, "--rebuild").stderr == ""
 
 
 def test_a_changed_file_takes_the_place_of_its_older_self_and_its_kv(index, notes, into):
