@@ -11,7 +11,14 @@ from typing import Any
 
 import typer
 
-from cacheblend_rag.cli.models import DEMO_MODEL, DTYPES, EMBEDDED, VLLM, model_folder
+from cacheblend_rag.cli.models import (
+    DEMO_MODEL,
+    DTYPES,
+    EMBEDDED,
+    VLLM,
+    model_folder,
+    quiet_libraries,
+)
 from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
@@ -85,6 +92,7 @@ def check_placement(device: str | None, dtype: str | None = None) -> None:
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     if device is not None:
+        quiet_libraries()
         from cacheblend_rag.engines.transformers.loading import pick_device
 
         pick_device(device)
@@ -107,6 +115,7 @@ def check_selector(name: str, options: Mapping[str, Any] | None = None) -> None:
 
 def check_check_layers(config: BlendConfig, model: str) -> None:
     """Raise ConfigError when a check layer is not below the model's layers."""
+    quiet_libraries()
     from cacheblend_rag.blend import plan_schedule
     from cacheblend_rag.cli.model_config import text_config
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -138,8 +140,27 @@ def _server(folder: Path, dtype: str | None) -> AbstractContextManager[RunningSe
 
 
 def quiet_libraries() -> None:
-    """Keep loading bars and advice of model libraries off the terminal."""
-    from transformers.utils import logging
+    """Import transformers, and keep its loading bars and advice off the terminal.
+
+    Where scikit-learn is installed, transformers imports it for a way to decode that is not used
+    here, and waits for two seconds.
+    """
+    with _left_out("sklearn"):
+        from transformers import AutoModelForCausalLM  # noqa: F401 (imports what generates)
+        from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@contextmanager
+def _left_out(module: str) -> Iterator[None]:
+    """Let a module look as if it were not installed, unless it is imported already."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = cast("ModuleType", None)
+    try:
+        yield
+    finally:
+        del sys.modules[module]
