@@ -31,6 +31,8 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prompt import BlendPrompt
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from cacheblend_rag.cli.collection_engine import CollectionEngine
     from cacheblend_rag.engines.base import (
         BlendReport,
@@ -162,7 +164,8 @@ class Asker:
             stored = collection.load()
         _check(settings, device, ratio, selector)
         _warn_of_foreign(settings.model, stored.documents)
-        quiet_libraries()
+        with output.progress_bar() as bar:
+            self._load(folder, settings, device, bar)
         self._chunks = [
             (chunk, position)
             for document in stored.documents
@@ -171,12 +174,20 @@ class Asker:
         self._size = stored.vectors.shape[1]
         self._search = VectorSearch(stored.vectors, EXTRA)
         self._embedding_model = settings.embedding_model
-        self._embedder = Embedder(settings.embedding_model, EXTRA)
-        self.engine: CollectionEngine = open_known(folder, settings, device)
         changes = {"recompute_ratio": ratio, "selector": selector}
         given = {name: value for name, value in changes.items() if value is not None}
         self._config = self.engine.config.with_changes(**given)
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
+
+    def _load(
+        self, folder: Path, settings: CollectionSettings, device: str | None, bar: Progress
+    ) -> None:
+        with output.phase(bar, "loading the libraries"):
+            quiet_libraries()
+        with output.phase(bar, f"loading the embedding model {settings.embedding_model}"):
+            self._embedder = Embedder(settings.embedding_model, EXTRA)
+        with output.phase(bar, f"loading the model {settings.model}"):
+            self.engine: CollectionEngine = open_known(folder, settings, device)
 
     def __enter__(self) -> Self:
         return self

@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +43,8 @@ BYTES_AROUND_CHUNK = 2048
 TIMED_LAYERS = 2
 TIMED_TOKENS = 512
 TIMED_VOCABULARY = 64
-TIMED_CHUNKS = 32
+TIMED_CHUNKS = 16
+TIMED_RUNS = 3
 
 
 @dataclass(frozen=True)
@@ -163,16 +165,24 @@ def _layer_seconds(config: Any, dtype: torch.dtype, device: torch.device) -> flo
     small.pad_token_id = None
     layers = AutoModel.from_config(small, dtype=dtype).to(device).eval()
     ids = torch.arange(TIMED_TOKENS, device=device)[None] % TIMED_VOCABULARY
-    for _ in range(2):  # the first one warms up
-        started = time.perf_counter()
+
+    def compute() -> None:
         layers(input_ids=ids, use_cache=False).last_hidden_state[0, 0, 0].item()
-        seconds = time.perf_counter() - started
-    return seconds / TIMED_LAYERS / TIMED_TOKENS
+
+    return _median_seconds(compute) / TIMED_LAYERS / TIMED_TOKENS
 
 
 def _embedding_seconds(embedder: Embedder, texts: Sequence[str]) -> float:
     """Time the embedding of texts: seconds a text."""
-    embedder.embed(texts[:1])
-    started = time.perf_counter()
-    embedder.embed(texts)
-    return (time.perf_counter() - started) / len(texts)
+    return _median_seconds(lambda: embedder.embed(texts)) / len(texts)
+
+
+def _median_seconds(work: Callable[[], object]) -> float:
+    """Time some work, once it has warmed up."""
+    work()
+    seconds = []
+    for _ in range(TIMED_RUNS):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return median(seconds)

@@ -184,13 +184,13 @@ def _show(into: Path, plain: dict[str, Any], lines: Sequence[str], *, as_json: b
 def _estimate_lines(into: Path, estimate: IndexEstimate) -> list[str]:
     """Say what there is to do."""
     seconds = estimate.seconds
-    pace = "unknown: vLLM computes it" if seconds is None else f"about {output.duration(seconds)}"
+    time = "not known" if seconds is None else f"about {output.rough_duration(seconds)}"
     return [
         f"{into}: {estimate.files} files to index, {estimate.unchanged} unchanged",
         f"to compute: {estimate.chunks} chunks, {estimate.tokens:,} tokens",
         f"KV: at most {output.size(estimate.kv_bytes)} beside "
         f"{output.size(estimate.stored_kv_bytes)} stored already",
-        f"time: {pace}, and loading the models",
+        f"time: {time}, and loading the models",
     ]
 
 

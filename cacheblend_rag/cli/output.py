@@ -132,6 +132,14 @@ def duration(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
 
 
+def rough_duration(seconds: float) -> str:
+    """Return an estimate of seconds in the unit that suits it."""
+    for unit, length in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 1 else "less than a second"
+
+
 def numbers(text: str, option: str) -> tuple[float, ...]:
     """Read comma-separated numbers given to ``option``; raises typer.BadParameter."""
     try:
