@@ -10,13 +10,14 @@ from cacheblend_rag.cli import asking, output
 from cacheblend_rag.cli.asking import Asker, FittedPrompt, Order
 from cacheblend_rag.cli.collection import DEFAULT_FOLDER
 from cacheblend_rag.cli.models import DeviceOption, EngineOption
+from cacheblend_rag.errors import PromptError
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Generation, SamplingParams
 
 
 def ask_command(
-    question: Annotated[str, typer.Argument(help="What to ask.")],
+    question: Annotated[list[str], typer.Argument(metavar="QUESTION", help="What to ask.")],
     *,
     folder: asking.FromOption = DEFAULT_FOLDER,
     top_k: asking.TopKOption = asking.TOP_K,
@@ -33,12 +34,14 @@ def ask_command(
     as_json: output.JsonOption = False,
 ) -> None:
     """Answer a question from a collection, reusing the stored KV of its passages."""
-    question = asking.clean_question(question)
-    with output.stdout_reserved(as_json), Asker(folder, device, engine) as asker:
-        asker.set_blend(ratio, selector)
+    text = asking.clean_question(_one(question))
+    with (
+        output.stdout_reserved(as_json),
+        Asker(folder, device, engine, ratio=ratio, selector=selector) as asker,
+    ):
         sampling = asker.sampling(max_tokens, temperature)
-        sources = asker.retrieve(question, top_k, order)
-        fitted = asker.fit((), question, sources, max_tokens)
+        sources = asker.retrieve(text, top_k, order)
+        fitted = asker.fit((), text, sources, max_tokens)
         left_out = len(sources) - len(fitted.sources)
         if left_out:
             output.warn(f"{left_out} of {len(sources)} passages left out: no room in the prompt")
@@ -47,7 +50,7 @@ def ask_command(
         answer = _answer(asker, fitted, sampling, shown=not as_json, titled=compare)
         full = asker.engine.generate_full(fitted.prompt, sampling) if compare else None
     if as_json:
-        output.print_json(_plain(question, fitted, answer, full))
+        output.print_json(_plain(text, fitted, answer, full))
         return
     if full:
         typer.echo(f"\nfull prefill:\n{output.printable(full.text).strip()}")
@@ -57,6 +60,13 @@ def ask_command(
     asking.print_report(answer.report)
     if full:
         _print_comparison(answer, full)
+
+
+def _one(words: list[str]) -> str:
+    """Return the question; raises PromptError when the shell has taken it apart."""
+    if len(words) > 1:
+        raise PromptError(f'the question must stand in quotes: ask "{" ".join(words)}"')
+    return words[0]
 
 
 def _warm_up(asker: Asker, fitted: FittedPrompt) -> None:

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 import typer
 
-from cacheblend_rag.chunks import Chunk
-from cacheblend_rag.cli import output
-from cacheblend_rag.cli.collection import Collection
+from cacheblend_rag.chunks import Chunk, Document
+from cacheblend_rag.cli import checks, output
+from cacheblend_rag.cli.collection import Collection, CollectionSettings
 from cacheblend_rag.cli.collection_engine import open_known
-from cacheblend_rag.cli.models import quiet_libraries
+from cacheblend_rag.cli.foreign import first_foreign, warn_of_foreign
+from cacheblend_rag.cli.models import DEMO_MODEL, quiet_libraries
 from cacheblend_rag.cli.rag_prompt import RagPrompt, Turn
 from cacheblend_rag.cli.reading import EXTRA
 from cacheblend_rag.cli.retrieval import Embedder, Vectors, VectorSearch
@@ -30,6 +31,8 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prompt import BlendPrompt
 
 if TYPE_CHECKING:
+    from rich.progress import Progress
+
     from cacheblend_rag.cli.collection_engine import CollectionEngine
     from cacheblend_rag.engines.base import (
         BlendReport,
@@ -49,11 +52,18 @@ FromOption = Annotated[
 ]
 TopKOption = Annotated[int, typer.Option(min=1, help="How many passages are retrieved.")]
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-TemperatureOption = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")]
+TemperatureOption = Annotated[
+    float, typer.Option(min=0, callback=checks.finite, help="0 takes the likeliest token.")
+]
 RatioOption = Annotated[
     float | None,
     typer.Option(
-        "--ratio", "--recompute-ratio", min=0, max=1, help="Share of passage tokens recomputed."
+        "--ratio",
+        "--recompute-ratio",
+        min=0,
+        max=1,
+        callback=checks.finite,
+        help="Share of passage tokens recomputed.",
     ),
 ]
 SelectorOption = Annotated[
@@ -133,17 +143,29 @@ class FittedPrompt:
 class Asker:
     """Answers questions from a collection.
 
-    engine: instead of the collection's own, such as the URL that its server has now.
+    engine: instead of the collection's own, such as the URL that its server has now. ratio,
+    selector: how answers are blended, where given. What is wrong is told before models are loaded.
 
     Raises StoreError when there is none or it is damaged, ConfigError when its models are not those
     it was indexed with, ModelLoadError, MissingExtraError.
     """
 
-    def __init__(self, folder: Path, device: str | None = None, engine: str | None = None) -> None:
-        quiet_libraries()
+    def __init__(
+        self,
+        folder: Path,
+        device: str | None = None,
+        engine: str | None = None,
+        *,
+        ratio: float | None = None,
+        selector: str | None = None,
+    ) -> None:
         with Collection.open(folder) as collection:
-            settings = collection.settings
+            settings = replace(collection.settings, engine=engine or collection.settings.engine)
             stored = collection.load()
+        _check(settings, device, ratio, selector)
+        _warn_of_foreign(settings.model, stored.documents)
+        with output.progress_bar() as bar:
+            self._load(folder, settings, device, bar)
         self._chunks = [
             (chunk, position)
             for document in stored.documents
@@ -152,11 +174,20 @@ class Asker:
         self._size = stored.vectors.shape[1]
         self._search = VectorSearch(stored.vectors, EXTRA)
         self._embedding_model = settings.embedding_model
-        self._embedder = Embedder(settings.embedding_model, EXTRA)
-        settings = replace(settings, engine=engine or settings.engine)
-        self.engine: CollectionEngine = open_known(folder, settings, device)
-        self._config = self.engine.config
+        changes = {"recompute_ratio": ratio, "selector": selector}
+        given = {name: value for name, value in changes.items() if value is not None}
+        self._config = self.engine.config.with_changes(**given)
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
+
+    def _load(
+        self, folder: Path, settings: CollectionSettings, device: str | None, bar: Progress
+    ) -> None:
+        with output.phase(bar, "loading the libraries"):
+            quiet_libraries()
+        with output.phase(bar, f"loading the embedding model {settings.embedding_model}"):
+            self._embedder = Embedder(settings.embedding_model, EXTRA)
+        with output.phase(bar, f"loading the model {settings.model}"):
+            self.engine: CollectionEngine = open_known(folder, settings, device)
 
     def __enter__(self) -> Self:
         return self
@@ -174,12 +205,6 @@ class Asker:
         from cacheblend_rag.engines.base import SamplingParams
 
         return SamplingParams(max_tokens, temperature, stop=self._prompt.stop)
-
-    def set_blend(self, ratio: float | None, selector: str | None) -> None:
-        """Change how answers are blended, where something is given; raises ConfigError."""
-        changes = {"recompute_ratio": ratio, "selector": selector}
-        given = {name: value for name, value in changes.items() if value is not None}
-        self._config = self._config.with_changes(**given)
 
     def retrieve(self, question: str, top_k: int, order: Order) -> list[Source]:
         """Return the passages nearest to a question, in the order of the prompt."""
@@ -240,6 +265,25 @@ class Asker:
             )
 
 
+def _check(
+    settings: CollectionSettings, device: str | None, ratio: float | None, selector: str | None
+) -> None:
+    """Raise what a question is going to fail with, as far as that is known before loading."""
+    checks.check_blend(ratio, selector)
+    checks.check_engine(settings.engine)
+    checks.check_model(settings.model)
+    checks.check_embedding_model(settings.embedding_model)
+    checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", EXTRA)
+    checks.check_placement(device)
+
+
+def _warn_of_foreign(model: str, documents: Sequence[Document]) -> None:
+    if model == DEMO_MODEL:
+        name = first_foreign((one.document_id, one.chunks) for one in documents)
+        if name is not None:
+            warn_of_foreign(name, "`index --rebuild --model` ")
+
+
 def clean_question(text: str) -> str:
     """Return a question without blanks around it; raises PromptError when nothing is left."""
     cleaned = text.encode("utf-8", "replace").decode("utf-8").strip()
@@ -288,15 +332,25 @@ def report_lines(report: BlendReport) -> list[str]:
         f"first token after {output.duration(seconds)}"
     ]
     if report.blended:
-        lines.append(
-            f"blended: {report.selector}, ratio {report.recompute_ratio:g}, "
-            f"{output.percent(report.compute_share)} of full prefill's work"
-        )
+        work = f"{output.percent(report.compute_share)} of full prefill's work"
+        lines.append(f"blended: {_rule(report)}, {work}")
     else:
         lines.append(f"ordinary prefill: {report.reason}")
     if report.chunks:
         lines.append(f"passages: {_counted([_fate(chunk) for chunk in report.chunks])}")
     return lines
+
+
+def _rule(report: BlendReport) -> str:
+    """Say what was recomputed; and where nothing was on purpose, why that is good."""
+    from cacheblend_rag.fusion.prompt_pass import CONTEXT_KEPT
+
+    if CONTEXT_KEPT in report.selector:
+        return (
+            "nothing was recomputed, and nothing should be (each passage's KV was computed in its "
+            "own document, which recomputed KV would forget)"
+        )
+    return f"{report.selector}, ratio {report.recompute_ratio:g}"
 
 
 def _fate(chunk: ChunkReport) -> str:

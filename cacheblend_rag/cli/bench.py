@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from cacheblend_rag.cli import output
+from cacheblend_rag.cli import checks, output
+from cacheblend_rag.cli.models import VLLM
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,12 +73,13 @@ def ttft_command(
 
     With vLLM, its own prefix caching stands beside them, on the same chunks in another order.
     """
+    if engine not in ENGINES:
+        raise ConfigError(f"engine={engine!r} must be one of {', '.join(ENGINES)}")
+    _check_options(dtype, selector)
     from cacheblend_rag.cli import bench_ttft, models
     from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
     from cacheblend_rag.engines.transformers.shapes import named_shape
 
-    if engine not in ENGINES:
-        raise ConfigError(f"engine={engine!r} must be one of {', '.join(ENGINES)}")
     with output.stdout_reserved(as_json):
         models.quiet_libraries()
         plan = bench_ttft.TtftPlan(
@@ -96,6 +98,8 @@ def ttft_command(
             eager=eager,
             attention=attention,
         )
+        if engine != ENGINES[0]:
+            checks.check_engine(VLLM)
         with output.side_console().status("starting") as status:
             if engine == "transformers":
                 rows = bench_ttft.measure_ttft(plan, status.update)
@@ -126,6 +130,7 @@ def overhead_command(
     as_json: output.JsonOption = False,
 ) -> None:
     """What the connector costs requests without chunks, against vLLM without it."""
+    _check_options(dtype)
     from cacheblend_rag.cli.bench_overhead import OverheadPlan, measure_overhead
 
     def measure(advance: Advance) -> dict[str, Any]:
@@ -155,6 +160,7 @@ def throughput_command(
     as_json: output.JsonOption = False,
 ) -> None:
     """Questions a second in vLLM: blended, plain, and with vLLM's own prefix caching."""
+    _check_options(dtype, selector)
     from cacheblend_rag.cli.bench_throughput import ThroughputPlan, measure_throughput
 
     def measure(advance: Advance) -> dict[str, Any]:
@@ -193,6 +199,7 @@ def decode_gap_command(
     as_json: output.JsonOption = False,
 ) -> None:
     """The longest a decoding neighbour waits in vLLM while a long prompt is served."""
+    _check_options(dtype, selector)
     from cacheblend_rag.cli.bench_gap import measure_gaps
     from cacheblend_rag.cli.bench_ttft import TtftPlan
 
@@ -231,6 +238,7 @@ def attention_command(
     as_json: output.JsonOption = False,
 ) -> None:
     """One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention."""
+    _check_options(dtype)
     from cacheblend_rag.cli.bench_attention import AttentionPlan, measure_attention
     from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
     from cacheblend_rag.engines.transformers.shapes import named_shape
@@ -268,6 +276,12 @@ def registry_command(
     )
 
 
+def _check_options(dtype: str, selector: str | None = None) -> None:
+    """Raise ConfigError for what is wrong whatever is measured, before importing what measures."""
+    checks.check_placement(None, dtype)
+    checks.check_blend(None, selector)
+
+
 def _setting(shape: str, dtype: str, device: str, eager: bool) -> VLLMSetting:
     from cacheblend_rag.cli import models
     from cacheblend_rag.cli.bench_vllm import VLLMSetting
@@ -275,7 +289,9 @@ def _setting(shape: str, dtype: str, device: str, eager: bool) -> VLLMSetting:
     from cacheblend_rag.engines.transformers.shapes import named_shape
 
     models.quiet_libraries()
-    return VLLMSetting(named_shape(shape), named_dtype(dtype), pick_device(device), eager)
+    setting = VLLMSetting(named_shape(shape), named_dtype(dtype), pick_device(device), eager)
+    checks.check_engine(VLLM)
+    return setting
 
 
 def _measure_facts(title: str, measure: Callable[[Advance], dict[str, Any]], as_json: bool) -> None:

@@ -18,6 +18,7 @@ from cacheblend_rag.cli.bench_turns import Advance, Case, run_in_turns
 from cacheblend_rag.cli.bench_vllm import VLLMSetting, running_vllm
 from cacheblend_rag.cli.bench_workload import ONE_TOKEN, draw_words
 from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.prompt import BlendPrompt
 
 if TYPE_CHECKING:
@@ -39,6 +40,19 @@ class OverheadPlan:
     prompt_tokens: int = 1024
     decoded: int = 64
     repeat: int = 20
+
+    def __post_init__(self) -> None:
+        shape = self.setting.shape
+        if self.longest >= shape.max_positions:
+            raise ConfigError(
+                f"prompt_tokens={self.prompt_tokens}, decoded={self.decoded} must be below "
+                f"{shape.max_positions}, the positions of {shape.name}"
+            )
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return max(self.prompt_tokens, QUESTION_TOKENS + self.decoded)
 
 
 @dataclass(frozen=True)
@@ -73,8 +87,7 @@ def measure_overhead(plan: OverheadPlan, advance: Advance = lambda _: None) -> d
     advance("building the model")
     with setting.saved_model() as folder, ExitStack() as stack:
         kinds = (WITHOUT, WITH, AGAIN)
-        longest = max(plan.prompt_tokens, QUESTION_TOKENS + plan.decoded)
-        options = setting.options(longest, CACHED_PROMPTS, len(kinds))
+        options = setting.options(plan.longest, CACHED_PROMPTS, len(kinds))
         cases: dict[str, Case] = {}
         for kind in kinds:
             advance(f"starting vLLM {kind}")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.chunks import Chunk
 from cacheblend_rag.cli.bench_turns import Advance
 from cacheblend_rag.cli.bench_vllm import VLLMSetting, running_vllm
@@ -60,7 +61,7 @@ class ThroughputPlan:
                 f"prompt_tokens={self.prompt_tokens} must leave room for the answer in "
                 f"{self.setting.shape.max_positions}, the positions of {self.setting.shape.name}"
             )
-        self.config()
+        plan_schedule(self.config(), self.setting.shape.layers)
 
     @property
     def prompt_tokens(self) -> int:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.chunks import Chunk
 from cacheblend_rag.cli.bench_memory import peak_extra_bytes
@@ -74,7 +75,7 @@ class TtftPlan:
                 f"the positions of {self.shape.name}"
             )
         for ratio in self.ratios:
-            self.config(ratio)
+            plan_schedule(self.config(ratio), self.shape.layers)
 
     @property
     def prompt_tokens(self) -> int:

@@ -47,8 +47,7 @@ def chat_command(
     /sources and /report tell of the last answer, /reset forgets all turns, /exit or the end of
     input ends. Ctrl-C stops an answer.
     """
-    with Asker(folder, device, engine) as asker:
-        asker.set_blend(ratio, selector)
+    with Asker(folder, device, engine, ratio=ratio, selector=selector) as asker:
         chat = _Chat(asker, asker.sampling(max_tokens, temperature), top_k, order)
         for line in _lines():
             if line == "/exit":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from cacheblend_rag.cli import models, output
+from cacheblend_rag.cli import checks, models, output
 from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.config import LeadIn
 from cacheblend_rag.errors import StoreError
@@ -178,6 +178,8 @@ def demo_command(
     if save is not None:
         _save_documents(save, questions)
         return
+    checks.check_embedding_model(embedding_model)
+    checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", "demo")
     console = output.side_console() if as_json else output.result_console()
     with output.stdout_reserved(as_json):
         demo, documents = _set_up(questions, embedding_model)

@@ -13,6 +13,7 @@ import typer
 
 from cacheblend_rag.cli import models, output
 from cacheblend_rag.cli.doctor_server import check_server, print_server
+from cacheblend_rag.cli.store import check_is_store
 from cacheblend_rag.errors import CacheBlendError
 
 PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -31,6 +32,7 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
 
 
 def doctor_command(
+    *,
     model: Annotated[
         str | None,
         typer.Option(
@@ -42,6 +44,9 @@ def doctor_command(
         str | None,
         typer.Option(help="A server's URL: check that instead. CACHEBLEND_API_KEY is its key."),
     ] = None,
+    namespace: Annotated[
+        str, typer.Option(help="With --url: the namespace that the server should have.")
+    ] = "default",
     store: Annotated[Path | None, typer.Option(help="A KV store's folder to check.")] = None,
     device: models.DeviceOption = None,
     as_json: output.JsonOption = False,
@@ -51,7 +56,7 @@ def doctor_command(
     With --url, --model names the tokenizer that must be the server's.
     """
     if url is not None:
-        _check_url(url, model, as_json=as_json)
+        _check_url(url, model, namespace, as_json=as_json)
         return
     with output.stdout_reserved(as_json):
         found: dict[str, Any] = {
@@ -72,9 +77,9 @@ def doctor_command(
         raise typer.Exit(1)
 
 
-def _check_url(url: str, model: str | None, *, as_json: bool) -> None:
+def _check_url(url: str, model: str | None, namespace: str, *, as_json: bool) -> None:
     with output.stdout_reserved(as_json):
-        found = check_server(url, model)
+        found = check_server(url, model, namespace)
     if as_json:
         output.print_json(found)
     else:
@@ -164,9 +169,8 @@ def _check_store(folder: Path) -> dict[str, Any]:
     from cacheblend_rag.kv.store import TieredKVStore
 
     found: dict[str, Any] = {"path": str(folder), "problem": None}
-    if not folder.is_dir():
-        return {**found, "problem": f"{folder} is no folder"}
     try:
+        check_is_store(folder)
         with TieredKVStore.open(host_bytes=0, disk_path=folder) as store:
             report = store.verify()
             stored = sum(tier.stats()["bytes"] or 0 for tier in store.tiers)

@@ -13,17 +13,18 @@ from cacheblend_rag.errors import CacheBlendError
 NOT_TOLD = ("active", "refusal", "identity", "chunks", "bytes", "vllm", "cacheblend_rag", "wire")
 
 
-def check_server(url: str, model: str | None) -> dict[str, Any]:
+def check_server(url: str, model: str | None, namespace: str) -> dict[str, Any]:
     """Return what is to be said of the server at ``url``; ``problem`` says why it will not blend.
 
-    model: whose tokenizer must be the server's; None leaves that open.
+    model: whose tokenizer must be the server's; None leaves that open. namespace: the one that is
+    asked about; servers tell theirs as a hash only.
     """
     from cacheblend_rag.engines.vllm.connection import ServerConnection
 
     async def ask() -> dict[str, Any]:
         connection = ServerConnection(url, timeout_seconds=60.0)
         try:
-            return await _ask(connection, model)
+            return await _ask(connection, model, namespace)
         finally:
             await connection.close()
 
@@ -33,7 +34,7 @@ def check_server(url: str, model: str | None) -> dict[str, Any]:
         return {"url": url, "problem": str(error)}
 
 
-async def _ask(connection: Any, model: str | None) -> dict[str, Any]:
+async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, Any]:
     from cacheblend_rag.engines.vllm.client import status_request
     from cacheblend_rag.engines.vllm.server import check_vocabulary
     from cacheblend_rag.engines.vllm.status import ConnectorStatus
@@ -52,8 +53,20 @@ async def _ask(connection: Any, model: str | None) -> dict[str, Any]:
         "blending": status.active,
         "versions": {"vllm": status.vllm, "cacheblend-rag": status.cacheblend_rag},
         "store": {"chunks": status.chunks, "bytes": status.bytes},
-        "connector": {k: v for k, v in asdict(status).items() if k not in NOT_TOLD},
+        "connector": {
+            **{k: v for k, v in asdict(status).items() if k not in NOT_TOLD},
+            "namespace": namespace_name(status.namespace, namespace),
+        },
     }
+
+
+def namespace_name(told: str, asked: str) -> str:
+    """Return the namespace ``asked`` about where it is the one of the hash that a server told."""
+    from cacheblend_rag.kv.chunk_kv import namespace_id
+
+    if told == namespace_id(asked):
+        return asked
+    return told and f"not {asked!r} but another, {told}"
 
 
 def print_server(found: Mapping[str, Any]) -> None:

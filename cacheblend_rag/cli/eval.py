@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from cacheblend_rag.cli import models, output
+from cacheblend_rag.cli import checks, models, output
 from cacheblend_rag.config import BlendConfig, LeadIn
 from cacheblend_rag.errors import ConfigError, DatasetError
 
@@ -97,8 +97,12 @@ def evaluate_command(
     """
     with output.stdout_reserved(as_json):
         models.model_folder(model)
-        grid = grid_rules(ratios, selectors, lead_ins)
+        checks.check_engine(engine)
         base = BlendConfig(min_tokens=0, check_layers=output.layers(check_layers, "--check-layers"))
+        grid = grid_rules(ratios, selectors, lead_ins)
+        checks.check_selector("hkvd", {"deviation": deviation})
+        checks.check_check_layers(base, model)
+        checks.check_placement(device, dtype)
         data = _load(dataset, settings, questions, passages, seed)
         plans = {s: grid or default_rules(s, data.of_setting(s)) for s in data.settings}
         options: dict[str, dict[str, Any]] = {
@@ -189,6 +193,8 @@ def grid_rules(
     if ratios is None and selectors is None and lead_ins is None:
         return None
     chosen_ratios = output.numbers(ratios, "--ratios") if ratios else DEFAULT_RATIOS
+    for ratio in chosen_ratios:
+        BlendConfig(recompute_ratio=ratio)
     chosen_selectors = output.names(selectors) if selectors else DEFAULT_SELECTORS
     return _rules(
         [

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import output
+from cacheblend_rag.cli import checks, output
 from cacheblend_rag.cli.collection import DEFAULT_FOLDER, known_paths, sole_writer
-from cacheblend_rag.cli.collection_engine import CHUNK_SIZE, resolved_name
+from cacheblend_rag.cli.collection_engine import CHUNK_SIZE, Choices, resolved_name
 from cacheblend_rag.cli.indexing import Indexing, IndexReport
 from cacheblend_rag.cli.models import DEMO_MODEL, DeviceOption, DtypeOption, EngineOption
-from cacheblend_rag.cli.reading import FoundFiles, find_files
+from cacheblend_rag.cli.reading import EXTRA, FoundFiles, find_files
 from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.errors import StoreError
+
+if TYPE_CHECKING:
+    from cacheblend_rag.cli.estimating import IndexEstimate
 
 SMALLEST_CHUNK = 16
 INTERRUPTED = 130
@@ -66,6 +70,18 @@ def index_command(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Delete the collection first, and make it anew.")
     ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say what there is to do and end; write nothing.")
+    ] = False,
+    max_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            callback=checks.finite,
+            help="Most KV in the collection, in GiB: refuse before work what needs more.",
+            show_default="no limit",
+        ),
+    ] = None,
     engine: EngineOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
@@ -76,7 +92,7 @@ def index_command(
     Run it again after an interruption, or when files have changed: what is indexed stays, what is
     new or changed is read.
     """
-    options = {
+    options: dict[str, Any] = {
         "model": model and resolved_name(model),
         "embedding_model": embedding_model and resolved_name(embedding_model),
         "chunk_size": chunk_size,
@@ -87,30 +103,39 @@ def index_command(
         "engine": engine,
     }
     asked = {name: value for name, value in options.items() if value is not None}
+    _check_choices(Choices(**asked), device)
     with output.stdout_reserved(as_json):
         found = find_files(paths, leave_out=into)
         _check_paths(paths, found, () if rebuild else known_paths(into))
+        estimate = None
         with (
-            sole_writer(into),
-            Indexing(into, asked, device=device, rebuild=rebuild) as indexing,
+            nullcontext() if dry_run else sole_writer(into),
+            output.progress_bar() as bar,
+            Indexing(into, asked, bar, device=device, rebuild=rebuild) as indexing,
         ):
-            report = indexing.report
-            report.unknown = found.unknown
-            for folder, reason in found.unopened:
-                indexing.skip(folder, reason)
             try:
-                with output.progress_bar() as bar:
-                    indexing.add(found.files, bar)
-                    indexing.remove_vanished(paths, found.files, prune=prune)
+                if dry_run or max_gib is not None:
+                    estimate = indexing.estimate(found, max_gib)
+                if not dry_run:
+                    indexing.run(paths, found, prune=prune)
             except KeyboardInterrupt:
-                _print_interrupted(report, rebuild=rebuild)
+                _print_interrupted(indexing.report, rebuild=rebuild)
                 raise typer.Exit(INTERRUPTED) from None
-            indexing.count()
+            report = indexing.report
+    if estimate and dry_run:
+        _show(into, estimate.to_dict(), _estimate_lines(into, estimate), as_json=as_json)
+        return
     _check_report(paths, report)
-    if as_json:
-        output.print_json({"collection": str(into), **report.to_dict()})
-    else:
-        _print_report(into, report)
+    _show(into, report.to_dict(), _report_lines(into, report), as_json=as_json)
+
+
+def _check_choices(choices: Choices, device: str | None) -> None:
+    """Raise what indexing would fail with, as far as that is known before anything is loaded."""
+    checks.check_engine(choices.engine)
+    checks.check_model(choices.model)
+    checks.check_embedding_model(choices.embedding_model)
+    checks.check_installed(checks.INDEX_MODULES, "indexing documents", EXTRA)
+    checks.check_placement(device, choices.dtype)
 
 
 def _check_paths(paths: list[Path], found: FoundFiles, known: Sequence[Path]) -> None:
@@ -148,12 +173,34 @@ def _print_interrupted(report: IndexReport, *, rebuild: bool) -> None:
     )
 
 
-def _print_report(into: Path, report: IndexReport) -> None:
-    """Print the totals, then each count that is not zero."""
+def _show(into: Path, plain: dict[str, Any], lines: Sequence[str], *, as_json: bool) -> None:
+    if as_json:
+        output.print_json({"collection": str(into), **plain})
+        return
+    for line in lines:
+        typer.echo(line)
+
+
+def _estimate_lines(into: Path, estimate: IndexEstimate) -> list[str]:
+    """Say what there is to do."""
+    seconds = estimate.seconds
+    time = "not known" if seconds is None else f"about {output.rough_duration(seconds)}"
+    return [
+        f"{into}: {estimate.files} files to index, {estimate.unchanged} unchanged",
+        f"to compute: {estimate.chunks} chunks, {estimate.tokens:,} tokens",
+        f"KV: at most {output.size(estimate.kv_bytes)} beside "
+        f"{output.size(estimate.stored_kv_bytes)} stored already",
+        f"time: {time}, and loading the models",
+    ]
+
+
+def _report_lines(into: Path, report: IndexReport) -> list[str]:
+    """Return the totals, then each count that is not zero."""
+    pace = f" ({report.pace})" if report.computed_chunks else ""
     lines = [
         f"{into}: {report.documents} documents, {report.chunks} chunks",
         f"files: {report.added} added, {report.changed} changed, {report.unchanged} unchanged",
-        f"chunk KV: {report.computed_chunks} computed, {report.stored_chunks} stored already",
+        f"chunk KV: {report.computed_chunks} computed{pace}, {report.stored_chunks} stored already",
     ]
     if report.refused_chunks:
         reasons = ", ".join(f"{count} {why}" for why, count in report.refused_chunks.items())
@@ -164,5 +211,4 @@ def _print_report(into: Path, report: IndexReport) -> None:
         lines.append(f"removed: {report.removed} whose files are gone")
     if report.vanished:
         lines.append(f"kept: {report.vanished} whose files are gone; --prune removes them")
-    for line in lines:
-        typer.echo(line)
+    return lines

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from cacheblend_rag.chunks import Chunk, Document
-from cacheblend_rag.cli import output
+from cacheblend_rag.chunks import Document
+from cacheblend_rag.cli import checks, output
 from cacheblend_rag.cli.collection import (
     FILE_NAME,
+    KV_NAME,
     Collection,
     CollectionSettings,
     clear,
@@ -33,16 +35,27 @@ from cacheblend_rag.cli.collection_engine import (
     open_known,
     open_new,
 )
-from cacheblend_rag.cli.reading import EXTRA, FileReader, UnreadableFileError, make_splitter
+from cacheblend_rag.cli.foreign import is_foreign, warn_of_foreign
+from cacheblend_rag.cli.model_config import kv_bytes_per_token, served_dtype, text_config
+from cacheblend_rag.cli.models import DEMO_MODEL, EMBEDDED, VLLM, quiet_libraries
+from cacheblend_rag.cli.reading import (
+    EXTRA,
+    FileReader,
+    FoundFiles,
+    UnreadableFileError,
+    make_splitter,
+)
 from cacheblend_rag.cli.retrieval import Embedder, Vectors
 from cacheblend_rag.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.cli.estimating import IndexEstimate
+    from cacheblend_rag.engines.base import Engine, PrecomputeReport
 
-PART_CHUNKS = 64
+FIRST_PART_CHUNKS, MOST_PART_CHUNKS = 8, 64
+PART_SECONDS = 5.0
 SHOWN_CHARACTERS = 30
 NAME_BREAKS = re.compile(r"[-_.\s]+")
 
@@ -54,8 +67,9 @@ class IndexReport:
     added, changed, unchanged: files. removed: documents whose files are gone; vanished: such that
     were kept. unknown: files with an extension that is not read. skipped: files that could not be
     indexed, and why. computed_chunks, stored_chunks: chunks of files that were read whose KV was
-    computed, or was there already. refused_chunks: chunks that have no KV, by reason. documents,
-    chunks: all that the collection holds in the end.
+    computed, or was there already. computed_tokens, compute_seconds, computed_kv_bytes: of the
+    computed ones. refused_chunks: chunks that have no KV, by reason. documents, chunks: all that
+    the collection holds in the end.
     """
 
     added: int = 0
@@ -66,10 +80,19 @@ class IndexReport:
     unknown: int = 0
     skipped: list[dict[str, str]] = field(default_factory=list)
     computed_chunks: int = 0
+    computed_tokens: int = 0
+    computed_kv_bytes: int = 0
+    compute_seconds: float = 0.0
     stored_chunks: int = 0
     refused_chunks: dict[str, int] = field(default_factory=dict)
     documents: int = 0
     chunks: int = 0
+
+    @property
+    def pace(self) -> str:
+        """How fast KV is computed, and how much there is now."""
+        rate = self.computed_tokens / self.compute_seconds if self.compute_seconds else 0.0
+        return f"{rate:,.0f} tokens a second, {output.size(self.computed_kv_bytes)} of KV"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -80,8 +103,8 @@ class Indexing:
     """A collection being indexed; models are loaded when the first file needs them.
 
     asked: the fields of Choices that the user gave; a collection that is there must agree with
-    them. rebuild: delete the collection as soon as there is something to put in its place, and make
-    it anew, as asked or else as it was.
+    them. bar: shows what is being done. rebuild: delete the collection as soon as there is
+    something to put in its place, and make it anew, as asked or else as it was.
 
     Raises ConfigError when the collection does not agree, StoreError when it is damaged.
     """
@@ -90,17 +113,21 @@ class Indexing:
         self,
         folder: Path,
         asked: Mapping[str, Any],
+        bar: Progress,
         *,
         device: str | None = None,
         rebuild: bool = False,
     ) -> None:
         self.report = IndexReport()
         self._folder = folder
+        self._bar = bar
         self._device = device
         self._rebuild = rebuild
         self._reader = FileReader()
         self._collection: Collection | None = None
         self._models: _Models | None = None
+        self._warned = False
+        self._skipped: set[Path] = set()
         if rebuild:
             asked = {**_chosen_before(folder, asked), **asked}
         elif (folder / FILE_NAME).exists():
@@ -123,17 +150,49 @@ class Indexing:
         if self._collection:
             self._collection.close()
 
-    def add(self, files: Sequence[Path], bar: Progress) -> None:
-        """Index the files that are new or changed."""
-        known = self._collection.content_hashes() if self._collection else {}
-        task = bar.add_task("files", total=len(files))
-        for path in files:
-            source = source_name(self._folder, path)
+    def run(self, paths: Iterable[Path], found: FoundFiles, *, prune: bool) -> None:
+        """Index what was found at ``paths``; see remove_vanished for ``prune``."""
+        self._note(found)
+        self.add(found.files)
+        self.remove_vanished(paths, found.files, prune=prune)
+        if self._collection:
+            self.report.documents, self.report.chunks = self._collection.counts()
+
+    def estimate(self, found: FoundFiles, max_gib: float | None) -> IndexEstimate:
+        """Return what the files that are new or changed will take; writes nothing.
+
+        Raises StoreError when the collection's KV would outgrow ``max_gib``, ConfigError when it
+        is a server's.
+        """
+        if max_gib is not None and self._settled("engine") not in {EMBEDDED, VLLM}:
+            raise ConfigError("--max-gib bounds the collection's own KV: a server has --disk-gib")
+        self._note(found)
+        with output.phase(self._bar, "loading the libraries"):
+            quiet_libraries()
+            from cacheblend_rag.cli.estimating import Estimator
+
+            settings = self._collection.settings if self._collection else None
+            estimator = Estimator(settings or new_settings(self._choices), self._device)
+        for new in self._new_files(found.files):
             try:
-                self._add_file(path, source, known.get(source), bar)
+                estimator.add(_document(new, estimator.split))
             except UnreadableFileError as error:
-                self.skip(path, str(error))
-            bar.advance(task)
+                self.skip(new.path, str(error))
+        with output.phase(self._bar, "timing a layer and the embedding model"):
+            estimate = estimator.estimate(
+                None if self._rebuild else self._folder / KV_NAME, self.report
+            )
+        estimate.check(max_gib)
+        self.report = IndexReport()
+        return estimate
+
+    def add(self, files: Sequence[Path]) -> None:
+        """Index the files that are new or changed."""
+        for new in self._new_files(files):
+            try:
+                self._add(new)
+            except UnreadableFileError as error:
+                self.skip(new.path, str(error))
 
     def remove_vanished(self, paths: Iterable[Path], files: Iterable[Path], *, prune: bool) -> None:
         """Find documents below ``paths`` whose files are gone; delete them when ``prune``."""
@@ -157,34 +216,61 @@ class Indexing:
 
     def skip(self, path: Path, reason: str) -> None:
         """Warn of what is not indexed, and note it."""
-        name = " ".join(output.printable(str(path)).splitlines())
-        output.warn(f"{name} skipped: {reason}")
+        if path not in self._skipped:
+            name = " ".join(output.printable(str(path)).splitlines())
+            output.warn(f"{name} skipped: {reason}")
+        self._skipped.add(path)
         self.report.skipped.append({"path": str(path), "reason": reason})
 
-    def count(self) -> None:
-        """Note in the report what the collection holds now."""
-        if self._collection:
-            self.report.documents, self.report.chunks = self._collection.counts()
+    def _note(self, found: FoundFiles) -> None:
+        """Report what is not indexed."""
+        self.report.unknown = found.unknown
+        for folder, reason in found.unopened:
+            self.skip(folder, reason)
 
-    def _add_file(self, path: Path, source: str, known: str | None, bar: Progress) -> None:
-        content_hash = _content_hash(path)
-        if content_hash == known:
-            self.report.unchanged += 1
-            return
-        text = self._reader.read(path)
+    def _new_files(self, files: Sequence[Path]) -> Iterator[_NewFile]:
+        """Read the files that are new or changed, one after another."""
+        known = self._collection.content_hashes() if self._collection else {}
+        task = self._files_task = self._bar.add_task("files", total=len(files))
+        for path in files:
+            source = source_name(self._folder, path)
+            try:
+                content_hash = _content_hash(path)
+                if content_hash == known.get(source):
+                    self.report.unchanged += 1
+                else:
+                    self._bar.update(task, note=f"reading {source}")
+                    text = self._reader.read(path)
+                    self._warn_once(source, text)
+                    yield _NewFile(path, source, content_hash, text, source in known)
+            except UnreadableFileError as error:
+                self.skip(path, str(error))
+            self._bar.advance(task)
+        self._bar.remove_task(task)
+
+    def _add(self, new: _NewFile) -> None:
         collection, models = self._ready()
-        try:
-            document = Document(source, tuple(models.split(text)))
-        except ValueError as error:
-            raise UnreadableFileError(f"cannot be split: {error}") from error
-        vectors = self._precompute(document, models, bar)
-        collection.replace(document, content_hash, vectors)
-        if known is None:
-            self.report.added += 1
-        else:
+        document = _document(new, models.split)
+        vectors = self._precompute(document, models)
+        collection.replace(document, new.content_hash, vectors)
+        if new.is_known:
             self.report.changed += 1
+        else:
+            self.report.added += 1
 
-    def _precompute(self, document: Document, models: _Models, bar: Progress) -> Vectors:
+    def _warn_once(self, source: str, text: str) -> None:
+        """Warn of the first file that the bundled model cannot read."""
+        if self._settled("model") == DEMO_MODEL and not self._warned and is_foreign(text):
+            rebuild = "" if self._collection is None else "--rebuild "
+            warn_of_foreign(source, f"{rebuild}--model ")
+            self._warned = True
+
+    def _settled(self, name: str) -> Any:
+        """Return what the collection is made with, or is going to be."""
+        settings = self._collection.settings if self._collection else self._choices
+        return getattr(settings, name)
+
+    def _precompute(self, document: Document, models: _Models) -> Vectors:
         """Embed the chunks and store their KV, a part at a time.
 
         Each is embedded under its file's name, which often says what the text alone does not: who
@@ -192,39 +278,74 @@ class Indexing:
         """
         chunks = document.to_chunks()
         title = NAME_BREAKS.sub(" ", Path(document.document_id).stem)
-        task = bar.add_task(title[:SHOWN_CHARACTERS], total=len(chunks))
+        task = self._bar.add_task(title[:SHOWN_CHARACTERS], total=len(chunks))
         vectors: list[Vectors] = []
-        for part in _parts(chunks):
+        size = FIRST_PART_CHUNKS
+        while part := chunks[sum(map(len, vectors)) :][:size]:
+            started = time.perf_counter()
+            self._bar.update(task, note="embedding")
             vectors.append(models.embedder.embed([f"{title}\n{chunk.text}" for chunk in part]))
-            done = models.engine.precompute(part, progress=False)
-            self.report.computed_chunks += done.computed
-            self.report.stored_chunks += done.skipped
-            self._count_refused(done.refused)
-            bar.advance(task, len(part))
+            self._bar.update(task, note="computing")
+            self._count(models.engine.precompute(part, progress=False), models)
+            self._bar.update(task, advance=len(part))
+            self._bar.update(self._files_task, note=self.report.pace)
+            size = _next_size(size, time.perf_counter() - started)
         # The document as a whole takes the place of what the file held before.
         models.engine.precompute([document], progress=False)
-        bar.remove_task(task)
+        self._bar.remove_task(task)
         return np.concatenate(vectors)
 
-    def _count_refused(self, refused: Mapping[str, int]) -> None:
-        counts = self.report.refused_chunks
-        for reason, count in refused.items():
-            counts[reason] = counts.get(reason, 0) + count
+    def _count(self, done: PrecomputeReport, models: _Models) -> None:
+        report = self.report
+        report.computed_chunks += done.computed
+        report.computed_tokens += done.computed_tokens
+        report.computed_kv_bytes += done.computed_tokens * models.kv_bytes_per_token
+        report.compute_seconds += done.seconds
+        report.stored_chunks += done.skipped
+        for reason, count in done.refused.items():
+            report.refused_chunks[reason] = report.refused_chunks.get(reason, 0) + count
 
     def _ready(self) -> tuple[Collection, _Models]:
         """Load the models, and make the collection if there is none."""
+        if self._collection is not None and self._models is not None:
+            return self._collection, self._models
+        with output.phase(self._bar, "loading the libraries"):
+            quiet_libraries()
         if self._collection is None:
             settings = new_settings(self._choices)
             if self._rebuild:
                 clear(self._folder)
-            settings, engine = open_new(self._folder, settings, self._device)
-            self._models = _Models.load(engine, settings)
+            with output.phase(self._bar, f"loading the model {settings.model}"):
+                settings, engine = open_new(self._folder, settings, self._device)
+            self._models = self._load(engine, settings)
             self._collection = Collection.create(self._folder, settings)
-        elif self._models is None:
+        else:
             settings = self._collection.settings
-            engine = open_known(self._folder, settings, self._device)
-            self._models = _Models.load(engine, settings)
+            checks.check_model(settings.model)
+            with output.phase(self._bar, f"loading the model {settings.model}"):
+                engine = open_known(self._folder, settings, self._device)
+            self._models = self._load(engine, settings)
         return self._collection, self._models
+
+    def _load(self, engine: Engine, settings: CollectionSettings) -> _Models:
+        """Load what an engine needs beside it."""
+        with output.phase(self._bar, f"loading the embedding model {settings.embedding_model}"):
+            embedder = Embedder(settings.embedding_model, EXTRA)
+        split = make_splitter(engine.tokenize, settings.chunk_size, settings.chunk_overlap)
+        config = text_config(settings.model)
+        dtype = served_dtype(config, settings.dtype, self._device)
+        return _Models(engine, embedder, split, kv_bytes_per_token(config, dtype))
+
+
+@dataclass(frozen=True)
+class _NewFile:
+    """A file that is to be indexed, and whether the collection holds an older self of it."""
+
+    path: Path
+    source: str
+    content_hash: str
+    text: str
+    is_known: bool
 
 
 @dataclass(frozen=True)
@@ -232,11 +353,14 @@ class _Models:
     engine: Engine
     embedder: Embedder
     split: Callable[[str], list[str]]
+    kv_bytes_per_token: int
 
-    @classmethod
-    def load(cls, engine: Engine, settings: CollectionSettings) -> _Models:
-        split = make_splitter(engine.tokenize, settings.chunk_size, settings.chunk_overlap)
-        return cls(engine, Embedder(settings.embedding_model, EXTRA), split)
+
+def _document(new: _NewFile, split: Callable[[str], list[str]]) -> Document:
+    try:
+        return Document(new.source, tuple(split(new.text)))
+    except ValueError as error:
+        raise UnreadableFileError(f"cannot be split: {error}") from error
 
 
 def _chosen_before(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -268,9 +392,9 @@ def _check_agreement(folder: Path, settings: CollectionSettings, asked: Mapping[
             )
 
 
-def _parts(chunks: Sequence[Chunk]) -> Iterator[Sequence[Chunk]]:
-    for start in range(0, len(chunks), PART_CHUNKS):
-        yield chunks[start : start + PART_CHUNKS]
+def _next_size(size: int, seconds: float) -> int:
+    """Return how many chunks to compute at once, so that progress is seen every few seconds."""
+    return min(2 * size, MOST_PART_CHUNKS) if seconds < PART_SECONDS else max(size // 2, 1)
 
 
 def _content_hash(path: Path) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from cacheblend_rag.cli import output
 from cacheblend_rag.cli.ask import ask_command
 from cacheblend_rag.cli.bench import bench_app
 from cacheblend_rag.cli.chat import chat_command
@@ -24,15 +27,46 @@ from cacheblend_rag.errors import CacheBlendError
 FAILURE = 2
 
 
+_UsageError: Any = typer.BadParameter.__base__
+"""Click's own, which Typer carries under a name of its own."""
+_HELP_INSTEAD = "NoArgsIsHelpError"
+
+
 class _Commands(TyperGroup):
-    """Prints errors that this package raises on purpose as one line, with exit code 2."""
+    """Prints wrong uses, and errors raised on purpose, as one line, with exit code 2."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        with _told_in_one_line():
+            return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _told_in_one_line():
             return super().invoke(ctx)
-        except CacheBlendError as error:
-            typer.echo(f"cacheblend-rag: {' '.join(str(error).split())}", err=True)
-            raise typer.Exit(FAILURE) from error
+
+
+@contextmanager
+def _told_in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except CacheBlendError as error:
+        _tell(str(error))
+        raise typer.Exit(FAILURE) from error
+    except _UsageError as error:
+        if type(error).__name__ == _HELP_INSTEAD:
+            raise
+        _tell(_usage_line(error))
+        raise typer.Exit(FAILURE) from error
+
+
+def _usage_line(error: Any) -> str:
+    """Say what Typer found wrong as this package says such things, and where the options stand."""
+    said = error.format_message().rstrip(".")
+    help_at = f" (see `{error.ctx.command_path} --help`)" if error.ctx else ""
+    return f"{said[:1].lower()}{said[1:]}{help_at}"
+
+
+def _tell(message: str) -> None:
+    typer.echo(f"cacheblend-rag: {' '.join(output.printable(message).split())}", err=True)
 
 
 app = typer.Typer(

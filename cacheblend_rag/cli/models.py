@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from cacheblend_rag.config import BlendConfig, LeadIn
 from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.errors import ConfigError, ModelLoadError, UnsupportedModelError
+from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 DEMO_MODEL = "demo"
 EMBEDDED, VLLM = "transformers", "vllm"
+DTYPES = ("float32", "bfloat16", "float16")
 HOST_BYTES = 2 << 30
 CPU_KV_SPACE, SERVED_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
 
@@ -39,13 +42,15 @@ EngineOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help="float32, bfloat16, float16; the model's by default.")
+    str | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}; the model's by default.")
 ]
 
 
 def model_folder(name: str) -> Path:
     """Return the folder of ``demo`` or of a local model; raises ModelLoadError when it is none."""
     folder = MODEL_FOLDER if name == DEMO_MODEL else Path(name)
+    if not folder.exists():
+        raise ModelLoadError(f"model={name!r}: no such folder; give a hub-format folder or 'demo'")
     if not (folder / "config.json").is_file():
         raise ModelLoadError(
             f"model={name!r}: {folder} holds no config.json; give a hub-format folder or 'demo'"
@@ -100,14 +105,12 @@ def opened_engines(
     """Yield one engine a lead-in, all around the same loaded model, until the block is left.
 
     engine: ``transformers``, ``vllm`` (a server that runs meanwhile) or the URL of a server.
-    Raises ConfigError for another engine, UnsupportedModelError when the model's KV cannot be
-    blended, what running_server and VLLMServerEngine raise.
+    Raises UnsupportedModelError when the model's KV cannot be blended, what running_server and
+    VLLMServerEngine raise.
     """
     if engine == EMBEDDED:
         yield open_engines(model, lead_ins, instruction=instruction, device=device, dtype=dtype)
         return
-    if engine != VLLM and not engine.startswith(("http://", "https://")):
-        raise ConfigError(f"engine={engine!r} must be {EMBEDDED}, {VLLM} or a server's URL")
     from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 
     quiet_libraries()
@@ -137,8 +140,27 @@ def _server(folder: Path, dtype: str | None) -> AbstractContextManager[RunningSe
 
 
 def quiet_libraries() -> None:
-    """Keep loading bars and advice of model libraries off the terminal."""
-    from transformers.utils import logging
+    """Import transformers, and keep its loading bars and advice off the terminal.
+
+    Where scikit-learn is installed, transformers imports it for a way to decode that is not used
+    here, and waits for two seconds.
+    """
+    with _left_out("sklearn"):
+        from transformers import AutoModelForCausalLM  # noqa: F401 (imports what generates)
+        from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+@contextmanager
+def _left_out(module: str) -> Iterator[None]:
+    """Let a module look as if it were not installed, unless it is imported already."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = cast("ModuleType", None)
+    try:
+        yield
+    finally:
+        del sys.modules[module]

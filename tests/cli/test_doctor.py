@@ -5,6 +5,9 @@ import json
 import pytest
 
 from cacheblend_rag.cli import doctor
+from cacheblend_rag.cli.doctor_server import namespace_name
+from cacheblend_rag.kv import DiskTier
+from cacheblend_rag.kv.chunk_kv import namespace_id
 from tests.models import make_model
 from tests.tokenizer_kinds import tokenizer_of
 
@@ -23,7 +26,7 @@ def test_a_usable_setup(cli, small_model):
 def test_a_missing_model_is_reported_not_raised(cli):
     outcome = cli("doctor", "--model", "/nowhere", "--json")
     assert (outcome.code, outcome.json["usable"]) == (1, False)
-    assert "config.json" in outcome.json["model"]["problem"]
+    assert "no such folder" in outcome.json["model"]["problem"]
 
 
 def test_a_model_that_cannot_be_blended_is_named(cli, small_model, tmp_path):
@@ -54,6 +57,10 @@ def test_a_missing_extra_says_how_to_install_it(cli, small_model, monkeypatch):
 
 
 def test_a_store_is_read_through(cli, small_model, tmp_path):
+    outcome = cli("doctor", "--model", small_model, "--store", tmp_path, "--json")
+    assert "is no store" in outcome.json["store"]["problem"]
+    assert not any(tmp_path.iterdir())
+    DiskTier(tmp_path)
     outcome = cli("doctor", "--model", small_model, "--store", tmp_path, "--json")
     assert outcome.json["store"]["entries"] == 0
     assert outcome.json["store"]["damaged"] == []
@@ -92,3 +99,10 @@ def test_what_the_tokenizer_allows_is_told(cli, tmp_path):
         assert f"segments are cut {segments}" in cli("doctor", "--model", folder).stdout.replace(
             "\n", " "
         )
+
+
+def test_a_servers_namespace_is_shown_by_its_name_to_who_knows_it():
+    told = namespace_id("acme")
+    assert namespace_name(told, "acme") == "acme"
+    assert namespace_name(told, "default") == f"not 'default' but another, {told}"
+    assert namespace_name("", "default") == ""  # of a server that does not blend

@@ -14,7 +14,10 @@ import pytest
 
 from cacheblend_rag.cli import indexing
 from cacheblend_rag.cli.collection import FILE_NAME, KV_NAME, Collection, sole_writer
+from cacheblend_rag.cli.foreign import FIRST_CHOICE
+from cacheblend_rag.cli.indexing import Indexing
 from cacheblend_rag.cli.rag_prompt import INSTRUCTION
+from cacheblend_rag.cli.reading import find_files
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore
 from tests.cli.documents import pdf_bytes, write_notes
@@ -106,7 +109,8 @@ def test_a_folder_of_many_kinds_is_indexed_and_the_rest_is_told(cli, tmp_path, i
         str(folder / "binary.txt"),
         str(folder / "empty.txt"),
     ]
-    assert outcome.stderr.count("warning:") == outcome.stderr.count("\n") == 2
+    warnings = outcome.stderr.splitlines()
+    assert sum(" skipped: " in line for line in warnings) == len(warnings) - 1 == 2
     indexed = texts(into)
     assert indexed["docs/guide.md"] == ("# Guide\n\nOpen the {lid}.",)
     assert indexed["docs/page.html"] == ("Page\n\nClose the lid.",)
@@ -128,6 +132,23 @@ def test_the_report_is_lines_otherwise(cli, notes, into, letters):
     assert "4 documents" in outcome.stdout
     assert "4 added" in outcome.stdout
     assert outcome.stderr == ""
+
+
+def test_texts_that_the_bundled_model_cannot_read_are_told_once(cli, index, into, small_model):
+    folder = into.parent / "docs"
+    folder.mkdir()
+    for name in ("filter", "pump"):
+        (folder / f"{name}.txt").write_text(f"Unscrew the lid and rinse the {name} twice a week.")
+    outcome = cli("index", folder, "--into", into)
+    assert outcome.stderr.count("warning:") == outcome.stderr.count("\n") == 1
+    assert "docs/filter.txt: its answers will be gibberish" in outcome.stderr
+    assert "Give --model a folder or a hub name" in outcome.stderr
+    assert FIRST_CHOICE in outcome.stderr
+    (folder / "pump.txt").write_text("Rinse the pump daily.")
+    assert "Give --rebuild --model" in cli("index", folder, "--into", into).stderr
+    asked = cli("ask", "Who?", "--from", into, "--max-tokens", 1)
+    assert asked.stderr.count("gibberish") == 1
+    assert cli("index", folder, "--into", into, "--model", small_model, "--rebuild").stderr == ""
 
 
 def test_a_changed_file_takes_the_place_of_its_older_self_and_its_kv(index, notes, into):
@@ -289,6 +310,7 @@ def test_a_rebuild_with_a_model_that_does_not_load_deletes_nothing(cli, index, n
     index(notes)
     before = texts(into)
     (notes / "folder").mkdir()
+    (notes / "folder" / "config.json").write_text("{}")
     arguments = ("index", notes, "--into", into, "--model", notes / "folder", "--rebuild")
     assert "could not be loaded" in refused(cli, *arguments)
     assert texts(into) == before
@@ -370,3 +392,86 @@ def test_kv_that_no_document_knows_is_found_and_removed(cli, index, notes, into)
     assert stored_kv(into) == known
     line = refused(cli, "store", "gc", "--collection", into.parent / "nothing")
     assert "nothing" in line
+
+
+def dry(cli, into, *arguments):
+    outcome = cli("index", *arguments, "--into", into, "--chunk-size", CHUNK_SIZE, "--dry-run")
+    assert outcome.code == 0, outcome.stderr
+    return outcome
+
+
+def test_a_dry_run_tells_what_a_run_does_and_writes_nothing(cli, index, notes, into):
+    (notes / "empty.txt").write_text("")
+    expected = dry(cli, into, notes, "--json").json
+    assert "to compute: " in dry(cli, into, notes).stdout
+    assert not into.exists()
+    done = index(notes)
+    assert (expected["files"], expected["unchanged"]) == (done["added"], 0)
+    assert (expected["chunks"], expected["tokens"]) == (done["chunks"], done["computed_tokens"])
+    assert [skipped["path"] for skipped in expected["skipped"]] == [str(notes / "empty.txt")]
+    stored = sum(path.stat().st_size for path in (into / KV_NAME).glob("?/?/*.safetensors"))
+    assert done["computed_kv_bytes"] < stored <= expected["kv_bytes"] < 1.05 * stored
+    assert expected["seconds"] > 0
+    assert expected["stored_kv_bytes"] == 0
+
+
+def test_a_dry_run_over_a_collection_counts_what_is_new_and_what_is_there(cli, index, notes, into):
+    index(notes)
+    before = {path: path.stat().st_mtime_ns for path in into.rglob("*")}
+    (notes / "new.txt").write_text("The river is cold.")
+    expected = dry(cli, into, notes, "--json").json
+    assert (expected["files"], expected["unchanged"], expected["chunks"]) == (1, 4, 1)
+    assert expected["stored_kv_bytes"] > 100 * expected["tokens"]
+    assert {path: path.stat().st_mtime_ns for path in into.rglob("*")} == before
+    assert dry(cli, into, notes, "--rebuild", "--json").json["files"] == 5
+
+
+def test_more_kv_than_is_allowed_is_refused_before_it_is_computed(cli, index, notes, into):
+    (notes / "empty.txt").write_text("")
+    needed = dry(cli, into, notes, "--json").json["kv_bytes"] / (1 << 30)
+    outcome = cli("index", notes, "--into", into, "--chunk-size", CHUNK_SIZE, "--max-gib", 1e-6)
+    warning, line = outcome.stderr.splitlines()
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert "empty.txt skipped" in warning
+    assert "--max-gib 1e-06: 4 files need" in line
+    assert stored_kv(into) == set()
+    found = index(notes, "--max-gib", needed * 1.01)
+    assert (found["added"], len(found["skipped"])) == (4, 1)
+    (notes / "new.txt").write_text("The river is cold.")
+    assert index(notes, "--max-gib", needed * 2)["added"] == 1
+    (notes / "new.txt").write_text("The river is warm.")
+    assert "beside the" in refused(
+        cli, "index", notes / "new.txt", "--into", into, "--max-gib", needed / 2
+    )
+
+
+def test_a_servers_store_is_not_bounded_here(cli, notes, into):
+    arguments = ("--engine", "http://127.0.0.1:9", "--max-gib", 1)
+    assert "--disk-gib" in refused(cli, "index", notes, "--into", into, *arguments)
+
+
+def test_long_work_shows_itself(notes, into, letters):
+    """What is being done, on the display and in the log, from before anything is imported."""
+    from rich.progress import Progress
+
+    seen = []
+
+    class Watched(Progress):
+        def add_task(self, description, **fields):
+            seen.append(description)
+            return super().add_task(description, **fields)
+
+        def update(self, task, **fields):
+            seen.append(fields.get("note", ""))
+            super().update(task, **fields)
+
+    found = find_files([notes], leave_out=into)
+    with Indexing(into, {"chunk_size": CHUNK_SIZE}, Watched(disable=True)) as indexing:
+        indexing.run([notes], found, prune=False)
+    phases = [
+        "files", "reading notes/", "loading the libraries", "loading the model demo",
+        "loading the embedding model bundled", "embedding", "computing", "tokens a second",
+    ]  # fmt: skip
+    places = [next(i for i, text in enumerate(seen) if phase in text) for phase in phases]
+    assert places == sorted(places)
+    assert indexing.report.computed_kv_bytes == 2052 * indexing.report.computed_tokens > 0

@@ -174,6 +174,24 @@ def test_the_folder_may_come_from_the_environment(folder):
     assert run("stats", env={"CACHEBLEND_STORE": None}).exit_code == 2
 
 
+def test_the_folder_is_the_default_collections_otherwise(folder, monkeypatch, tmp_path_factory):
+    project = tmp_path_factory.mktemp("project")
+    (project / ".cacheblend").mkdir()
+    (project / ".cacheblend" / "kv").symlink_to(folder)
+    monkeypatch.chdir(project)
+    monkeypatch.delenv("CACHEBLEND_STORE", raising=False)
+    assert printed(run("verify", "--json"))["checked"] == 3
+
+
+def test_what_is_no_store_is_left_as_it_is(tmp_path):
+    (tmp_path / "report.txt").write_text("A report.")
+    for command in (["stats"], ["ls"], ["verify"], ["evict", "--all", "--yes"]):
+        result = run(*command, "--path", str(tmp_path))
+        assert result.exit_code == 2
+        assert "is no store of chunk KV" in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["report.txt"]
+
+
 def test_help_does_not_wait_for_torch():
     code = "import sys, cacheblend_rag.cli.main; print('torch' in sys.modules)"
     result = subprocess.run(

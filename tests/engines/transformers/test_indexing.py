@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.fusion import indexing
 from cacheblend_rag.fusion.lead_in import DocumentWindow, next_window
+from cacheblend_rag.fusion.prompt_pass import CONTEXT_KEPT
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.shared_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory
@@ -335,7 +336,8 @@ def test_context_that_the_prompt_lacks_is_protected(make_engine: EngineFactory) 
     engine.precompute([DOCUMENT], progress=False)
     lone = engine.generate(f"w3 {PIECES[1]} w4", SHORT).report
     assert lone.recomputed_tokens == 0
-    assert lone.selector == "chunk_head (no token may be recomputed)"
+    assert lone.selector == f"chunk_head ({CONTEXT_KEPT})"
+    assert lone.reason is None
     whole = engine.generate(f"{PIECES[0]} w77 {PIECES[1]} w4", SHORT).report
     assert whole.chunks[0].recomputed > 0, "a first chunk has no context to forget"
     assert whole.chunks[1].recomputed == 0, "w77 stands between chunks, in none of them"

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
@@ -281,9 +282,13 @@ def test_doctor_says_that_it_blends(server: RunningServer, monkeypatch: pytest.M
     assert (found["problem"], found["blending"], found["model"]) == (None, True, "demo")
     assert found["versions"]["vllm"].startswith("0.")
     assert found["store"].keys() == {"chunks", "bytes"}
+    own = doctor(server.url, "--namespace", NAMESPACE)["connector"]
+    assert own["namespace"] == NAMESPACE
+    other = doctor(server.url, "--namespace", "another")["connector"]
+    assert "not 'another' but another, " in other["namespace"]
 
 
-def doctor(url: str, *options: str, code: int = 0) -> dict[str, object]:
+def doctor(url: str, *options: str, code: int = 0) -> dict[str, Any]:
     done = CliRunner().invoke(app, ["doctor", "--url", url, "--json", *options])
     assert done.exit_code == code, done.stderr
     return dict(json.loads(done.stdout))

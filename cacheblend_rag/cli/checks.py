@@ -1,0 +1,128 @@
+"""What a user can get wrong, found before anything is loaded or computed."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from cacheblend_rag.cli.models import (
+    DEMO_MODEL,
+    DTYPES,
+    EMBEDDED,
+    VLLM,
+    model_folder,
+    quiet_libraries,
+)
+from cacheblend_rag.cli.retrieval import BUNDLED
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
+from cacheblend_rag.secret import check_server_url
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+RETRIEVAL_MODULES = ("sentence_transformers", "faiss")
+INDEX_MODULES = (*RETRIEVAL_MODULES, "llama_index", "bs4", "pypdf")
+
+
+def finite(value: float | None) -> float | None:
+    """Let a number through that is one; ranges let NaN pass."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no number")
+    return value
+
+
+def check_model(name: str) -> None:
+    """Raise ModelLoadError unless there is such a model, as far as its config tells.
+
+    name: ``demo``, a folder or a hub name, whose config is fetched where it is not on this machine.
+    """
+    if name == DEMO_MODEL or Path(name).exists():
+        model_folder(name)
+        return
+    if "://" in name:  # a storage that vLLM reads
+        return
+    _check_is_hub_name("model", name)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        hf_hub_download(name, "config.json")
+    except (OSError, ValueError) as error:
+        is_there = isinstance(error, EntryNotFoundError)
+        if is_there and not isinstance(error, LocalEntryNotFoundError):
+            raise ModelLoadError(f"model={name!r}: the hub's model holds no config.json") from error
+        raise ModelLoadError(
+            f"model={name!r} is no folder here, and the hub gives no model of that name "
+            f"({type(error).__name__}): check the name, the network and HF_TOKEN"
+        ) from error
+
+
+def check_embedding_model(name: str) -> None:
+    """Raise ModelLoadError when an embedding model's folder is not there."""
+    if name != BUNDLED and not Path(name).is_dir():
+        _check_is_hub_name("embedding_model", name)
+
+
+def check_installed(modules: Iterable[str], feature: str, extra: str) -> None:
+    """Raise MissingExtraError, without importing anything, unless all modules are installed."""
+    if any(find_spec(module) is None for module in modules):
+        raise MissingExtraError(feature, extra)
+
+
+def check_engine(engine: str) -> None:
+    """Raise ConfigError unless it is an engine or a URL, MissingExtraError without vLLM."""
+    if engine == VLLM:
+        check_installed(("vllm",), "engine='vllm'", "vllm")
+    elif "://" in engine:
+        check_server_url(engine)
+    elif engine != EMBEDDED:
+        raise ConfigError(
+            f"engine={engine!r} must be {EMBEDDED}, {VLLM} or a server's URL, like "
+            "http://127.0.0.1:8000"
+        )
+
+
+def check_placement(device: str | None, dtype: str | None = None) -> None:
+    """Raise ConfigError when a device is not to be had here, or a dtype is none."""
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    if device is not None:
+        quiet_libraries()
+        from cacheblend_rag.engines.transformers.loading import pick_device
+
+        pick_device(device)
+
+
+def check_blend(ratio: float | None, selector: str | None) -> None:
+    """Raise ConfigError when prompts cannot be blended so."""
+    if ratio is not None:
+        BlendConfig(recompute_ratio=ratio)
+    if selector is not None:
+        check_selector(selector)
+
+
+def check_selector(name: str, options: Mapping[str, Any] | None = None) -> None:
+    """Raise ConfigError unless there is such a selector that takes such options."""
+    from cacheblend_rag.blend.selectors import make_selector
+
+    make_selector(name, options)
+
+
+def check_check_layers(config: BlendConfig, model: str) -> None:
+    """Raise ConfigError when a check layer is not below the model's layers."""
+    quiet_libraries()
+    from cacheblend_rag.blend import plan_schedule
+    from cacheblend_rag.cli.model_config import text_config
+
+    plan_schedule(config, text_config(model).num_hidden_layers)
+
+
+def _check_is_hub_name(what: str, name: str) -> None:
+    """Raise ModelLoadError for a folder that is not there: hub names have another form."""
+    if not HUB_NAME.fullmatch(name):
+        raise ModelLoadError(f"{what}={name!r}: no such folder")

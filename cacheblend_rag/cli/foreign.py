@@ -1,0 +1,40 @@
+"""Whether the bundled model can read a text: it knows the demo's controlled English alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from functools import cache
+
+from cacheblend_rag.cli import output
+from cacheblend_rag.demo.corpus import vocabulary
+
+KNOWN_SHARE = 0.9
+FIRST_CHOICE = "Qwen/Qwen2.5-0.5B-Instruct"
+WORD = re.compile(r"\w+")
+
+
+def is_foreign(text: str) -> bool:
+    """Whether more than a few words of a text are not the demo corpus'."""
+    words = WORD.findall(text.lower())
+    known = sum(word in _known_words() for word in words)
+    return known < KNOWN_SHARE * len(words)
+
+
+def warn_of_foreign(name: str, options: str) -> None:
+    """Say that the bundled model cannot read the file ``name``, and what to give instead."""
+    output.warn(
+        f"the bundled model knows the demo's notes only, not texts like {output.printable(name)}: "
+        f"its answers will be gibberish. Give {options}a folder or a hub name, such as "
+        f"{FIRST_CHOICE} (1 GB)"
+    )
+
+
+def first_foreign(documents: Iterable[tuple[str, Iterable[str]]]) -> str | None:
+    """Return the name of the first document, given as name and texts, that holds a foreign text."""
+    return next((name for name, texts in documents if any(map(is_foreign, texts))), None)
+
+
+@cache
+def _known_words() -> frozenset[str]:
+    return frozenset(word.lower() for word in vocabulary())

@@ -1,0 +1,48 @@
+"""What a model's config tells of it without its weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.cli.models import DEMO_MODEL
+from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.errors import ModelLoadError
+
+if TYPE_CHECKING:
+    import torch
+
+BYTES_OF_PRIOR = 4
+
+
+def text_config(model: str) -> Any:
+    """Return the config of a model's text part; raises ModelLoadError when there is none.
+
+    model: ``demo``, a folder or a hub name.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(MODEL_FOLDER if model == DEMO_MODEL else model)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"model={model!r}: its config cannot be read: {error}") from error
+    return config.get_text_config()
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Return what a token's chunk KV takes: keys and values in all layers, and its prior."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return (
+        2 * int(config.num_hidden_layers * kv_heads * head_size) * dtype.itemsize + BYTES_OF_PRIOR
+    )
+
+
+def served_dtype(config: Any, dtype: str, device: str | None) -> torch.dtype:
+    """Return the precision that a model is run in; "" is the one that suits the device."""
+    import torch
+
+    from cacheblend_rag.engines.transformers.loading import pick_device, pick_dtype
+
+    picked = pick_dtype(dtype or None, pick_device(device))
+    return picked if isinstance(picked, torch.dtype) else (config.dtype or torch.float32)

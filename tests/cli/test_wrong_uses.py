@@ -1,0 +1,194 @@
+"""Wrong uses: one line that names what is wrong, with exit code 2, before anything is loaded."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import huggingface_hub.constants
+import pytest
+
+from cacheblend_rag.cli import asking, checks, indexing, retrieval, serve
+from cacheblend_rag.cli.collection import KV_NAME
+from cacheblend_rag.cli.reading import FileReader
+from cacheblend_rag.engines.transformers import loading
+from cacheblend_rag.engines.transformers.shapes import ModelShape
+
+ASK = ("ask", "Who?", "--from", "{collection}")
+CHAT = ("chat", "--from", "{collection}")
+INDEX = ("index", "{notes}", "--into", "{new}")
+WRONG = {
+    # what Typer itself finds
+    ("inde",): "no such command 'inde'. Did you mean 'index'",
+    ("ask",): "missing argument 'QUESTION'",
+    ("index",): "missing argument 'PATH...'",
+    ("serve",): "missing argument 'MODEL'",
+    (*ASK, "--topk", "3"): "no such option: --topk",
+    (*ASK, "--top-k"): "'--top-k' requires an argument",
+    (*ASK, "--top-k", "many"): "invalid value for '--top-k'",
+    (*ASK, "--top-k", "0"): "invalid value for '--top-k'",
+    (*ASK, "--max-tokens", "0"): "'--max-tokens'",
+    (*ASK, "--ratio", "2"): "'--ratio'",
+    (*ASK, "--ratio", "nan"): "'--ratio'",
+    (*ASK, "--temperature", "-1"): "'--temperature'",
+    (*ASK, "--temperature", "nan"): "'--temperature'",
+    (*ASK, "--order", "random"): "'--order'",
+    (*INDEX, "--chunk-size", "3"): "'--chunk-size'",
+    ("--loud",): "no such option: --loud",
+    ("store", "stat"): "did you mean 'stats'",
+    ("store", "verify", "{store}"): "got unexpected extra argument",
+    ("bench", "ttft", "--repeat", "0"): "'--repeat'",
+    ("bench", "ttft", "--check-layers", "one"): "--check-layers",
+    ("bench", "registry", "--chunks", "none"): "'--chunks'",
+    ("serve", "demo", "--port", "99999"): "'--port'",
+    ("serve", "demo", "--kv-path", "{new}", "--disk-gib", "nan"): "'--disk-gib'",
+    ("demo", "--questions", "1000"): "'--questions'",
+    # questions and collections
+    ("ask", "what", "is", "this"): 'ask "what is this"',
+    ("ask", " "): "the question is empty",
+    ("ask", "Who?", "--from", "{nothing}"): "holds no collection",
+    ("chat", "--from", "{nothing}"): "holds no collection",
+    ("index", "{nothing}", "--into", "{new}"): "does not exist",
+    ("index", "{notes}", "--into", "{file}"): "is no folder",
+    (*INDEX, "--chunk-size", "32", "--chunk-overlap", "32"): "--chunk-overlap 32",
+    # selectors
+    (*ASK, "--selector", "guess"): "selector='guess' must be one of",
+    (*CHAT, "--selector", "guess"): "selector='guess' must be one of",
+    ("eval", "--selectors", "guess"): "selector='guess' must be one of",
+    ("bench", "ttft", "--selector", "guess"): "selector='guess' must be one of",
+    ("bench", "throughput", "--selector", "guess"): "selector='guess' must be one of",
+    ("bench", "decode-gap", "--selector", "guess"): "selector='guess' must be one of",
+    ("eval", "--deviation", "w"): "deviation='w' must be one of",
+    ("eval", "--ratios", "0.1,2"): "recompute_ratio=2.0",
+    ("eval", "--ratios", "some"): "--ratios",
+    ("eval", "--lead-ins", "preface"): "lead_in='preface'",
+    ("eval", "--settings", "upright"): "setting='upright'",
+    ("eval", "--check-layers", "99"): "check_layers=(99,) must be below",
+    ("bench", "ttft", "--check-layers", "99"): "check_layers=(99,) must be below",
+    ("eval", "--dataset", "{nothing}"): "cannot be read",
+    # engines
+    (*ASK, "--engine", "auto"): "engine='auto' must be",
+    (*ASK, "--engine", "127.0.0.1:8000"): "engine='127.0.0.1:8000' must be",
+    (*ASK, "--engine", "ftp://host"): "must be like http://host:8000",
+    (*CHAT, "--engine", "http://"): "must be like http://host:8000",
+    (*INDEX, "--engine", "http://me:sesame@host"): "holds a password",
+    (*INDEX, "--engine", "llama.cpp"): "engine='llama.cpp' must be",
+    ("eval", "--engine", "tgi"): "engine='tgi' must be",
+    ("bench", "ttft", "--engine", "tgi"): "engine='tgi' must be",
+    # models
+    (*INDEX, "--model", "./none"): "model='./none': no such folder",
+    (*INDEX, "--model", "/nowhere/model"): "model='/nowhere/model': no such folder",
+    (*INDEX, "--model", "models/a/b"): "model='models/a/b': no such folder",
+    (*INDEX, "--model", "{notes}"): "holds no config.json",
+    (*INDEX, "--model", "nobody/nothing"): "model='nobody/nothing' is no folder here, and the hub",
+    (*INDEX, "--embedding-model", "./none"): "embedding_model='./none': no such folder",
+    ("demo", "--embedding-model", "/nowhere"): "embedding_model='/nowhere': no such folder",
+    ("eval", "--model", "/nowhere"): "model='/nowhere': no such folder",
+    ("serve", "nofolder"): "model='nofolder' is no folder here, and the hub",
+    ("serve", "./nofolder"): "model='./nofolder': no such folder",
+    # devices, precisions, shapes
+    (*ASK, "--device", "gpu"): "device='gpu' is not to be had here",
+    (*INDEX, "--device", "gpu"): "device='gpu' is not to be had here",
+    ("eval", "--device", "gpu"): "device='gpu' is not to be had here",
+    ("bench", "ttft", "--device", "gpu"): "device='gpu' is not to be had here",
+    (*INDEX, "--dtype", "int8"): "dtype='int8' must be one of",
+    ("eval", "--dtype", "float64"): "dtype='float64' must be one of",
+    ("bench", "attention", "--dtype", "int8"): "dtype='int8' must be one of",
+    ("bench", "ttft", "--shape", "tiny"): "shape='tiny' must be one of",
+    ("bench", "throughput", "--shape", "tiny"): "shape='tiny' must be one of",
+    ("bench", "ttft", "--tier", "cloud"): "tier='cloud' must be one of",
+    ("bench", "ttft", "--ratio", "2"): "recompute_ratio=2.0",
+    ("bench", "ttft", "--chunks", "100"): "prompt_tokens=51232 must be below 8192",
+    ("bench", "attention", "--ratio", "0"): "ratio=0.0 must be above 0",
+    # servers and stores
+    ("serve", "demo", "--disk-gib", "1"): "give --kv-path too",
+    ("serve", "demo", "--host-gib", "0"): "--host-gib 0",
+    ("serve", "--dtype", "float32", "demo"): "stands before the model",
+    ("store", "stats", "--path", "{nothing}"): "is no folder",
+    ("store", "verify", "--path", "{notes}"): "is no store of chunk KV",
+    ("store", "stats", "--path", "{notes}"): "is no store of chunk KV",
+    ("store", "evict", "--all", "--yes", "--path", "{notes}"): "is no store of chunk KV",
+    ("store", "ls", "--path", "{collection}"): "is a collection: its store is --path",
+    ("store", "gc", "--collection", "{notes}"): "holds no collection",
+    ("store", "evict", "--path", "{store}"): "give keys, or --all",
+    ("store", "evict", "x", "--path", "{store}"): "is no KV key",
+    ("store", "evict", "--fingerprint", "x", "--path", "{store}"): "'x' is no fingerprint",
+    ("store", "evict", "--older-than", "-1", "--path", "{store}"): "'--older-than'",
+}
+
+
+@pytest.fixture
+def _nothing_is_loaded(monkeypatch):
+    """Fail when a model, an embedding model, a file or a server is begun with."""
+
+    def begun(*arguments, **options):
+        raise AssertionError(f"was begun with: {arguments}")
+
+    for owner, name in (
+        (loading, "load_model"),
+        (loading, "load_tokenizer"),
+        (ModelShape, "build_model"),
+        (retrieval, "_load_embedding_model"),
+        (retrieval, "VectorSearch"),
+        (asking, "VectorSearch"),
+        (asking, "Embedder"),
+        (indexing, "new_settings"),
+        (FileReader, "read"),
+        (serve.os, "execve"),
+    ):
+        monkeypatch.setattr(owner, name, begun)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+
+
+@pytest.fixture
+def places(indexed, tmp_path):
+    (tmp_path / "file").write_text("")
+    return {
+        "collection": indexed[0],
+        "notes": indexed[0].parent / "notes",
+        "store": indexed[0] / KV_NAME,
+        "new": tmp_path / "new",
+        "nothing": tmp_path / "nothing",
+        "file": tmp_path / "file",
+    }
+
+
+@pytest.mark.usefixtures("_nothing_is_loaded")
+@pytest.mark.parametrize(("arguments", "said"), list(WRONG.items()), ids=map(" ".join, WRONG))
+def test_it_is_one_line_before_anything_is_loaded(cli, places, arguments, said):
+    outcome = cli(*(argument.format(**places) for argument in arguments))
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert outcome.stderr.count("\n") == 1, outcome.stderr
+    assert outcome.stderr.startswith("cacheblend-rag: ")
+    assert said.lower() in outcome.stderr.lower()
+    assert not places["new"].exists()
+
+
+@pytest.mark.usefixtures("_nothing_is_loaded")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (*INDEX, "--engine", "vllm"),
+        (*ASK, "--engine", "vllm"),
+        ("eval", "--engine", "vllm"),
+        ("bench", "ttft", "--engine", "vllm"),
+        ("bench", "overhead"),
+    ],
+    ids=" ".join,
+)
+def test_vllm_that_is_missing_is_told_before_a_model_is_made_for_it(
+    cli, places, arguments, monkeypatch
+):
+    monkeypatch.setattr(
+        checks, "find_spec", lambda name: None if name == "vllm" else find_spec(name)
+    )
+    outcome = cli(*(argument.format(**places) for argument in arguments))
+    assert outcome.code == 2
+    assert outcome.stderr.count("\n") == 1
+    assert "pip install 'cacheblend-rag[vllm]'" in outcome.stderr
+
+
+def test_commands_alone_show_their_help(cli):
+    for arguments in ((), ("store",), ("bench",)):
+        outcome = cli(*arguments)
+        assert "Usage:" in outcome.stdout + outcome.stderr
+        assert "cacheblend-rag: " not in outcome.stderr
