@@ -8,10 +8,9 @@ from typing import Any
 
 from cacheblend_rag import PrecomputeReport
 from langchain_core.documents import BaseDocumentTransformer, Document
-from pydantic import ConfigDict
 
 from langchain_cacheblend.options import EngineOptions
-from langchain_cacheblend.sources import to_engine_documents
+from langchain_cacheblend.sources import checked_documents, to_engine_documents
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +29,6 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
     stand alone.
     """
 
-    model_config = ConfigDict(
-        arbitrary_types_allowed=True,
-        populate_by_name=True,
-        extra="forbid",
-        hide_input_in_errors=True,
-    )
-
     document_key: str | None = None
     """The metadata field that names the source document; by default the first of ``document_id``,
     ``doc_id``, ``source`` and ``id`` that is there."""
@@ -51,9 +43,8 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
 
     def precompute(self, documents: Iterable[Document]) -> PrecomputeReport:
         """As transform_documents, but return how many chunks were computed, skipped or refused."""
-        report = self.engine.precompute(
-            to_engine_documents(documents, self.document_key), progress=self.show_progress
-        )
+        given = to_engine_documents(checked_documents(documents), self.document_key)
+        report = self.engine.precompute(given, progress=self.show_progress)
         for reason, count in report.refused.items():
             logger.warning("%d chunks were not precomputed: %s", count, reason)
         return report

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
 
 from cacheblend_rag import BlendConfig, Engine, open_engine
-from cacheblend_rag.secret import Secret, check_server_url
+from cacheblend_rag.arguments import Arguments, check_engine_name, describe
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.opening import ENGINES
+from cacheblend_rag.secret import Secret
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.utils import secret_from_env
 from pydantic import (
@@ -20,6 +24,8 @@ from pydantic import (
     InstanceOf,
     PrivateAttr,
     SecretStr,
+    ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -39,6 +45,9 @@ SETTLED_BY_ENGINE = frozenset(
     ]
 )
 
+CONFIG_FIELDS = frozenset(field.name for field in fields(BlendConfig))
+ENGINE_METHODS = ("generate", "precompute")
+
 _opening = Lock()
 
 
@@ -47,7 +56,7 @@ class EngineOptions(BaseModel):
 
     Give either ``engine=`` an engine (``llm.engine``, say, to share its model, its known chunks and
     its KV) or ``model=`` and, where the defaults do not suit, the options below. An engine is
-    opened on first use, once.
+    opened on first use, once. Raises ConfigError, in one line, for an option that is wrong or none.
     """
 
     model_config = ConfigDict(
@@ -61,7 +70,7 @@ class EngineOptions(BaseModel):
     tokenizer: Any = Field(default=None, repr=False, exclude=True)
     """The model's own by default; must be given with a loaded model."""
     blend_config: InstanceOf[BlendConfig] | None = None
-    """How stored KV is fused; the engine's own by default."""
+    """How stored KV is fused, or a dict of its fields; the engine's own by default."""
     instruction: str | InstanceOf[BasePromptTemplate[Any]] | None = Field(default=None, repr=False)
     """What prompts say before their first passage, or the prompt template, which tells it."""
     namespace: str = "default"
@@ -81,15 +90,28 @@ class EngineOptions(BaseModel):
 
     _opened: Engine | None = PrivateAttr(default=None)
 
+    def __init__(self, **options: Any) -> None:
+        named = _arguments(type(self)).read(options)
+        try:
+            super().__init__(**named)
+        except ValidationError as error:
+            raise ConfigError(describe(error.errors(include_input=False))) from None
+
+    @field_validator("blend_config", mode="before")
+    @classmethod
+    def _read_config(cls, given: Any) -> Any:
+        return BlendConfig.from_dict(given) if isinstance(given, Mapping) else given
+
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        if self.model is None and isinstance(self.engine_source, str):
-            raise ValueError("give model= (a name, a folder, 'demo', a loaded model) or engine=")
-        if isinstance(self.engine_source, str) and "://" in self.engine_source:
-            check_server_url(self.engine_source)
-        idle = sorted(self.model_fields_set & SETTLED_BY_ENGINE)
-        if idle and not isinstance(self.engine_source, str):
-            raise ValueError(f"{', '.join(idle)}: already settled by the engine given as engine=")
+        _check_engine(self.engine_source)
+        if isinstance(self.engine_source, str):
+            _check_model(self.model)
+            return self
+        defaults = type(self).model_fields
+        idle = sorted(n for n in SETTLED_BY_ENGINE if getattr(self, n) != defaults[n].default)
+        if idle:
+            raise ConfigError(f"{', '.join(idle)}: already settled by the engine given as engine=")
         return self
 
     def __getstate__(self) -> dict[Any, Any]:
@@ -165,4 +187,36 @@ class EngineOptions(BaseModel):
             device=self.device,
             dtype=self.dtype,
             api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),
+        )
+
+
+@cache
+def _arguments(options: type[EngineOptions]) -> Arguments:
+    """Return the names that a class takes, by field and by alias."""
+    names = {name for field, info in options.model_fields.items() for name in (field, info.alias)}
+    known = frozenset(name for name in names if name)
+    inside = dict.fromkeys(CONFIG_FIELDS - known, "blend_config")
+    return Arguments(f"option of {options.__name__}", known, inside)
+
+
+def _check_engine(engine: Any) -> None:
+    if isinstance(engine, str):
+        check_engine_name(engine, ENGINES)
+    elif isinstance(engine, EngineOptions):
+        raise ConfigError(f"engine is a {type(engine).__name__}: give the engine of it, llm.engine")
+    elif not all(hasattr(engine, name) for name in ENGINE_METHODS):
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}: give an open engine, such as llm.engine, "
+            f"or {', '.join(ENGINES)} or a server's URL"
+        )
+
+
+def _check_model(model: Any) -> None:
+    if model is None:
+        raise ConfigError("give model= (a name, a folder, 'demo', a loaded model) or engine=")
+    if isinstance(model, EngineOptions):
+        raise ConfigError(f"model is a {type(model).__name__}: give engine=llm.engine")
+    if not isinstance(model, str | Path) and not hasattr(model, "name_or_path"):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: give a name, a folder, 'demo' or a loaded model"
         )
