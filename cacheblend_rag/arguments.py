@@ -19,6 +19,8 @@ ALIASES: Mapping[str, str] = {
     "stop_sequences": "stop",
 }
 """What other libraries call these arguments."""
+KIND = "Input should be "
+"""How pydantic begins to say what it wants."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ def describe(errors: Iterable[Mapping[str, Any]]) -> str:
 
 
 def _described(where: str, told: Sequence[str]) -> str:
-    if all(text.startswith("Input should be ") for text in told):
-        return f"{where} must be {' or '.join(text[len('Input should be ') :] for text in told)}"
+    kinds = [text.removeprefix(KIND) for text in told if text.startswith(KIND)]
+    if kinds:
+        return f"{where} must be {' or '.join(kinds)}"
     text = "; ".join(text.removeprefix("Value error, ") for text in told)
     return f"{where}: {text}" if where else text

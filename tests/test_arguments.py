@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from pydantic import BaseModel, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from cacheblend_rag.arguments import Arguments, check_engine_name, describe
 from cacheblend_rag.errors import ConfigError
@@ -108,6 +108,7 @@ def test_an_engine_that_is_none_is_refused(engine: str, told: str) -> None:
 class Options(BaseModel):
     number: int = 0
     either: int | list[int] = 0
+    pair: tuple[int, ...] = Field(default=(1,), min_length=1)
 
     @model_validator(mode="after")
     def _check(self) -> Options:
@@ -122,6 +123,7 @@ class Options(BaseModel):
         ({"number": "s3cret"}, "number must be a valid integer, unable to parse string as an int"),
         ({"either": {}, "number": "1"}, "either must be a valid integer or a valid list"),
         ({"number": -1}, "number must be at least 0"),
+        ({"pair": ["s3cret"]}, "pair must be a valid integer, unable to parse"),
         ({"number": 1.5, "either": ""}, "number must be a valid integer, got a .*; either must be"),
     ],
 )

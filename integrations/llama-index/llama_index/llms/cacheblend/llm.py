@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from llama_index.core.base.llms.generic_utils import (
     messages_to_prompt as generic_messages_to_prompt,
@@ -22,22 +22,26 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import Field
+from llama_index.core.bridge.pydantic import Field, field_validator, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 
 from cacheblend_rag import BlendConfig, Chunk, Delta, Engine, Generation, SamplingParams
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.arguments import Arguments
 from llama_index.llms.cacheblend.events import Reporter
 from llama_index.llms.cacheblend.hints import hints_in
 from llama_index.llms.cacheblend.messages import plain_messages
-from llama_index.llms.cacheblend.settings import EngineSettings
+from llama_index.llms.cacheblend.settings import CONFIG_FIELDS, SAMPLING, EngineSettings
 
 REPORT = "cacheblend"
 Prompt = str | list[dict[str, str]]
 """A text, or messages for the model's own chat template."""
-SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 BLENDING = frozenset({"hints", "blend_config", "recompute_ratio"})
+CALL = Arguments(
+    "argument of a call",
+    SAMPLING | BLENDING,
+    dict.fromkeys(CONFIG_FIELDS - BLENDING, "blend_config"),
+)
 
 
 class CacheBlendLLM(EngineSettings, LLM):
@@ -69,6 +73,16 @@ class CacheBlendLLM(EngineSettings, LLM):
     additional_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Defaults of further keyword arguments of every call."
     )
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _read_stop(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else [] if given is None else given
+
+    @model_validator(mode="after")
+    def _check_defaults(self) -> Self:
+        self._call("", {})
+        return self
 
     @classmethod
     def class_name(cls) -> str:
@@ -202,11 +216,7 @@ class CacheBlendLLM(EngineSettings, LLM):
 
     def _call(self, prompt: Prompt, kwargs: dict[str, Any]) -> _Call:
         """Lay a call's arguments over the defaults; raises ConfigError on one that is not known."""
-        wanted = {**self.additional_kwargs, **kwargs}
-        unknown = wanted.keys() - SAMPLING - BLENDING
-        if unknown:
-            known = ", ".join(sorted(SAMPLING | BLENDING))
-            raise ConfigError(f"{sorted(unknown)[0]} is no argument of a call; known: {known}")
+        wanted = {**CALL.read(self.additional_kwargs), **CALL.read(kwargs)}
         sampling = {name: wanted.pop(name) for name in SAMPLING & wanted.keys()}
         defaults = {
             "max_tokens": self.max_tokens,
@@ -218,7 +228,7 @@ class CacheBlendLLM(EngineSettings, LLM):
             prompt=prompt,
             sampling=SamplingParams(**{**defaults, **sampling}),
             config=_config(self.blend_config, **wanted),
-            hints=tuple(hints_in(_text(prompt)) if hints is None else hints),
+            hints=tuple(hints_in(_text(prompt))) if hints is None else _hints(hints),
         )
 
 
@@ -281,6 +291,10 @@ def _config(
     if recompute_ratio is None:
         return config
     return config.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
+
+
+def _hints(given: Chunk | str | Sequence[Chunk | str]) -> tuple[Chunk | str, ...]:
+    return (given,) if isinstance(given, str | Chunk) else tuple(given)
 
 
 def _text(prompt: Prompt) -> str:

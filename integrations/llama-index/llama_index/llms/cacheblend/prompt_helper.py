@@ -20,6 +20,7 @@ from llama_index.core.utilities.token_counting import TokenCounter
 
 from cacheblend_rag import ChunkRegistry
 from llama_index.llms.cacheblend.documents import SEPARATOR
+from llama_index.llms.cacheblend.settings import checked_llm
 
 if TYPE_CHECKING:
     from llama_index.core.tools import BaseTool
@@ -63,8 +64,11 @@ class CacheBlendPromptHelper(PromptHelper):
 
     @classmethod
     def from_llm(cls, llm: CacheBlendLLM) -> CacheBlendPromptHelper:
-        """Return a helper that knows ``llm``'s window, tokenizer and chunks."""
-        engine, metadata = llm.open(), llm.metadata
+        """Return a helper that knows ``llm``'s window, tokenizer and chunks.
+
+        Raises ConfigError when ``llm`` is no CacheBlendLLM.
+        """
+        engine, metadata = checked_llm(llm).open(), llm.metadata
         return cls(
             context_window=metadata.context_window,
             num_output=metadata.num_output,
