@@ -74,7 +74,10 @@ def create_cacheblend_chain(
     """
     checked_llm(llm)
     source = _checked_source(documents_or_retriever, embedding)
-    _check_prompt(prompt)
+    _check_prompt("prompt", prompt, "context")
+    _check_prompt("document_prompt", document_prompt, "page_content")
+    if not isinstance(document_separator, str):
+        raise ConfigError(f"document_separator is a {type(document_separator).__name__}: give text")
     _check_choice(order, k)
     _settle_instruction(llm, prompt)
     compressor = CacheBlendCompressor(engine=llm.engine, order=order, document_key=document_key)
@@ -126,13 +129,14 @@ def _checked_source(source: Any, embedding: Any) -> Runnable[str, list[Document]
     return documents
 
 
-def _check_prompt(prompt: Any) -> None:
+def _check_prompt(name: str, prompt: Any, variable: str) -> None:
     if not isinstance(prompt, BasePromptTemplate):
         raise ConfigError(
-            f"prompt is a {type(prompt).__name__}: give ChatPromptTemplate.from_template(...)"
+            f"{name} is a {type(prompt).__name__}: give a template, such as "
+            "ChatPromptTemplate.from_template(...)"
         )
-    if "context" not in prompt.input_variables:
-        raise ConfigError(f"prompt must take 'context', not only {prompt.input_variables}")
+    if variable not in prompt.input_variables:
+        raise ConfigError(f"{name} must take {variable!r}, not only {prompt.input_variables}")
 
 
 def _check_choice(order: Any, k: Any) -> None:
@@ -168,7 +172,10 @@ def _indexed(
 
 
 def _as_values(question: str | Values) -> Values:
-    return {"input": question} if isinstance(question, str) else question
+    values = {"input": question} if isinstance(question, str) else question
+    if not isinstance(values, dict) or not isinstance(values.get("input"), str):
+        raise ConfigError("the chain takes a question, or a dict that holds it as 'input'")
+    return values
 
 
 def _question(values: Values) -> str:

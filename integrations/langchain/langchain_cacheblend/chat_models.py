@@ -209,7 +209,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ) -> _Call:
         """Return what to ask the engine; raises ConfigError for an option that is none."""
         given = {name: value for name, value in options.items() if name not in CORE_FIELDS}
-        options = CALL.read(_with_stop(given, stop))
+        options = _given(CALL.read(_with_stop(given, stop)))
         config, ratio = self._blend_config(), options.get("recompute_ratio")
         if ratio is not None:
             config = config.with_changes(recompute_ratio=ratio, recompute_ratios=None)
@@ -286,6 +286,11 @@ def _usage(generation: Generation) -> UsageMetadata:
     )
 
 
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was given: None leaves the model's own."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
 def _with_stop(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
     return {**options} if stop is None else {**options, "stop": stop}
 
@@ -299,7 +304,11 @@ def _told(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str,
 
 
 def _hints(given: Chunk | str | Sequence[Chunk | str]) -> tuple[Chunk | str, ...]:
-    return (given,) if isinstance(given, str | Chunk) else tuple(given)
+    hints = given if isinstance(given, list | tuple) else (given,)
+    for hint in hints:
+        if not isinstance(hint, str | Chunk):
+            raise ConfigError(f"hints hold a {type(hint).__name__}: give Chunks or document ids")
+    return tuple(hints)
 
 
 def _hint_name(hint: Chunk | str) -> str:

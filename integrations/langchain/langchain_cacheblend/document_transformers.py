@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cacheblend_rag import PrecomputeReport
+from cacheblend_rag.errors import ConfigError
 from langchain_core.documents import BaseDocumentTransformer, Document
 
 from langchain_cacheblend.options import EngineOptions
@@ -38,8 +39,9 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
         self, documents: Sequence[Document], **kwargs: Any
     ) -> Sequence[Document]:
         """Store what is new of these documents' KV and return the documents as they are."""
-        self.precompute(documents)
-        return documents
+        given = checked_documents(documents)
+        self.precompute(given)
+        return given
 
     def precompute(self, documents: Iterable[Document]) -> PrecomputeReport:
         """As transform_documents, but return how many chunks were computed, skipped or refused."""
@@ -51,5 +53,8 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
 
     def evict(self, document_ids: str | Iterable[str]) -> int:
         """Forget source documents and drop their KV; returns how many chunks were dropped."""
-        ids = [document_ids] if isinstance(document_ids, str) else document_ids
+        ids = [document_ids] if isinstance(document_ids, str) else list(document_ids)
+        for name in ids:
+            if not isinstance(name, str):
+                raise ConfigError(f"document_ids hold a {type(name).__name__}: give ids, as texts")
         return sum(self.engine.evict_document(name) for name in ids)

@@ -77,7 +77,7 @@ class EngineOptions(BaseModel):
     """Tenants with different namespaces share neither KV nor known chunks."""
     kv_path: str | Path | None = Field(default=None, repr=False, exclude=True)
     """A folder that keeps chunk KV and known chunks; None keeps them in this process' memory."""
-    host_bytes: int = 4 << 30
+    host_bytes: int = Field(default=4 << 30, ge=0)
     """Memory for chunk KV."""
     disk_bytes: int | None = None
     """Room for chunk KV in ``kv_path``; None is without limit."""
@@ -106,7 +106,7 @@ class EngineOptions(BaseModel):
     def _check_source(self) -> Self:
         _check_engine(self.engine_source)
         if isinstance(self.engine_source, str):
-            _check_model(self.model)
+            _check_model(self.model, self.engine_source)
             return self
         defaults = type(self).model_fields
         idle = sorted(n for n in SETTLED_BY_ENGINE if getattr(self, n) != defaults[n].default)
@@ -115,9 +115,20 @@ class EngineOptions(BaseModel):
         return self
 
     def __getstate__(self) -> dict[Any, Any]:
-        """Leave the key out of pickles; where they are opened, the environment may hold it."""
+        """Leave key and engine out of pickles; where they are opened, both are had anew."""
+        if not isinstance(self.engine_source, str):
+            raise ConfigError(
+                "an open engine cannot be pickled: give model= and kv_path= instead of engine="
+            )
         state = super().__getstate__()
-        return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
+        private = {**(state["__pydantic_private__"] or {}), "_opened": None}
+        kept = {**state["__dict__"], "api_key": None}
+        return {**state, "__dict__": kept, "__pydantic_private__": private}
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        """Copy everything but the engine and a loaded model, which copies share."""
+        shared = (self.engine_source, self._opened, self.model, self.tokenizer)
+        return super().__deepcopy__({**(memo or {}), **{id(part): part for part in shared}})
 
     @property
     def engine(self) -> Engine:
@@ -143,9 +154,11 @@ class EngineOptions(BaseModel):
 
     @property
     def model_name(self) -> str:
-        """The model's hub name, or its folder's own name; opens nothing."""
+        """The model's hub name, or its folder's own name; a server alone is asked for it."""
         if not isinstance(self.engine_source, str):
             return str(self.engine_source.model_name)
+        if not self.model:
+            return str(self.engine.model_name)
         name = str(self.model if isinstance(self.model, str | Path) else self.model.name_or_path)
         local = Path(name).is_absolute() or name.startswith(".") or Path(name).exists()
         return (Path(name).resolve().name if local else name) or "model"
@@ -154,7 +167,8 @@ class EngineOptions(BaseModel):
     def engine_identity(self) -> str:
         """A hash that differs wherever model, precision, instruction or namespace do.
 
-        Opens nothing unless a loaded model was given. It holds no path, URL or secret.
+        Opens nothing unless a loaded model, or a server alone, was given. It holds no path, URL or
+        secret.
         """
         if not isinstance(self.engine_source, str) or not isinstance(self.model, str | Path):
             return self.engine.fingerprint
@@ -176,7 +190,7 @@ class EngineOptions(BaseModel):
             instruction = self.instruction
         return open_engine(
             source,
-            model=self.model,
+            model=self.model or "",
             tokenizer=self.tokenizer,
             config=self.blend_config,
             instruction=instruction,
@@ -211,8 +225,10 @@ def _check_engine(engine: Any) -> None:
         )
 
 
-def _check_model(model: Any) -> None:
-    if model is None:
+def _check_model(model: Any, engine: str) -> None:
+    if model in (None, ""):
+        if "://" in engine:
+            return  # the server says what it loaded
         raise ConfigError("give model= (a name, a folder, 'demo', a loaded model) or engine=")
     if isinstance(model, EngineOptions):
         raise ConfigError(f"model is a {type(model).__name__}: give engine=llm.engine")

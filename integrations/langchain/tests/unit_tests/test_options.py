@@ -11,10 +11,17 @@ from traceback import TracebackException
 
 import pytest
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError, ModelLoadError
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    EngineUnavailableError,
+    MissingExtraError,
+    ModelLoadError,
+)
 from langchain_core.documents import Document
 from langchain_core.load import dumpd, dumps
 from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.runnables import ConfigurableField
 
 from langchain_cacheblend import CacheBlendCompressor, CacheBlendTransformer, ChatCacheBlend
 from langchain_cacheblend.options import EngineOptions
@@ -75,6 +82,8 @@ def test_an_answers_options_by_other_names() -> None:
         ({"engine": "warp"}, "engine='warp' must be auto, transformers, vllm or a server's URL"),
         ({"engine": 3}, "engine is a int: give an open engine"),
         ({"model": 3}, "model is a int: give a name"),
+        ({"model": ""}, "give model= (a name, a folder"),
+        ({"host_bytes": -1}, "host_bytes must be greater than or equal to 0"),
     ],
 )
 def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
@@ -167,6 +176,8 @@ def test_call_options_are_checked() -> None:
         ({"temprature": 1}, "temprature is no call option: did you mean temperature?"),
         ({"max_tokens": 1, "max_new_tokens": 1}, "max_tokens and max_new_tokens are one"),
         ({"recompute_ratio": 2}, "recompute_ratio=2"),
+        ({"hints": [Document("text")]}, "hints hold a Document: give Chunks or document ids"),
+        ({"hints": 3}, "hints hold a int: give Chunks or document ids"),
         ({"max_tokens": 0}, "max_tokens=0"),
     ):
         with pytest.raises(CacheBlendError) as raised:
@@ -262,3 +273,42 @@ def test_what_it_cannot_do_it_does_not_claim() -> None:
         llm.bind_tools([])
     with pytest.raises(NotImplementedError):
         llm.with_structured_output({"title": "x", "type": "object"})
+
+
+def test_none_in_a_call_leaves_the_models_own() -> None:
+    llm = ChatCacheBlend(engine=random_engine(), max_tokens=2)
+    answer = llm.invoke("hello", max_tokens=None, temperature=None, stop=None, hints=None)
+    assert answer.usage_metadata["output_tokens"] == 2
+
+
+def test_a_model_can_be_made_configurable_around_an_engine() -> None:
+    llm = ChatCacheBlend(engine=random_engine()).configurable_fields(
+        max_tokens=ConfigurableField(id="tokens")
+    )
+    answer = llm.with_config(configurable={"tokens": 2}).invoke("hello")
+    assert answer.usage_metadata["output_tokens"] == 2
+
+
+def test_copies_share_the_engine_and_pickles_leave_it_out() -> None:
+    given = ChatCacheBlend(engine=random_engine())
+    assert copy.deepcopy(given).engine is given.engine
+    with pytest.raises(ConfigError, match="an open engine cannot be pickled"):
+        pickle.dumps(given)
+    opened = ChatCacheBlend(model="demo")
+    engine = opened.engine
+    assert copy.deepcopy(opened).engine is engine
+    assert not pickle.loads(pickle.dumps(opened)).is_open  # noqa: S301
+
+
+def test_a_server_alone_says_its_model() -> None:
+    llm = ChatCacheBlend(base_url="http://127.0.0.1:9")
+    with pytest.raises(EngineUnavailableError):
+        llm.invoke("hello")
+
+
+def test_documents_come_once_from_a_generator() -> None:
+    documents = [Document("The river is quiet.")]
+    transformer = CacheBlendTransformer(engine=random_engine())
+    assert transformer.transform_documents(d for d in documents) == documents
+    with pytest.raises(ConfigError, match="document_ids hold a Document: give ids"):
+        transformer.evict(documents)

@@ -126,6 +126,14 @@ def test_calls_take_other_libraries_names(endpoint: Endpoint, llm: CacheBlendLLM
     assert endpoint(llm, ignore_eos=True) != by_name
 
 
+def test_none_leaves_the_default_and_other_kinds_are_named(llm: CacheBlendLLM) -> None:
+    assert llm.complete(QUESTION, max_tokens=None, stop=None).text == llm.complete(QUESTION).text
+    with pytest.raises(ConfigError, match="hints hold a int: give Chunks or document ids"):
+        llm.complete(QUESTION, hints=3)
+    with pytest.raises(PromptError, match="prompt is a NoneType: give a text"):
+        llm.complete(None)
+
+
 def test_one_hint_needs_no_list(llm: CacheBlendLLM, demo_engine: Engine) -> None:
     names = ("clara", "clara's twin")
     demo_engine.precompute([Document(name, (PASSAGE,)) for name in names], progress=False)
@@ -170,6 +178,8 @@ def test_answers_options_by_other_names() -> None:
         ({"engine": 3}, "engine is a int: give an open engine"),
         ({"engine": CacheBlendLLM(model="demo")}, "engine is a CacheBlendLLM: give the engine of"),
         ({"model": 3}, "model is a int: give a name"),
+        ({"model": ""}, "name a model"),
+        ({"host_bytes": -1}, "host_bytes must be greater than or equal to 0"),
     ],
 )
 def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
@@ -185,11 +195,12 @@ def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
+        ({"context_window": 0}, "context_window must be greater than 0"),
         ({"temprature": 1}, "temprature is no option of CacheBlendLLM: did you mean temperature?"),
         ({"top_p": 0.9}, "top_p is no option of CacheBlendLLM: give it as additional_kwargs="),
         ({"additional_kwargs": {"topp": 0.9}}, "topp is no argument of a call: did you mean top_p"),
         ({"additional_kwargs": {"top_p": 2}}, "top_p=2 must be above 0 and at most 1"),
-        ({"max_tokens": 0}, "max_tokens must be greater than 0|max_tokens must be"),
+        ({"max_tokens": 0}, "max_tokens must be greater than 0"),
         ({"stop": [""]}, "stop=.* must hold non-empty strings"),
     ],
 )

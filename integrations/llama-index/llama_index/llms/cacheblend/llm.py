@@ -28,6 +28,7 @@ from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 
 from cacheblend_rag import BlendConfig, Chunk, Delta, Engine, Generation, SamplingParams
 from cacheblend_rag.arguments import Arguments
+from cacheblend_rag.errors import ConfigError, PromptError
 from llama_index.llms.cacheblend.events import Reporter
 from llama_index.llms.cacheblend.hints import hints_in
 from llama_index.llms.cacheblend.messages import plain_messages
@@ -68,7 +69,9 @@ class CacheBlendLLM(EngineSettings, LLM):
     temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
     stop: list[str] = Field(default_factory=list, description="Strings that end an answer.")
     context_window: int | None = Field(
-        default=None, description="Tokens of prompt and answer; by default what the model takes."
+        default=None,
+        description="Tokens of prompt and answer; by default what the model takes.",
+        gt=0,
     )
     additional_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Defaults of further keyword arguments of every call."
@@ -196,6 +199,8 @@ class CacheBlendLLM(EngineSettings, LLM):
 
     def _completion_prompt(self, engine: Engine, prompt: str, formatted: bool) -> Prompt:
         """Return the text as it is, wrapped by the user's function, or as one user message."""
+        if not isinstance(prompt, str):
+            raise PromptError(f"prompt is a {type(prompt).__name__}: give a text")
         if formatted:
             return prompt
         wrap = self.completion_to_prompt
@@ -216,7 +221,7 @@ class CacheBlendLLM(EngineSettings, LLM):
 
     def _call(self, prompt: Prompt, kwargs: dict[str, Any]) -> _Call:
         """Lay a call's arguments over the defaults; raises ConfigError on one that is not known."""
-        wanted = {**CALL.read(self.additional_kwargs), **CALL.read(kwargs)}
+        wanted = {**CALL.read(self.additional_kwargs), **_given(CALL.read(kwargs))}
         sampling = {name: wanted.pop(name) for name in SAMPLING & wanted.keys()}
         defaults = {
             "max_tokens": self.max_tokens,
@@ -293,8 +298,17 @@ def _config(
     return config.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
 
 
+def _given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return what was given: None leaves the defaults."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
 def _hints(given: Chunk | str | Sequence[Chunk | str]) -> tuple[Chunk | str, ...]:
-    return (given,) if isinstance(given, str | Chunk) else tuple(given)
+    hints = given if isinstance(given, list | tuple) else (given,)
+    for hint in hints:
+        if not isinstance(hint, str | Chunk):
+            raise ConfigError(f"hints hold a {type(hint).__name__}: give Chunks or document ids")
+    return tuple(hints)
 
 
 def _text(prompt: Prompt) -> str:

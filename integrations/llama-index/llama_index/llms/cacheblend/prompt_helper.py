@@ -19,13 +19,12 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.utilities.token_counting import TokenCounter
 
 from cacheblend_rag import ChunkRegistry
+from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend.documents import SEPARATOR
-from llama_index.llms.cacheblend.settings import checked_llm
+from llama_index.llms.cacheblend.llm import CacheBlendLLM
 
 if TYPE_CHECKING:
     from llama_index.core.tools import BaseTool
-
-    from llama_index.llms.cacheblend.llm import CacheBlendLLM
 
 MESSAGE_TOKENS = 8
 
@@ -68,7 +67,9 @@ class CacheBlendPromptHelper(PromptHelper):
 
         Raises ConfigError when ``llm`` is no CacheBlendLLM.
         """
-        engine, metadata = checked_llm(llm).open(), llm.metadata
+        if not isinstance(llm, CacheBlendLLM):
+            raise ConfigError(f"llm is a {type(llm).__name__}: give a CacheBlendLLM")
+        engine, metadata = llm.open(), llm.metadata
         return cls(
             context_window=metadata.context_window,
             num_output=metadata.num_output,

@@ -69,6 +69,8 @@ def cacheblend_query_engine(
     _check_count("similarity_top_k", similarity_top_k)
     _check_template("text_qa_template", text_qa_template)
     _check_template("summary_template", summary_template)
+    _check_parts("transformations", transformations or (), TransformComponent)
+    _check_parts("node_postprocessors", node_postprocessors, BaseNodePostprocessor)
     embed_model = resolve_embed_model(embed_model) if embed_model else Settings.embed_model
     summarizes = response_mode == ResponseMode.TREE_SUMMARIZE
     if llm.instruction is None and not llm.is_open:
@@ -115,6 +117,14 @@ def _blending(llm: CacheBlendLLM | None) -> CacheBlendLLM:
 def _check_choice(name: str, given: Any, choices: Sequence[str]) -> None:
     if given not in choices:
         raise ConfigError(f"{name}={given!r} must be one of {', '.join(choices)}")
+
+
+def _check_parts(name: str, given: Any, kind: type) -> None:
+    if not isinstance(given, list | tuple):
+        raise ConfigError(f"{name} is a {type(given).__name__}: give a list of {kind.__name__}s")
+    for index, part in enumerate(given):
+        if not isinstance(part, kind):
+            raise ConfigError(f"{name}[{index}] is a {type(part).__name__}: give {kind.__name__}s")
 
 
 def _check_count(name: str, given: Any) -> None:

@@ -128,7 +128,7 @@ class EngineSettings(CheckedComponent):
     )
     dtype: str | None = Field(default=None, description="Precision of the model's weights.")
     device: str | None = Field(default=None, description="Where the model runs.", exclude=True)
-    host_bytes: int = Field(default=4 << 30, description="Host memory for KV.", exclude=True)
+    host_bytes: int = Field(default=4 << 30, description="Host memory for KV.", exclude=True, ge=0)
     disk_bytes: int | None = Field(default=None, description="Disk space for KV.", exclude=True)
     api_key: SecretStr | None = Field(default=None, description="A server's key.", exclude=True)
 
@@ -271,8 +271,8 @@ def _check_engine(engine: Any) -> None:
 
 
 def _check_model(model: Any, engine: str) -> None:
-    if model is None and not is_url(engine):
-        raise ConfigError("model=None: name a model, or give engine= an open engine or a URL")
+    if model in (None, "") and not is_url(engine):
+        raise ConfigError(f"model={model}: name a model, or give engine= an open engine or a URL")
     if not isinstance(model, str | Path | None):
         raise ConfigError(
             f"model is a {type(model).__name__}: give a name, a folder or 'demo', or engine= an "
