@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
+from cacheblend_rag.arguments import Arguments
 from cacheblend_rag.errors import ConfigError
 
 LeadIn = Literal["none", "bos", "instruction", "document"]
@@ -78,11 +79,9 @@ class BlendConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BlendConfig:
         """Build a config from plain values (JSON, TOML); unknown names raise ConfigError."""
-        known = {f.name for f in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise ConfigError(f"{name} is no setting; known: {', '.join(sorted(known))}")
-        return cls(**values)
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"settings are a {type(values).__name__}: give names with values")
+        return cls(**Arguments("setting", frozenset(f.name for f in fields(cls))).read(values))
 
     def with_changes(self, **changes: Any) -> BlendConfig:
         """Return a copy with some fields replaced, validated again."""

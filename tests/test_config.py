@@ -104,8 +104,10 @@ def test_the_ratio_in_force_never_rises(config: BlendConfig) -> None:
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"recompute_rate is no setting; known: check_layers, "):
+    with pytest.raises(ConfigError, match=r"recompute_rate is no setting: did you mean recompute_"):
         BlendConfig.from_dict({"recompute_rate": 0.2})
+    with pytest.raises(ConfigError, match="settings are a str: give names with values"):
+        BlendConfig.from_dict("quality")  # type: ignore[arg-type]
 
 
 def test_changes_are_validated_and_leave_the_original() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from typing import Any, cast, get_args
 
+from cacheblend_rag.errors import ConfigError
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import (
@@ -21,13 +22,13 @@ from langchain_core.runnables import (
     RunnablePassthrough,
 )
 from langchain_core.runnables.utils import AddableDict
-from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
-from langchain_cacheblend.chat_models import ChatCacheBlend
+from langchain_cacheblend.chat_models import ChatCacheBlend, checked_llm
 from langchain_cacheblend.document_compressors import CacheBlendCompressor, Order
 from langchain_cacheblend.document_transformers import CacheBlendTransformer
 from langchain_cacheblend.instruction import prompt_instruction
-from langchain_cacheblend.sources import to_hints
+from langchain_cacheblend.sources import checked_documents, to_hints
 
 logger = logging.getLogger(__name__)
 
@@ -67,11 +68,17 @@ def create_cacheblend_chain(
     order, document_key: as in CacheBlendCompressor.
 
     The chain takes a question, or a dict with ``input`` and what else the prompt asks for. Its
-    ``answer`` is text, streamed piece by piece; ``report`` comes last. Raises ValueError when the
-    prompt takes no ``context``, or Documents come without an ``embedding``.
+    ``answer`` is text, streamed piece by piece; ``report`` comes last. Raises ConfigError, before a
+    model is loaded, for an argument of another kind, for a prompt that takes no ``context``, and
+    for Documents without an ``embedding``.
     """
-    if "context" not in prompt.input_variables:
-        raise ValueError(f"prompt must take 'context', not only {prompt.input_variables}")
+    checked_llm(llm)
+    source = _checked_source(documents_or_retriever, embedding)
+    _check_prompt("prompt", prompt, "context")
+    _check_prompt("document_prompt", document_prompt, "page_content")
+    if not isinstance(document_separator, str):
+        raise ConfigError(f"document_separator is a {type(document_separator).__name__}: give text")
+    _check_choice(order, k)
     _settle_instruction(llm, prompt)
     compressor = CacheBlendCompressor(engine=llm.engine, order=order, document_key=document_key)
 
@@ -90,7 +97,11 @@ def create_cacheblend_chain(
             RunnablePassthrough.assign(context=lambda _: passages) | prompt | llm.bind(hints=hints)
         )
 
-    retriever = _as_retriever(documents_or_retriever, llm, embedding, k, document_key)
+    retriever = (
+        source
+        if isinstance(source, Runnable)
+        else _indexed(source, llm, cast("Embeddings", embedding), k, document_key)
+    )
     chain = (
         RunnableLambda(_as_values)
         | RunnablePassthrough.assign(context=RunnableLambda(_question) | retriever)
@@ -99,6 +110,40 @@ def create_cacheblend_chain(
         | RunnableGenerator(_answers, _aanswers)
     )
     return chain.with_config(run_name="cacheblend_chain")
+
+
+def _checked_source(source: Any, embedding: Any) -> Runnable[str, list[Document]] | list[Document]:
+    if isinstance(source, Runnable):
+        return source
+    if isinstance(source, VectorStore):
+        raise ConfigError(
+            f"documents_or_retriever is a {type(source).__name__}: give store.as_retriever()"
+        )
+    documents = checked_documents(source)
+    if not documents:
+        raise ConfigError("documents_or_retriever holds no Document: give some, or a retriever")
+    if embedding is None:
+        raise ConfigError("embedding must be given together with Documents")
+    if not isinstance(embedding, Embeddings):
+        raise ConfigError(f"embedding is a {type(embedding).__name__}: give Embeddings")
+    return documents
+
+
+def _check_prompt(name: str, prompt: Any, variable: str) -> None:
+    if not isinstance(prompt, BasePromptTemplate):
+        raise ConfigError(
+            f"{name} is a {type(prompt).__name__}: give a template, such as "
+            "ChatPromptTemplate.from_template(...)"
+        )
+    if variable not in prompt.input_variables:
+        raise ConfigError(f"{name} must take {variable!r}, not only {prompt.input_variables}")
+
+
+def _check_choice(order: Any, k: Any) -> None:
+    if order not in get_args(Order):
+        raise ConfigError(f"order={order!r} must be one of {', '.join(get_args(Order))}")
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ConfigError(f"k={k!r} must be an integer of at least 1")
 
 
 def _settle_instruction(llm: ChatCacheBlend, prompt: BasePromptTemplate[Any]) -> None:
@@ -113,25 +158,24 @@ def _settle_instruction(llm: ChatCacheBlend, prompt: BasePromptTemplate[Any]) ->
         )
 
 
-def _as_retriever(
-    source: Sequence[Document] | Runnable[str, list[Document]],
+def _indexed(
+    documents: Sequence[Document],
     llm: ChatCacheBlend,
-    embedding: Embeddings | None,
+    embedding: Embeddings,
     k: int,
     document_key: str | None,
 ) -> Runnable[str, list[Document]]:
-    if isinstance(source, Runnable):
-        return source
-    if embedding is None:
-        raise ValueError("embedding must be given together with Documents")
-    transformer = CacheBlendTransformer(engine=llm.engine, document_key=document_key)
-    documents = transformer.transform_documents(source)
+    """Return a retriever over the documents, whose KV is computed here."""
+    CacheBlendTransformer(engine=llm.engine, document_key=document_key).precompute(documents)
     store = InMemoryVectorStore.from_documents(list(documents), embedding)
     return store.as_retriever(search_kwargs={"k": k})
 
 
 def _as_values(question: str | Values) -> Values:
-    return {"input": question} if isinstance(question, str) else question
+    values = {"input": question} if isinstance(question, str) else question
+    if not isinstance(values, dict) or not isinstance(values.get("input"), str):
+        raise ConfigError("the chain takes a question, or a dict that holds it as 'input'")
+    return values
 
 
 def _question(values: Values) -> str:

@@ -9,22 +9,24 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 from cacheblend_rag import BlendConfig, Chunk, Delta, Engine, Generation, SamplingParams
+from cacheblend_rag.arguments import Arguments
 from cacheblend_rag.errors import ConfigError
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.outputs import Generation as CachedGeneration
 from langchain_core.runnables import run_in_executor
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from langchain_cacheblend.hints import current_hints
 from langchain_cacheblend.messages import plain_text, to_engine_messages
 from langchain_cacheblend.options import EngineOptions
 
 SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed")
-CALL_FIELDS = (*SAMPLING_FIELDS, "recompute_ratio", "hints")
-CORE_FIELDS = ("stream",)
+CALL = Arguments("call option", frozenset({*SAMPLING_FIELDS, "stop", "recompute_ratio", "hints"}))
+CORE_FIELDS = frozenset({"stream"})
 """Call options that langchain-core reads itself."""
 
 
@@ -59,13 +61,18 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     """1 is off."""
     seed: int | None = None
     stop: list[str] = Field(default_factory=list)
-    """Strings that end an answer and are cut from it."""
+    """Strings, or one, that end an answer and are cut from it."""
     streaming: bool = False
     """Stream inside ``invoke`` too, so that callbacks see tokens."""
 
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _read_stop(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else [] if given is None else given
+
     @model_validator(mode="after")
     def _check_sampling(self) -> Self:
-        self._sampling({}, None)
+        self._sampling({})
         return self
 
     # What identifies the model
@@ -86,7 +93,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        params = super()._get_ls_params(stop=self.stop if stop is None else stop, **kwargs)
+        params = super()._get_ls_params(**{"stop": self.stop, **_told(kwargs, stop)})
         params["ls_provider"] = "cacheblend"
         params["ls_model_name"] = str(kwargs.get("model", self.model_name))
         return params
@@ -94,10 +101,10 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     def _get_invocation_params(
         self, stop: list[str] | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        return super()._get_invocation_params(stop=stop, **_with_named_hints(kwargs))
+        return super()._get_invocation_params(**_told(kwargs, stop))
 
     def _get_llm_string(self, stop: list[str] | None = None, **kwargs: Any) -> str:
-        return super()._get_llm_string(stop=stop, **_with_named_hints(kwargs))
+        return super()._get_llm_string(**_told(kwargs, stop))
 
     # Tokens
 
@@ -173,6 +180,16 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
 
     # Inside
 
+    def _convert_cached_generations(
+        self, cache_val: list[CachedGeneration]
+    ) -> list[ChatGeneration]:
+        """Return what the LLM cache holds, its reports replaced: they tell of other calls."""
+        found = super()._convert_cached_generations([hit.model_copy() for hit in cache_val])
+        for hit in found:
+            told = {**hit.message.response_metadata, "cacheblend": {"cached": True}}
+            hit.message = hit.message.model_copy(update={"response_metadata": told})
+        return found
+
     async def _open_engine(self) -> Engine:
         """Return the engine; where it has yet to be opened, off the event loop."""
         return self.engine if self.is_open else await run_in_executor(None, lambda: self.engine)
@@ -191,9 +208,8 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         options: Mapping[str, Any],
     ) -> _Call:
         """Return what to ask the engine; raises ConfigError for an option that is none."""
-        for name in options:
-            if name not in CALL_FIELDS and name not in CORE_FIELDS:
-                raise ConfigError(f"{name} is no call option; known: {', '.join(CALL_FIELDS)}")
+        given = {name: value for name, value in options.items() if name not in CORE_FIELDS}
+        options = _given(CALL.read(_with_stop(given, stop)))
         config, ratio = self._blend_config(), options.get("recompute_ratio")
         if ratio is not None:
             config = config.with_changes(recompute_ratio=ratio, recompute_ratios=None)
@@ -204,14 +220,14 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
             prompt=to_engine_messages(messages)
             if engine.has_chat_template
             else plain_text(messages),
-            sampling=self._sampling(options, stop),
+            sampling=self._sampling(options),
             config=config,
-            hints=(hints,) if isinstance(hints, str) else tuple(hints),
+            hints=_hints(hints),
         )
 
-    def _sampling(self, options: Mapping[str, Any], stop: list[str] | None) -> SamplingParams:
-        values = {name: options.get(name, getattr(self, name)) for name in SAMPLING_FIELDS}
-        return SamplingParams(**values, stop=tuple(self.stop if stop is None else stop))
+    def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
+        names = (*SAMPLING_FIELDS, "stop")
+        return SamplingParams(**{name: options.get(name, getattr(self, name)) for name in names})
 
     def _result(self, generation: Generation) -> ChatResult:
         message = AIMessage(
@@ -243,6 +259,13 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         }
 
 
+def checked_llm(llm: ChatCacheBlend) -> ChatCacheBlend:
+    """Return ``llm``; raises ConfigError when it is none of ours."""
+    if not isinstance(llm, ChatCacheBlend):
+        raise ConfigError(f"llm is a {type(llm).__name__}: give a ChatCacheBlend")
+    return llm
+
+
 @dataclass(frozen=True)
 class _Call:
     """One request as the engine takes it."""
@@ -263,11 +286,29 @@ def _usage(generation: Generation) -> UsageMetadata:
     )
 
 
-def _with_named_hints(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with hinted chunks named by hashes: traces and cache keys need no text."""
-    if not options.get("hints"):
-        return dict(options)
-    return {**options, "hints": [_hint_name(hint) for hint in options["hints"]]}
+def _given(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was given: None leaves the model's own."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _with_stop(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
+    return {**options} if stop is None else {**options, "stop": stop}
+
+
+def _told(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
+    """Return options by their own names, hinted chunks by hashes: traces and keys need no text."""
+    told = CALL.renamed(_with_stop(options, stop))
+    if told.get("hints"):
+        told["hints"] = [_hint_name(hint) for hint in _hints(told["hints"])]
+    return told
+
+
+def _hints(given: Chunk | str | Sequence[Chunk | str]) -> tuple[Chunk | str, ...]:
+    hints = given if isinstance(given, list | tuple) else (given,)
+    for hint in hints:
+        if not isinstance(hint, str | Chunk):
+            raise ConfigError(f"hints hold a {type(hint).__name__}: give Chunks or document ids")
+    return tuple(hints)
 
 
 def _hint_name(hint: Chunk | str) -> str:

@@ -8,11 +8,10 @@ from typing import Literal
 from cacheblend_rag import Chunk
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
-from pydantic import ConfigDict
 
 from langchain_cacheblend.hints import publish
 from langchain_cacheblend.options import EngineOptions
-from langchain_cacheblend.sources import document_id, to_hints
+from langchain_cacheblend.sources import checked_documents, document_id, to_hints
 
 Order = Literal["score", "document", "reverse"]
 
@@ -22,13 +21,6 @@ class CacheBlendCompressor(EngineOptions, BaseDocumentCompressor):
 
     Nothing is dropped and no text is changed. Put it last, behind rerankers and filters.
     """
-
-    model_config = ConfigDict(
-        arbitrary_types_allowed=True,
-        populate_by_name=True,
-        extra="forbid",
-        hide_input_in_errors=True,
-    )
 
     order: Order = "score"
     """``score`` keeps the order given. ``document`` brings chunks of one document together, in its
@@ -40,6 +32,7 @@ class CacheBlendCompressor(EngineOptions, BaseDocumentCompressor):
         self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None
     ) -> Sequence[Document]:
         """Return the documents in order; their KV is on its way to the fastest tier."""
+        documents = checked_documents(documents)
         self.engine.prefetch([chunk for d in documents if (chunk := self._known(d))])
         publish(to_hints(documents, self.document_key))
         return self._in_order(documents)

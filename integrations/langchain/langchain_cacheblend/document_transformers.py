@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from cacheblend_rag import PrecomputeReport
+from cacheblend_rag.errors import ConfigError
 from langchain_core.documents import BaseDocumentTransformer, Document
-from pydantic import ConfigDict
 
 from langchain_cacheblend.options import EngineOptions
-from langchain_cacheblend.sources import to_engine_documents
+from langchain_cacheblend.sources import checked_documents, to_engine_documents
 
 logger = logging.getLogger(__name__)
 
@@ -30,13 +30,6 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
     stand alone.
     """
 
-    model_config = ConfigDict(
-        arbitrary_types_allowed=True,
-        populate_by_name=True,
-        extra="forbid",
-        hide_input_in_errors=True,
-    )
-
     document_key: str | None = None
     """The metadata field that names the source document; by default the first of ``document_id``,
     ``doc_id``, ``source`` and ``id`` that is there."""
@@ -46,19 +39,22 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
         self, documents: Sequence[Document], **kwargs: Any
     ) -> Sequence[Document]:
         """Store what is new of these documents' KV and return the documents as they are."""
-        self.precompute(documents)
-        return documents
+        given = checked_documents(documents)
+        self.precompute(given)
+        return given
 
     def precompute(self, documents: Iterable[Document]) -> PrecomputeReport:
         """As transform_documents, but return how many chunks were computed, skipped or refused."""
-        report = self.engine.precompute(
-            to_engine_documents(documents, self.document_key), progress=self.show_progress
-        )
+        given = to_engine_documents(checked_documents(documents), self.document_key)
+        report = self.engine.precompute(given, progress=self.show_progress)
         for reason, count in report.refused.items():
             logger.warning("%d chunks were not precomputed: %s", count, reason)
         return report
 
     def evict(self, document_ids: str | Iterable[str]) -> int:
         """Forget source documents and drop their KV; returns how many chunks were dropped."""
-        ids = [document_ids] if isinstance(document_ids, str) else document_ids
+        ids = [document_ids] if isinstance(document_ids, str) else list(document_ids)
+        for name in ids:
+            if not isinstance(name, str):
+                raise ConfigError(f"document_ids hold a {type(name).__name__}: give ids, as texts")
         return sum(self.engine.evict_document(name) for name in ids)

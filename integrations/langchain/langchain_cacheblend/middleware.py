@@ -5,14 +5,16 @@ Needs the extra ``agents``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from cacheblend_rag import Chunk
 from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage, ToolMessage
 from langchain_core.runnables import run_in_executor
 
-from langchain_cacheblend.chat_models import ChatCacheBlend
+from langchain_cacheblend.chat_models import ChatCacheBlend, checked_llm
 from langchain_cacheblend.sources import to_hints
 
 try:
@@ -22,9 +24,11 @@ except ImportError as error:
         "CacheBlendMiddleware needs an extra: pip install 'langchain-cacheblend[agents]'"
     ) from error
 
+logger = logging.getLogger(__name__)
+
 
 class CacheBlendMiddleware(AgentMiddleware):
-    """Has ChatCacheBlend answer once a retrieval tool has returned Documents.
+    """Has ChatCacheBlend answer once a retrieval tool has returned passages.
 
     .. code-block:: python
 
@@ -33,20 +37,23 @@ class CacheBlendMiddleware(AgentMiddleware):
         )
 
     ChatCacheBlend calls no tools, so the agent's own model decides what to look up. When the last
-    messages are what tools returned and hold Documents as their artifact
-    (``response_format="content_and_artifact"``), the next call goes to ``llm``, with hints at these
-    Documents and without tools: it is the answer. All other calls stay with the agent's own model,
-    and so do agents with a ``response_format``. A ChatCacheBlend (or a subclass that calls tools)
-    as the agent's own model is given the hints at every call.
+    messages are what tools returned and one holds passages, the next call goes to ``llm``, with
+    hints at them and without tools: it is the answer. All other calls stay with the agent's own
+    model, and so do agents with a ``response_format``. A ChatCacheBlend (or a subclass that calls
+    tools) as the agent's own model is given the hints at every call.
 
-    Texts that no index knows are precomputed standing alone: an agent sends what its tools
-    returned again in each later turn, and reuses it there.
+    A tool returns passages as Documents in its artifact (``response_format=
+    "content_and_artifact"``), or as a text at least half of which is passages that are known. Of
+    Documents, texts that no index knows are precomputed standing alone: an agent sends what its
+    tools returned again in each later turn, and reuses it there. A tool that returns neither is
+    named in a warning, once.
     """
 
     def __init__(self, llm: ChatCacheBlend, *, document_key: str | None = None) -> None:
         super().__init__()
-        self.llm = llm
+        self.llm = checked_llm(llm)
         self.document_key = document_key
+        self._warned = False
 
     def wrap_model_call(
         self,
@@ -65,42 +72,68 @@ class CacheBlendMiddleware(AgentMiddleware):
         return await handler(await run_in_executor(None, self._routed, request))
 
     def _routed(self, request: ModelRequest[Any]) -> ModelRequest[Any]:
-        documents = _documents(request.messages)
-        if not documents:
-            return request
         if isinstance(request.model, ChatCacheBlend):
-            return self._hinted(request, request.model, documents)
-        if _documents(_last_results(request.messages)) and request.response_format is None:
-            answering = request.override(
-                model=self.llm, tools=[], tool_choice=None, model_settings={}
-            )
-            return self._hinted(answering, self.llm, documents)
-        return request
+            return self._hinted(request, request.model)
+        results = _last_results(request.messages)
+        if not results or request.response_format is not None:
+            return request
+        if not self._passages(results, self.llm):
+            self._warn_once(request.messages, results)
+            return request
+        answering = request.override(model=self.llm, tools=[], tool_choice=None, model_settings={})
+        return self._hinted(answering, self.llm)
 
-    def _hinted(
-        self, request: ModelRequest[Any], llm: ChatCacheBlend, documents: Sequence[Document]
-    ) -> ModelRequest[Any]:
-        hints = to_hints(documents, self.document_key)
+    def _hinted(self, request: ModelRequest[Any], llm: ChatCacheBlend) -> ModelRequest[Any]:
+        hints = self._passages(request.messages, llm)
+        if not hints:
+            return request
         unknown = dict.fromkeys(h.text for h in hints if h.text not in llm.engine.registry)
         if unknown:
             llm.engine.precompute(unknown, progress=False)
         return request.override(model_settings={**request.model_settings, "hints": hints})
 
+    def _passages(self, messages: Sequence[BaseMessage], llm: ChatCacheBlend) -> list[Chunk]:
+        """Return what tools returned: the Documents beside a text, or the known chunks in it."""
+        return [
+            chunk
+            for message in messages
+            if isinstance(message, ToolMessage)
+            for chunk in to_hints(_documents(message), self.document_key)
+            or _known_chunks(message.text, llm)
+        ]
 
-def _documents(messages: Sequence[BaseMessage]) -> list[Document]:
-    """Return the Documents that tools returned along with their text."""
-    return [
-        item
-        for message in messages
-        if isinstance(message, ToolMessage) and isinstance(message.artifact, list | tuple)
-        for item in message.artifact
-        if isinstance(item, Document)
-    ]
+    def _warn_once(self, messages: Sequence[BaseMessage], results: Sequence[ToolMessage]) -> None:
+        """Name a tool whose text holds no passage, unless another one returns Documents."""
+        silent = next((result for result in results if result.status != "error"), None)
+        if self._warned or silent is None or any(map(_documents, messages)):
+            return
+        self._warned = True
+        logger.warning(
+            "tool %r returned no Documents and no passage that is known, so the agent's own model "
+            "goes on: give it response_format='content_and_artifact', or precompute its passages "
+            "with CacheBlendTransformer",
+            silent.name,
+        )
 
 
-def _last_results(messages: Sequence[BaseMessage]) -> list[BaseMessage]:
+def _documents(message: BaseMessage) -> list[Document]:
+    """Return the Documents that a tool returned along with its text."""
+    artifact = message.artifact if isinstance(message, ToolMessage) else None
+    if not isinstance(artifact, list | tuple):
+        return []
+    return [item for item in artifact if isinstance(item, Document)]
+
+
+def _known_chunks(text: str, llm: ChatCacheBlend) -> list[Chunk]:
+    """Return the known chunks in a text; none where they are less than half of it."""
+    found = llm.engine.registry.find(text)
+    covered = sum(match.end - match.start for match in found)
+    return [match.chunk for match in found] if 2 * covered >= len(text) else []
+
+
+def _last_results(messages: Sequence[BaseMessage]) -> list[ToolMessage]:
     """Return the tool messages at the end."""
-    found: list[BaseMessage] = []
+    found: list[ToolMessage] = []
     for message in reversed(messages):
         if not isinstance(message, ToolMessage):
             break

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from cacheblend_rag import Chunk
 from cacheblend_rag import Document as EngineDocument
+from cacheblend_rag.errors import ConfigError
 from langchain_core.documents import Document
 
 DOCUMENT_KEYS = ("document_id", "doc_id", "source", "id")
@@ -21,6 +22,20 @@ def document_id(document: Document, key: str | None = None) -> str | None:
         if value is not None and value != "":
             return str(value)
     return None
+
+
+def checked_documents(documents: Iterable[Document]) -> list[Document]:
+    """Return the documents as a list; raises ConfigError, naming the field, for anything else."""
+    if isinstance(documents, str | Document) or not isinstance(documents, Iterable):
+        raise ConfigError(f"documents is a {type(documents).__name__}: give a list of Documents")
+    found = list(documents)
+    for index, document in enumerate(found):
+        if not isinstance(document, Document):
+            raise ConfigError(
+                f"documents[{index}] is a {type(document).__name__}: give LangChain's Documents, "
+                "such as Document(page_content=...)"
+            )
+    return found
 
 
 def to_hints(documents: Iterable[Document], key: str | None = None) -> list[Chunk]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from cacheblend_rag import TransformersEngine
+from cacheblend_rag.errors import ConfigError
 from langchain.agents import create_agent
 from langchain_core.callbacks import CallbackManagerForLLMRun
 from langchain_core.documents import Document
@@ -73,12 +74,14 @@ class ToolCallingCacheBlend(ChatCacheBlend):
         return super()._generate(messages, stop, run_manager, **kwargs)
 
 
-def search_tool(documents: Sequence[Document]) -> BaseTool:
+def search_tool(
+    documents: Sequence[Document], response_format: Any = "content_and_artifact"
+) -> BaseTool:
     return create_retriever_tool(
         RunnableLambda(lambda _: list(documents)),
         "search",
         "Look passages up.",
-        response_format="content_and_artifact",
+        response_format=response_format,
     )
 
 
@@ -141,17 +144,72 @@ def test_texts_no_index_knows_are_reused_too(engine: TransformersEngine) -> None
     assert hits(ask(agent)[-1]) == [True, True]
 
 
-def test_other_calls_stay_with_the_agents_own_model(engine: TransformersEngine) -> None:
+async def test_known_passages_are_found_in_what_a_tool_returns_by_default(
+    engine: TransformersEngine,
+) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=6)
+    agent = create_agent(
+        ToolCaller(), [search_tool(CHUNKS, "content")], middleware=[CacheBlendMiddleware(llm)]
+    )
+    answer = ask(agent)[-1]
+    assert hits(answer) == [True] * 3
+    documents = {c["document_id"] for c in answer.response_metadata["cacheblend"]["chunks"]}
+    assert documents == {"report"}
+    outcome = await agent.ainvoke({"messages": [HumanMessage("Is the river quiet?")]})
+    assert outcome["messages"][-1].text == answer.text
+
+
+def test_passages_among_unknown_ones_are_reused(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=2)
+    tools = [search_tool([CHUNKS[0], CHUNKS[1], NEW], "content")]
+    agent = create_agent(ToolCaller(), tools, middleware=[CacheBlendMiddleware(llm)])
+    assert hits(ask(agent)[-1]) == [True] * 2
+
+
+@tool
+def search(query: str) -> str:
+    """Look something up, without Documents."""
+    return "nothing"
+
+
+def test_other_calls_stay_with_the_agents_own_model(
+    engine: TransformersEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=2)
+    agent = create_agent(ToolCaller(), [search], middleware=[CacheBlendMiddleware(llm)])
+    assert [ask(agent)[-1].text for _ in range(2)] == ["asked again"] * 2
+    (warning,) = caplog.messages
+    assert warning.startswith("tool 'search' returned no Documents and no passage that is known")
+    assert "response_format='content_and_artifact', or precompute" in warning
+
+
+def test_a_word_of_a_passage_makes_no_answer(engine: TransformersEngine) -> None:
+    engine.precompute(["nothing"], progress=False)
+
     @tool
     def search(query: str) -> str:
-        """Look something up, without Documents."""
-        return "nothing"
+        """Look something up."""
+        return "There is nothing at all to be found here."
 
     llm = ChatCacheBlend(engine=engine, max_tokens=2)
-    middleware = [CacheBlendMiddleware(llm)]
-    assert ask(create_agent(ToolCaller(), [search], middleware=middleware))[-1].text == (
-        "asked again"
-    )
+    agent = create_agent(ToolCaller(), [search], middleware=[CacheBlendMiddleware(llm)])
+    assert ask(agent)[-1].text == "asked again"
+
+
+def test_a_tool_without_passages_beside_one_with_documents_is_no_fault(
+    engine: TransformersEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=2)
+    middleware = CacheBlendMiddleware(llm)
+    agent = create_agent(ToolCaller(), [search], middleware=[middleware])
+    found = ToolMessage("as above", artifact=CHUNKS, tool_call_id="0", name="lookup")
+    agent.invoke({"messages": [HumanMessage("first"), found, HumanMessage("Is it?")]})
+    assert not caplog.messages
+
+
+def test_the_middleware_wants_a_model_of_ours() -> None:
+    with pytest.raises(ConfigError, match="llm is a ToolCaller: give a ChatCacheBlend"):
+        CacheBlendMiddleware(ToolCaller())
 
 
 def test_a_text_the_tool_altered_is_named(engine: TransformersEngine) -> None:

@@ -15,7 +15,7 @@ from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, generate_prompts
 from cacheblend_rag.errors import EngineUnavailableError
 from langchain_core.caches import InMemoryCache
-from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableParallel
 
 from langchain_cacheblend import ChatCacheBlend, retrieval_hints
@@ -109,6 +109,22 @@ def test_stop_strings_end_an_answer_and_are_cut_from_it(engine: TransformersEngi
     assert ChatCacheBlend(engine=engine, max_tokens=24, stop=[stop]).invoke("hello").text == (
         cut.text
     )
+
+
+def test_one_stop_string_needs_no_list(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=24)
+    whole = llm.invoke("hello").text
+    cut = whole[: whole.index(whole[6:10])]
+    for options in ({"stop": whole[6:10]}, {"stop_sequences": whole[6:10]}):
+        assert llm.invoke("hello", **options).text == cut
+        assert llm.bind(**options).invoke("hello").text == cut
+        assert ChatCacheBlend(engine=engine, **options).invoke("hello").text == cut
+
+
+def test_calls_take_other_libraries_names(engine: TransformersEngine) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=24)
+    answers = [llm.invoke("hello", max_new_tokens=3), llm.bind(max_new_tokens=3).invoke("hello")]
+    assert [answer.usage_metadata["output_tokens"] for answer in answers] == [3, 3]
 
 
 def test_a_seed_repeats_what_was_drawn(engine: TransformersEngine) -> None:
@@ -244,6 +260,27 @@ def test_the_llm_cache_answers_until_the_blend_config_changes(engine: Transforme
     assert not ask(blend_config=BlendConfig(recompute_ratio=0.5))
     assert not ask(temperature=0.3, seed=1)
     assert ask(blend_config=BlendConfig(recompute_ratio=0.5))
+
+
+def report_of(message: AIMessage) -> dict[str, Any]:
+    return dict(message.response_metadata["cacheblend"])
+
+
+@pytest.mark.parametrize("options", [{}, {"streaming": True}])
+async def test_an_answer_from_the_llm_cache_tells_no_other_calls_report(
+    options: dict[str, Any], engine: TransformersEngine
+) -> None:
+    llm = ChatCacheBlend(engine=engine, max_tokens=2, cache=InMemoryCache(), **options)
+    text = prompt_over(DOCUMENTS[0])
+    kept = llm.generate([[HumanMessage(text)]])
+    first = kept.generations[0][0].message
+    asked = [llm.invoke(text), *llm.batch([text]), await llm.ainvoke(text)]
+    assert [report_of(message) for message in asked] == [{"cached": True}] * 3
+    assert {message.text for message in asked} == {first.text}
+    assert asked[0].response_metadata["finish_reason"] == "length"
+    assert report_of(first)["seconds"]
+    assert kept.generations[0][0].message is first
+    assert report_of(llm.invoke(text, max_tokens=1))["seconds"]
 
 
 def test_braces_and_control_characters_in_passages() -> None:

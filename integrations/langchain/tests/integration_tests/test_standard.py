@@ -39,7 +39,7 @@ class TestChatCacheBlendIntegration(ChatModelIntegrationTests):
 
     @property
     def standard_chat_model_params(self) -> dict[str, Any]:
-        return {"temperature": 0, "max_tokens": 12, "timeout": 60, "stop": [], "max_retries": 2}
+        return {"temperature": 0, "max_tokens": 12, "stop": []}
 
     @property
     def supports_model_override(self) -> bool:

@@ -11,12 +11,20 @@ from traceback import TracebackException
 
 import pytest
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.errors import CacheBlendError, ConfigError, MissingExtraError, ModelLoadError
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    EngineUnavailableError,
+    MissingExtraError,
+    ModelLoadError,
+)
+from langchain_core.documents import Document
 from langchain_core.load import dumpd, dumps
 from langchain_core.prompts import ChatPromptTemplate
-from pydantic import ValidationError
+from langchain_core.runnables import ConfigurableField
 
 from langchain_cacheblend import CacheBlendCompressor, CacheBlendTransformer, ChatCacheBlend
+from langchain_cacheblend.options import EngineOptions
 from tests.models import random_engine
 
 
@@ -33,15 +41,89 @@ def test_nothing_is_opened_before_it_is_needed() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"engine": "transformers"}])
 def test_a_model_or_an_engine_must_be_given(options: dict[str, str]) -> None:
-    with pytest.raises(ValidationError, match="give model="):
+    with pytest.raises(ConfigError, match="give model="):
         ChatCacheBlend(**options)
 
 
 def test_options_without_effect_are_refused() -> None:
-    with pytest.raises(ValidationError, match="instruction, kv_path: already settled"):
+    with pytest.raises(ConfigError, match="instruction, kv_path: already settled"):
         ChatCacheBlend(engine=random_engine(), instruction="Answer.", kv_path="kv")
-    with pytest.raises(ValidationError, match="document_ky"):
+    with pytest.raises(ConfigError, match="document_ky"):
         CacheBlendTransformer(engine=random_engine(), document_ky="id")
+
+
+@pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendTransformer, CacheBlendCompressor])
+def test_names_of_other_libraries_are_taken(kind: type[EngineOptions]) -> None:
+    made = kind(model_name="demo", base_url="http://localhost:1")
+    assert (made.model, made.engine_source) == ("demo", "http://localhost:1")
+    assert kind(model="demo", api_base=None).engine_source == "auto"
+
+
+def test_an_answers_options_by_other_names() -> None:
+    llm = ChatCacheBlend(model="demo", max_new_tokens=5, stop_sequences="x")
+    assert (llm.max_tokens, llm.stop) == (5, ["x"])
+    assert llm._get_llm_string(max_new_tokens=7) == llm._get_llm_string(max_tokens=7)
+    assert llm._get_llm_string(stop_sequences=["a"]) == llm._get_llm_string(stop=["a"])
+    assert llm._get_ls_params(max_new_tokens=7)["ls_max_tokens"] == 7
+
+
+@pytest.mark.parametrize("kind", [ChatCacheBlend, CacheBlendTransformer, CacheBlendCompressor])
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"naamespace": "s3cret"}, ": did you mean namespace?"),
+        ({"model_name": "s3cret"}, "model and model_name are one option"),
+        ({"selector": "s3cret"}, ": give it as blend_config={'selector': ...}"),
+        ({"blend_config": {"selectr": "s3cret"}}, "selectr is no setting: did you mean selector?"),
+        ({"blend_config": {"recompute_ratio": 2}}, "blend_config: recompute_ratio=2 must be"),
+        ({"blend_config": "quality"}, "blend_config must be an instance of BlendConfig"),
+        ({"host_bytes": "s3cret"}, "host_bytes must be a valid integer"),
+        ({"engine": "localhost:8000"}, "lacks a scheme: give http://localhost:8000"),
+        ({"engine": "warp"}, "engine='warp' must be auto, transformers, vllm or a server's URL"),
+        ({"engine": 3}, "engine is a int: give an open engine"),
+        ({"model": 3}, "model is a int: give a name"),
+        ({"model": ""}, "give model= (a name, a folder"),
+        ({"host_bytes": -1}, "host_bytes must be greater than or equal to 0"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
+    kind: type[EngineOptions], options: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        kind(**{"model": "no-such-model", **options})
+    assert told in one_line(raised.value)
+    assert "s3cret" not in str(raised.value)
+
+
+def test_a_model_is_no_engine() -> None:
+    llm = ChatCacheBlend(model="demo")
+    with pytest.raises(ConfigError, match=r"engine is a ChatCacheBlend: give .* llm\.engine"):
+        CacheBlendTransformer(engine=llm)
+    with pytest.raises(ConfigError, match=r"model is a ChatCacheBlend: give engine=llm\.engine"):
+        CacheBlendTransformer(model=llm)
+
+
+def test_a_config_may_be_a_dict_of_its_fields() -> None:
+    llm = ChatCacheBlend(model="demo", blend_config={"recompute_ratio": 0.5})
+    assert llm.blend_config == BlendConfig(recompute_ratio=0.5)
+
+
+def test_wrong_documents_are_named_before_anything_is_loaded() -> None:
+    transformer = CacheBlendTransformer(model="no-such-model")
+    compressor = CacheBlendCompressor(model="no-such-model")
+    for documents, told in (
+        ("text", "documents is a str: give a list of Documents"),
+        (Document("text"), "documents is a Document: give a list of Documents"),
+        (["text"], "documents[0] is a str: give LangChain's Documents"),
+        (None, "documents is a NoneType"),
+    ):
+        for use in (
+            transformer.transform_documents,
+            lambda d: compressor.compress_documents(d, ""),
+        ):
+            with pytest.raises(ConfigError) as raised:
+                use(documents)
+            assert told in one_line(raised.value)
 
 
 def test_a_model_that_does_not_load(tmp_path: Path) -> None:
@@ -83,7 +165,7 @@ def test_an_engine_without_its_extra() -> None:
 def test_sampling_out_of_range_is_refused_when_it_is_set(
     options: dict[str, object], named: str
 ) -> None:
-    with pytest.raises(ValidationError, match=named):
+    with pytest.raises(ConfigError, match=named):
         ChatCacheBlend(model="demo", **options)
 
 
@@ -91,7 +173,11 @@ def test_call_options_are_checked() -> None:
     llm = ChatCacheBlend(engine=random_engine(), max_tokens=1)
     for options, named in (
         ({"tools": []}, "tools is no call option"),
+        ({"temprature": 1}, "temprature is no call option: did you mean temperature?"),
+        ({"max_tokens": 1, "max_new_tokens": 1}, "max_tokens and max_new_tokens are one"),
         ({"recompute_ratio": 2}, "recompute_ratio=2"),
+        ({"hints": [Document("text")]}, "hints hold a Document: give Chunks or document ids"),
+        ({"hints": 3}, "hints hold a int: give Chunks or document ids"),
         ({"max_tokens": 0}, "max_tokens=0"),
     ):
         with pytest.raises(CacheBlendError) as raised:
@@ -187,3 +273,42 @@ def test_what_it_cannot_do_it_does_not_claim() -> None:
         llm.bind_tools([])
     with pytest.raises(NotImplementedError):
         llm.with_structured_output({"title": "x", "type": "object"})
+
+
+def test_none_in_a_call_leaves_the_models_own() -> None:
+    llm = ChatCacheBlend(engine=random_engine(), max_tokens=2)
+    answer = llm.invoke("hello", max_tokens=None, temperature=None, stop=None, hints=None)
+    assert answer.usage_metadata["output_tokens"] == 2
+
+
+def test_a_model_can_be_made_configurable_around_an_engine() -> None:
+    llm = ChatCacheBlend(engine=random_engine()).configurable_fields(
+        max_tokens=ConfigurableField(id="tokens")
+    )
+    answer = llm.with_config(configurable={"tokens": 2}).invoke("hello")
+    assert answer.usage_metadata["output_tokens"] == 2
+
+
+def test_copies_share_the_engine_and_pickles_leave_it_out() -> None:
+    given = ChatCacheBlend(engine=random_engine())
+    assert copy.deepcopy(given).engine is given.engine
+    with pytest.raises(ConfigError, match="an open engine cannot be pickled"):
+        pickle.dumps(given)
+    opened = ChatCacheBlend(model="demo")
+    engine = opened.engine
+    assert copy.deepcopy(opened).engine is engine
+    assert not pickle.loads(pickle.dumps(opened)).is_open  # noqa: S301
+
+
+def test_a_server_alone_says_its_model() -> None:
+    llm = ChatCacheBlend(base_url="http://127.0.0.1:9")
+    with pytest.raises(EngineUnavailableError):
+        llm.invoke("hello")
+
+
+def test_documents_come_once_from_a_generator() -> None:
+    documents = [Document("The river is quiet.")]
+    transformer = CacheBlendTransformer(engine=random_engine())
+    assert transformer.transform_documents(d for d in documents) == documents
+    with pytest.raises(ConfigError, match="document_ids hold a Document: give ids"):
+        transformer.evict(documents)

@@ -1,4 +1,7 @@
-"""LangChain's own unit tests of chat models, none of them changed."""
+"""LangChain's own unit tests of chat models, none of them changed.
+
+Of the standard parameters, ``timeout`` and ``max_retries`` would do nothing, and so are refused.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,10 @@ class TestChatCacheBlendUnit(ChatModelUnitTests):
     @property
     def chat_model_params(self) -> dict[str, Any]:
         return {"model": "demo"}
+
+    @property
+    def standard_chat_model_params(self) -> dict[str, Any]:
+        return {"temperature": 0, "max_tokens": 100, "stop": [], "api_key": "test"}
 
     @property
     def init_from_env_params(self) -> tuple[dict[str, str], dict[str, Any], dict[str, Any]]:

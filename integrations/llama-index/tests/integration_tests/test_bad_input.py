@@ -51,9 +51,8 @@ def test_what_cannot_be_opened_says_why(
         pytest.skip("vllm is installed here")
     if fields.get("engine") == "server":
         fields = {**fields, "engine": f"http://127.0.0.1:{free_port()}"}
-    opening = component(**fields)
     with pytest.raises(expected) as raised:
-        opening.open()
+        component(**fields).open()
     assert one_line(raised.value)
 
 

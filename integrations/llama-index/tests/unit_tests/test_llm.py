@@ -20,7 +20,12 @@ from llama_index.core.llms import LLM, CustomLLM
 
 from cacheblend_rag import BlendConfig, Document, Engine, SamplingParams
 from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
-from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendReportEvent, collect_reports
+from llama_index.llms.cacheblend import (
+    CacheBlendLLM,
+    CacheBlendPrecompute,
+    CacheBlendReportEvent,
+    collect_reports,
+)
 
 QUESTION = "Where does Clara Berg live?"
 MESSAGES = [
@@ -108,8 +113,109 @@ def test_calls_take_sampling_arguments(endpoint: Endpoint, llm: CacheBlendLLM) -
 
 @pytest.mark.parametrize("endpoint", CHATS + COMPLETIONS)
 def test_unknown_arguments_are_named(endpoint: Endpoint, llm: CacheBlendLLM) -> None:
-    with pytest.raises(ConfigError, match="tokens_max is no argument of a call; known: blend_con"):
+    with pytest.raises(ConfigError, match="tokens_max is no argument of a call: did you mean max_"):
         endpoint(llm, tokens_max=3)
+    with pytest.raises(ConfigError, match="retries is no argument of a call; known: blend_config"):
+        endpoint(llm, retries=3)
+
+
+@pytest.mark.parametrize("endpoint", CHATS + COMPLETIONS)
+def test_calls_take_other_libraries_names(endpoint: Endpoint, llm: CacheBlendLLM) -> None:
+    by_name = endpoint(llm, max_tokens=2, ignore_eos=True)
+    assert endpoint(llm, max_new_tokens=2, ignore_eos=True) == by_name
+    assert endpoint(llm, ignore_eos=True) != by_name
+
+
+def test_none_leaves_the_default_and_other_kinds_are_named(llm: CacheBlendLLM) -> None:
+    assert llm.complete(QUESTION, max_tokens=None, stop=None).text == llm.complete(QUESTION).text
+    with pytest.raises(ConfigError, match="hints hold a int: give Chunks or document ids"):
+        llm.complete(QUESTION, hints=3)
+    with pytest.raises(PromptError, match="prompt is a NoneType: give a text"):
+        llm.complete(None)
+
+
+def test_one_hint_needs_no_list(llm: CacheBlendLLM, demo_engine: Engine) -> None:
+    names = ("clara", "clara's twin")
+    demo_engine.precompute([Document(name, (PASSAGE,)) for name in names], progress=False)
+    for name in names:
+        response = llm.complete(f"{PASSAGE}\n\n{QUESTION}", formatted=True, hints=name)
+        assert response.additional_kwargs["cacheblend"]["chunks"][0]["document_id"] == name
+
+
+COMPONENTS = [CacheBlendLLM, CacheBlendPrecompute]
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_names_of_other_libraries_are_taken(component: Any) -> None:
+    made = component(model_name="demo", base_url="http://localhost:1")
+    assert (made.model, made.engine) == ("demo", "http://localhost:1")
+    assert component(model="demo", api_base=None).engine == "auto"
+
+
+def test_answers_options_by_other_names() -> None:
+    llm = CacheBlendLLM(
+        model="demo", max_new_tokens=5, stop_sequences="x", additional_kwargs={"top_p": 0.9}
+    )
+    assert (llm.max_tokens, llm.stop) == (5, ["x"])
+    assert CacheBlendLLM.from_dict(llm.to_dict()).to_dict() == llm.to_dict()
+    assert CacheBlendLLM.from_json(llm.to_json()).to_dict() == llm.to_dict()
+    assert CacheBlendLLM(**llm.to_dict()).to_dict() == llm.to_dict()
+    assert llm.model_copy(update={"max_tokens": 6}).max_tokens == 6
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"naamespace": "s3cret"}, ": did you mean namespace?"),
+        ({"model_name": "s3cret"}, "model and model_name are one option"),
+        ({"selector": "s3cret"}, ": give it as blend_config={'selector': ...}"),
+        ({"blend_config": {"selectr": "s3cret"}}, "selectr is no setting: did you mean selector?"),
+        ({"blend_config": "quality"}, "blend_config must be"),
+        ({"host_bytes": "s3cret"}, "host_bytes must be a valid integer"),
+        ({"engine": "localhost:8000"}, "lacks a scheme: give http://localhost:8000"),
+        ({"engine": "warp"}, "engine='warp' must be auto, transformers, vllm or a server's URL"),
+        ({"engine": 3}, "engine is a int: give an open engine"),
+        ({"engine": CacheBlendLLM(model="demo")}, "engine is a CacheBlendLLM: give the engine of"),
+        ({"model": 3}, "model is a int: give a name"),
+        ({"model": ""}, "name a model"),
+        ({"host_bytes": -1}, "host_bytes must be greater than or equal to 0"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_line_before_anything_is_loaded(
+    component: Any, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        component(**{"model": "no-such-model", **options})
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"context_window": 0}, "context_window must be greater than 0"),
+        ({"temprature": 1}, "temprature is no option of CacheBlendLLM: did you mean temperature?"),
+        ({"top_p": 0.9}, "top_p is no option of CacheBlendLLM: give it as additional_kwargs="),
+        ({"additional_kwargs": {"topp": 0.9}}, "topp is no argument of a call: did you mean top_p"),
+        ({"additional_kwargs": {"top_p": 2}}, "top_p=2 must be above 0 and at most 1"),
+        ({"max_tokens": 0}, "max_tokens must be greater than 0"),
+        ({"stop": [""]}, "stop=.* must hold non-empty strings"),
+    ],
+)
+def test_wrong_defaults_of_calls_are_refused_when_they_are_set(
+    options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        CacheBlendLLM(model="no-such-model", **options)
+
+
+def test_what_an_open_engine_has_settled_is_refused(demo_engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="kv_path, namespace: already settled by the engine"):
+        CacheBlendLLM(engine=demo_engine, namespace="mine", kv_path="kv")
+    with pytest.raises(ConfigError, match="model: already settled by the engine"):
+        CacheBlendLLM(engine=demo_engine, model="another")
 
 
 def test_metadata_is_the_models(llm: CacheBlendLLM, demo_engine: Engine) -> None:

@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from llama_index.core import Document
+from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, NodeWithScore
 
+from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute, collect_reports
 from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
 
@@ -124,3 +129,29 @@ def test_it_is_serialized_with_its_llm(llm: CacheBlendLLM) -> None:
     assert told["order"] == "reverse"
     assert told["llm"]["class_name"] == "CacheBlendLLM"
     json.dumps(told)
+    again = CacheBlendPostprocessor.from_dict(told)
+    assert isinstance(again.llm, CacheBlendLLM)
+    assert again.to_dict() == told
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"llm": MockLLM()}, "llm: llm is a MockLLM: give a CacheBlendLLM"),
+        ({"order": "best"}, "order must be 'score', 'document' or 'reverse'"),
+        ({"ordr": "score"}, "ordr is no option of CacheBlendPostprocessor: did you mean order?"),
+        ({}, "llm: Field required"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_line(options: dict[str, Any], told: str) -> None:
+    given = {"llm": CacheBlendLLM(model="demo")} if options else {}
+    with pytest.raises(ConfigError) as raised:
+        CacheBlendPostprocessor(**{**given, **options})
+    assert str(raised.value) == told
+
+
+@pytest.mark.parametrize(
+    "module", ["llama_index.postprocessor.cacheblend", "llama_index.llms.cacheblend"]
+)
+def test_either_package_can_be_imported_first(module: str) -> None:
+    subprocess.run([sys.executable, "-c", f"import {module}"], check=True)  # noqa: S603

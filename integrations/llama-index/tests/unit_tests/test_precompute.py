@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from llama_index.core import Document
+from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode
 
@@ -154,3 +155,24 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
     ]
     assert len({plain, *(key(**change) for change in changes)}) == len(changes) + 1
     assert key(show_progress=False, host_bytes=1 << 20, device="cpu") == plain
+
+
+def test_what_the_llm_has_settled_is_refused(random_model: Path) -> None:
+    llm = CacheBlendLLM(model=random_model)
+    with pytest.raises(ConfigError, match="namespace: already settled by the llm"):
+        CacheBlendPrecompute.from_llm(llm, namespace="other")
+    with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
+        CacheBlendPrecompute.from_llm(MockLLM())
+
+
+@pytest.mark.parametrize(
+    ("nodes", "told"),
+    [
+        ("docs", "nodes is a str: give a list of nodes"),
+        (TextNode(text="alone"), "nodes is a TextNode: give a list of nodes"),
+        (["text"], r"nodes\[0\] is a str: give LlamaIndex's nodes"),
+    ],
+)
+def test_wrong_nodes_are_named_before_anything_is_loaded(nodes: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        CacheBlendPrecompute(model="no-such-model")(nodes)

@@ -5,9 +5,11 @@ from collections.abc import Iterator
 import pytest
 from llama_index.core import PromptTemplate
 from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.llms import MockLLM
 from llama_index.core.prompts import ChatPromptTemplate
 
 from cacheblend_rag import Document, Engine
+from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPromptHelper
 
 TEMPLATE = PromptTemplate("Notes:\n{context_str}\nAnswer.")
@@ -104,3 +106,8 @@ def test_nothing_is_packed_from_nothing(helper: CacheBlendPromptHelper) -> None:
 def test_a_template_that_fills_the_window_is_refused(helper: CacheBlendPromptHelper) -> None:
     with pytest.raises(ValueError, match="available context size"):
         helper.repack(PromptTemplate("word " * 700 + "{context_str}"), ["a text"])
+
+
+def test_another_llm_is_refused() -> None:
+    with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
+        CacheBlendPromptHelper.from_llm(MockLLM())

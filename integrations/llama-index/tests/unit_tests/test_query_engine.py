@@ -117,3 +117,42 @@ def test_an_instruction_of_ones_own_stays(random_model: Path) -> None:
 def test_another_llm_is_refused() -> None:
     with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
         cacheblend_query_engine(documents(), MockLLM())
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"source": "docs"}, "documents is a str: give a list of documents"),
+        ({"source": ["text"]}, "documents[0] is a str: give LlamaIndex's documents"),
+        ({"source": Document(text="x")}, "documents is a Document: give a list of documents"),
+        ({"order": "best"}, "order='best' must be one of score, document, reverse"),
+        ({"response_mode": "compct"}, "response_mode='compct' must be one of refine, compact"),
+        ({"similarity_top_k": 0}, "similarity_top_k=0 must be an integer of at least 1"),
+        ({"variants": ("bear",)}, "variants must be 'llm' or 'bare'"),
+        ({"text_qa_template": "{context_str}"}, "text_qa_template is a str: give a PromptTemplate"),
+        ({"text_qa_template": PromptTemplate("{query_str}")}, "must take 'context_str'"),
+        ({"transformations": ["x"]}, "transformations[0] is a str: give TransformComponents"),
+        ({"transformations": SPLITTER[0]}, "transformations is a SentenceSplitter: give a list of"),
+        ({"node_postprocessors": "x"}, "node_postprocessors is a str: give a list of BaseNode"),
+        ({"vector_store": "faiss"}, "vector_store is a str: give LlamaIndex's vector store"),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_is_loaded(
+    given: dict[str, Any], told: str, random_model: Path
+) -> None:
+    llm = CacheBlendLLM(model=random_model, namespace="refusing")
+    with pytest.raises(ConfigError) as raised:
+        cacheblend_query_engine(**{"source": documents(), "llm": llm, **given})
+    assert told in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert not llm.is_open
+
+
+def test_a_missing_embedding_model_is_missed_before_anything_is_loaded(
+    llm: CacheBlendLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Settings, "_embed_model", None)
+    monkeypatch.delenv("IS_TESTING", raising=False)
+    with pytest.raises((ImportError, ValueError), match=r"(?i)openai"):
+        cacheblend_query_engine(documents(), llm)
+    assert not llm.is_open

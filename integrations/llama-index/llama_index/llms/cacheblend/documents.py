@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo
 
+from cacheblend_rag.errors import ConfigError
+
+AnyNode = TypeVar("AnyNode", bound=BaseNode)
 SEPARATOR = "\n\n"
 
 
@@ -17,6 +21,20 @@ class SourceDocument:
     document_id: str
     nodes: tuple[BaseNode, ...]
     whole: bool
+
+
+def checked_nodes(nodes: Iterable[AnyNode], name: str = "nodes") -> list[AnyNode]:
+    """Return nodes or documents as a list; raises ConfigError, naming the field, for others."""
+    if isinstance(nodes, str | BaseNode) or not isinstance(nodes, Iterable):
+        raise ConfigError(f"{name} is a {type(nodes).__name__}: give a list of {name}")
+    found = list(nodes)
+    for index, node in enumerate(found):
+        if not isinstance(node, BaseNode):
+            raise ConfigError(
+                f"{name}[{index}] is a {type(node).__name__}: give LlamaIndex's {name}, such as "
+                "SimpleDirectoryReader(...).load_data() returns"
+            )
+    return found
 
 
 def shown_text(node: BaseNode) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 from llama_index.core.base.llms.generic_utils import (
     messages_to_prompt as generic_messages_to_prompt,
@@ -22,22 +22,27 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import Field
+from llama_index.core.bridge.pydantic import Field, field_validator, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 
 from cacheblend_rag import BlendConfig, Chunk, Delta, Engine, Generation, SamplingParams
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.arguments import Arguments
+from cacheblend_rag.errors import ConfigError, PromptError
 from llama_index.llms.cacheblend.events import Reporter
 from llama_index.llms.cacheblend.hints import hints_in
 from llama_index.llms.cacheblend.messages import plain_messages
-from llama_index.llms.cacheblend.settings import EngineSettings
+from llama_index.llms.cacheblend.settings import CONFIG_FIELDS, SAMPLING, EngineSettings
 
 REPORT = "cacheblend"
 Prompt = str | list[dict[str, str]]
 """A text, or messages for the model's own chat template."""
-SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 BLENDING = frozenset({"hints", "blend_config", "recompute_ratio"})
+CALL = Arguments(
+    "argument of a call",
+    SAMPLING | BLENDING,
+    dict.fromkeys(CONFIG_FIELDS - BLENDING, "blend_config"),
+)
 
 
 class CacheBlendLLM(EngineSettings, LLM):
@@ -64,11 +69,23 @@ class CacheBlendLLM(EngineSettings, LLM):
     temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
     stop: list[str] = Field(default_factory=list, description="Strings that end an answer.")
     context_window: int | None = Field(
-        default=None, description="Tokens of prompt and answer; by default what the model takes."
+        default=None,
+        description="Tokens of prompt and answer; by default what the model takes.",
+        gt=0,
     )
     additional_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Defaults of further keyword arguments of every call."
     )
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _read_stop(cls, given: Any) -> Any:
+        return [given] if isinstance(given, str) else [] if given is None else given
+
+    @model_validator(mode="after")
+    def _check_defaults(self) -> Self:
+        self._call("", {})
+        return self
 
     @classmethod
     def class_name(cls) -> str:
@@ -182,6 +199,8 @@ class CacheBlendLLM(EngineSettings, LLM):
 
     def _completion_prompt(self, engine: Engine, prompt: str, formatted: bool) -> Prompt:
         """Return the text as it is, wrapped by the user's function, or as one user message."""
+        if not isinstance(prompt, str):
+            raise PromptError(f"prompt is a {type(prompt).__name__}: give a text")
         if formatted:
             return prompt
         wrap = self.completion_to_prompt
@@ -202,11 +221,7 @@ class CacheBlendLLM(EngineSettings, LLM):
 
     def _call(self, prompt: Prompt, kwargs: dict[str, Any]) -> _Call:
         """Lay a call's arguments over the defaults; raises ConfigError on one that is not known."""
-        wanted = {**self.additional_kwargs, **kwargs}
-        unknown = wanted.keys() - SAMPLING - BLENDING
-        if unknown:
-            known = ", ".join(sorted(SAMPLING | BLENDING))
-            raise ConfigError(f"{sorted(unknown)[0]} is no argument of a call; known: {known}")
+        wanted = {**CALL.read(self.additional_kwargs), **_given(CALL.read(kwargs))}
         sampling = {name: wanted.pop(name) for name in SAMPLING & wanted.keys()}
         defaults = {
             "max_tokens": self.max_tokens,
@@ -218,7 +233,7 @@ class CacheBlendLLM(EngineSettings, LLM):
             prompt=prompt,
             sampling=SamplingParams(**{**defaults, **sampling}),
             config=_config(self.blend_config, **wanted),
-            hints=tuple(hints_in(_text(prompt)) if hints is None else hints),
+            hints=tuple(hints_in(_text(prompt))) if hints is None else _hints(hints),
         )
 
 
@@ -281,6 +296,19 @@ def _config(
     if recompute_ratio is None:
         return config
     return config.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
+
+
+def _given(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return what was given: None leaves the defaults."""
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _hints(given: Chunk | str | Sequence[Chunk | str]) -> tuple[Chunk | str, ...]:
+    hints = given if isinstance(given, list | tuple) else (given,)
+    for hint in hints:
+        if not isinstance(hint, str | Chunk):
+            raise ConfigError(f"hints hold a {type(hint).__name__}: give Chunks or document ids")
+    return tuple(hints)
 
 
 def _text(prompt: Prompt) -> str:

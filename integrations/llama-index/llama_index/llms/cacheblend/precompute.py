@@ -16,10 +16,11 @@ from llama_index.llms.cacheblend.documents import (
     SEPARATOR,
     SourceDocument,
     bare_text,
+    checked_nodes,
     shown_text,
     source_documents,
 )
-from llama_index.llms.cacheblend.settings import EngineSettings, is_url
+from llama_index.llms.cacheblend.settings import EngineSettings, checked_llm, is_url
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +61,11 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     def from_llm(cls, llm: EngineSettings, **fields: Any) -> CacheBlendPrecompute:
         """Return a step that shares ``llm``'s engine, which outlives it.
 
-        fields: variants, show_progress.
+        fields: variants, show_progress. Raises ConfigError for what ``llm`` has settled.
         """
+        settled = fields.keys() & checked_llm(llm).settings().keys()
+        if settled:
+            raise ConfigError(f"{', '.join(sorted(settled))}: already settled by the llm")
         step = cls(**{**llm.settings(), **fields})
         step._held = llm._held
         return step
@@ -79,10 +83,11 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """Compute and store the nodes' KV; returns the nodes as they are."""
+        given = checked_nodes(nodes)
         engine = self.open()
         known: list[Document | Chunk] = []
         wanted: list[Document | Chunk] = []
-        for source in source_documents(nodes):
+        for source in source_documents(given):
             texts = {name: _texts(source, read) for name, read in TEXTS.items()}
             if texts["llm"] == texts["bare"]:
                 wanted += _items(source, texts["llm"])

@@ -19,12 +19,12 @@ from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.utilities.token_counting import TokenCounter
 
 from cacheblend_rag import ChunkRegistry
+from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend.documents import SEPARATOR
+from llama_index.llms.cacheblend.llm import CacheBlendLLM
 
 if TYPE_CHECKING:
     from llama_index.core.tools import BaseTool
-
-    from llama_index.llms.cacheblend.llm import CacheBlendLLM
 
 MESSAGE_TOKENS = 8
 
@@ -63,7 +63,12 @@ class CacheBlendPromptHelper(PromptHelper):
 
     @classmethod
     def from_llm(cls, llm: CacheBlendLLM) -> CacheBlendPromptHelper:
-        """Return a helper that knows ``llm``'s window, tokenizer and chunks."""
+        """Return a helper that knows ``llm``'s window, tokenizer and chunks.
+
+        Raises ConfigError when ``llm`` is no CacheBlendLLM.
+        """
+        if not isinstance(llm, CacheBlendLLM):
+            raise ConfigError(f"llm is a {type(llm).__name__}: give a CacheBlendLLM")
         engine, metadata = llm.open(), llm.metadata
         return cls(
             context_window=metadata.context_window,

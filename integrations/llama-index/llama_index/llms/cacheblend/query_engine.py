@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from llama_index.core import Settings, StorageContext, VectorStoreIndex
-from llama_index.core.base.embeddings.base import BaseEmbedding
+from llama_index.core.embeddings.utils import EmbedType, resolve_embed_model
 from llama_index.core.indices.base import BaseIndex
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import BasePromptTemplate
@@ -21,6 +21,8 @@ from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
 from cacheblend_rag.errors import ConfigError
+from llama_index.llms.cacheblend.documents import checked_nodes
+from llama_index.llms.cacheblend.instruction import CONTEXT_VARIABLES
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute, Variant
 from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
@@ -33,7 +35,7 @@ def cacheblend_query_engine(
     llm: CacheBlendLLM | None = None,
     *,
     transformations: Sequence[TransformComponent] | None = None,
-    embed_model: BaseEmbedding | None = None,
+    embed_model: EmbedType | None = None,
     vector_store: BasePydanticVectorStore | None = None,
     text_qa_template: BasePromptTemplate | None = None,
     summary_template: BasePromptTemplate | None = None,
@@ -57,9 +59,19 @@ def cacheblend_query_engine(
         use_async are as for any synthesizer. node_postprocessors run before the one that hints.
     order, variants: see CacheBlendPostprocessor and CacheBlendPrecompute.
 
-    Raises ConfigError when the LLM is not a CacheBlendLLM.
+    Raises ConfigError, before a model is loaded, for an argument of another kind.
     """
     llm = _blending(llm)
+    if not isinstance(source, BaseIndex):
+        source = checked_nodes(source, "documents")
+    _check_choice("order", order, get_args(Order))
+    _check_choice("response_mode", response_mode, [mode.value for mode in ResponseMode])
+    _check_count("similarity_top_k", similarity_top_k)
+    _check_template("text_qa_template", text_qa_template)
+    _check_template("summary_template", summary_template)
+    _check_parts("transformations", transformations or (), TransformComponent)
+    _check_parts("node_postprocessors", node_postprocessors, BaseNodePostprocessor)
+    embed_model = resolve_embed_model(embed_model) if embed_model else Settings.embed_model
     summarizes = response_mode == ResponseMode.TREE_SUMMARIZE
     if llm.instruction is None and not llm.is_open:
         own = summary_template if summarizes else text_qa_template
@@ -100,6 +112,33 @@ def _blending(llm: CacheBlendLLM | None) -> CacheBlendLLM:
     if not isinstance(chosen, CacheBlendLLM):
         raise ConfigError(f"llm is a {type(chosen).__name__}: give a CacheBlendLLM")
     return chosen
+
+
+def _check_choice(name: str, given: Any, choices: Sequence[str]) -> None:
+    if given not in choices:
+        raise ConfigError(f"{name}={given!r} must be one of {', '.join(choices)}")
+
+
+def _check_parts(name: str, given: Any, kind: type) -> None:
+    if not isinstance(given, list | tuple):
+        raise ConfigError(f"{name} is a {type(given).__name__}: give a list of {kind.__name__}s")
+    for index, part in enumerate(given):
+        if not isinstance(part, kind):
+            raise ConfigError(f"{name}[{index}] is a {type(part).__name__}: give {kind.__name__}s")
+
+
+def _check_count(name: str, given: Any) -> None:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ConfigError(f"{name}={given!r} must be an integer of at least 1")
+
+
+def _check_template(name: str, given: Any) -> None:
+    if given is None:
+        return
+    if not isinstance(given, BasePromptTemplate):
+        raise ConfigError(f"{name} is a {type(given).__name__}: give a PromptTemplate(...)")
+    if not set(CONTEXT_VARIABLES) & set(given.template_vars):
+        raise ConfigError(f"{name} must take 'context_str', not only {given.template_vars}")
 
 
 def _nodes_of(index: BaseIndex[Any]) -> list[BaseNode]:

@@ -6,19 +6,41 @@ import asyncio
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeGuard
 from weakref import WeakValueDictionary
 
-from llama_index.core.bridge.pydantic import Field, PrivateAttr, SecretStr, field_serializer
+from llama_index.core.bridge.pydantic import (
+    Field,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    field_serializer,
+)
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import BaseComponent
 
-from cacheblend_rag import BlendConfig, Engine, load_tokenizer, open_engine
+from cacheblend_rag import BlendConfig, Engine, SamplingParams, load_tokenizer, open_engine
+from cacheblend_rag.arguments import Arguments, check_engine_name, describe
 from cacheblend_rag.errors import ConfigError, ModelLoadError
-from cacheblend_rag.secret import Secret, check_server_url
+from cacheblend_rag.opening import ENGINES
+from cacheblend_rag.secret import Secret
 from llama_index.llms.cacheblend.instruction import text_before_context
+
+CONFIG_FIELDS = frozenset(field.name for field in fields(BlendConfig))
+SAMPLING = frozenset(field.name for field in fields(SamplingParams))
+ENGINE_ATTRIBUTES = ("name", "model_name", "config")
+SETTLED_BY_ENGINE = (
+    "instruction",
+    "namespace",
+    "kv_path",
+    "host_bytes",
+    "disk_bytes",
+    "device",
+    "dtype",
+)
 
 _opened: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
 _opening = threading.Lock()
@@ -27,6 +49,29 @@ _opening = threading.Lock()
 def is_url(engine: object) -> TypeGuard[str]:
     """Whether ``engine`` names a server."""
     return isinstance(engine, str) and engine.startswith(("http://", "https://"))
+
+
+class CheckedComponent(BaseComponent):
+    """A component that raises ConfigError, in one line, for an option that is wrong or none."""
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**self._read(options))
+        except ValidationError as error:
+            raise ConfigError(describe(error.errors(include_input=False))) from None
+
+    @classmethod
+    def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Return options by their own names, without the class' name, which serialization adds."""
+        return _arguments(cls).read({n: v for n, v in options.items() if n != "class_name"})
+
+
+@cache
+def _arguments(component: type[BaseComponent]) -> Arguments:
+    known = frozenset(component.model_fields)
+    outer = {"additional_kwargs": SAMPLING, "blend_config": CONFIG_FIELDS}
+    inside = {name: given for given in outer.keys() & known for name in outer[given] - known}
+    return Arguments(f"option of {component.__name__}", known, inside)
 
 
 @dataclass
@@ -43,12 +88,15 @@ class Held:
         return self
 
 
-class EngineSettings(BaseComponent):
+class EngineSettings(CheckedComponent):
     """What an engine is opened with.
 
     Components with equal settings share one engine in a process; how KV is fused may differ, since
     every request says it. Nothing is loaded before the first ``open()``, so a component can be
     pickled and sent to a worker.
+
+    engine may be an open Engine, which has settled ``model`` and the like; kv_path and model may be
+    Paths, and blend_config a dict of its fields.
     """
 
     model: str | None = Field(
@@ -80,40 +128,28 @@ class EngineSettings(BaseComponent):
     )
     dtype: str | None = Field(default=None, description="Precision of the model's weights.")
     device: str | None = Field(default=None, description="Where the model runs.", exclude=True)
-    host_bytes: int = Field(default=4 << 30, description="Host memory for KV.", exclude=True)
+    host_bytes: int = Field(default=4 << 30, description="Host memory for KV.", exclude=True, ge=0)
     disk_bytes: int | None = Field(default=None, description="Disk space for KV.", exclude=True)
     api_key: SecretStr | None = Field(default=None, description="A server's key.", exclude=True)
 
     _held: Held = PrivateAttr(default_factory=Held)
     _resolved: str | None = PrivateAttr(default=None)
 
-    def __init__(
-        self,
-        *,
-        model: str | Path | None = None,
-        engine: str | Engine = "auto",
-        kv_path: str | Path | None = None,
-        blend_config: BlendConfig | Mapping[str, Any] | None = None,
-        **fields: Any,
-    ) -> None:
-        if isinstance(blend_config, Mapping):
-            blend_config = BlendConfig.from_dict(blend_config)
-        given = None if isinstance(engine, str) else engine
-        if given is not None:
-            model = given.model_name
-            blend_config = blend_config or given.config
-        elif model is None and not is_url(engine):
-            raise ConfigError("model=None: name a model, or give engine= an open engine or a URL")
-        elif is_url(engine):
-            check_server_url(engine)
-        super().__init__(
-            model=None if model is None else str(model),
-            engine=engine if isinstance(engine, str) else getattr(engine, "url", engine.name),
-            kv_path=None if kv_path is None else str(kv_path),
-            blend_config=blend_config or BlendConfig(),
-            **fields,
-        )
-        self._held = Held(given, was_given=given is not None)
+    def __init__(self, **options: Any) -> None:
+        named = self._read(options)
+        given = named.get("engine", "auto")
+        _check_engine(given)
+        if isinstance(given, str):
+            _check_model(named.get("model"), given)
+            held = Held()
+        else:
+            _check_settled(named)
+            held = Held(given, was_given=True)
+            named["model"] = given.model_name
+            named["engine"] = getattr(given, "url", given.name)
+            named["blend_config"] = named.get("blend_config") or given.config
+        super().__init__(**_plain(named))
+        self._held = held
 
     @field_serializer("blend_config")
     def _plain_config(self, config: BlendConfig) -> dict[str, Any]:
@@ -154,10 +190,11 @@ class EngineSettings(BaseComponent):
 
     def settings(self) -> dict[str, Any]:
         """Return what another component needs to share this one's engine."""
-        fields = {name: getattr(self, name) for name in EngineSettings.model_fields}
         if self._held.was_given:
-            fields["engine"] = self._held.engine
-        return {**fields, "instruction": self.resolve_instruction()}
+            shared = {"blend_config": self.blend_config, "is_chat_model": self.is_chat_model}
+            return {**shared, "engine": self._held.engine}
+        options = {name: getattr(self, name) for name in EngineSettings.model_fields}
+        return {**options, "instruction": self.resolve_instruction()}
 
     def resolve_instruction(self, template: BasePromptTemplate | None = None) -> str:
         """Return ``instruction``, or the head of ``template`` as this model's prompts show it."""
@@ -209,6 +246,63 @@ class EngineSettings(BaseComponent):
             self.disk_bytes,
             self.api_key,
         )
+
+
+def checked_llm(llm: Any) -> Any:
+    """Return ``llm``; raises ConfigError when no engine of ours stands behind it."""
+    if not isinstance(llm, EngineSettings):
+        raise ConfigError(f"llm is a {type(llm).__name__}: give a CacheBlendLLM")
+    return llm
+
+
+def _check_engine(engine: Any) -> None:
+    if isinstance(engine, str):
+        check_engine_name(engine, ENGINES)
+    elif isinstance(engine, EngineSettings):
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}: give the engine of it, llm.open(), or use "
+            "CacheBlendPrecompute.from_llm(llm)"
+        )
+    elif not all(hasattr(engine, name) for name in ENGINE_ATTRIBUTES):
+        raise ConfigError(
+            f"engine is a {type(engine).__name__}: give an open engine, such as llm.open(), "
+            f"or {', '.join(ENGINES)} or a server's URL"
+        )
+
+
+def _check_model(model: Any, engine: str) -> None:
+    if model in (None, "") and not is_url(engine):
+        raise ConfigError(f"model={model}: name a model, or give engine= an open engine or a URL")
+    if not isinstance(model, str | Path | None):
+        raise ConfigError(
+            f"model is a {type(model).__name__}: give a name, a folder or 'demo', or engine= an "
+            "open engine around a loaded model, open_engine(model=..., tokenizer=...)"
+        )
+
+
+def _check_settled(named: Mapping[str, Any]) -> None:
+    """Refuse what an engine that was given would not heed."""
+    defaults = {name: EngineSettings.model_fields[name].default for name in SETTLED_BY_ENGINE}
+    idle = [n for n, default in defaults.items() if named.get(n) not in (None, default)]
+    if named.get("model") not in (None, named["engine"].model_name):
+        idle.append("model")
+    if idle:
+        raise ConfigError(
+            f"{', '.join(sorted(idle))}: already settled by the engine given as engine="
+        )
+
+
+def _plain(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options as fields hold them."""
+    plain = {**named, "blend_config": _config(named.get("blend_config"))}
+    paths = (name for name in ("model", "kv_path") if isinstance(named.get(name), Path))
+    return plain | {name: str(named[name]) for name in paths}
+
+
+def _config(given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return BlendConfig.from_dict(given)
+    return BlendConfig() if given is None else given
 
 
 def _tokenizer(model: str | None) -> Any:

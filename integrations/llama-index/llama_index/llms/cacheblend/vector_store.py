@@ -17,6 +17,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
+from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend.documents import document_id
 from llama_index.llms.cacheblend.settings import EngineSettings
 
@@ -37,6 +38,12 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
     blend: SerializeAsAny[EngineSettings] = Field(exclude=True)
 
     def __init__(self, vector_store: BasePydanticVectorStore, blend: EngineSettings) -> None:
+        if not isinstance(vector_store, BasePydanticVectorStore):
+            raise ConfigError(
+                f"vector_store is a {type(vector_store).__name__}: give LlamaIndex's vector store"
+            )
+        if not isinstance(blend, EngineSettings):
+            raise ConfigError(f"blend is a {type(blend).__name__}: give a CacheBlendLLM")
         super().__init__(
             stores_text=vector_store.stores_text,
             is_embedding_query=vector_store.is_embedding_query,

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
-from llama_index.core.bridge.pydantic import Field, SerializeAsAny
+from llama_index.core.bridge.pydantic import Field, SerializeAsAny, field_validator
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
 from cacheblend_rag import Chunk, Engine
 from llama_index.llms.cacheblend.documents import bare_text, document_id, shown_text, start_index
 from llama_index.llms.cacheblend.hints import HintedNode, expect
-from llama_index.llms.cacheblend.settings import EngineSettings
+from llama_index.llms.cacheblend.llm import CacheBlendLLM
+from llama_index.llms.cacheblend.settings import CheckedComponent, EngineSettings, checked_llm
 
 Order = Literal["score", "document", "reverse"]
 
 
-class CacheBlendPostprocessor(BaseNodePostprocessor):
+class CacheBlendPostprocessor(CheckedComponent, BaseNodePostprocessor):
     """Put it last: what leaves it is what prompts will hold.
 
     llm: the CacheBlendLLM that will answer. order: ``score`` (best first), ``reverse`` (best last,
@@ -27,6 +28,12 @@ class CacheBlendPostprocessor(BaseNodePostprocessor):
 
     llm: SerializeAsAny[EngineSettings] = Field(description="The CacheBlendLLM that answers.")
     order: Order = Field(default="score", description="'score', 'document' or 'reverse'.")
+
+    @field_validator("llm", mode="before")
+    @classmethod
+    def _read_llm(cls, given: Any) -> Any:
+        """Take the LLM itself, or what ``to_dict`` made of it."""
+        return CacheBlendLLM.from_dict(given) if isinstance(given, dict) else checked_llm(given)
 
     @classmethod
     def class_name(cls) -> str:
