@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from threading import Event
@@ -35,11 +36,17 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
-        if any(not isinstance(s, str) or not s for s in stop):
-            raise ConfigError(f"stop={stop!r} must hold non-empty strings")
-        if isinstance(self.max_tokens, bool) or self.max_tokens < 1:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
+            raise ConfigError(f"stop={self.stop!r:.100} must hold non-empty strings")
+        object.__setattr__(self, "stop", tuple(stop))
+        for name in ("max_tokens", "top_k"):
+            _check_number(name, getattr(self, name), whole=True)
+        for name in ("temperature", "top_p", "repetition_penalty"):
+            _check_number(name, getattr(self, name))
+        if self.seed is not None:
+            _check_number("seed", self.seed, whole=True)
+        if self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens!r} must be at least 1")
         if self.temperature < 0:
             raise ConfigError(f"temperature={self.temperature!r} must be at least 0")
@@ -49,6 +56,14 @@ class SamplingParams:
             raise ConfigError(f"top_k={self.top_k!r} must be at least 0")
         if self.repetition_penalty <= 0:
             raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} must be above 0")
+
+
+def _check_number(name: str, value: object, *, whole: bool = False) -> None:
+    """Raise ConfigError unless a value is a finite number."""
+    kinds = int if whole else (int, float)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        kind = "a whole number" if whole else "a number"
+        raise ConfigError(f"{name}={value!r:.100} must be {kind}")
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,7 @@ def create_cacheblend_chain(
     document_separator: str = "\n\n",
     order: Order = "score",
     document_key: str | None = None,
+    collection: str = "",
 ) -> Runnable[str | Values, Values]:
     """Return a chain from a question to ``input``, ``context``, ``answer`` and ``report``.
 
@@ -65,7 +66,7 @@ def create_cacheblend_chain(
     embedding, k: how Documents are embedded and how many are retrieved; only with Documents.
     document_prompt, document_separator: how passages are printed and joined. Text around
         ``page_content`` is computed, ``page_content`` itself is reused.
-    order, document_key: as in CacheBlendCompressor.
+    order, document_key: as in CacheBlendCompressor. collection: as in CacheBlendTransformer.
 
     The chain takes a question, or a dict with ``input`` and what else the prompt asks for. Its
     ``answer`` is text, streamed piece by piece; ``report`` comes last. Raises ConfigError, before a
@@ -97,14 +98,15 @@ def create_cacheblend_chain(
             RunnablePassthrough.assign(context=lambda _: passages) | prompt | llm.bind(hints=hints)
         )
 
-    retriever = (
-        source
-        if isinstance(source, Runnable)
-        else _indexed(source, llm, cast("Embeddings", embedding), k, document_key)
-    )
+    if not isinstance(source, Runnable):
+        CacheBlendTransformer(
+            engine=llm.engine, document_key=document_key, collection=collection
+        ).precompute(source)
+        store = InMemoryVectorStore.from_documents(source, cast("Embeddings", embedding))
+        source = store.as_retriever(search_kwargs={"k": k})
     chain = (
         RunnableLambda(_as_values)
-        | RunnablePassthrough.assign(context=RunnableLambda(_question) | retriever)
+        | RunnablePassthrough.assign(context=RunnableLambda(_question) | source)
         | RunnablePassthrough.assign(context=RunnableLambda(compress, acompress))
         | RunnablePassthrough.assign(message=RunnableLambda(ask))
         | RunnableGenerator(_answers, _aanswers)
@@ -156,19 +158,6 @@ def _settle_instruction(llm: ChatCacheBlend, prompt: BasePromptTemplate[Any]) ->
             "passages are computed behind another instruction than this prompt's: "
             "open the model with instruction=prompt"
         )
-
-
-def _indexed(
-    documents: Sequence[Document],
-    llm: ChatCacheBlend,
-    embedding: Embeddings,
-    k: int,
-    document_key: str | None,
-) -> Runnable[str, list[Document]]:
-    """Return a retriever over the documents, whose KV is computed here."""
-    CacheBlendTransformer(engine=llm.engine, document_key=document_key).precompute(documents)
-    store = InMemoryVectorStore.from_documents(list(documents), embedding)
-    return store.as_retriever(search_kwargs={"k": k})
 
 
 def _as_values(question: str | Values) -> Values:

@@ -26,13 +26,15 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
         store.add_documents(chunks)
 
     Chunks of one source document are computed behind the chunks that precede them there, so give
-    all of them in one call; they replace what was known of that document. Chunks without a source
-    stand alone.
+    all of them in one call; they replace what was known of that document in the collection. Chunks
+    without a source stand alone.
     """
 
     document_key: str | None = None
     """The metadata field that names the source document; by default the first of ``document_id``,
     ``doc_id``, ``source`` and ``id`` that is there."""
+    collection: str = ""
+    """Several indexes over the same documents, split in other ways, each need one of their own."""
     show_progress: bool = False
 
     def transform_documents(
@@ -45,16 +47,20 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
 
     def precompute(self, documents: Iterable[Document]) -> PrecomputeReport:
         """As transform_documents, but return how many chunks were computed, skipped or refused."""
-        given = to_engine_documents(checked_documents(documents), self.document_key)
+        checked = checked_documents(documents)
+        given = to_engine_documents(checked, self.document_key, self.collection)
         report = self.engine.precompute(given, progress=self.show_progress)
         for reason, count in report.refused.items():
             logger.warning("%d chunks were not precomputed: %s", count, reason)
         return report
 
     def evict(self, document_ids: str | Iterable[str]) -> int:
-        """Forget source documents and drop their KV; returns how many chunks were dropped."""
+        """Forget the collection's part of source documents and drop its KV.
+
+        Returns how many chunks were dropped.
+        """
         ids = [document_ids] if isinstance(document_ids, str) else list(document_ids)
         for name in ids:
             if not isinstance(name, str):
                 raise ConfigError(f"document_ids hold a {type(name).__name__}: give ids, as texts")
-        return sum(self.engine.evict_document(name) for name in ids)
+        return sum(self.engine.evict_document(name, self.collection) for name in ids)

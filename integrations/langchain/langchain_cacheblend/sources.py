@@ -48,7 +48,7 @@ def to_hints(documents: Iterable[Document], key: str | None = None) -> list[Chun
 
 
 def to_engine_documents(
-    documents: Iterable[Document], key: str | None = None
+    documents: Iterable[Document], key: str | None = None, collection: str = ""
 ) -> list[EngineDocument | Chunk]:
     """Return source documents with their chunks in order, and chunks that stand alone.
 
@@ -65,7 +65,8 @@ def to_engine_documents(
         else:
             groups.setdefault(source, []).append(document)
     for source, parts in groups.items():
-        found.append(EngineDocument(source, tuple(d.page_content for d in _in_order(parts))))
+        texts = tuple(d.page_content for d in _in_order(parts))
+        found.append(EngineDocument(source, texts, collection=collection))
     return found
 
 

@@ -10,6 +10,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -459,3 +460,23 @@ def test_the_interpreter_may_end_while_threads_compute(seconds: float) -> None:
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "leaving\n"), done.stderr[-500:]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("max_tokens", "5", "must be a whole number"),
+        ("max_tokens", 2.5, "must be a whole number"),
+        ("max_tokens", True, "must be a whole number"),
+        ("temperature", "hot", "must be a number"),
+        ("temperature", float("nan"), "must be a number"),
+        ("top_k", 1.5, "must be a whole number"),
+        ("seed", 1.5, "must be a whole number"),
+        ("stop", 3, "must hold non-empty strings"),
+        ("stop", [""], "must hold non-empty strings"),
+        ("repetition_penalty", 0, "must be above 0"),
+    ],
+)
+def test_sampling_of_the_wrong_kind_is_refused(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{field}=.* {message}"):
+        SamplingParams(**{field: value})

@@ -156,3 +156,18 @@ def test_a_missing_embedding_model_is_missed_before_anything_is_loaded(
     with pytest.raises((ImportError, ValueError), match=r"(?i)openai"):
         cacheblend_query_engine(documents(), llm)
     assert not llm.is_open
+
+
+def test_two_indexes_over_the_same_documents_keep_their_chunks(llm: CacheBlendLLM) -> None:
+    fine = [SentenceSplitter(chunk_size=20, chunk_overlap=0)]
+    first, second, again = (
+        cacheblend_query_engine(documents(), llm, transformations=steps, show_progress=False)
+        for steps in (SPLITTER, fine, SPLITTER)
+    )
+    assert all_hit(first)
+    assert all_hit(second)
+    chunks = llm.open().registry.document("Stone")
+    assert len({chunk.collection for chunk in chunks}) == 2  # the third is the first one's
+    again.retriever._index.delete_ref_doc("Stone")
+    assert len({chunk.collection for chunk in llm.open().registry.document("Stone")}) == 1
+    assert all_hit(second)

@@ -32,8 +32,11 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     """Puts nodes' KV where a CacheBlendLLM with equal settings finds it; passes nodes on unchanged.
 
     Put it behind the node parser. A document's nodes are computed in order, each behind what
-    precedes it there. Nodes of a document replace all that was known of it. A node without text is
-    skipped; so is one that no tokenizer can encode.
+    precedes it there. Nodes of a document replace all that was known of it in their collection. A
+    node without text is skipped; so is one that no tokenizer can encode.
+
+    collection: several indexes over the same documents, cut by different node parsers, each need
+    one of their own.
 
     variants: which texts of a node get KV: ``llm`` (with metadata, what most prompts hold) or
     ``bare`` (without it, what CitationQueryEngine shows). The other is only made known, so that a
@@ -55,13 +58,16 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     variants: tuple[Variant, ...] = Field(
         default=("llm",), description="Texts of a node that get KV: 'llm', 'bare'.", min_length=1
     )
+    collection: str = Field(
+        default="", description="Which of several indexes over the same documents nodes are for."
+    )
     show_progress: bool = Field(default=True, description="Show progress bars.", exclude=True)
 
     @classmethod
     def from_llm(cls, llm: EngineSettings, **fields: Any) -> CacheBlendPrecompute:
         """Return a step that shares ``llm``'s engine, which outlives it.
 
-        fields: variants, show_progress. Raises ConfigError for what ``llm`` has settled.
+        fields: variants, collection, show_progress. Raises ConfigError for what ``llm`` settled.
         """
         settled = fields.keys() & checked_llm(llm).settings().keys()
         if settled:
@@ -90,10 +96,12 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         for source in source_documents(given):
             texts = {name: _texts(source, read) for name, read in TEXTS.items()}
             if texts["llm"] == texts["bare"]:
-                wanted += _items(source, texts["llm"])
+                wanted += self._items(source, texts["llm"])
                 continue
             for name in TEXTS:
-                (wanted if name in self.variants else known).extend(_items(source, texts[name]))
+                (wanted if name in self.variants else known).extend(
+                    self._items(source, texts[name])
+                )
         self._precompute(engine, wanted)
         engine.register(known)
         return nodes
@@ -101,6 +109,11 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """As a call, off the event loop."""
         return await asyncio.to_thread(self, nodes, **kwargs)
+
+    def _items(self, source: SourceDocument, texts: tuple[str, ...]) -> list[Document | Chunk]:
+        """Return a document, which replaces what is known of it, or, of a part, its chunks."""
+        document = Document(source.document_id, texts, SEPARATOR, self.collection)
+        return [document] if source.whole else list(document.to_chunks())
 
     def _precompute(self, engine: Engine, items: list[Document | Chunk]) -> None:
         report = engine.precompute(items, progress=self.show_progress)
@@ -128,9 +141,3 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _items(source: SourceDocument, texts: tuple[str, ...]) -> list[Document | Chunk]:
-    """Return a document, which replaces what is known of it, or, of a part of one, its chunks."""
-    document = Document(source.document_id, texts, SEPARATOR)
-    return [document] if source.whole else list(document.to_chunks())

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any, get_args
 
 from llama_index.core import Settings, StorageContext, VectorStoreIndex
 from llama_index.core.embeddings.utils import EmbedType, resolve_embed_model
 from llama_index.core.indices.base import BaseIndex
+from llama_index.core.ingestion.pipeline import remove_unstable_values
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import (
@@ -44,6 +46,7 @@ def cacheblend_query_engine(
     node_postprocessors: Sequence[BaseNodePostprocessor] = (),
     order: Order = "score",
     variants: tuple[Variant, ...] = ("llm",),
+    collection: str | None = None,
     streaming: bool = False,
     use_async: bool = False,
     show_progress: bool = True,
@@ -57,7 +60,9 @@ def cacheblend_query_engine(
     transformations: what turns documents into nodes; by default those of ``Settings``.
     text_qa_template, summary_template: by default LlamaIndex's own. response_mode, streaming and
         use_async are as for any synthesizer. node_postprocessors run before the one that hints.
-    order, variants: see CacheBlendPostprocessor and CacheBlendPrecompute.
+    order, variants: see CacheBlendPostprocessor and CacheBlendPrecompute. collection: as there; by
+        default documents that are cut by other transformations are in another one, so that two
+        indexes over the same documents keep their chunks.
 
     Raises ConfigError, before a model is loaded, for an argument of another kind.
     """
@@ -77,16 +82,21 @@ def cacheblend_query_engine(
         own = summary_template if summarizes else text_qa_template
         default = DEFAULT_TREE_SUMMARIZE_PROMPT_SEL if summarizes else DEFAULT_TEXT_QA_PROMPT_SEL
         llm.instruction = llm.resolve_instruction(own or default)
-    precompute = CacheBlendPrecompute.from_llm(llm, variants=variants, show_progress=show_progress)
+    steps = list(transformations or Settings.transformations)
+    if collection is None:
+        collection = "" if isinstance(source, BaseIndex) else _name_of(steps)
+    precompute = CacheBlendPrecompute.from_llm(
+        llm, variants=variants, collection=collection, show_progress=show_progress
+    )
     if isinstance(source, BaseIndex):
         precompute(_nodes_of(source))
         index = source
     else:
-        store = CacheBlendVectorStore(vector_store or SimpleVectorStore(), llm)
+        store = CacheBlendVectorStore(vector_store or SimpleVectorStore(), llm, collection)
         index = VectorStoreIndex.from_documents(
             source,
             storage_context=StorageContext.from_defaults(vector_store=store),
-            transformations=[*(transformations or Settings.transformations), precompute],
+            transformations=[*steps, precompute],
             embed_model=embed_model,
             show_progress=show_progress,
         )
@@ -105,6 +115,12 @@ def cacheblend_query_engine(
         response_synthesizer=synthesizer,
         node_postprocessors=[*node_postprocessors, hinting],
     )
+
+
+def _name_of(transformations: Sequence[TransformComponent]) -> str:
+    """Return a name for documents that are cut so, the same in every process."""
+    settings = remove_unstable_values(str([step.to_dict() for step in transformations]))
+    return hashlib.sha256(settings.encode()).hexdigest()[:16]
 
 
 def _blending(llm: CacheBlendLLM | None) -> CacheBlendLLM:

@@ -36,8 +36,14 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
 
     vector_store: SerializeAsAny[BasePydanticVectorStore]
     blend: SerializeAsAny[EngineSettings] = Field(exclude=True)
+    collection: str | None = None
 
-    def __init__(self, vector_store: BasePydanticVectorStore, blend: EngineSettings) -> None:
+    def __init__(
+        self,
+        vector_store: BasePydanticVectorStore,
+        blend: EngineSettings,
+        collection: str | None = None,
+    ) -> None:
         if not isinstance(vector_store, BasePydanticVectorStore):
             raise ConfigError(
                 f"vector_store is a {type(vector_store).__name__}: give LlamaIndex's vector store"
@@ -49,6 +55,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
             is_embedding_query=vector_store.is_embedding_query,
             vector_store=vector_store,
             blend=blend,
+            collection=collection,
         )
 
     @classmethod
@@ -63,19 +70,19 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's vectors, then its KV."""
         self.vector_store.delete(ref_doc_id, **delete_kwargs)
-        self.blend.open().evict_document(ref_doc_id)
+        self.blend.open().evict_document(ref_doc_id, self.collection)
 
     async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         await self.vector_store.adelete(ref_doc_id, **delete_kwargs)
         engine = await self.blend.aopen()
-        await asyncio.to_thread(engine.evict_document, ref_doc_id)
+        await asyncio.to_thread(engine.evict_document, ref_doc_id, self.collection)
 
     def clear(self) -> None:
         """Delete all vectors, and the KV of the documents that the store can list."""
         listed = self._documents()
         self.vector_store.clear()
         for name in listed:
-            self.blend.open().evict_document(name)
+            self.blend.open().evict_document(name, self.collection)
 
     async def aclear(self) -> None:
         await asyncio.to_thread(self.clear)
