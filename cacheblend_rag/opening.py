@@ -8,10 +8,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.arguments import check_engine_name
 from cacheblend_rag.chunks import ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, MissingExtraError
-from cacheblend_rag.secret import Secret, check_server_url
+from cacheblend_rag.secret import Secret
 from cacheblend_rag.shared_registry import SharedChunkRegistry
 
 if TYPE_CHECKING:
@@ -68,10 +69,7 @@ def open_engine(
     from cacheblend_rag.engines.front import checked
 
     config, api_key = checked(config), Secret.of(api_key)
-    if _is_url(engine):
-        check_server_url(engine)
-    elif engine not in ENGINES:
-        raise ConfigError(f"engine={engine!r} must be {', '.join(ENGINES)} or a server's URL")
+    check_engine_name(engine, ENGINES)
     if engine == "auto":
         engine = _pick_engine(model, device)
     shared: dict[str, Any] = {

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from cacheblend_rag import BlendConfig, Engine, open_engine
 from cacheblend_rag.arguments import Arguments, check_engine_name, describe
+from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.opening import ENGINES
 from cacheblend_rag.secret import Secret
@@ -160,8 +161,7 @@ class EngineOptions(BaseModel):
         if not self.model:
             return str(self.engine.model_name)
         name = str(self.model if isinstance(self.model, str | Path) else self.model.name_or_path)
-        local = Path(name).is_absolute() or name.startswith(".") or Path(name).exists()
-        return (Path(name).resolve().name if local else name) or "model"
+        return public_name(name) or "model"
 
     @property
     def engine_identity(self) -> str:
