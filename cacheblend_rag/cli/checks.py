@@ -24,6 +24,8 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.secret import check_server_url
 
+CONFIG = "config.json"
+HUB_SECONDS = 10.0
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 RETRIEVAL_MODULES = ("sentence_transformers", "faiss")
 INDEX_MODULES = (*RETRIEVAL_MODULES, "llama_index", "bs4", "pypdf")
@@ -39,7 +41,7 @@ def finite(value: float | None) -> float | None:
 def check_model(name: str) -> None:
     """Raise ModelLoadError unless there is such a model, as far as its config tells.
 
-    name: ``demo``, a folder or a hub name, whose config is fetched where it is not on this machine.
+    name: ``demo``, a folder or a hub name; the hub is asked for what is not on this machine.
     """
     if name == DEMO_MODEL or Path(name).exists():
         model_folder(name)
@@ -47,15 +49,13 @@ def check_model(name: str) -> None:
     if "://" in name:  # a storage that vLLM reads
         return
     _check_is_hub_name("model", name)
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
+    if isinstance(try_to_load_from_cache(name, CONFIG), str):
+        return
     try:
-        hf_hub_download(name, "config.json")
-    except (OSError, ValueError) as error:
-        is_there = isinstance(error, EntryNotFoundError)
-        if is_there and not isinstance(error, LocalEntryNotFoundError):
-            raise ModelLoadError(f"model={name!r}: the hub's model holds no config.json") from error
+        get_hf_file_metadata(hf_hub_url(name, CONFIG), timeout=HUB_SECONDS)
+    except Exception as error:  # the hub's own, or those of whichever library reaches it
         raise ModelLoadError(
             f"model={name!r} is no folder here, and the hub gives no model of that name "
             f"({type(error).__name__}): check the name, the network and HF_TOKEN"

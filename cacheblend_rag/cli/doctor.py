@@ -15,6 +15,7 @@ from cacheblend_rag.cli import models, output
 from cacheblend_rag.cli.doctor_server import check_server, print_server
 from cacheblend_rag.cli.store import check_is_store
 from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.secret import check_server_url
 
 PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
 EXTRAS: Mapping[str, Mapping[str, str]] = {
@@ -56,6 +57,7 @@ def doctor_command(
     With --url, --model names the tokenizer that must be the server's.
     """
     if url is not None:
+        check_server_url(url)
         _check_url(url, model, namespace, as_json=as_json)
         return
     with output.stdout_reserved(as_json):

@@ -153,7 +153,6 @@ def _stored_bytes(store: Path) -> int:
     return sum(path.stat().st_size for path in store.glob("?/?/*.safetensors"))
 
 
-@torch.inference_mode()
 def _layer_seconds(config: Any, dtype: torch.dtype, device: torch.device) -> float:
     """Time one layer of a model, with random weights: seconds a token."""
     from transformers import AutoModel
@@ -167,7 +166,8 @@ def _layer_seconds(config: Any, dtype: torch.dtype, device: torch.device) -> flo
     ids = torch.arange(TIMED_TOKENS, device=device)[None] % TIMED_VOCABULARY
 
     def compute() -> None:
-        layers(input_ids=ids, use_cache=False).last_hidden_state[0, 0, 0].item()
+        with torch.no_grad():
+            layers(input_ids=ids, use_cache=False).last_hidden_state[0, 0, 0].item()
 
     return _median_seconds(compute) / TIMED_LAYERS / TIMED_TOKENS
 

@@ -142,10 +142,10 @@ def _server(folder: Path, dtype: str | None) -> AbstractContextManager[RunningSe
 def quiet_libraries() -> None:
     """Import transformers, and keep its loading bars and advice off the terminal.
 
-    Where scikit-learn is installed, transformers imports it for a way to decode that is not used
-    here, and waits for two seconds.
+    Where they are installed, transformers imports scikit-learn for a way to decode and SciPy for a
+    loss, neither of them used here, and waits for a second.
     """
-    with _left_out("sklearn"):
+    with _left_out("sklearn"), _left_out("scipy"):
         from transformers import AutoModelForCausalLM  # noqa: F401 (imports what generates)
         from transformers.utils import logging
 

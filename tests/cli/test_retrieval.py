@@ -34,7 +34,8 @@ def test_questions_do_not_wait_for_libraries_that_they_do_not_need():
     code = (
         "import sys; from cacheblend_rag.cli.models import quiet_libraries; quiet_libraries(); "
         "from cacheblend_rag.cli.retrieval import Embedder; Embedder(); "
-        "print({'sklearn', 'sentence_transformers'} & set(sys.modules)); import sklearn"
+        "print({'sklearn', 'scipy', 'sentence_transformers'} & set(sys.modules)); "
+        "import scipy, sklearn"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

@@ -12,6 +12,7 @@ from cacheblend_rag.cli.collection import KV_NAME
 from cacheblend_rag.cli.reading import FileReader
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.shapes import ModelShape
+from cacheblend_rag.errors import ModelLoadError
 
 ASK = ("ask", "Who?", "--from", "{collection}")
 CHAT = ("chat", "--from", "{collection}")
@@ -72,6 +73,7 @@ WRONG = {
     (*CHAT, "--engine", "http://"): "must be like http://host:8000",
     (*INDEX, "--engine", "http://me:sesame@host"): "holds a password",
     (*INDEX, "--engine", "llama.cpp"): "engine='llama.cpp' must be",
+    ("doctor", "--url", "localhost"): "must be like http://host:8000",
     ("eval", "--engine", "tgi"): "engine='tgi' must be",
     ("bench", "ttft", "--engine", "tgi"): "engine='tgi' must be",
     # models
@@ -161,6 +163,19 @@ def test_it_is_one_line_before_anything_is_loaded(cli, places, arguments, said):
     assert outcome.stderr.startswith("cacheblend-rag: ")
     assert said.lower() in outcome.stderr.lower()
     assert not places["new"].exists()
+
+
+def test_a_hub_model_that_is_on_this_machine_is_not_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelLoadError, match="the hub gives no model of that name"):
+        checks.check_model("someone/model")
+    folder = tmp_path / "models--someone--model"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("abc")
+    (folder / "snapshots" / "abc").mkdir(parents=True)
+    (folder / "snapshots" / "abc" / "config.json").write_text("{}")
+    checks.check_model("someone/model")
 
 
 @pytest.mark.usefixtures("_nothing_is_loaded")
