@@ -23,10 +23,11 @@ from cacheblend_rag.cli import checks, output
 from cacheblend_rag.cli.collection import Collection, CollectionSettings
 from cacheblend_rag.cli.collection_engine import open_known
 from cacheblend_rag.cli.foreign import first_foreign, warn_of_foreign
-from cacheblend_rag.cli.models import DEMO_MODEL, quiet_libraries
+from cacheblend_rag.cli.models import quiet_libraries
 from cacheblend_rag.cli.rag_prompt import RagPrompt, Turn
 from cacheblend_rag.cli.reading import EXTRA
 from cacheblend_rag.cli.retrieval import Embedder, Vectors, VectorSearch
+from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.prompt import BlendPrompt
 

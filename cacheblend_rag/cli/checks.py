@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,21 +11,19 @@ from typing import Any
 import typer
 
 from cacheblend_rag.cli.models import (
-    DEMO_MODEL,
     DTYPES,
     EMBEDDED,
     VLLM,
-    model_folder,
     quiet_libraries,
 )
 from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.naming import check_source, is_folder, source_of
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.secret import check_server_url
 
 CONFIG = "config.json"
 HUB_SECONDS = 10.0
-HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 RETRIEVAL_MODULES = ("sentence_transformers", "faiss")
 INDEX_MODULES = (*RETRIEVAL_MODULES, "llama_index", "bs4", "pypdf")
 
@@ -43,12 +40,9 @@ def check_model(name: str) -> None:
 
     name: ``demo``, a folder or a hub name; the hub is asked for what is not on this machine.
     """
-    if name == DEMO_MODEL or Path(name).exists():
-        model_folder(name)
+    check_source(name)
+    if is_folder(source_of(name)):
         return
-    if "://" in name:  # a storage that vLLM reads
-        return
-    _check_is_hub_name("model", name)
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
     if isinstance(try_to_load_from_cache(name, CONFIG), str):
@@ -64,8 +58,8 @@ def check_model(name: str) -> None:
 
 def check_embedding_model(name: str) -> None:
     """Raise ModelLoadError when an embedding model's folder is not there."""
-    if name != BUNDLED and not Path(name).is_dir():
-        _check_is_hub_name("embedding_model", name)
+    if name != BUNDLED and is_folder(name) and not Path(name).is_dir():
+        raise ModelLoadError(f"embedding_model={name!r}: there is no such folder")
 
 
 def check_installed(modules: Iterable[str], feature: str, extra: str) -> None:
@@ -120,9 +114,3 @@ def check_check_layers(config: BlendConfig, model: str) -> None:
     from cacheblend_rag.cli.model_config import text_config
 
     plan_schedule(config, text_config(model).num_hidden_layers)
-
-
-def _check_is_hub_name(what: str, name: str) -> None:
-    """Raise ModelLoadError for a folder that is not there: hub names have another form."""
-    if not HUB_NAME.fullmatch(name):
-        raise ModelLoadError(f"{what}={name!r}: no such folder")

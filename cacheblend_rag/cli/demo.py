@@ -15,6 +15,7 @@ from rich.markup import escape
 from cacheblend_rag.cli import checks, models, output
 from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.config import LeadIn
+from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import StoreError
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ def _set_up(questions: int, embedding_model: str) -> tuple[_Demo, list[Document]
         passages = tuple(chunk for document in found for chunk in document.to_chunks())
         asked.append(EvalQuestion(item.question, (item.answer,), passages, found, kind=item.kind))
     lead_ins = list(dict.fromkeys(m.lead_in for m in METHODS if m.lead_in is not None))
-    engines = models.open_engines(models.DEMO_MODEL, lead_ins, instruction=lead_text(INSTRUCTION))
+    engines = models.open_engines(DEMO_MODEL, lead_ins, instruction=lead_text(INSTRUCTION))
     return _Demo(engines, INSTRUCTION, tuple(asked)), documents
 
 

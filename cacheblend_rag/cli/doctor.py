@@ -14,6 +14,7 @@ import typer
 from cacheblend_rag.cli import models, output
 from cacheblend_rag.cli.doctor_server import check_server, print_server
 from cacheblend_rag.cli.store import check_is_store
+from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.secret import check_server_url
 
@@ -38,7 +39,7 @@ def doctor_command(
         str | None,
         typer.Option(
             help="'demo' (the bundled model) or a local hub-format model folder.",
-            show_default=models.DEMO_MODEL,
+            show_default=DEMO_MODEL,
         ),
     ] = None,
     url: Annotated[
@@ -64,7 +65,7 @@ def doctor_command(
         found: dict[str, Any] = {
             "versions": _versions(),
             "devices": _devices(),
-            "model": _check_model(model or models.DEMO_MODEL, device),
+            "model": _check_model(model or DEMO_MODEL, device),
             "extras": {name: _check_extra(name, needs) for name, needs in EXTRAS.items()},
             "store": None if store is None else _check_store(store),
         }

@@ -11,6 +11,7 @@ import typer
 
 from cacheblend_rag.cli import checks, models, output
 from cacheblend_rag.config import BlendConfig, LeadIn
+from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import ConfigError, DatasetError
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def evaluate_command(
     dataset: Annotated[
         str, typer.Option(help="'demo' or a JSON file of questions with passages or documents.")
     ] = DEMO,
-    model: models.ModelOption = models.DEMO_MODEL,
+    model: models.ModelOption = DEMO_MODEL,
     engine: Annotated[
         str,
         typer.Option(

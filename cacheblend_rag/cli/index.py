@@ -14,9 +14,10 @@ from cacheblend_rag.cli import checks, output
 from cacheblend_rag.cli.collection import DEFAULT_FOLDER, known_paths, sole_writer
 from cacheblend_rag.cli.collection_engine import CHUNK_SIZE, Choices, resolved_name
 from cacheblend_rag.cli.indexing import Indexing, IndexReport
-from cacheblend_rag.cli.models import DEMO_MODEL, DeviceOption, DtypeOption, EngineOption
+from cacheblend_rag.cli.models import DeviceOption, DtypeOption, EngineOption
 from cacheblend_rag.cli.reading import EXTRA, FoundFiles, find_files
 from cacheblend_rag.cli.retrieval import BUNDLED
+from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import StoreError
 
 if TYPE_CHECKING:

@@ -37,7 +37,7 @@ from cacheblend_rag.cli.collection_engine import (
 )
 from cacheblend_rag.cli.foreign import is_foreign, warn_of_foreign
 from cacheblend_rag.cli.model_config import kv_bytes_per_token, served_dtype, text_config
-from cacheblend_rag.cli.models import DEMO_MODEL, EMBEDDED, VLLM, quiet_libraries
+from cacheblend_rag.cli.models import EMBEDDED, VLLM, quiet_libraries
 from cacheblend_rag.cli.reading import (
     EXTRA,
     FileReader,
@@ -46,6 +46,7 @@ from cacheblend_rag.cli.reading import (
     make_splitter,
 )
 from cacheblend_rag.cli.retrieval import Embedder, Vectors
+from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import ConfigError, StoreError
 
 if TYPE_CHECKING:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.cli.models import DEMO_MODEL
-from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.errors import ModelLoadError
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ def text_config(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(MODEL_FOLDER if model == DEMO_MODEL else model)
+        config = AutoConfig.from_pretrained(source_of(model))
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model={model!r}: its config cannot be read: {error}") from error
     return config.get_text_config()

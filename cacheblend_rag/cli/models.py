@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 from cacheblend_rag.config import BlendConfig, LeadIn
-from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.engines.naming import check_source, source_of
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.engines.vllm.serving import RunningServer
 
-DEMO_MODEL = "demo"
 EMBEDDED, VLLM = "transformers", "vllm"
 DTYPES = ("float32", "bfloat16", "float16")
 HOST_BYTES = 2 << 30
@@ -48,13 +47,10 @@ DtypeOption = Annotated[
 
 def model_folder(name: str) -> Path:
     """Return the folder of ``demo`` or of a local model; raises ModelLoadError when it is none."""
-    folder = MODEL_FOLDER if name == DEMO_MODEL else Path(name)
-    if not folder.exists():
-        raise ModelLoadError(f"model={name!r}: no such folder; give a hub-format folder or 'demo'")
-    if not (folder / "config.json").is_file():
-        raise ModelLoadError(
-            f"model={name!r}: {folder} holds no config.json; give a hub-format folder or 'demo'"
-        )
+    folder = Path(source_of(name))
+    if not folder.is_dir():
+        raise ModelLoadError(f"model={name!r}: there is no such folder; give one or 'demo'")
+    check_source(name)
     return folder
 
 

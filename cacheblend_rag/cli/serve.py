@@ -12,8 +12,7 @@ from typing import Annotated
 import typer
 
 from cacheblend_rag.cli import checks, output
-from cacheblend_rag.cli.models import DEMO_MODEL
-from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.vllm import serving
 from cacheblend_rag.engines.vllm.door import (
     BODY_VARIABLE,
@@ -105,10 +104,9 @@ def serve_command(
         raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
     checks.check_model(model)
     command = serving.server_command(
-        MODEL_FOLDER if model == DEMO_MODEL else model,
+        source_of(model),
         host=host,
         port=port,
-        served_name=DEMO_MODEL if model == DEMO_MODEL else None,
         flags=context.args,
         kv_path=kv_path and _made(kv_path),
         host_bytes=int(host_gib * GIB),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from cacheblend_rag.errors import ModelLoadError
@@ -10,6 +11,7 @@ from cacheblend_rag.errors import ModelLoadError
 DEMO_MODEL = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 """The bundled model, a folder in hub format."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 
 
 def source_of(name: str | Path) -> str:
@@ -26,15 +28,15 @@ def public_name(name: str) -> str:
 
 
 def is_folder(name: str | Path) -> bool:
-    """Whether a name can only be a folder's: it or its parent is here, or it is no hub name."""
-    path, text = Path(name), str(name)
-    is_here = path.exists() or (path.parent != Path() and path.parent.is_dir())
-    return is_here or text.startswith((".", "~", "/")) or text.count("/") > 1 or "\\" in text
+    """Whether a name is a folder's: one is here, or no hub name looks like it."""
+    return Path(name).exists() or not HUB_NAME.fullmatch(str(name))
 
 
 def check_source(name: str | Path) -> None:
     """Raise ModelLoadError when a name is a folder's, and the folder holds no model."""
     folder = Path(source_of(name))
+    if "://" in str(name):  # a storage that vLLM reads
+        return
     if is_folder(source_of(name)) and not folder.is_dir():
         raise ModelLoadError(f"model={str(name)!r}: there is no such folder")
     if folder.is_dir() and not (folder / "config.json").is_file():
