@@ -9,9 +9,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.prompt import BlendPrompt, Segment
+from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.prompt import BlendPrompt, Segment
+from cacheblend_rag.text.registry import ChunkRegistry
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import (
@@ -22,18 +23,18 @@ if TYPE_CHECKING:
         PrecomputeReport,
         SamplingParams,
     )
+    from cacheblend_rag.engines.factory import load_tokenizer, open_engine
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
-    from cacheblend_rag.opening import load_tokenizer, open_engine
-    from cacheblend_rag.reports import ChunkReport
-    from cacheblend_rag.shared_registry import SharedChunkRegistry
+    from cacheblend_rag.report import ChunkReport
+    from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
 
 _LAZY = {
     "BlendReport": "cacheblend_rag.engines.base",
     "ChunkKV": "cacheblend_rag.kv",
-    "ChunkReport": "cacheblend_rag.reports",
+    "ChunkReport": "cacheblend_rag.report",
     "Delta": "cacheblend_rag.engines.base",
     "Engine": "cacheblend_rag.engines.base",
     "Generation": "cacheblend_rag.engines.base",
@@ -41,10 +42,10 @@ _LAZY = {
     "PrecomputeReport": "cacheblend_rag.engines.base",
     "SamplingParams": "cacheblend_rag.engines.base",
     "TieredKVStore": "cacheblend_rag.kv",
-    "SharedChunkRegistry": "cacheblend_rag.shared_registry",
+    "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
-    "load_tokenizer": "cacheblend_rag.opening",
-    "open_engine": "cacheblend_rag.opening",
+    "load_tokenizer": "cacheblend_rag.engines.factory",
+    "open_engine": "cacheblend_rag.engines.factory",
 }
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import BlendPass, PassStats
-from cacheblend_rag.blend.selection import Schedule, plan_schedule
+from cacheblend_rag.blend.schedule import Schedule, plan_schedule
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 
 __all__ = [

@@ -19,7 +19,7 @@ from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
-from cacheblend_rag.blend.selection import Schedule, row_count, top_rows
+from cacheblend_rag.blend.schedule import Schedule, row_count, top_rows
 from cacheblend_rag.blend.selectors import Evidence
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 

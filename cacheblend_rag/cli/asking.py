@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, cast
 
 import typer
 
-from cacheblend_rag.chunks import Chunk, Document
 from cacheblend_rag.cli import checks, output
 from cacheblend_rag.cli.collection import Collection, CollectionSettings
 from cacheblend_rag.cli.collection_engine import open_known
@@ -29,7 +28,8 @@ from cacheblend_rag.cli.reading import EXTRA
 from cacheblend_rag.cli.retrieval import Embedder, Vectors, VectorSearch
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.prompt import BlendPrompt
+from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         Generation,
         SamplingParams,
     )
-    from cacheblend_rag.reports import ChunkReport
+    from cacheblend_rag.report import ChunkReport
 
 TOP_K = 4
 MAX_TOKENS = 256
@@ -344,7 +344,7 @@ def report_lines(report: BlendReport) -> list[str]:
 
 def _rule(report: BlendReport) -> str:
     """Say what was recomputed; and where nothing was on purpose, why that is good."""
-    from cacheblend_rag.fusion.prompt_pass import CONTEXT_KEPT
+    from cacheblend_rag.prefill.blended import CONTEXT_KEPT
 
     if CONTEXT_KEPT in report.selector:
         return (

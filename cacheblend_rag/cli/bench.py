@@ -12,9 +12,9 @@ from cacheblend_rag.cli.models import VLLM
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.cli.bench_ttft import TtftRow
-    from cacheblend_rag.cli.bench_turns import Advance
-    from cacheblend_rag.cli.bench_vllm import VLLMKind, VLLMSetting
+    from cacheblend_rag.bench.interleave import Advance
+    from cacheblend_rag.bench.ttft import TtftRow
+    from cacheblend_rag.bench.vllm import VLLMKind, VLLMSetting
 
 ENGINES = ("transformers", "vllm", "vllm-server")
 
@@ -76,19 +76,20 @@ def ttft_command(
     if engine not in ENGINES:
         raise ConfigError(f"engine={engine!r} must be one of {', '.join(ENGINES)}")
     _check_options(dtype, selector)
-    from cacheblend_rag.cli import bench_ttft, models
+    from cacheblend_rag.bench import ttft
+    from cacheblend_rag.bench.shapes import named_shape
+    from cacheblend_rag.cli import models
     from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
-    from cacheblend_rag.engines.transformers.shapes import named_shape
 
     with output.stdout_reserved(as_json):
         models.quiet_libraries()
-        plan = bench_ttft.TtftPlan(
+        plan = ttft.TtftPlan(
             shape=named_shape(shape),
             chunks=chunks,
             chunk_tokens=chunk_tokens,
             question_tokens=question_tokens,
             ratios=tuple(dict.fromkeys(ratio or [0.15])),
-            tiers=bench_ttft.plan_tiers(tier or bench_ttft.TIERS),
+            tiers=ttft.plan_tiers(tier or ttft.TIERS),
             selector=selector,
             check_layers=output.layers(check_layers, "--check-layers"),
             repeat=repeat,
@@ -102,9 +103,9 @@ def ttft_command(
             checks.check_engine(VLLM)
         with output.side_console().status("starting") as status:
             if engine == "transformers":
-                rows = bench_ttft.measure_ttft(plan, status.update)
+                rows = ttft.measure_ttft(plan, status.update)
             else:
-                from cacheblend_rag.cli.bench_ttft_vllm import measure_vllm_ttft
+                from cacheblend_rag.bench.ttft_vllm import measure_vllm_ttft
 
                 rows = measure_vllm_ttft(cast("VLLMKind", engine), plan, status.update)
     if as_json:
@@ -131,7 +132,7 @@ def overhead_command(
 ) -> None:
     """What the connector costs requests without chunks, against vLLM without it."""
     _check_options(dtype)
-    from cacheblend_rag.cli.bench_overhead import OverheadPlan, measure_overhead
+    from cacheblend_rag.bench.overhead import OverheadPlan, measure_overhead
 
     def measure(advance: Advance) -> dict[str, Any]:
         setting = _setting(shape, dtype, device, eager)
@@ -161,7 +162,7 @@ def throughput_command(
 ) -> None:
     """Questions a second in vLLM: blended, plain, and with vLLM's own prefix caching."""
     _check_options(dtype, selector)
-    from cacheblend_rag.cli.bench_throughput import ThroughputPlan, measure_throughput
+    from cacheblend_rag.bench.throughput import ThroughputPlan, measure_throughput
 
     def measure(advance: Advance) -> dict[str, Any]:
         plan = ThroughputPlan(
@@ -200,8 +201,8 @@ def decode_gap_command(
 ) -> None:
     """The longest a decoding neighbour waits in vLLM while a long prompt is served."""
     _check_options(dtype, selector)
-    from cacheblend_rag.cli.bench_gap import measure_gaps
-    from cacheblend_rag.cli.bench_ttft import TtftPlan
+    from cacheblend_rag.bench.decode_gap import measure_gaps
+    from cacheblend_rag.bench.ttft import TtftPlan
 
     def measure(advance: Advance) -> dict[str, Any]:
         setting = _setting(shape, dtype, device, eager)
@@ -239,9 +240,9 @@ def attention_command(
 ) -> None:
     """One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention."""
     _check_options(dtype)
-    from cacheblend_rag.cli.bench_attention import AttentionPlan, measure_attention
+    from cacheblend_rag.bench.attention import AttentionPlan, measure_attention
+    from cacheblend_rag.bench.shapes import named_shape
     from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
-    from cacheblend_rag.engines.transformers.shapes import named_shape
 
     plan = AttentionPlan(
         named_shape(shape),
@@ -269,7 +270,7 @@ def registry_command(
     as_json: output.JsonOption = False,
 ) -> None:
     """Time to find registered chunks in a prompt's text."""
-    from cacheblend_rag.cli.bench_registry import measure_registry
+    from cacheblend_rag.bench.registry import measure_registry
 
     _measure_facts(
         "chunk registry", lambda _: measure_registry(chunks, prompt_characters, repeat), as_json
@@ -283,10 +284,10 @@ def _check_options(dtype: str, selector: str | None = None) -> None:
 
 
 def _setting(shape: str, dtype: str, device: str, eager: bool) -> VLLMSetting:
+    from cacheblend_rag.bench.shapes import named_shape
+    from cacheblend_rag.bench.vllm import VLLMSetting
     from cacheblend_rag.cli import models
-    from cacheblend_rag.cli.bench_vllm import VLLMSetting
     from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
-    from cacheblend_rag.engines.transformers.shapes import named_shape
 
     models.quiet_libraries()
     setting = VLLMSetting(named_shape(shape), named_dtype(dtype), pick_device(device), eager)

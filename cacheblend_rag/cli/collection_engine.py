@@ -12,9 +12,9 @@ from cacheblend_rag.cli.models import EMBEDDED, quiet_libraries
 from cacheblend_rag.cli.rag_prompt import INSTRUCTION, RagPrompt
 from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.demo import corpus as demo_corpus
+from cacheblend_rag.engines.factory import load_tokenizer, open_engine
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.opening import load_tokenizer, open_engine
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine

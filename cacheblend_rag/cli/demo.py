@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-    from cacheblend_rag.chunks import Document
-    from cacheblend_rag.cli.bench_ttft import TtftRow
+    from cacheblend_rag.bench.ttft import TtftRow
     from cacheblend_rag.engines.base import BlendReport, Generation
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.quality.dataset import EvalQuestion
+    from cacheblend_rag.text.chunk import Document
 
 DOCUMENTS = 24
 QUESTIONS = 8
@@ -223,10 +223,10 @@ def _save_documents(folder: Path, questions: int) -> None:
 
 def _set_up(questions: int, embedding_model: str) -> tuple[_Demo, list[Document]]:
     """Draw the collection, retrieve for each question, and load the demo model."""
-    from cacheblend_rag.chunks import Document
     from cacheblend_rag.cli.retrieval import DocumentRetriever
     from cacheblend_rag.demo.corpus import CHUNK_SEPARATOR, INSTRUCTION, generate_collection
     from cacheblend_rag.quality.dataset import EvalQuestion, lead_text
+    from cacheblend_rag.text.chunk import Document
 
     models.quiet_libraries()
     collection, drawn = generate_collection(DOCUMENTS, questions, SEED)
@@ -310,8 +310,8 @@ def _table(title: str) -> Table:
 
 def _measure_real_size() -> TtftRow:
     """Time the demo's blend on random weights of a real model's shape."""
-    from cacheblend_rag.cli.bench_ttft import TtftPlan, measure_ttft
-    from cacheblend_rag.engines.transformers.shapes import named_shape
+    from cacheblend_rag.bench.shapes import named_shape
+    from cacheblend_rag.bench.ttft import TtftPlan, measure_ttft
 
     blend = next(method for method in METHODS if method.name == "blend")
     plan = TtftPlan(

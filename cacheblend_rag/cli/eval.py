@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cacheblend_rag.demo.corpus import DemoPrompt
-    from cacheblend_rag.evaluation import EvalRow, Rule
     from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
+    from cacheblend_rag.quality.evaluator import EvalRow, Rule
 
 DEMO = "demo"
 DEFAULT_SEED = 9_271_828
@@ -146,9 +146,9 @@ def demo_dataset(settings: Sequence[str], questions: int, seed: int) -> EvalData
 
 
 def _demo_question(prompt: DemoPrompt) -> EvalQuestion:
-    from cacheblend_rag.chunks import Document
     from cacheblend_rag.demo.corpus import CHUNK_SEPARATOR
     from cacheblend_rag.quality.dataset import EvalQuestion
+    from cacheblend_rag.text.chunk import Document
 
     documents = tuple(
         Document(document.document_id, document.chunks, CHUNK_SEPARATOR)
@@ -216,7 +216,7 @@ def default_rules(setting: str, questions: Sequence[EvalQuestion]) -> list[Rule]
 
 def _rules(cells: Sequence[PlanCell]) -> list[Rule]:
     from cacheblend_rag.blend.selectors import make_selector
-    from cacheblend_rag.evaluation import Rule
+    from cacheblend_rag.quality.evaluator import Rule
 
     rules: dict[Rule, None] = {}
     for lead_in, selector, ratios in cells:
@@ -249,8 +249,8 @@ def _run(
     dtype: str | None,
 ) -> list[EvalRow]:
     from cacheblend_rag.engines.base import SamplingParams
-    from cacheblend_rag.evaluation import Evaluator
     from cacheblend_rag.quality.dataset import lead_text
+    from cacheblend_rag.quality.evaluator import Evaluator
 
     used = dict.fromkeys(rule.lead_in for rules in plans.values() for rule in rules)
     opened = models.opened_engines(

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from cacheblend_rag.chunks import Document
 from cacheblend_rag.cli import checks, output
 from cacheblend_rag.cli.collection import (
     FILE_NAME,
@@ -48,6 +47,7 @@ from cacheblend_rag.cli.reading import (
 from cacheblend_rag.cli.retrieval import Embedder, Vectors
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
     from rich.progress import Progress

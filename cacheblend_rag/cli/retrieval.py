@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cacheblend_rag.chunks import Document
 from cacheblend_rag.errors import MissingExtraError, ModelLoadError
+from cacheblend_rag.text.chunk import Document
 
 BUNDLED = "bundled"
 

@@ -8,11 +8,12 @@ from dataclasses import asdict, dataclass, field
 from threading import Event
 from typing import Any, Literal, Protocol
 
-from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.prompt import BlendPrompt, Message
-from cacheblend_rag.reports import ChunkReport
+from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.prompt import BlendPrompt, Message
+from cacheblend_rag.text.registry import ChunkRegistry
 
 FinishReason = Literal["stop", "length", "cancelled"]
 

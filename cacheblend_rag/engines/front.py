@@ -11,15 +11,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import CLOSED, Generation, PromptLike, SamplingParams
 from cacheblend_rag.engines.misses import FirstMiss
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.fusion.lead_in import LeadIn
-from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt
-from cacheblend_rag.reports import ChunkReport, MissReason
-from cacheblend_rag.tokenization import SegmentEncoder, Tokenizer
+from cacheblend_rag.prefill.lead_in import LeadIn
+from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.encoder import SegmentEncoder, Tokenizer
+from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
+from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
 

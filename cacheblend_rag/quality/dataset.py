@@ -25,9 +25,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.chunks import Chunk, Document
 from cacheblend_rag.errors import DatasetError
-from cacheblend_rag.prompt import BlendPrompt
+from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.prompt import BlendPrompt
 
 FORMAT = "cacheblend-rag/eval"
 VERSION = 1

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import plan_schedule
-from cacheblend_rag.blend.selection import row_count, top_rows
+from cacheblend_rag.blend.schedule import row_count, top_rows
 from cacheblend_rag.blend.selectors import SELECTORS, Evidence, make_selector
 from cacheblend_rag.errors import ConfigError
 

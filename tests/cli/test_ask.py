@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from cacheblend_rag.chunks import Chunk
 from cacheblend_rag.cli.asking import Asker, Order, Source, report_lines
 from cacheblend_rag.cli.collection import FILE_NAME, KV_NAME
 from cacheblend_rag.engines.base import BlendReport, PhaseSeconds
-from cacheblend_rag.fusion.prompt_pass import CONTEXT_KEPT
+from cacheblend_rag.prefill.blended import CONTEXT_KEPT
+from cacheblend_rag.text.chunk import Chunk
 
 
 @pytest.fixture

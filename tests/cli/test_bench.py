@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from cacheblend_rag.cli.bench_memory import peak_extra_bytes
-from cacheblend_rag.cli.bench_ttft import TtftPlan
+from cacheblend_rag.bench.memory import peak_extra_bytes
+from cacheblend_rag.bench.ttft import TtftPlan
 from cacheblend_rag.engines.transformers import shapes
 from cacheblend_rag.errors import ConfigError
 

@@ -8,7 +8,6 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from cacheblend_rag.chunks import Document
 from cacheblend_rag.cli.collection import (
     FILE_NAME,
     KV_NAME,
@@ -19,6 +18,7 @@ from cacheblend_rag.cli.collection import (
     source_name,
 )
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.text.chunk import Document
 
 SETTINGS = CollectionSettings(
     model="demo",

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from cacheblend_rag.chunks import Document
 from cacheblend_rag.cli.eval import default_rules, demo_dataset, grid_rules
 from cacheblend_rag.demo.corpus import held_out_names
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, load_dataset
+from cacheblend_rag.text.chunk import Document
 
 FIELDS = {
     "setting", "lead_in", "selector", "ratio", "exact_match", "f1", "rouge_l", "ci95",

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 import huggingface_hub.constants
 import pytest
 
+from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.cli import asking, checks, indexing, retrieval, serve
 from cacheblend_rag.cli.collection import KV_NAME
 from cacheblend_rag.cli.reading import FileReader
 from cacheblend_rag.engines.transformers import loading
-from cacheblend_rag.engines.transformers.shapes import ModelShape
 from cacheblend_rag.errors import ModelLoadError
 
 ASK = ("ask", "Who?", "--from", "{collection}")
@@ -83,7 +83,11 @@ WRONG = {
     (*INDEX, "--model", "{notes}"): "holds no config.json",
     (*INDEX, "--model", "nobody/nothing"): "model='nobody/nothing' is no folder here, and the hub",
     (*INDEX, "--embedding-model", "./none"): "embedding_model='./none': there is no such folder",
-    ("demo", "--embedding-model", "/nowhere"): "embedding_model='/nowhere': there is no such folder",
+    (
+        "demo",
+        "--embedding-model",
+        "/nowhere",
+    ): "embedding_model='/nowhere': there is no such folder",
     ("eval", "--model", "/nowhere"): "model='/nowhere': there is no such folder",
     ("serve", "nofolder"): "model='nofolder' is no folder here, and the hub",
     ("serve", "./nofolder"): "model='./nofolder': there is no such folder",

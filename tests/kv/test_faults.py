@@ -17,7 +17,7 @@ from filelock import FileLock
 
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, StoredChunk, TieredKVStore, codec
 from cacheblend_rag.kv.tiers import disk as disk_module
-from cacheblend_rag.shared_registry import SharedChunkRegistry
+from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 from .samples import OTHER_FINGERPRINT, chunk_files, make_key, make_kv, same
 

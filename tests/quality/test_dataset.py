@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from cacheblend_rag.chunks import Document
 from cacheblend_rag.errors import DatasetError
 from cacheblend_rag.quality.dataset import (
     EvalDataset,
@@ -12,6 +11,7 @@ from cacheblend_rag.quality.dataset import (
     lead_text,
     load_dataset,
 )
+from cacheblend_rag.text.chunk import Document
 
 PASSAGES = [
     {

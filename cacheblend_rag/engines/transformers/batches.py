@@ -8,8 +8,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.fusion.lead_in import LedChunk
 from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.prefill.lead_in import LedChunk
 
 BATCH_TOKENS = 8192
 

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
-from cacheblend_rag.chunks import Chunk, ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import (
     FULL_PREFILL,
@@ -59,14 +58,16 @@ from cacheblend_rag.engines.transformers.prefill import (
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.support import open_stack
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
-from cacheblend_rag.fusion.indexing import Computed, compute_chunks
-from cacheblend_rag.fusion.lead_in import LeadIn, LedChunk
-from cacheblend_rag.fusion.prompt_pass import Stopwatch
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prompt import EncodedPrompt
-from cacheblend_rag.reports import MissReason
-from cacheblend_rag.tokenization import Tokenizer
+from cacheblend_rag.prefill.blended import Stopwatch
+from cacheblend_rag.prefill.lead_in import LeadIn, LedChunk
+from cacheblend_rag.prefill.precompute import Computed, compute_chunks
+from cacheblend_rag.report import MissReason
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.encoder import Tokenizer
+from cacheblend_rag.text.prompt import EncodedPrompt
+from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
 

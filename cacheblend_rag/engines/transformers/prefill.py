@@ -14,11 +14,11 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.fusion.lead_in import LeadIn, place_chunks
-from cacheblend_rag.fusion.prompt_pass import PromptPass, Stopwatch, absence
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prompt import EncodedPrompt
-from cacheblend_rag.reports import ChunkReport, MissReason
+from cacheblend_rag.prefill.blended import PromptPass, Stopwatch, absence
+from cacheblend_rag.prefill.lead_in import LeadIn, place_chunks
+from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.text.prompt import EncodedPrompt
 
 Steps = Generator[None, None, "Prefilled"]
 """Work done a block of rows at a time, so that other requests get their turn in between."""

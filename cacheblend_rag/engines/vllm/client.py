@@ -30,7 +30,6 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
-from cacheblend_rag.chunks import Chunk, ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import (
     FULL_PREFILL,
@@ -63,11 +62,13 @@ from cacheblend_rag.engines.vllm.wire import (
     SentLeadIn,
 )
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
-from cacheblend_rag.fusion.indexing import DocumentPass, document_passes
-from cacheblend_rag.fusion.lead_in import LeadIn, LedChunk, PlacedChunk, place_chunks
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
-from cacheblend_rag.reports import ChunkReport
-from cacheblend_rag.tokenization import Tokenizer
+from cacheblend_rag.prefill.lead_in import LeadIn, LedChunk, PlacedChunk, place_chunks
+from cacheblend_rag.prefill.precompute import DocumentPass, document_passes
+from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.encoder import Tokenizer
+from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.chunks import ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import SamplingParams
 from cacheblend_rag.engines.front import checked
@@ -25,7 +24,8 @@ from cacheblend_rag.errors import (
     MissingExtraError,
     ModelLoadError,
 )
-from cacheblend_rag.tokenization import Tokenizer
+from cacheblend_rag.text.encoder import Tokenizer
+from cacheblend_rag.text.registry import ChunkRegistry
 
 
 class VLLMEngine(VLLMClient):

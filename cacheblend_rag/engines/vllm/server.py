@@ -7,7 +7,6 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.chunks import ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.front import checked
 from cacheblend_rag.engines.naming import source_of
@@ -17,7 +16,8 @@ from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.connection import ServedModel, ServerConnection
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.secret import Secret
-from cacheblend_rag.tokenization import Tokenizer, encode_plainly
+from cacheblend_rag.text.encoder import Tokenizer, encode_plainly
+from cacheblend_rag.text.registry import ChunkRegistry
 
 VOCABULARY_SAMPLE = "The vocabulary of 2024: naïve, Größe, 漢字 🙂\n\t{'x': [0.5]}"
 

@@ -36,17 +36,17 @@ from cacheblend_rag.engines.vllm.serving import AttentionMode
 from cacheblend_rag.engines.vllm.stack import VLLMStack, across_ranks
 from cacheblend_rag.engines.vllm.wire import Order, SentChunk
 from cacheblend_rag.errors import CacheBlendError, UnsupportedModelError
-from cacheblend_rag.fusion.indexing import (
+from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
+from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.blended import PromptPass, absence
+from cacheblend_rag.prefill.lead_in import LedChunk, PlacedChunk
+from cacheblend_rag.prefill.precompute import (
     Computed,
     DocumentPass,
     compute_chunks,
     compute_document,
     compute_one_by_one,
 )
-from cacheblend_rag.fusion.lead_in import LedChunk, PlacedChunk
-from cacheblend_rag.fusion.prompt_pass import PromptPass, absence
-from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
-from cacheblend_rag.kv.store import TieredKVStore
 
 logger = logging.getLogger(__name__)
 

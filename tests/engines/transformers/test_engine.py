@@ -26,7 +26,7 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines.base import Delta, Engine
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
-from cacheblend_rag.shared_registry import SharedChunkRegistry
+from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import make_model, words
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import DynamicCache
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.probe import REUSE_ONLY
+from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.engines.transformers.support import open_stack
 from tests.models import FAMILIES, VOCABULARY, make_model, make_tokenizer, prompt_of, words

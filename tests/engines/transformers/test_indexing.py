@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
-from cacheblend_rag.fusion import indexing
-from cacheblend_rag.fusion.lead_in import DocumentWindow, next_window
-from cacheblend_rag.fusion.prompt_pass import CONTEXT_KEPT
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.shared_registry import SharedChunkRegistry
+from cacheblend_rag.prefill import indexing
+from cacheblend_rag.prefill.blended import CONTEXT_KEPT
+from cacheblend_rag.prefill.lead_in import DocumentWindow, next_window
+from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory
 from tests.engines.transformers.test_exactness import ordinary_kv
 from tests.models import words

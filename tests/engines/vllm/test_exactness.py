@@ -19,7 +19,7 @@ from cacheblend_rag.engines.vllm.client import VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.engine import _sampling
 from cacheblend_rag.engines.vllm.paged import PLAIN
 from cacheblend_rag.engines.vllm.wire import SALT_PREFIX
-from cacheblend_rag.fusion import prompt_pass
+from cacheblend_rag.prefill import prompt_pass
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.one_family import save_family

@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.cli.bench_ttft import TtftPlan, TtftRow, check_blend, draw_texts
-from cacheblend_rag.cli.bench_turns import Advance, Case, run_in_turns
-from cacheblend_rag.cli.bench_vllm import VLLMKind, running_vllm
-from cacheblend_rag.cli.bench_workload import ONE_TOKEN
-from cacheblend_rag.prompt import BlendPrompt
+from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
+from cacheblend_rag.bench.ttft import TtftPlan, TtftRow, check_blend, draw_texts
+from cacheblend_rag.bench.vllm import VLLMKind, running_vllm
+from cacheblend_rag.bench.workload import ONE_TOKEN
+from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.client import VLLMClient

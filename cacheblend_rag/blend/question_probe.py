@@ -12,7 +12,7 @@ from cacheblend_rag.blend.attention import attention_mass
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import BlendPass, Candidates
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.selection import Schedule
+from cacheblend_rag.blend.schedule import Schedule
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 

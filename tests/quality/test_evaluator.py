@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.chunks import Document
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import (
     BlendReport,
@@ -14,8 +13,9 @@ from cacheblend_rag.engines.base import (
     SamplingParams,
 )
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.evaluation import Evaluator, Rule
 from cacheblend_rag.quality.dataset import EvalQuestion
+from cacheblend_rag.quality.evaluator import Evaluator, Rule
+from cacheblend_rag.text.chunk import Document
 
 DOCUMENTS = (Document("a", ("One.", "Two.")), Document("b", ("Three.",)))
 QUESTIONS = tuple(

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.transformers.shapes import ModelShape
 from cacheblend_rag.errors import MissingExtraError
 
 if TYPE_CHECKING:

@@ -17,13 +17,13 @@ from statistics import median
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.cli.bench_ttft import TtftPlan, check_blend, draw_texts
-from cacheblend_rag.cli.bench_turns import Advance, run_in_turns
-from cacheblend_rag.cli.bench_vllm import running_vllm
-from cacheblend_rag.cli.bench_workload import ONE_TOKEN, draw_words
+from cacheblend_rag.bench.interleave import Advance, run_in_turns
+from cacheblend_rag.bench.ttft import TtftPlan, check_blend, draw_texts
+from cacheblend_rag.bench.vllm import running_vllm
+from cacheblend_rag.bench.workload import ONE_TOKEN, draw_words
 from cacheblend_rag.engines.base import SamplingParams
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.prompt import BlendPrompt
+from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Generation

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from cacheblend_rag.chunks import Chunk, Context
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
-from cacheblend_rag.prompt import BlendPrompt, ChunkSpan
-from cacheblend_rag.reports import ChunkReport, MissReason
-from cacheblend_rag.tokenization import SegmentEncoder, TokenIds
+from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.text.chunk import Chunk, Context
+from cacheblend_rag.text.encoder import SegmentEncoder, TokenIds
+from cacheblend_rag.text.prompt import BlendPrompt, ChunkSpan
 
 CACHED_KEYS = 200_000
 CACHED_PIECES = 10_000

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag import chunks as chunks_module
-from cacheblend_rag.chunks import Chunk, ChunkRegistry, Context, Document, Match
-from cacheblend_rag.cli.bench_registry import measure_registry
+from cacheblend_rag.bench.registry import measure_registry
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.text import search
+from cacheblend_rag.text.chunk import Chunk, Context, Document, Match
+from cacheblend_rag.text.registry import ChunkRegistry
 
 Hints = Sequence[Chunk | str]
 
@@ -304,15 +305,15 @@ def test_a_long_documents_contexts_share_their_pieces() -> None:
 def compared(registry: ChunkRegistry, text: str) -> int:
     """How many texts a search compares."""
     count = 0
-    real = chunks_module._Budget.allows
+    real = search.Budget.allows
 
-    def counted(self: chunks_module._Budget, known: str) -> bool:
+    def counted(self: search.Budget, known: str) -> bool:
         nonlocal count
         count += 1
         return real(self, known)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks_module._Budget, "allows", counted)
+        patch.setattr(search.Budget, "allows", counted)
         registry.find(text)
     return count
 
@@ -322,8 +323,8 @@ def test_texts_of_one_character_are_searched_within_bounds() -> None:
     assert (
         compared(registry, "a" * 20_000)
         <= 1
-        + (chunks_module.COMPARED_CHARACTERS + 20_000 * chunks_module.COMPARED_PER_CHARACTER)
-        // chunks_module.LEAST_COMPARED
+        + (search.COMPARED_CHARACTERS + 20_000 * search.COMPARED_PER_CHARACTER)
+        // search.LEAST_COMPARED
     )
     distinct = ChunkRegistry(Chunk(f"Passage {n} says {n * 7919} in words.") for n in range(1000))
     text = " ".join(sorted(distinct._variants))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.chunks import Chunk, Document
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.text.chunk import Chunk, Document
 
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 

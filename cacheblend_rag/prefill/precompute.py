@@ -19,12 +19,12 @@ from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.probe import REUSE_ONLY
+from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
-from cacheblend_rag.fusion.lead_in import LedChunk
-from cacheblend_rag.fusion.priors import context_deviation, keys_of_prior_layer, prior_layer
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.lead_in import LedChunk
+from cacheblend_rag.prefill.prior import context_deviation, keys_of_prior_layer, prior_layer
 
 Computed = Iterator[tuple[LedChunk, ChunkKV] | None]
 """Chunks as they are computed; None where a layer was run and others may have their turn."""

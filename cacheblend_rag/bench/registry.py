@@ -7,8 +7,9 @@ import statistics
 from dataclasses import dataclass
 from time import perf_counter
 
-from cacheblend_rag.chunks import Chunk, ChunkRegistry
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.registry import ChunkRegistry
 
 SEED = 20260101
 CHUNKS_IN_PROMPT = 8

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import cacheblend_rag.opening
+from cacheblend_rag.engines import factory
 from cacheblend_rag import BlendConfig, Chunk, Document, SamplingParams, open_engine
 from cacheblend_rag.errors import (
     CacheBlendError,
@@ -136,7 +136,7 @@ def test_errors_are_one_line_and_name_the_fix(
 
 
 def test_vllm_without_its_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cacheblend_rag.opening, "find_spec", lambda name: None)
+    monkeypatch.setattr(factory, "find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[vllm\]"):
         open_engine("vllm", model="demo")
 
@@ -161,11 +161,15 @@ def test_auto_takes_vllm_where_it_runs_well_and_says_why(
     picked: str,
 ) -> None:
     found = object() if vllm else None
-    monkeypatch.setattr(cacheblend_rag.opening, "find_spec", lambda name: found)
+    monkeypatch.setattr(factory, "find_spec", lambda name: found)
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
-    monkeypatch.setattr(cacheblend_rag.opening, "_open_vllm", lambda *_, **__: Opened("vllm"))
     monkeypatch.setattr(
-        cacheblend_rag.opening, "_open_transformers", lambda *_, **__: Opened("transformers")
+        factory, "_open_vllm", lambda *_, **__: Opened("vllm")
+    )
+    monkeypatch.setattr(
+        cacheblend_rag.engines.factory,
+        "_open_transformers",
+        lambda *_, **__: Opened("transformers"),
     )
     caplog.set_level("INFO", logger="cacheblend_rag")
     engine = open_engine(model=model if isinstance(model, str) else model(), device=device)

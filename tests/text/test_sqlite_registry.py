@@ -13,16 +13,17 @@ from threading import Thread
 
 import pytest
 
-from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
 from cacheblend_rag.errors import PromptError, StoreError
-from cacheblend_rag.shared_registry import SharedChunkRegistry
+from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.registry import ChunkRegistry
+from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 REPORT = Document("report", ("Alpha is first.", "It was founded in Rome.", "It has ten members."))
 LETTER = Document("letter", ("Dear reader,", "It was founded in Rome."))
 OTHER_PROCESS = """
 import sys
-from cacheblend_rag.chunks import Document
-from cacheblend_rag.shared_registry import SharedChunkRegistry
+from cacheblend_rag.text.chunk import Document
+from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 registry = SharedChunkRegistry(sys.argv[1])
 for name in sys.argv[3:]:
     registry.add_many(Document(name, (f"First of {name}.", f"Second of {name}.")).to_chunks())

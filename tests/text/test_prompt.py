@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.chunks import Chunk, ChunkRegistry, Document
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.prompt import (
+from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.encoder import SegmentEncoder
+from cacheblend_rag.text.prompt import (
     BlendPrompt,
     EncodedPrompt,
     Segment,
     segment,
 )
-from cacheblend_rag.tokenization import SegmentEncoder
+from cacheblend_rag.text.registry import ChunkRegistry
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 CORPUS = [

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from cacheblend_rag.bench.interleave import Advance, run_in_turns
+from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import attend_fused
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
-from cacheblend_rag.cli.bench_turns import Advance, run_in_turns
-from cacheblend_rag.engines.transformers.shapes import ModelShape
 from cacheblend_rag.errors import ConfigError
 
 TAIL = 32

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.probe import REUSE_ONLY
+from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.stack import DecoderStack
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, Schedule, plan_schedule
 from cacheblend_rag.blend.passes import Attention, Candidates, synchronize
-from cacheblend_rag.blend.probe import REUSE_ONLY, probe_question
+from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.fusion.lead_in import PlacedChunk
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.reports import ChunkReport, MissReason
+from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.report import ChunkReport, MissReason
 
 
 class Stopwatch:

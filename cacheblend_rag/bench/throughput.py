@@ -17,15 +17,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.bench.interleave import Advance
+from cacheblend_rag.bench.vllm import VLLMSetting, running_vllm
+from cacheblend_rag.bench.workload import ONE_TOKEN, blend_config, draw_chunks, draw_words
 from cacheblend_rag.blend import plan_schedule
-from cacheblend_rag.chunks import Chunk
-from cacheblend_rag.cli.bench_turns import Advance
-from cacheblend_rag.cli.bench_vllm import VLLMSetting, running_vllm
-from cacheblend_rag.cli.bench_workload import ONE_TOKEN, blend_config, draw_chunks, draw_words
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import Generation, SamplingParams
 from cacheblend_rag.errors import CacheBlendError, ConfigError
-from cacheblend_rag.prompt import BlendPrompt
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.client import VLLMClient

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.arguments import check_engine_name
-from cacheblend_rag.chunks import ChunkRegistry
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.secret import Secret
-from cacheblend_rag.shared_registry import SharedChunkRegistry
+from cacheblend_rag.text.registry import ChunkRegistry
+from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.tokenization import Tokenizer
+    from cacheblend_rag.text.encoder import Tokenizer
 
 logger = logging.getLogger(__name__)
 

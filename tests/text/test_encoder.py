@@ -9,9 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.chunks import Chunk, ChunkRegistry
-from cacheblend_rag.prompt import BlendPrompt, EncodedPrompt
-from cacheblend_rag.tokenization import SegmentEncoder
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.encoder import SegmentEncoder
+from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
+from cacheblend_rag.text.registry import ChunkRegistry
 from tests.tokenizer_kinds import (
     BOS,
     CELL,

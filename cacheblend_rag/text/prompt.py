@@ -12,9 +12,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from cacheblend_rag.chunks import Chunk, ChunkRegistry
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.tokenization import SegmentEncoder, Tokenizer
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.encoder import SegmentEncoder, Tokenizer
+from cacheblend_rag.text.registry import ChunkRegistry
 
 Message = Mapping[str, Any]
 

@@ -14,12 +14,12 @@ from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.cli.bench_turns import Advance, Case, run_in_turns
-from cacheblend_rag.cli.bench_vllm import VLLMSetting, running_vllm
-from cacheblend_rag.cli.bench_workload import ONE_TOKEN, draw_words
+from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
+from cacheblend_rag.bench.vllm import VLLMSetting, running_vllm
+from cacheblend_rag.bench.workload import ONE_TOKEN, draw_words
 from cacheblend_rag.engines.base import SamplingParams
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.prompt import BlendPrompt
+from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Generation

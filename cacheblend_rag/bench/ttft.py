@@ -14,21 +14,21 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
+from cacheblend_rag.bench.memory import peak_extra_bytes
+from cacheblend_rag.bench.shapes import ModelShape
+from cacheblend_rag.bench.vllm import VLLMSetting
+from cacheblend_rag.bench.workload import ONE_TOKEN, blend_config, draw_chunks, draw_words
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.chunks import Chunk
-from cacheblend_rag.cli.bench_memory import peak_extra_bytes
-from cacheblend_rag.cli.bench_turns import Advance, Case, run_in_turns
-from cacheblend_rag.cli.bench_vllm import VLLMSetting
-from cacheblend_rag.cli.bench_workload import ONE_TOKEN, blend_config, draw_chunks, draw_words
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.transformers.shapes import ModelShape
 from cacheblend_rag.engines.vllm.serving import check_attention_mode
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prompt import BlendPrompt
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.prompt import BlendPrompt
 
 Tier = Literal["host", "disk"]
 TIERS: tuple[Tier, ...] = get_args(Tier)

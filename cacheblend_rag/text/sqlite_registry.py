@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
 
-from cacheblend_rag.chunks import EMPTY, Chunk, ChunkRegistry, Context, Match
 from cacheblend_rag.errors import PromptError, StoreError
+from cacheblend_rag.text.chunk import EMPTY, Chunk, Context, Match
+from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,155 @@
+"""Chunks, and the documents that they are cut from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+
+class Context(Sequence[str]):
+    """Pieces of a document, in order. Long ones that begin alike share their beginnings.
+
+    The chunks of a document have its beginnings as contexts: kept apart, they would take memory and
+    time by the square of its length. So a context is its last piece and the context before that,
+    and knows its length and hash. It equals other contexts and tuples with the same pieces; as a
+    key, it finds contexts only.
+    """
+
+    __slots__ = ("_hash", "_length", "_parent", "last")
+
+    _hash: int
+    _length: int
+    _parent: Context | None
+    last: str
+    """The last piece; "" of an empty context."""
+
+    def __new__(cls, pieces: Iterable[str] = ()) -> Context:
+        """Make a context of pieces; a context itself is returned as it is."""
+        if isinstance(pieces, Context):
+            return pieces
+        made = EMPTY
+        for piece in pieces:
+            made = made.then(piece)
+        return made
+
+    @classmethod
+    def _make(cls, parent: Context | None, last: str) -> Context:
+        made = super().__new__(cls)
+        made._parent, made.last = parent, last
+        made._length = 0 if parent is None else parent._length + 1
+        made._hash = hash((0 if parent is None else parent._hash, last))
+        return made
+
+    def then(self, piece: str) -> Context:
+        """Return the context with one piece more."""
+        return self._make(self, piece)
+
+    @property
+    def before(self) -> Context:
+        """The context without its last piece; an empty one is itself."""
+        return self if self._parent is None else self._parent
+
+    def __len__(self) -> int:
+        """Return how many pieces there are."""
+        return self._length
+
+    def __reversed__(self) -> Iterator[str]:
+        """Yield the pieces from the last to the first."""
+        node = self
+        while node._parent is not None:
+            yield node.last
+            node = node._parent
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the pieces in order."""
+        return reversed([*reversed(self)])
+
+    @overload
+    def __getitem__(self, index: int) -> str: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[str, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> str | tuple[str, ...]:
+        """Return a piece, or several; takes as long as the context is."""
+        return tuple(self)[index]
+
+    def __hash__(self) -> int:
+        """Return the hash of all pieces, which is known."""
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """Tell whether the pieces are the same."""
+        if not isinstance(other, Context):
+            return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+        here, there = self, other
+        while here is not there:
+            if (here._hash, here._length, here.last) != (there._hash, there._length, there.last):
+                return False
+            here, there = here.before, there.before
+        self._parent = other._parent  # kept once from now on, and compared no more
+        return True
+
+    def __reduce__(self) -> tuple[type[Context], tuple[tuple[str, ...]]]:
+        """Pickle and copy the pieces: what they hang on would nest too deep."""
+        return Context, (tuple(self),)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
+EMPTY = Context._make(None, "")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A passage as indexed.
+
+    text: the passage, verbatim as it will stand in prompts.
+    document_id: the document it was cut from, or None when it stands alone.
+    context: what precedes it in that document, in pieces, each of which is one tokenization unit
+        (an earlier chunk's text or the separator between two chunks). Empty for the first chunk of
+        a document and for chunks that stand alone.
+    collection: which of several indexes over the same documents it was cut for.
+    """
+
+    text: str
+    document_id: str | None = None
+    context: Sequence[str] = EMPTY
+    collection: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "context", Context(self.context))
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document cut into chunks, in order, joined by ``separator``.
+
+    collection: the index that the chunks are for. Another index over the same documents, cut
+    otherwise, needs another one: within a collection, a document's new chunks replace its old ones.
+    """
+
+    document_id: str
+    chunks: tuple[str, ...]
+    separator: str = "\n\n"
+    collection: str = ""
+
+    def to_chunks(self) -> list[Chunk]:
+        """Return the chunks, each with the pieces of the document that precede it."""
+        found: list[Chunk] = []
+        before = EMPTY
+        for text in self.chunks:
+            found.append(Chunk(text, self.document_id, before, self.collection))
+            before = before.then(text).then(self.separator)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """Characters [start, end) of a searched text are ``chunk``'s text."""
+
+    start: int
+    end: int
+    chunk: Chunk

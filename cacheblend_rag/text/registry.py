@@ -1,0 +1,242 @@
+"""ChunkRegistry: finds known chunks, verbatim, in any prompt text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from threading import Lock
+
+from cacheblend_rag.errors import PromptError
+from cacheblend_rag.text.chunk import Chunk, Match
+from cacheblend_rag.text.search import (
+    AnchorTable,
+    Budget,
+    Span,
+    window_width,
+    windows,
+    without_overlaps,
+)
+
+CROWD = 64
+"""Variants of a text beyond which it says nothing of the document that it stands in."""
+
+
+class ChunkRegistry:
+    """All known chunks, found verbatim in any text.
+
+    One text may stand in several documents: each such chunk is a *variant* of it, with a context
+    (and so a KV) of its own. Texts are compared character for character; nothing is normalized.
+    Safe to search and change from several threads.
+    """
+
+    def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
+        self._lock = Lock()
+        self._serial = 0
+        self._variants: dict[str, dict[Chunk, int]] = {}
+        self._documents: dict[str | None, dict[str, dict[Chunk, None]]] = {}
+        self._anchors: dict[int, AnchorTable] = {}
+        for chunk in chunks:
+            self.add(chunk)
+
+    def __len__(self) -> int:
+        """Return how many chunks are registered, each variant counted."""
+        with self._lock:
+            return sum(map(len, self._variants.values()))
+
+    def __contains__(self, text: object) -> bool:
+        """Tell whether ``text`` is the text of a registered chunk."""
+        with self._lock:
+            return text in self._variants
+
+    def add(self, chunk: Chunk) -> None:
+        """Register a chunk; one that is known already becomes the most recently added.
+
+        Raises PromptError when its text is empty or only white space.
+        """
+        self.add_many([chunk])
+
+    def add_many(self, chunks: Iterable[Chunk]) -> None:
+        """Register chunks in order; searches may run in between. Raises as ``add``."""
+        for chunk in chunks:
+            self.check(chunk)
+            self._remember(chunk)
+
+    def discard(self, chunk: Chunk) -> None:
+        """Forget one chunk, if it is registered; other variants of its text stay."""
+        self.discard_many([chunk])
+
+    def discard_many(self, chunks: Iterable[Chunk]) -> None:
+        """Forget those of the chunks that are registered."""
+        with self._lock:
+            for chunk in chunks:
+                self._discard(chunk)
+
+    def remove_document(self, document_id: str) -> list[Chunk]:
+        """Forget a document's chunks and return them, in the order of their registration."""
+        with self._lock:
+            chunks = self._chunks_of(document_id)
+            for chunk in chunks:
+                self._discard(chunk)
+            return chunks
+
+    def document(self, document_id: str, collection: str | None = None) -> tuple[Chunk, ...]:
+        """Return a document's chunks, in the order of their registration; empty when unknown.
+
+        collection: only those that were cut for it; None is all.
+        """
+        with self._lock:
+            chunks = self._chunks_of(document_id)
+        return tuple(c for c in chunks if collection is None or c.collection == collection)
+
+    def chunks(self) -> tuple[Chunk, ...]:
+        """Return all registered chunks, each variant by itself."""
+        with self._lock:
+            return tuple(chunk for variants in self._variants.values() for chunk in variants)
+
+    def refresh(self) -> None:
+        """Take in what others wrote, waiting for whoever is writing; nothing to do in memory."""
+
+    def variants(self, text: str) -> tuple[Chunk, ...]:
+        """Return the registered chunks with this text, the most recently added last."""
+        with self._lock:
+            variants = self._variants.get(text, {})
+            return tuple(sorted(variants, key=variants.__getitem__))
+
+    def find(self, text: str, hints: Sequence[Chunk | str] = ()) -> list[Match]:
+        """Return the registered chunks that stand in ``text``, in order, without overlaps.
+
+        hints: chunks, or document ids, that are expected. The texts of hinted chunks are matched
+        first, and so win over any overlapping text that is not hinted. Within the hinted, then
+        within the others, the longest text wins, then the leftmost.
+
+        Which variant of a text is returned: a hinted one (an equal chunk, else one of a hinted
+        document); then the one whose document, as far as the latest chunks of it found earlier in
+        ``text`` show, precedes it here as in its context; then the most recently added.
+        """
+        found = list(windows(text))
+        with self._lock:
+            hinted = _Hints(hints)
+            budget = Budget(len(text))
+            spans = [
+                span
+                for width, hashes in reversed(found)
+                if width in self._anchors
+                for span in self._anchors[width].occurrences(text, hashes, budget)
+            ]
+
+            def precedence(span: Span) -> tuple[bool, int, int]:
+                start, end = span
+                return not self._is_hinted(text[start:end], hinted), start - end, start
+
+            return self._name(text, without_overlaps(spans, precedence), hinted)
+
+    @staticmethod
+    def check(chunk: Chunk) -> None:
+        """Raise PromptError when the chunk's text is empty or only white space."""
+        if not chunk.text or chunk.text.isspace():
+            raise PromptError(
+                f"chunk text {chunk.text[:20]!r} of document {chunk.document_id!r} is empty or "
+                "only white space; drop such chunks before registering"
+            )
+
+    def _add_anchor(self, text: str) -> None:
+        *_, (width, hashes) = windows(text)
+        if width not in self._anchors:
+            self._anchors[width] = AnchorTable()
+        self._anchors[width].add(text, hashes)
+
+    def _remember(self, chunk: Chunk) -> None:
+        with self._lock:
+            if chunk.text not in self._variants:
+                self._add_anchor(chunk.text)
+            self._serial += 1
+            self._variants.setdefault(chunk.text, {})[chunk] = self._serial
+            texts = self._documents.setdefault(chunk.document_id, {})
+            texts.setdefault(chunk.text, {})[chunk] = None
+
+    def _discard(self, chunk: Chunk) -> None:
+        variants = self._variants.get(chunk.text, {})
+        if chunk not in variants:
+            return
+        del variants[chunk]
+        if not variants:
+            del self._variants[chunk.text]
+            self._anchors[window_width(chunk.text)].discard(chunk.text)
+        texts = self._documents[chunk.document_id]
+        del texts[chunk.text][chunk]
+        if not texts[chunk.text]:
+            del texts[chunk.text]
+        if not texts:
+            del self._documents[chunk.document_id]
+
+    def _chunks_of(self, document_id: str) -> list[Chunk]:
+        chunks = [c for found in self._documents.get(document_id, {}).values() for c in found]
+        return sorted(chunks, key=lambda chunk: self._variants[chunk.text][chunk])
+
+    def _is_hinted(self, text: str, hints: _Hints) -> bool:
+        return text in hints.chunks or any(
+            text in self._documents.get(document_id, ()) for document_id in hints.document_ids
+        )
+
+    def _name(self, text: str, spans: Iterable[Span], hints: _Hints) -> list[Match]:
+        matches: list[Match] = []
+        earlier: list[str] = []
+        for start, end in spans:
+            found = text[start:end]
+            matches.append(Match(start, end, self._variant(found, earlier, hints)))
+            earlier.append(found)
+        return matches
+
+    def _variant(self, text: str, earlier: Sequence[str], hints: _Hints) -> Chunk:
+        """Choose among the variants of ``text``, the texts in ``earlier`` standing before it."""
+        variants = self._variants[text]
+        if len(variants) == 1:
+            return next(iter(variants))
+        candidates = self._hinted_variants(text, hints) or self._related_variants(text, earlier)
+        if not candidates or len(candidates) > CROWD:
+            return max(candidates or variants, key=variants.__getitem__)
+        return max(candidates, key=lambda c: (self._continuity(c, earlier), variants[c]))
+
+    def _hinted_variants(self, text: str, hints: _Hints) -> list[Chunk]:
+        same_text = hints.chunks.get(text, [])
+        equal = [chunk for chunk in same_text if chunk in self._variants[text]]
+        named = hints.document_ids | {chunk.document_id for chunk in same_text}
+        return equal or self._variants_in(named, text)
+
+    def _related_variants(self, text: str, earlier: Sequence[str]) -> list[Chunk]:
+        """Return the variants that continue a document found in ``earlier``."""
+        telling = {other for other in earlier if len(self._variants[other]) <= CROWD}
+        found = {chunk.document_id for other in telling for chunk in self._variants[other]}
+        candidates = self._variants_in(found, text)
+        return [chunk for chunk in candidates if self._continuity(chunk, earlier)]
+
+    def _variants_in(self, document_ids: Iterable[str | None], text: str) -> list[Chunk]:
+        return [
+            chunk
+            for document_id in document_ids
+            for chunk in self._documents.get(document_id, {}).get(text, ())
+        ]
+
+    def _continuity(self, chunk: Chunk, earlier: Sequence[str]) -> int:
+        """Count the chunks that precede ``chunk`` here, without a gap, as in its own document."""
+        document = self._documents[chunk.document_id]
+        here = (text for text in reversed(earlier) if text in document)
+        there = (piece for piece in reversed(chunk.context) if piece in self._variants)
+        count = 0
+        for text, piece in zip(here, there, strict=False):
+            if text != piece:
+                break
+            count += 1
+        return count
+
+
+class _Hints:
+    """Hints sorted by kind: chunks under their texts, and document ids."""
+
+    def __init__(self, hints: Sequence[Chunk | str]) -> None:
+        self.chunks: dict[str, list[Chunk]] = {}
+        self.document_ids: set[str | None] = set()
+        for hint in [hints] if isinstance(hints, str) else hints:
+            if isinstance(hint, Chunk):
+                self.chunks.setdefault(hint.text, []).append(hint)
+            else:
+                self.document_ids.add(hint)

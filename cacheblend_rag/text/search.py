@@ -1,0 +1,155 @@
+"""Where any of many texts stands in another: by anchors.
+
+Each text is known by one *anchor*: the hash of a window of up to 32 characters in it. A search
+hashes every window of the searched text at once, drops almost all of them by a table of marks, and
+compares texts only where an anchor stands. A new text takes an anchor that no other text has, where
+it can, so texts that share long beginnings or ends stay about as cheap to find as any others.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+Hashes = NDArray[np.uint64]
+Span = tuple[int, int]
+
+LONGEST_WINDOW = 32
+SLOTS_PER_MARK = 32
+COMPARED_CHARACTERS = 4 << 20
+"""Compared at most in a search, beside some a character of the text; see Budget."""
+COMPARED_PER_CHARACTER = 16
+LEAST_COMPARED = 64
+SMALLEST_SLOT_BITS = 12
+CHARACTER_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+WINDOW_FACTORS = (
+    np.uint64(0xD6E8FEB86659FD93),
+    np.uint64(0xA0761D6478BD642F),
+    np.uint64(0xE7037ED1A0B428DB),
+    np.uint64(0x8EBC6AF09C88C6E3),
+    np.uint64(0x589965CC75374CC3),
+)
+
+
+class Budget:
+    """What a search may compare. Texts of one character repeated would take minutes otherwise.
+
+    A text that is not compared is not found: it costs reuse, never an answer.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._left = COMPARED_CHARACTERS + COMPARED_PER_CHARACTER * length
+
+    def allows(self, text: str) -> bool:
+        """Whether ``text`` may still be compared; counts it."""
+        self._left -= max(len(text), LEAST_COMPARED)
+        return self._left >= 0
+
+
+class AnchorTable:
+    """Texts of one window width, each known by the hash of one of its windows."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, list[tuple[int, str]]] = {}
+        self._anchor: dict[str, int] = {}
+        self._make_room()
+
+    def add(self, text: str, hashes: Hashes) -> None:
+        """Register ``text``, whose window hashes are ``hashes``."""
+        if self._marked * SLOTS_PER_MARK >= len(self._marks):
+            self._make_room()
+        offset = self._free_window(hashes)
+        anchor = int(hashes[offset])
+        self._texts.setdefault(anchor, []).append((offset, text))
+        self._anchor[text] = anchor
+        self._mark(hashes[offset : offset + 1])
+
+    def discard(self, text: str) -> None:
+        """Forget ``text``. Its mark stays until room is made: it costs time, never a match."""
+        anchor = self._anchor.pop(text)
+        kept = [entry for entry in self._texts[anchor] if entry[1] != text]
+        if kept:
+            self._texts[anchor] = kept
+        else:
+            del self._texts[anchor]
+
+    def occurrences(self, text: str, hashes: Hashes, budget: Budget) -> Iterator[Span]:
+        """Yield where registered texts stand in ``text``, overlaps included, within ``budget``."""
+        marked = np.flatnonzero(self._marks[self._slots(hashes)])
+        for position, anchor in zip(marked.tolist(), hashes[marked].tolist(), strict=True):
+            for offset, known in self._texts.get(anchor, ()):
+                start = position - offset
+                if not budget.allows(known):
+                    return
+                if start >= 0 and text.startswith(known, start):
+                    yield start, start + len(known)
+
+    def _free_window(self, hashes: Hashes) -> int:
+        """Choose an anchor: an unmarked window at or after the middle, else before it.
+
+        From the middle, because texts cut by one rule tend to begin and end alike.
+        """
+        middle = len(hashes) // 2
+        free = ~self._marks[self._slots(hashes)]
+        for first, part in ((middle, free[middle:]), (0, free[:middle])):
+            if part.any():
+                return first + int(part.argmax())
+        anchors: list[int] = hashes.tolist()
+        crowds = {anchor: len(self._texts.get(anchor, ())) for anchor in anchors}
+        return anchors.index(min(crowds, key=crowds.__getitem__))
+
+    def _slots(self, hashes: Hashes) -> NDArray[np.int64]:
+        slots: NDArray[np.int64] = (hashes >> self._shift).view(np.int64)
+        return slots
+
+    def _mark(self, hashes: Hashes) -> None:
+        self._marks[self._slots(hashes)] = True
+        self._marked += len(hashes)
+
+    def _make_room(self) -> None:
+        """Lay the marks anew with room for twice the texts known now; stale marks go."""
+        slots = 2 * SLOTS_PER_MARK * len(self._texts)
+        bits = max(SMALLEST_SLOT_BITS, slots.bit_length())
+        self._shift = np.uint64(64 - bits)
+        self._marks = np.zeros(1 << bits, dtype=np.bool_)
+        self._marked = 0
+        self._mark(np.fromiter(self._texts, dtype=np.uint64, count=len(self._texts)))
+
+
+def window_width(text: str) -> int:
+    """Return the largest power of two that fits in ``text``, at most LONGEST_WINDOW."""
+    return min(LONGEST_WINDOW, 1 << (len(text).bit_length() - 1))
+
+
+def windows(text: str) -> Iterator[tuple[int, Hashes]]:
+    """Yield (width, hashes of all windows of that width) for widths 1, 2, 4, ... that fit."""
+    if not text:
+        return
+    # UTF-32 holds one number a character; surrogatepass because a text may hold unpaired ones.
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+    hashes = codes.astype(np.uint64) * CHARACTER_FACTOR
+    width = 1
+    yield width, hashes
+    for factor in WINDOW_FACTORS:
+        if len(hashes) <= width:
+            return
+        hashes = hashes[:-width] * factor + hashes[width:]
+        width *= 2
+        yield width, hashes
+
+
+def without_overlaps(
+    spans: Iterable[Span], precedence: Callable[[Span], tuple[bool, int, int]]
+) -> list[Span]:
+    """Keep spans by precedence, none overlapping one kept before; return them in order."""
+    kept: list[Span] = []
+    for span in sorted(spans, key=precedence):
+        start, end = span
+        after = bisect_left(kept, span)
+        clear_before = after == 0 or kept[after - 1][1] <= start
+        if clear_before and (after == len(kept) or end <= kept[after][0]):
+            insort(kept, span)
+    return kept
