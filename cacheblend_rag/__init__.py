@@ -15,31 +15,24 @@ from cacheblend_rag.text.prompt import BlendPrompt, Segment
 from cacheblend_rag.text.registry import ChunkRegistry
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import (
-        BlendReport,
-        Delta,
-        Engine,
-        Generation,
-        PrecomputeReport,
-        SamplingParams,
-    )
+    from cacheblend_rag.engines.base import Delta, Engine, Generation, SamplingParams
     from cacheblend_rag.engines.factory import load_tokenizer, open_engine
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
-    from cacheblend_rag.report import ChunkReport
+    from cacheblend_rag.report import BlendReport, ChunkReport, PrecomputeReport
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
 
 _LAZY = {
-    "BlendReport": "cacheblend_rag.engines.base",
+    "BlendReport": "cacheblend_rag.report",
     "ChunkKV": "cacheblend_rag.kv",
     "ChunkReport": "cacheblend_rag.report",
     "Delta": "cacheblend_rag.engines.base",
     "Engine": "cacheblend_rag.engines.base",
     "Generation": "cacheblend_rag.engines.base",
     "KVKey": "cacheblend_rag.kv",
-    "PrecomputeReport": "cacheblend_rag.engines.base",
+    "PrecomputeReport": "cacheblend_rag.report",
     "SamplingParams": "cacheblend_rag.engines.base",
     "TieredKVStore": "cacheblend_rag.kv",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",

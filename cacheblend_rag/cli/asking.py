@@ -35,13 +35,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from cacheblend_rag.cli.collection_engine import CollectionEngine
-    from cacheblend_rag.engines.base import (
-        BlendReport,
-        Delta,
-        Generation,
-        SamplingParams,
-    )
-    from cacheblend_rag.report import ChunkReport
+    from cacheblend_rag.engines.base import Delta, Generation, SamplingParams
+    from cacheblend_rag.report import BlendReport, ChunkReport
 
 TOP_K = 4
 MAX_TOKENS = 256

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cacheblend_rag.bench.ttft import TtftRow
-    from cacheblend_rag.engines.base import BlendReport, Generation
+    from cacheblend_rag.engines.base import Generation
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.quality.dataset import EvalQuestion
+    from cacheblend_rag.report import BlendReport
     from cacheblend_rag.text.chunk import Document
 
 DOCUMENTS = 24

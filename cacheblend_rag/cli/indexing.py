@@ -53,7 +53,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from cacheblend_rag.cli.estimating import IndexEstimate
-    from cacheblend_rag.engines.base import Engine, PrecomputeReport
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.report import PrecomputeReport
 
 FIRST_PART_CHUNKS, MOST_PART_CHUNKS = 8, 64
 PART_SECONDS = 5.0

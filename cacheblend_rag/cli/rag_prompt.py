@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.text.prompt import render_messages
+from cacheblend_rag.text.chat import render_messages
 
 INSTRUCTION = (
     "Answer the question from the passages below. Use nothing else. If they do not hold the "

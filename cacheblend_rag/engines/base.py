@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from threading import Event
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.report import BlendReport, PrecomputeReport
+from cacheblend_rag.text.chat import Message
 from cacheblend_rag.text.chunk import Chunk, Document
-from cacheblend_rag.text.prompt import BlendPrompt, Message
+from cacheblend_rag.text.prompt import BlendPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -68,60 +69,6 @@ def _check_number(name: str, value: object, *, whole: bool = False) -> None:
 
 
 @dataclass(frozen=True)
-class PhaseSeconds:
-    """Wall-clock seconds a phase. ``time_to_first_token`` is their sum without ``decode``.
-
-    prepare: segmentation and tokenization. load: fetching and re-rotating KV. selection: probes,
-    scoring. recompute: running layers (all of prefill when nothing was reused). first_token:
-    last norm, logits, sampling. decode: all later tokens.
-    """
-
-    prepare: float = 0.0
-    load: float = 0.0
-    selection: float = 0.0
-    recompute: float = 0.0
-    first_token: float = 0.0
-    decode: float = 0.0
-
-    @property
-    def time_to_first_token(self) -> float:
-        return self.prepare + self.load + self.selection + self.recompute + self.first_token
-
-
-@dataclass(frozen=True)
-class BlendReport:
-    """What one request did.
-
-    blended: False when the prompt was served by ordinary prefill; ``reason`` says why.
-    prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens, where reused tokens kept
-    their cached KV, recomputed tokens are chunk tokens that had cached KV but were computed
-    afresh, and computed tokens had none (text segments, missing chunks).
-    compute_share: floating-point work of the pass, probes included, as a share of full prefill's.
-    """
-
-    engine: str
-    blended: bool
-    reason: str | None
-    prompt_tokens: int
-    reused_tokens: int
-    recomputed_tokens: int
-    computed_tokens: int
-    recompute_ratio: float
-    selector: str
-    lead_in: str
-    compute_share: float
-    seconds: PhaseSeconds
-    chunks: tuple[ChunkReport, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, with ``seconds.time_to_first_token`` added."""
-        plain = asdict(self)
-        plain["seconds"]["time_to_first_token"] = self.seconds.time_to_first_token
-        plain["chunks"] = list(plain["chunks"])
-        return plain
-
-
-@dataclass(frozen=True)
 class Generation:
     """One finished answer: ``text`` without stop string, ``token_ids`` without end token."""
 
@@ -138,21 +85,6 @@ class Delta:
 
     text: str
     generation: Generation | None = None
-
-
-@dataclass(frozen=True)
-class PrecomputeReport:
-    """What precompute did: chunks computed, skipped (already stored) and refused, with reasons.
-
-    replaced: of how many chunks that documents no longer have the KV was dropped.
-    """
-
-    computed: int = 0
-    skipped: int = 0
-    computed_tokens: int = 0
-    seconds: float = 0.0
-    refused: Mapping[str, int] = field(default_factory=dict)
-    replaced: int = 0
 
 
 CLOSED = "the engine is closed: open another"

@@ -8,8 +8,8 @@ import pytest
 
 from cacheblend_rag.cli.asking import Asker, Order, Source, report_lines
 from cacheblend_rag.cli.collection import FILE_NAME, KV_NAME
-from cacheblend_rag.engines.base import BlendReport, PhaseSeconds
 from cacheblend_rag.prefill.blended import CONTEXT_KEPT
+from cacheblend_rag.report import BlendReport, PhaseSeconds
 from cacheblend_rag.text.chunk import Chunk
 
 

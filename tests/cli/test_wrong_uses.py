@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import huggingface_hub.constants
 import pytest
+from cacheblend_rag.engines.transformers.shapes import ModelShape
 
-from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.cli import asking, checks, indexing, retrieval, serve
 from cacheblend_rag.cli.collection import KV_NAME
 from cacheblend_rag.cli.reading import FileReader
@@ -83,11 +83,7 @@ WRONG = {
     (*INDEX, "--model", "{notes}"): "holds no config.json",
     (*INDEX, "--model", "nobody/nothing"): "model='nobody/nothing' is no folder here, and the hub",
     (*INDEX, "--embedding-model", "./none"): "embedding_model='./none': there is no such folder",
-    (
-        "demo",
-        "--embedding-model",
-        "/nowhere",
-    ): "embedding_model='/nowhere': there is no such folder",
+    ("demo", "--embedding-model", "/nowhere"): "embedding_model='/nowhere': there is no such",
     ("eval", "--model", "/nowhere"): "model='/nowhere': there is no such folder",
     ("serve", "nofolder"): "model='nofolder' is no folder here, and the hub",
     ("serve", "./nofolder"): "model='./nofolder': there is no such folder",

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines import factory
 from cacheblend_rag import BlendConfig, Chunk, Document, SamplingParams, open_engine
+from cacheblend_rag.engines import factory
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -163,11 +163,9 @@ def test_auto_takes_vllm_where_it_runs_well_and_says_why(
     found = object() if vllm else None
     monkeypatch.setattr(factory, "find_spec", lambda name: found)
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
+    monkeypatch.setattr(factory, "_open_vllm", lambda *_, **__: Opened("vllm"))
     monkeypatch.setattr(
-        factory, "_open_vllm", lambda *_, **__: Opened("vllm")
-    )
-    monkeypatch.setattr(
-        cacheblend_rag.engines.factory,
+        factory,
         "_open_transformers",
         lambda *_, **__: Opened("transformers"),
     )

@@ -24,12 +24,9 @@ from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import (
     FULL_PREFILL,
-    BlendReport,
     Delta,
     FinishReason,
     Generation,
-    PhaseSeconds,
-    PrecomputeReport,
     PromptLike,
     SamplingParams,
 )
@@ -63,7 +60,7 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import Stopwatch
 from cacheblend_rag.prefill.lead_in import LeadIn, LedChunk
 from cacheblend_rag.prefill.precompute import Computed, compute_chunks
-from cacheblend_rag.report import MissReason
+from cacheblend_rag.report import BlendReport, MissReason, PhaseSeconds, PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.prompt import EncodedPrompt

@@ -33,12 +33,9 @@ from tqdm import tqdm
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import (
     FULL_PREFILL,
-    BlendReport,
     Delta,
     FinishReason,
     Generation,
-    PhaseSeconds,
-    PrecomputeReport,
     PromptLike,
     SamplingParams,
 )
@@ -65,7 +62,7 @@ from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailabl
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
 from cacheblend_rag.prefill.lead_in import LeadIn, LedChunk, PlacedChunk, place_chunks
 from cacheblend_rag.prefill.precompute import DocumentPass, document_passes
-from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry

@@ -1,0 +1,73 @@
+"""Chat messages, rendered by a tokenizer's template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from cacheblend_rag.errors import PromptError
+from cacheblend_rag.text.encoder import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+def render_messages(
+    messages: Sequence[Message], tokenizer: Tokenizer, add_generation_prompt: bool = True
+) -> str:
+    """Render chat messages with the tokenizer's template; raises as BlendPrompt.from_messages."""
+    plain = _plain_messages(messages)
+    if not getattr(tokenizer, "chat_template", None):
+        raise PromptError(
+            "the tokenizer has no chat template: pass the prompt as a plain string or set "
+            "tokenizer.chat_template"
+        )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            plain, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except (TemplateError, TypeError, ValueError) as error:
+        raise PromptError(f"the chat template refused the messages: {error}") from error
+    return str(rendered)
+
+
+def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise PromptError("messages must be a non-empty list of {'role': ..., 'content': ...}")
+    return [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _plain_message(message: Message, name: str) -> dict[str, Any]:
+    """Return the message with its content as one string; other fields (tool calls) as they are."""
+    if not isinstance(message, Mapping):
+        raise PromptError(
+            f"{name} must be a mapping with 'role' and 'content', not {message!r:.40}"
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise PromptError(f"{name}.role must be a non-empty string, not {role!r:.40}")
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return dict(message)
+    return {**message, "content": _plain_content(content, f"{name}.content")}
+
+
+def _plain_content(content: object, name: str) -> str:
+    """Join text parts by newlines: most templates know strings only, and print a list as code."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise PromptError(f"{name} must be a string or a list of text parts, not {content!r:.40}")
+    return "\n".join(_part_text(part, f"{name}[{i}]") for i, part in enumerate(content))
+
+
+def _part_text(part: object, name: str) -> str:
+    if not isinstance(part, Mapping) or part.get("type") != "text":
+        raise PromptError(
+            f"{name} must be {{'type': 'text', 'text': ...}}: only text can be blended"
+        )
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise PromptError(f"{name}.text must be a string, not {text!r:.40}")
+    return text
