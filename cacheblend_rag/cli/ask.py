@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import asking, output
-from cacheblend_rag.cli.asking import Asker, FittedPrompt, Order
-from cacheblend_rag.cli.collection import DEFAULT_FOLDER
 from cacheblend_rag.cli.models import DeviceOption, EngineOption
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.rag.answering import Asker, FittedPrompt, clean_question, finished
+from cacheblend_rag.rag.collection import DEFAULT_FOLDER
+from cacheblend_rag.rag.ordering import Order
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Generation, SamplingParams
@@ -34,10 +35,10 @@ def ask_command(
     as_json: output.JsonOption = False,
 ) -> None:
     """Answer a question from a collection, reusing the stored KV of its passages."""
-    text = asking.clean_question(_one(question))
+    text = clean_question(_one(question))
     with (
         output.stdout_reserved(as_json),
-        Asker(folder, device, engine, ratio=ratio, selector=selector) as asker,
+        asking.opened(folder, device, engine, ratio, selector) as asker,
     ):
         sampling = asker.sampling(max_tokens, temperature)
         sources = asker.retrieve(text, top_k, order)
@@ -72,7 +73,7 @@ def _one(words: list[str]) -> str:
 def _warm_up(asker: Asker, fitted: FittedPrompt) -> None:
     """Answer once both ways, so that neither pays for what only a first request does."""
     sampling = asker.sampling(1, 0.0)
-    asking.finished(asker.stream(fitted, sampling))
+    finished(asker.stream(fitted, sampling))
     asker.engine.generate_full(fitted.prompt, sampling)
 
 
@@ -81,10 +82,10 @@ def _answer(
 ) -> Generation:
     deltas = asker.stream(fitted, sampling)
     if not shown:
-        return asking.finished(deltas)
+        return finished(deltas)
     if titled:
         typer.echo("blend:")
-    return asking.finished(asking.written(deltas))
+    return finished(asking.written(deltas))
 
 
 def _print_comparison(answer: Generation, full: Generation) -> None:

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from cacheblend_rag.cli import checks, output
-from cacheblend_rag.cli.models import VLLM
+from cacheblend_rag.cli import output
+from cacheblend_rag.engines.factory import VLLM
+from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
     from cacheblend_rag.bench.interleave import Advance
@@ -78,11 +80,10 @@ def ttft_command(
     _check_options(dtype, selector)
     from cacheblend_rag.bench import ttft
     from cacheblend_rag.bench.shapes import named_shape
-    from cacheblend_rag.cli import models
     from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
 
     with output.stdout_reserved(as_json):
-        models.quiet_libraries()
+        quiet_libraries()
         plan = ttft.TtftPlan(
             shape=named_shape(shape),
             chunks=chunks,
@@ -286,10 +287,9 @@ def _check_options(dtype: str, selector: str | None = None) -> None:
 def _setting(shape: str, dtype: str, device: str, eager: bool) -> VLLMSetting:
     from cacheblend_rag.bench.shapes import named_shape
     from cacheblend_rag.bench.vllm import VLLMSetting
-    from cacheblend_rag.cli import models
     from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
 
-    models.quiet_libraries()
+    quiet_libraries()
     setting = VLLMSetting(named_shape(shape), named_dtype(dtype), pick_device(device), eager)
     checks.check_engine(VLLM)
     return setting

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from cacheblend_rag.cli import asking, output
-from cacheblend_rag.cli.asking import AskedTurn, Asker, FittedPrompt, Order
-from cacheblend_rag.cli.collection import DEFAULT_FOLDER
 from cacheblend_rag.cli.models import DeviceOption, EngineOption
 from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.rag.answering import AskedTurn, Asker, FittedPrompt, clean_question, finished
+from cacheblend_rag.rag.collection import DEFAULT_FOLDER
+from cacheblend_rag.rag.ordering import Order
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Generation, SamplingParams
@@ -47,7 +48,7 @@ def chat_command(
     /sources and /report tell of the last answer, /reset forgets all turns, /exit or the end of
     input ends. Ctrl-C stops an answer.
     """
-    with Asker(folder, device, engine, ratio=ratio, selector=selector) as asker:
+    with asking.opened(folder, device, engine, ratio, selector) as asker:
         chat = _Chat(asker, asker.sampling(max_tokens, temperature), top_k, order)
         for line in _lines():
             if line == "/exit":
@@ -72,7 +73,7 @@ class _Chat:
     def take(self, line: str) -> None:
         """Do what a line says: a command or a question."""
         if not line.startswith("/"):
-            self._ask(asking.clean_question(line))
+            self._ask(clean_question(line))
         elif line == "/reset":
             self._turns, self._last = (), None
         elif line not in {"/sources", "/report"}:
@@ -89,7 +90,7 @@ class _Chat:
             sources = self._asker.retrieve(question, self._top_k, self._order)
             fitted = self._asker.fit(self._turns, question, sources, self._sampling.max_tokens)
             deltas = self._asker.stream(fitted, self._sampling, cancel)
-            answer = asking.finished(asking.written(deltas))
+            answer = finished(asking.written(deltas))
         self._last = fitted, answer
         self._keep(fitted, answer.text.strip())
         _remark(fitted, answer)

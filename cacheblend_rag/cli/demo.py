@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from cacheblend_rag.cli import checks, models, output
-from cacheblend_rag.cli.retrieval import BUNDLED
+from cacheblend_rag.cli import models, output
 from cacheblend_rag.config import LeadIn
 from cacheblend_rag.engines.naming import DEMO_MODEL
+from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.rag import checks
+from cacheblend_rag.rag.retrieval import BUNDLED
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -224,12 +226,12 @@ def _save_documents(folder: Path, questions: int) -> None:
 
 def _set_up(questions: int, embedding_model: str) -> tuple[_Demo, list[Document]]:
     """Draw the collection, retrieve for each question, and load the demo model."""
-    from cacheblend_rag.cli.retrieval import DocumentRetriever
     from cacheblend_rag.demo.corpus import CHUNK_SEPARATOR, INSTRUCTION, generate_collection
     from cacheblend_rag.quality.dataset import EvalQuestion, lead_text
+    from cacheblend_rag.rag.retrieval import DocumentRetriever
     from cacheblend_rag.text.chunk import Document
 
-    models.quiet_libraries()
+    quiet_libraries()
     collection, drawn = generate_collection(DOCUMENTS, questions, SEED)
     documents = [Document(d.document_id, d.chunks, CHUNK_SEPARATOR) for d in collection]
     retriever = DocumentRetriever(documents, embedding_model)

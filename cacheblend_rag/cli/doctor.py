@@ -15,6 +15,7 @@ from cacheblend_rag.cli import models, output
 from cacheblend_rag.cli.doctor_server import check_server, print_server
 from cacheblend_rag.cli.store import check_is_store
 from cacheblend_rag.engines.naming import DEMO_MODEL
+from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.secret import check_server_url
 
@@ -124,7 +125,7 @@ def _check_model(name: str, device: str | None) -> dict[str, Any]:
     """Load the model; ``problem`` says why it cannot be blended, or is None."""
     from cacheblend_rag.engines.transformers import TransformersEngine
 
-    models.quiet_libraries()
+    quiet_libraries()
     found: dict[str, Any] = {"model": name, "problem": None}
     try:
         engine = TransformersEngine(models.model_folder(name), device=device)

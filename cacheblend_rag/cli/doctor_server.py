@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from cacheblend_rag.cli import models, output
+from cacheblend_rag.cli import output
+from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import CacheBlendError
 
 NOT_TOLD = ("active", "refusal", "identity", "chunks", "bytes", "vllm", "cacheblend_rag", "wire")
@@ -42,7 +43,7 @@ async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, 
 
     served = await connection.find_model(model)
     if model is not None:
-        models.quiet_libraries()
+        quiet_libraries()
         await check_vocabulary(connection, served, load_tokenizer(model))
     answer = await connection.complete(served.name, status_request())
     status = ConnectorStatus.of(answer.params)

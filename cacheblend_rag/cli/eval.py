@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
-from cacheblend_rag.cli import checks, models, output
+from cacheblend_rag.cli import models, output
 from cacheblend_rag.config import BlendConfig, LeadIn
+from cacheblend_rag.engines.factory import EMBEDDED
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import ConfigError, DatasetError
+from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -64,7 +65,7 @@ def evaluate_command(
         typer.Option(
             help="'transformers', 'vllm' (a server that runs meanwhile) or the URL of a `serve`."
         ),
-    ] = models.EMBEDDED,
+    ] = EMBEDDED,
     settings: Annotated[
         str | None, typer.Option(help="Comma-separated settings; all of the dataset's by default.")
     ] = None,
@@ -266,10 +267,10 @@ def _run(
     with opened as engines, output.progress_bar() as progress:
         for setting, rules in plans.items():
             questions = data.of_setting(setting)
-            task = progress.add_task(setting, total=len(questions))
+            task = progress.begin(setting, len(questions))
             needed = {rule.lead_in: engines[rule.lead_in] for rule in rules}
             evaluator = Evaluator(needed, data.instruction, base, sampling, options)
-            found = evaluator.run(questions, rules, partial(progress.advance, task))
+            found = evaluator.run(questions, rules, task.advance)
             rows += found.rows
             for reason, count in found.not_blended.items():
                 output.warn(f"{setting}: {count} answers came from ordinary prefill ({reason})")

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import checks, output
-from cacheblend_rag.cli.collection import DEFAULT_FOLDER, known_paths, sole_writer
-from cacheblend_rag.cli.collection_engine import CHUNK_SIZE, Choices, resolved_name
-from cacheblend_rag.cli.indexing import Indexing, IndexReport
+from cacheblend_rag.cli import options, output
 from cacheblend_rag.cli.models import DeviceOption, DtypeOption, EngineOption
-from cacheblend_rag.cli.reading import EXTRA, FoundFiles, find_files
-from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.rag import checks
+from cacheblend_rag.rag.collection import DEFAULT_FOLDER, known_paths, sole_writer
+from cacheblend_rag.rag.collection_engine import CHUNK_SIZE, Choices, resolved_name
+from cacheblend_rag.rag.indexing import Indexing, IndexReport
+from cacheblend_rag.rag.readers import EXTRA, FoundFiles, find_files
+from cacheblend_rag.rag.retrieval import BUNDLED
+from cacheblend_rag.rag.units import size
 
 if TYPE_CHECKING:
-    from cacheblend_rag.cli.estimating import IndexEstimate
+    from cacheblend_rag.rag.estimating import IndexEstimate
 
 SMALLEST_CHUNK = 16
 INTERRUPTED = 130
@@ -78,7 +80,7 @@ def index_command(
         float | None,
         typer.Option(
             min=0,
-            callback=checks.finite,
+            callback=options.finite,
             help="Most KV in the collection, in GiB: refuse before work what needs more.",
             show_default="no limit",
         ),
@@ -189,8 +191,8 @@ def _estimate_lines(into: Path, estimate: IndexEstimate) -> list[str]:
     return [
         f"{into}: {estimate.files} files to index, {estimate.unchanged} unchanged",
         f"to compute: {estimate.chunks} chunks, {estimate.tokens:,} tokens",
-        f"KV: at most {output.size(estimate.kv_bytes)} beside "
-        f"{output.size(estimate.stored_kv_bytes)} stored already",
+        f"KV: at most {size(estimate.kv_bytes)} beside "
+        f"{size(estimate.stored_kv_bytes)} stored already",
         f"time: {time}, and loading the models",
     ]
 

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cacheblend_rag.config import BlendConfig, LeadIn
+from cacheblend_rag.engines.factory import EMBEDDED, VLLM
 from cacheblend_rag.engines.naming import check_source, source_of
+from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
+from cacheblend_rag.rag.checks import DTYPES
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.engines.vllm.serving import RunningServer
 
-EMBEDDED, VLLM = "transformers", "vllm"
-DTYPES = ("float32", "bfloat16", "float16")
 HOST_BYTES = 2 << 30
 CPU_KV_SPACE, SERVED_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
 
@@ -133,30 +132,3 @@ def _server(folder: Path, dtype: str | None) -> AbstractContextManager[RunningSe
     environment = {} if CPU_KV_SPACE in os.environ else {CPU_KV_SPACE: SERVED_KV_GIB}
     flags = ["--dtype", dtype or "auto"]
     return running_server(folder, flags=flags, host_bytes=HOST_BYTES, environment=environment)
-
-
-def quiet_libraries() -> None:
-    """Import transformers, and keep its loading bars and advice off the terminal.
-
-    Where they are installed, transformers imports scikit-learn for a way to decode and SciPy for a
-    loss, neither of them used here, and waits for a second.
-    """
-    with _left_out("sklearn"), _left_out("scipy"):
-        from transformers import AutoModelForCausalLM  # noqa: F401 (imports what generates)
-        from transformers.utils import logging
-
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-
-
-@contextmanager
-def _left_out(module: str) -> Iterator[None]:
-    """Let a module look as if it were not installed, unless it is imported already."""
-    if module in sys.modules:
-        yield
-        return
-    sys.modules[module] = cast("ModuleType", None)
-    try:
-        yield
-    finally:
-        del sys.modules[module]

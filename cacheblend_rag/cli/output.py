@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import os
 import re
 import sys
@@ -20,12 +19,14 @@ from rich.progress import (
     Progress,
     ProgressColumn,
     Task,
+    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
 
-logger = logging.getLogger(__name__)
+from cacheblend_rag.rag import watching
+from cacheblend_rag.rag.watching import Watcher
 
 STDOUT, STDERR = 1, 2
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -79,11 +80,8 @@ def stdout_reserved(reserved: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """Yield a progress display on stderr that leaves nothing behind; none without a terminal.
-
-    A task's field ``note`` stands behind it.
-    """
+def progress_bar() -> Iterator[Watcher]:
+    """Yield a progress display on stderr that leaves nothing behind; none without a terminal."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -94,32 +92,46 @@ def progress_bar() -> Iterator[Progress]:
     console = side_console()
     disable = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=disable) as progress:
-        yield progress
+        yield _ProgressBar(progress)
+
+
+class _ProgressBar(Watcher):
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def warn(self, message: str) -> None:
+        warn(" ".join(printable(message).splitlines()))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        task = self._progress.add_task(name, total=None)
+        try:
+            with super().phase(name):
+                yield
+        finally:
+            self._progress.remove_task(task)
+
+    def begin(self, name: str, steps: int) -> watching.Task:
+        return _Bar(self._progress, self._progress.add_task(name, total=steps))
+
+
+class _Bar(watching.Task):
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress, self._task = progress, task
+
+    def note(self, what: str) -> None:
+        self._progress.update(self._task, note=what)
+
+    def advance(self, steps: int = 1) -> None:
+        self._progress.advance(self._task, steps)
+
+    def end(self) -> None:
+        self._progress.remove_task(self._task)
 
 
 class _NoteColumn(ProgressColumn):
     def render(self, task: Task) -> Text:
         return Text(str(task.fields.get("note", "")))
-
-
-@contextlib.contextmanager
-def phase(bar: Progress, name: str) -> Iterator[None]:
-    """Show what is being done while the block runs, and log it."""
-    logger.info(name)
-    task = bar.add_task(name, total=None)
-    try:
-        yield
-    finally:
-        bar.remove_task(task)
-
-
-def size(nbytes: float) -> str:
-    """Return bytes in the largest binary unit that they fill."""
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.2f} GiB"
 
 
 def percent(share: float) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from cacheblend_rag.cli import checks, output
+from cacheblend_rag.cli import options, output
 from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.vllm import serving
 from cacheblend_rag.engines.vllm.door import (
@@ -21,6 +21,7 @@ from cacheblend_rag.engines.vllm.door import (
     STORE_KEY_VARIABLE,
 )
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.rag import checks
 
 logger = logging.getLogger(__name__)
 
@@ -46,14 +47,14 @@ def serve_command(
     host_gib: Annotated[
         float,
         typer.Option(
-            min=0, callback=checks.finite, help="Memory for chunk KV, in each worker, in GiB."
+            min=0, callback=options.finite, help="Memory for chunk KV, in each worker, in GiB."
         ),
     ] = 4.0,
     disk_gib: Annotated[
         float | None,
         typer.Option(
             min=0,
-            callback=checks.finite,
+            callback=options.finite,
             help="Room in --kv-path, in GiB.",
             show_default="no limit",
         ),
@@ -74,7 +75,7 @@ def serve_command(
         float | None,
         typer.Option(
             min=0.001,
-            callback=checks.finite,
+            callback=options.finite,
             help="Blending between two steps, while others decode.",
             show_default="0.03",
         ),

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from cacheblend_rag.cli.checks import finite
-from cacheblend_rag.cli.collection import DEFAULT_FOLDER, FILE_NAME, KV_NAME
+from cacheblend_rag.cli.options import finite
 from cacheblend_rag.cli.output import JsonOption, print_json, progress_bar, result_console
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.rag.collection import DEFAULT_FOLDER, FILE_NAME, KV_NAME
+from cacheblend_rag.rag.watching import Task
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers.engine import TransformersEngine
@@ -139,9 +140,9 @@ def gc(
 
     Two `index` runs over one collection at once, or one that is killed, can leave such KV.
     """
-    from cacheblend_rag.cli.collection import Collection
-    from cacheblend_rag.cli.collection_engine import open_known
-    from cacheblend_rag.cli.models import EMBEDDED
+    from cacheblend_rag.engines.factory import EMBEDDED
+    from cacheblend_rag.rag.collection import Collection
+    from cacheblend_rag.rag.collection_engine import open_known
 
     with Collection.open(folder) as collection:
         settings = collection.settings
@@ -221,8 +222,14 @@ def _progress(*, shown: bool) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: None
         return
     with progress_bar() as bar:
-        task = bar.add_task("verify", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+        tasks: list[Task] = []
+
+        def advance(done: int, total: int) -> None:
+            if not tasks:
+                tasks.append(bar.begin("verify", total))
+            tasks[0].advance()
+
+        yield advance
 
 
 def _show(

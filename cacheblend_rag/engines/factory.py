@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ENGINES = ("auto", "transformers", "vllm")
+EMBEDDED, VLLM = "transformers", "vllm"
+ENGINES = ("auto", EMBEDDED, VLLM)
 
 
 def open_engine(

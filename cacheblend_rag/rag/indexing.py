@@ -18,8 +18,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from cacheblend_rag.cli import checks, output
-from cacheblend_rag.cli.collection import (
+from cacheblend_rag.engines.factory import EMBEDDED, VLLM
+from cacheblend_rag.engines.naming import DEMO_MODEL
+from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.rag import checks
+from cacheblend_rag.rag.collection import (
     FILE_NAME,
     KV_NAME,
     Collection,
@@ -27,33 +31,30 @@ from cacheblend_rag.cli.collection import (
     clear,
     source_name,
 )
-from cacheblend_rag.cli.collection_engine import (
+from cacheblend_rag.rag.collection_engine import (
     Choices,
     default_instruction,
     new_settings,
     open_known,
     open_new,
 )
-from cacheblend_rag.cli.foreign import is_foreign, warn_of_foreign
-from cacheblend_rag.cli.model_config import kv_bytes_per_token, served_dtype, text_config
-from cacheblend_rag.cli.models import EMBEDDED, VLLM, quiet_libraries
-from cacheblend_rag.cli.reading import (
+from cacheblend_rag.rag.foreign import foreign_warning, is_foreign
+from cacheblend_rag.rag.model_config import kv_bytes_per_token, served_dtype, text_config
+from cacheblend_rag.rag.readers import (
     EXTRA,
     FileReader,
     FoundFiles,
     UnreadableFileError,
     make_splitter,
 )
-from cacheblend_rag.cli.retrieval import Embedder, Vectors
-from cacheblend_rag.engines.naming import DEMO_MODEL
-from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.rag.retrieval import Embedder, Vectors
+from cacheblend_rag.rag.units import size
+from cacheblend_rag.rag.watching import Watcher
 from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
-    from cacheblend_rag.cli.estimating import IndexEstimate
     from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.rag.estimating import IndexEstimate
     from cacheblend_rag.report import PrecomputeReport
 
 FIRST_PART_CHUNKS, MOST_PART_CHUNKS = 8, 64
@@ -94,7 +95,7 @@ class IndexReport:
     def pace(self) -> str:
         """How fast KV is computed, and how much there is now."""
         rate = self.computed_tokens / self.compute_seconds if self.compute_seconds else 0.0
-        return f"{rate:,.0f} tokens a second, {output.size(self.computed_kv_bytes)} of KV"
+        return f"{rate:,.0f} tokens a second, {size(self.computed_kv_bytes)} of KV"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -105,7 +106,7 @@ class Indexing:
     """A collection being indexed; models are loaded when the first file needs them.
 
     asked: the fields of Choices that the user gave; a collection that is there must agree with
-    them. bar: shows what is being done. rebuild: delete the collection as soon as there is
+    them. watcher: is told what is being done. rebuild: delete the collection as soon as there is
     something to put in its place, and make it anew, as asked or else as it was.
 
     Raises ConfigError when the collection does not agree, StoreError when it is damaged.
@@ -115,14 +116,14 @@ class Indexing:
         self,
         folder: Path,
         asked: Mapping[str, Any],
-        bar: Progress,
+        watcher: Watcher,
         *,
         device: str | None = None,
         rebuild: bool = False,
     ) -> None:
         self.report = IndexReport()
         self._folder = folder
-        self._bar = bar
+        self._watcher = watcher
         self._device = device
         self._rebuild = rebuild
         self._reader = FileReader()
@@ -169,9 +170,9 @@ class Indexing:
         if max_gib is not None and self._settled("engine") not in {EMBEDDED, VLLM}:
             raise ConfigError("--max-gib bounds the collection's own KV: a server has --disk-gib")
         self._note(found)
-        with output.phase(self._bar, "loading the libraries"):
+        with self._watcher.phase("loading the libraries"):
             quiet_libraries()
-            from cacheblend_rag.cli.estimating import Estimator
+            from cacheblend_rag.rag.estimating import Estimator
 
             settings = self._collection.settings if self._collection else None
             estimator = Estimator(settings or new_settings(self._choices), self._device)
@@ -180,7 +181,7 @@ class Indexing:
                 estimator.add(_document(new, estimator.split))
             except UnreadableFileError as error:
                 self.skip(new.path, str(error))
-        with output.phase(self._bar, "timing a layer and the embedding model"):
+        with self._watcher.phase("timing a layer and the embedding model"):
             estimate = estimator.estimate(
                 None if self._rebuild else self._folder / KV_NAME, self.report
             )
@@ -219,8 +220,7 @@ class Indexing:
     def skip(self, path: Path, reason: str) -> None:
         """Warn of what is not indexed, and note it."""
         if path not in self._skipped:
-            name = " ".join(output.printable(str(path)).splitlines())
-            output.warn(f"{name} skipped: {reason}")
+            self._watcher.warn(f"{path} skipped: {reason}")
         self._skipped.add(path)
         self.report.skipped.append({"path": str(path), "reason": reason})
 
@@ -233,7 +233,7 @@ class Indexing:
     def _new_files(self, files: Sequence[Path]) -> Iterator[_NewFile]:
         """Read the files that are new or changed, one after another."""
         known = self._collection.content_hashes() if self._collection else {}
-        task = self._files_task = self._bar.add_task("files", total=len(files))
+        task = self._files_task = self._watcher.begin("files", len(files))
         for path in files:
             source = source_name(self._folder, path)
             try:
@@ -241,14 +241,14 @@ class Indexing:
                 if content_hash == known.get(source):
                     self.report.unchanged += 1
                 else:
-                    self._bar.update(task, note=f"reading {source}")
+                    task.note(f"reading {source}")
                     text = self._reader.read(path)
                     self._warn_once(source, text)
                     yield _NewFile(path, source, content_hash, text, source in known)
             except UnreadableFileError as error:
                 self.skip(path, str(error))
-            self._bar.advance(task)
-        self._bar.remove_task(task)
+            task.advance()
+        task.end()
 
     def _add(self, new: _NewFile) -> None:
         collection, models = self._ready()
@@ -264,7 +264,7 @@ class Indexing:
         """Warn of the first file that the bundled model cannot read."""
         if self._settled("model") == DEMO_MODEL and not self._warned and is_foreign(text):
             rebuild = "" if self._collection is None else "--rebuild "
-            warn_of_foreign(source, f"{rebuild}--model ")
+            self._watcher.warn(foreign_warning(source, f"{rebuild}--model "))
             self._warned = True
 
     def _settled(self, name: str) -> Any:
@@ -280,21 +280,21 @@ class Indexing:
         """
         chunks = document.to_chunks()
         title = NAME_BREAKS.sub(" ", Path(document.document_id).stem)
-        task = self._bar.add_task(title[:SHOWN_CHARACTERS], total=len(chunks))
+        task = self._watcher.begin(title[:SHOWN_CHARACTERS], len(chunks))
         vectors: list[Vectors] = []
-        size = FIRST_PART_CHUNKS
-        while part := chunks[sum(map(len, vectors)) :][:size]:
+        count = FIRST_PART_CHUNKS
+        while part := chunks[sum(map(len, vectors)) :][:count]:
             started = time.perf_counter()
-            self._bar.update(task, note="embedding")
+            task.note("embedding")
             vectors.append(models.embedder.embed([f"{title}\n{chunk.text}" for chunk in part]))
-            self._bar.update(task, note="computing")
+            task.note("computing")
             self._count(models.engine.precompute(part, progress=False), models)
-            self._bar.update(task, advance=len(part))
-            self._bar.update(self._files_task, note=self.report.pace)
-            size = _next_size(size, time.perf_counter() - started)
+            task.advance(len(part))
+            self._files_task.note(self.report.pace)
+            count = _next_count(count, time.perf_counter() - started)
         # The document as a whole takes the place of what the file held before.
         models.engine.precompute([document], progress=False)
-        self._bar.remove_task(task)
+        task.end()
         return np.concatenate(vectors)
 
     def _count(self, done: PrecomputeReport, models: _Models) -> None:
@@ -311,27 +311,27 @@ class Indexing:
         """Load the models, and make the collection if there is none."""
         if self._collection is not None and self._models is not None:
             return self._collection, self._models
-        with output.phase(self._bar, "loading the libraries"):
+        with self._watcher.phase("loading the libraries"):
             quiet_libraries()
         if self._collection is None:
             settings = new_settings(self._choices)
             if self._rebuild:
                 clear(self._folder)
-            with output.phase(self._bar, f"loading the model {settings.model}"):
+            with self._watcher.phase(f"loading the model {settings.model}"):
                 settings, engine = open_new(self._folder, settings, self._device)
             self._models = self._load(engine, settings)
             self._collection = Collection.create(self._folder, settings)
         else:
             settings = self._collection.settings
             checks.check_model(settings.model)
-            with output.phase(self._bar, f"loading the model {settings.model}"):
+            with self._watcher.phase(f"loading the model {settings.model}"):
                 engine = open_known(self._folder, settings, self._device)
             self._models = self._load(engine, settings)
         return self._collection, self._models
 
     def _load(self, engine: Engine, settings: CollectionSettings) -> _Models:
         """Load what an engine needs beside it."""
-        with output.phase(self._bar, f"loading the embedding model {settings.embedding_model}"):
+        with self._watcher.phase(f"loading the embedding model {settings.embedding_model}"):
             embedder = Embedder(settings.embedding_model, EXTRA)
         split = make_splitter(engine.tokenize, settings.chunk_size, settings.chunk_overlap)
         config = text_config(settings.model)
@@ -394,9 +394,9 @@ def _check_agreement(folder: Path, settings: CollectionSettings, asked: Mapping[
             )
 
 
-def _next_size(size: int, seconds: float) -> int:
+def _next_count(count: int, seconds: float) -> int:
     """Return how many chunks to compute at once, so that progress is seen every few seconds."""
-    return min(2 * size, MOST_PART_CHUNKS) if seconds < PART_SECONDS else max(size // 2, 1)
+    return min(2 * count, MOST_PART_CHUNKS) if seconds < PART_SECONDS else max(count // 2, 1)
 
 
 def _content_hash(path: Path) -> str:

@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from cacheblend_rag.cli.collection import (
+from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.rag.collection import (
     FILE_NAME,
     KV_NAME,
     Collection,
@@ -17,7 +18,6 @@ from cacheblend_rag.cli.collection import (
     sole_writer,
     source_name,
 )
-from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.text.chunk import Document
 
 SETTINGS = CollectionSettings(

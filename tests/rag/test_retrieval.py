@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from cacheblend_rag.cli.retrieval import Embedder
+from cacheblend_rag.rag.retrieval import Embedder
 
 LONG = "A longer text, with Größe and 漢字. " * 60
 TEXTS = ["", "Who?", LONG, *(f"Text {i}." for i in range(40))]
@@ -32,8 +32,8 @@ def test_any_other_model_is_sentence_transformers(tmp_path):
 
 def test_questions_do_not_wait_for_libraries_that_they_do_not_need():
     code = (
-        "import sys; from cacheblend_rag.cli.models import quiet_libraries; quiet_libraries(); "
-        "from cacheblend_rag.cli.retrieval import Embedder; Embedder(); "
+        "import sys; from cacheblend_rag.engines.quiet import quiet_libraries; quiet_libraries(); "
+        "from cacheblend_rag.rag.retrieval import Embedder; Embedder(); "
         "print({'sklearn', 'scipy', 'sentence_transformers'} & set(sys.modules)); "
         "import scipy, sklearn"
     )

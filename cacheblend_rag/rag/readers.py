@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
-from cacheblend_rag.cli import extracting
-from cacheblend_rag.cli.extracting import PARAGRAPH
 from cacheblend_rag.errors import CacheBlendError, MissingExtraError
+from cacheblend_rag.rag import extracting
+from cacheblend_rag.rag.extracting import PARAGRAPH
 
 EXTRA = "rag"
 FILE_SECONDS = 60.0

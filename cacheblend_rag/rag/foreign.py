@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable
 from functools import cache
 
-from cacheblend_rag.cli import output
 from cacheblend_rag.demo.corpus import vocabulary
 
 KNOWN_SHARE = 0.9
@@ -21,12 +20,11 @@ def is_foreign(text: str) -> bool:
     return known < KNOWN_SHARE * len(words)
 
 
-def warn_of_foreign(name: str, options: str) -> None:
+def foreign_warning(name: str, options: str) -> str:
     """Say that the bundled model cannot read the file ``name``, and what to give instead."""
-    output.warn(
-        f"the bundled model knows the demo's notes only, not texts like {output.printable(name)}: "
-        f"its answers will be gibberish. Give {options}a folder or a hub name, such as "
-        f"{FIRST_CHOICE} (1 GB)"
+    return (
+        f"the bundled model knows the demo's notes only, not texts like {name}: its answers will "
+        f"be gibberish. Give {options}a folder or a hub name, such as {FIRST_CHOICE} (1 GB)"
     )
 
 

@@ -4,10 +4,10 @@ import pytest
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
-from cacheblend_rag.cli.rag_prompt import RagPrompt, Turn
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import DEFAULT_FRAME, INSTRUCTION
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.rag.prompt import RagPrompt, Turn
 
 NOW = Turn("What {now}?", ("Passage {a}.", "Passage b."))
 BEFORE = Turn("What before?", ("Passage c.",), "An answer.")

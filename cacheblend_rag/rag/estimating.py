@@ -18,22 +18,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cacheblend_rag.cli.collection import CollectionSettings
-from cacheblend_rag.cli.model_config import kv_bytes_per_token, served_dtype, text_config
-from cacheblend_rag.cli.models import EMBEDDED
-from cacheblend_rag.cli.reading import EXTRA, make_splitter
-from cacheblend_rag.cli.retrieval import Embedder
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.factory import load_tokenizer
+from cacheblend_rag.engines.factory import EMBEDDED, load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.prefill.precompute import document_passes
+from cacheblend_rag.rag.collection import CollectionSettings
+from cacheblend_rag.rag.model_config import kv_bytes_per_token, served_dtype, text_config
+from cacheblend_rag.rag.readers import EXTRA, make_splitter
+from cacheblend_rag.rag.retrieval import Embedder
 from cacheblend_rag.text.chunk import Document
 from cacheblend_rag.text.encoder import SegmentEncoder
 
 if TYPE_CHECKING:
-    from cacheblend_rag.cli.indexing import IndexReport
+    from cacheblend_rag.rag.indexing import IndexReport
 
 logger = logging.getLogger(__name__)
 

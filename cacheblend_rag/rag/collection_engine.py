@@ -7,14 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from cacheblend_rag.cli.collection import KV_NAME, CollectionSettings
-from cacheblend_rag.cli.models import EMBEDDED, quiet_libraries
-from cacheblend_rag.cli.rag_prompt import INSTRUCTION, RagPrompt
-from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.demo import corpus as demo_corpus
-from cacheblend_rag.engines.factory import load_tokenizer, open_engine
+from cacheblend_rag.engines.factory import EMBEDDED, load_tokenizer, open_engine
 from cacheblend_rag.engines.naming import DEMO_MODEL
+from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.rag.collection import KV_NAME, CollectionSettings
+from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt
+from cacheblend_rag.rag.retrieval import BUNDLED
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine

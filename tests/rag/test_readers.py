@@ -7,9 +7,9 @@ import zlib
 
 import pytest
 
-from cacheblend_rag.cli import extracting
-from cacheblend_rag.cli.reading import FileReader, UnreadableFileError, find_files, make_splitter
 from cacheblend_rag.errors import MissingExtraError
+from cacheblend_rag.rag import extracting
+from cacheblend_rag.rag.readers import FileReader, UnreadableFileError, find_files, make_splitter
 from tests.cli.documents import pdf_bytes
 
 HTML = """<!doctype html><html><head><title>Manual</title><style>p {color: red}</style></head>

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import typer
-
-from cacheblend_rag.cli.models import (
-    DTYPES,
-    EMBEDDED,
-    VLLM,
-    quiet_libraries,
-)
-from cacheblend_rag.cli.retrieval import BUNDLED
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.factory import EMBEDDED, VLLM
 from cacheblend_rag.engines.naming import check_source, is_folder, source_of
+from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
+from cacheblend_rag.rag.retrieval import BUNDLED
 from cacheblend_rag.secret import check_server_url
 
 CONFIG = "config.json"
 HUB_SECONDS = 10.0
+DTYPES = ("float32", "bfloat16", "float16")
 RETRIEVAL_MODULES = ("sentence_transformers", "faiss")
 INDEX_MODULES = (*RETRIEVAL_MODULES, "llama_index", "bs4", "pypdf")
-
-
-def finite(value: float | None) -> float | None:
-    """Let a number through that is one; ranges let NaN pass."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no number")
-    return value
 
 
 def check_model(name: str) -> None:
@@ -111,6 +98,6 @@ def check_check_layers(config: BlendConfig, model: str) -> None:
     """Raise ConfigError when a check layer is not below the model's layers."""
     quiet_libraries()
     from cacheblend_rag.blend import plan_schedule
-    from cacheblend_rag.cli.model_config import text_config
+    from cacheblend_rag.rag.model_config import text_config
 
     plan_schedule(config, text_config(model).num_hidden_layers)

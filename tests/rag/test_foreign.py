@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from cacheblend_rag.cli.foreign import first_foreign, is_foreign
 from cacheblend_rag.demo.corpus import generate_collection
+from cacheblend_rag.rag.foreign import first_foreign, is_foreign
 
 
 def test_none_of_the_demos_own_texts_is_foreign():

@@ -1,0 +1,220 @@
+"""Asker: a collection ready for questions: retrieval, the prompt, the answer as it is generated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from threading import Event
+from types import TracebackType
+from typing import TYPE_CHECKING, Self, cast
+
+from cacheblend_rag.engines.naming import DEMO_MODEL
+from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.rag import checks
+from cacheblend_rag.rag.collection import Collection, CollectionSettings
+from cacheblend_rag.rag.collection_engine import open_known
+from cacheblend_rag.rag.foreign import first_foreign, foreign_warning
+from cacheblend_rag.rag.ordering import Order, Source
+from cacheblend_rag.rag.prompt import RagPrompt, Turn
+from cacheblend_rag.rag.readers import EXTRA
+from cacheblend_rag.rag.retrieval import Embedder, Vectors, VectorSearch
+from cacheblend_rag.rag.watching import Watcher
+from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.prompt import BlendPrompt
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Delta, Generation, SamplingParams
+    from cacheblend_rag.rag.collection_engine import CollectionEngine
+
+ANSWER_SHARE = 4
+
+
+@dataclass(frozen=True)
+class AskedTurn:
+    """A turn and the passages it shows."""
+
+    turn: Turn
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class FittedPrompt:
+    """A prompt that leaves room for an answer, and what it holds.
+
+    turns: the earlier turns that found room, then the one that asks.
+    """
+
+    prompt: BlendPrompt
+    turns: tuple[AskedTurn, ...]
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The passages of the turn that asks."""
+        return self.turns[-1].sources
+
+
+class Asker:
+    """Answers questions from a collection.
+
+    engine: instead of the collection's own, such as the URL that its server has now. ratio,
+    selector: how answers are blended, where given. watcher: is told what is loaded. What is wrong
+    is told before models are loaded.
+
+    Raises StoreError when there is none or it is damaged, ConfigError when its models are not those
+    it was indexed with, ModelLoadError, MissingExtraError.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: str | None = None,
+        engine: str | None = None,
+        *,
+        ratio: float | None = None,
+        selector: str | None = None,
+        watcher: Watcher | None = None,
+    ) -> None:
+        watcher = watcher or Watcher()
+        with Collection.open(folder) as collection:
+            settings = replace(collection.settings, engine=engine or collection.settings.engine)
+            stored = collection.load()
+        _check(settings, device, ratio, selector)
+        _warn_of_foreign(settings.model, stored.documents, watcher)
+        self._load(folder, settings, device, watcher)
+        self._chunks = [
+            (chunk, position)
+            for document in stored.documents
+            for position, chunk in enumerate(document.to_chunks())
+        ]
+        self._size = stored.vectors.shape[1]
+        self._search = VectorSearch(stored.vectors, EXTRA)
+        self._embedding_model = settings.embedding_model
+        changes = {"recompute_ratio": ratio, "selector": selector}
+        given = {name: value for name, value in changes.items() if value is not None}
+        self._config = self.engine.config.with_changes(**given)
+        self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
+
+    def _load(
+        self, folder: Path, settings: CollectionSettings, device: str | None, watcher: Watcher
+    ) -> None:
+        with watcher.phase("loading the libraries"):
+            quiet_libraries()
+        with watcher.phase(f"loading the embedding model {settings.embedding_model}"):
+            self._embedder = Embedder(settings.embedding_model, EXTRA)
+        with watcher.phase(f"loading the model {settings.model}"):
+            self.engine: CollectionEngine = open_known(folder, settings, device)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.engine.close()
+
+    def sampling(self, max_tokens: int, temperature: float) -> SamplingParams:
+        """Return how answers are drawn; raises ConfigError."""
+        from cacheblend_rag.engines.base import SamplingParams
+
+        return SamplingParams(max_tokens, temperature, stop=self._prompt.stop)
+
+    def retrieve(self, question: str, top_k: int, order: Order) -> list[Source]:
+        """Return the passages nearest to a question, in the order of the prompt."""
+        (vector,) = self._embedder.embed([question])
+        self._check_size(vector)
+        found = [
+            Source(*self._chunks[place], score)
+            for place, score in self._search.nearest(vector, top_k)
+        ]
+        return order.arrange(found)
+
+    def fit(
+        self,
+        earlier: Sequence[AskedTurn],
+        question: str,
+        sources: Sequence[Source],
+        max_tokens: int,
+    ) -> FittedPrompt:
+        """Make the prompt; what does not fit is left out whole: the oldest turns, then passages.
+
+        Of the passages, the worst go first. Raises PromptError when the question alone is too long.
+        """
+        window = self.engine.context_window
+        room = window - min(max_tokens, window // ANSWER_SHARE)
+        kept, shown = list(earlier), list(sources)
+        while True:
+            texts = tuple(source.chunk.text for source in shown)
+            turns = (*kept, AskedTurn(Turn(question, texts), tuple(shown)))
+            prompt = self._segmented(turns)
+            tokens = len(prompt.encode(self.engine.encoder).token_ids)
+            if tokens <= room:
+                return FittedPrompt(prompt, turns)
+            if kept:
+                kept.pop(0)
+            elif shown:
+                shown.remove(min(shown, key=lambda source: source.score))
+            else:
+                raise PromptError(f"the question takes {tokens} tokens, there is room for {room}")
+
+    def stream(
+        self, fitted: FittedPrompt, sampling: SamplingParams, cancel: Event | None = None
+    ) -> Iterator[Delta]:
+        """Answer piece by piece."""
+        hints = _chunks_of(fitted.turns)
+        return self.engine.stream(
+            fitted.prompt, sampling, config=self._config, hints=hints, cancel=cancel
+        )
+
+    def _segmented(self, turns: Sequence[AskedTurn]) -> BlendPrompt:
+        text = self._prompt.render([asked.turn for asked in turns])
+        return BlendPrompt.from_text(text, self.engine.registry, _chunks_of(turns))
+
+    def _check_size(self, vector: Vectors) -> None:
+        if len(vector) != self._size:
+            raise ConfigError(
+                f"embedding model {self._embedding_model!r} gives {len(vector)} numbers a text, "
+                f"the collection holds {self._size}: index with --rebuild"
+            )
+
+
+def _check(
+    settings: CollectionSettings, device: str | None, ratio: float | None, selector: str | None
+) -> None:
+    """Raise what a question is going to fail with, as far as that is known before loading."""
+    checks.check_blend(ratio, selector)
+    checks.check_engine(settings.engine)
+    checks.check_model(settings.model)
+    checks.check_embedding_model(settings.embedding_model)
+    checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", EXTRA)
+    checks.check_placement(device)
+
+
+def _warn_of_foreign(model: str, documents: Sequence[Document], watcher: Watcher) -> None:
+    if model == DEMO_MODEL:
+        name = first_foreign((one.document_id, one.chunks) for one in documents)
+        if name is not None:
+            watcher.warn(foreign_warning(name, "`index --rebuild --model` "))
+
+
+def clean_question(text: str) -> str:
+    """Return a question without blanks around it; raises PromptError when nothing is left."""
+    cleaned = text.encode("utf-8", "replace").decode("utf-8").strip()
+    if not cleaned:
+        raise PromptError("the question is empty")
+    return cleaned
+
+
+def finished(deltas: Iterable[Delta]) -> Generation:
+    """Run a stream to its end and return the whole answer."""
+    *_, last = deltas
+    return cast("Generation", last.generation)
+
+
+def _chunks_of(turns: Sequence[AskedTurn]) -> list[Chunk]:
+    return [source.chunk for source in chain.from_iterable(asked.sources for asked in turns)]
