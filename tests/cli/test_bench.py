@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from cacheblend_rag.bench import shapes
 from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.ttft import TtftPlan
-from cacheblend_rag.engines.transformers import shapes
 from cacheblend_rag.errors import ConfigError
 
 TINY = shapes.ModelShape(

@@ -7,6 +7,7 @@ import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from cacheblend_rag.rag.foreign import FIRST_CHOICE
 from cacheblend_rag.rag.indexing import Indexing
 from cacheblend_rag.rag.prompt import INSTRUCTION
 from cacheblend_rag.rag.readers import find_files
+from cacheblend_rag.rag.watching import Task, Watcher
 from tests.cli.documents import pdf_bytes, write_notes
 
 CHUNK_SIZE = 64
@@ -451,22 +453,25 @@ def test_a_servers_store_is_not_bounded_here(cli, notes, into):
 
 
 def test_long_work_shows_itself(notes, into, letters):
-    """What is being done, on the display and in the log, from before anything is imported."""
-    from rich.progress import Progress
-
+    """What is being done, from before anything is imported."""
     seen = []
 
-    class Watched(Progress):
-        def add_task(self, description, **fields):
-            seen.append(description)
-            return super().add_task(description, **fields)
+    class Noted(Task):
+        def note(self, what):
+            seen.append(what)
 
-        def update(self, task, **fields):
-            seen.append(fields.get("note", ""))
-            super().update(task, **fields)
+    class Watched(Watcher):
+        @contextmanager
+        def phase(self, name):
+            seen.append(name)
+            yield
+
+        def begin(self, name, steps):
+            seen.append(name)
+            return Noted()
 
     found = find_files([notes], leave_out=into)
-    with Indexing(into, {"chunk_size": CHUNK_SIZE}, Watched(disable=True)) as indexing:
+    with Indexing(into, {"chunk_size": CHUNK_SIZE}, Watched()) as indexing:
         indexing.run([notes], found, prune=False)
     phases = [
         "files", "reading notes/", "loading the libraries", "loading the model demo",

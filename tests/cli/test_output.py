@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import io
 import json
 import sys
+import time
 
 import pytest
 import typer
+from rich.console import Console
 
 from cacheblend_rag.cli import output
 
@@ -55,13 +58,25 @@ def test_estimates_are_rough(seconds, text):
     assert output.rough_duration(seconds) == text
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "text"),
-    [(0, "0 B"), (2048, "2.0 KiB"), (3 << 20, "3.0 MiB"), (5 << 40, "5120.00 GiB")],
-)
-def test_sizes_carry_their_unit(nbytes, text):
-    assert output.size(nbytes) == text
-
-
 def test_terminals_are_sent_no_control_characters():
     assert output.printable("a\x1b[31mred\x07\r\n\ttab \x9b1m") == "a[31mred\n\ttab 1m"
+
+
+def test_a_terminal_shows_phases_tasks_and_notes(monkeypatch):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=120)
+    monkeypatch.setattr(output, "side_console", lambda: console)
+    with output.progress_bar() as watcher:
+        with watcher.phase("loading the model"):
+            pass
+        task = watcher.begin("files", 3)
+        task.note("reading notes.txt")
+        task.advance(2)
+        deadline = time.monotonic() + 10
+        while "2/3" not in shown.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.01)  # it is drawn a few times a second
+        watcher.warn("a\x1b[31m file\nskipped")
+        task.end()
+    text = shown.getvalue()
+    for said in ("loading the model", "files", "2/3", "reading notes.txt", "warning: a[31m file"):
+        assert said in text

@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 import huggingface_hub.constants
 import pytest
-from cacheblend_rag.engines.transformers.shapes import ModelShape
 
+from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.cli import serve
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.errors import ModelLoadError

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.base import ChunkReport, Generation, SamplingParams
+from cacheblend_rag.engines.base import Generation, SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalQuestion
 from cacheblend_rag.quality.evaluator import Evaluator, Rule
-from cacheblend_rag.report import BlendReport, PhaseSeconds
+from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
 from cacheblend_rag.text.chunk import Document
 
 DOCUMENTS = (Document("a", ("One.", "Two.")), Document("b", ("Three.",)))
