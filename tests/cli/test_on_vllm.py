@@ -7,10 +7,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
+from cacheblend_rag.bench import shapes
 from cacheblend_rag.bench.interleave import run_in_turns
 from cacheblend_rag.bench.overhead import AGAIN, WITH, WITHOUT, Overhead
 from cacheblend_rag.bench.ttft import TtftPlan
-from cacheblend_rag.engines.transformers import shapes
 from tests.engines.vllm.forking import fork_engines
 
 TINY = shapes.ModelShape(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.prefill import indexing
+from cacheblend_rag.prefill import precompute
 from cacheblend_rag.prefill.blended import CONTEXT_KEPT
 from cacheblend_rag.prefill.lead_in import DocumentWindow, next_window
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
@@ -85,12 +85,12 @@ def computed_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Record how many rows each document pass computed."""
     rows: list[int] = []
 
-    class Recorded(indexing.BlendPass):
+    class Recorded(precompute.BlendPass):
         def steps(self) -> Iterator[int | None]:
             rows.append(int((~self.candidates.cached).sum()))
             return super().steps()
 
-    monkeypatch.setattr(indexing, "BlendPass", Recorded)
+    monkeypatch.setattr(precompute, "BlendPass", Recorded)
     return rows
 
 

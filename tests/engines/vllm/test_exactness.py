@@ -19,7 +19,7 @@ from cacheblend_rag.engines.vllm.client import VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.engine import _sampling
 from cacheblend_rag.engines.vllm.paged import PLAIN
 from cacheblend_rag.engines.vllm.wire import SALT_PREFIX
-from cacheblend_rag.prefill import prompt_pass
+from cacheblend_rag.prefill import blended
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.one_family import save_family
@@ -247,14 +247,14 @@ def test_both_engines_choose_the_same_rows_and_tokens(
     monkeypatch: pytest.MonkeyPatch,
     selector: str,
 ) -> None:
-    passes: list[prompt_pass.BlendPass] = []
+    passes: list[blended.BlendPass] = []
 
-    class Seen(prompt_pass.BlendPass):
+    class Seen(blended.BlendPass):
         def __post_init__(self) -> None:
             super().__post_init__()
             passes.append(self)
 
-    monkeypatch.setattr(prompt_pass, "BlendPass", Seen)
+    monkeypatch.setattr(blended, "BlendPass", Seen)
     config = llama.config.with_changes(selector=selector, recompute_ratio=SOME)
     embedded = TransformersEngine(model_folder("llama"), tokenizer=make_tokenizer(), config=config)
     answers = []
