@@ -28,9 +28,6 @@ EXTRAS: Mapping[str, Mapping[str, str]] = {
     },
     "vllm": {"vllm": "vllm"},
     "vllm-server": {"openai": "openai"},
-    "redis": {"redis": "redis"},
-    "s3": {"obstore": "obstore"},
-    "plots": {"matplotlib": "matplotlib"},
 }
 
 

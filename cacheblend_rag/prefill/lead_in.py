@@ -24,7 +24,7 @@ DocumentWindow = tuple[TokenIds, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class LedChunk:
+class ChunkPlan:
     """A chunk with what it is computed behind.
 
     token_ids: the chunk's own tokens. lead: tokens of BOS and instruction. context: tokens of its
@@ -92,9 +92,9 @@ class LeadIn:
         self._windows: dict[Context, DocumentWindow] = {}
         self.key = lru_cache(CACHED_KEYS)(self._key)
 
-    def resolve(self, chunk: Chunk) -> LedChunk:
+    def resolve(self, chunk: Chunk) -> ChunkPlan:
         """Return the chunk's tokens, its lead-in and its key."""
-        return LedChunk(
+        return ChunkPlan(
             self._tokenize(chunk.text), self.tokens, self._context(chunk), self.key(chunk)
         )
 

@@ -23,24 +23,24 @@ from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.lead_in import LedChunk
+from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.prior import context_deviation, keys_of_prior_layer, prior_layer
 
-Computed = Iterator[tuple[LedChunk, ChunkKV] | None]
+Computed = Iterator[tuple[ChunkPlan, ChunkKV] | None]
 """Chunks as they are computed; None where a layer was run and others may have their turn."""
 
-ComputeAlone = Callable[[list[LedChunk]], Computed]
+ComputeAlone = Callable[[list[ChunkPlan]], Computed]
 """Computes chunks behind their lead-in only, without a prior."""
 
 
 @dataclass
-class DocumentPass:
+class DocumentPlan:
     """One run over lead-in and document tokens, and the chunks sliced from it."""
 
     tokens: list[int]
-    members: list[tuple[LedChunk, int]] = field(default_factory=list)
+    members: list[tuple[ChunkPlan, int]] = field(default_factory=list)
 
-    def takes(self, chunk: LedChunk) -> bool:
+    def takes(self, chunk: ChunkPlan) -> bool:
         """Add the chunk when its lead-in continues this pass; returns whether it did."""
         before = [*chunk.lead, *chunk.context]
         if before[: len(self.tokens)] != self.tokens:
@@ -50,19 +50,19 @@ class DocumentPass:
         return True
 
 
-def document_passes(chunks: Iterable[LedChunk]) -> list[DocumentPass]:
+def document_plans(chunks: Iterable[ChunkPlan]) -> list[DocumentPlan]:
     """Group chunks, each document's in order, into as few passes as their contexts allow."""
-    passes: list[DocumentPass] = []
+    passes: list[DocumentPlan] = []
     for chunk in chunks:
         if not passes or not passes[-1].takes(chunk):
-            passes.append(DocumentPass([]))
+            passes.append(DocumentPlan([]))
             passes[-1].takes(chunk)
     return passes
 
 
 def compute_chunks(
     stack: DecoderStack,
-    chunks: Iterable[LedChunk],
+    chunks: Iterable[ChunkPlan],
     store: TieredKVStore,
     *,
     alone: ComputeAlone,
@@ -73,8 +73,8 @@ def compute_chunks(
     in_document: chunks are computed behind their document (lead-in ``document``); otherwise behind
     the lead-in alone, and the document only serves the prior.
     """
-    unrelated: list[LedChunk] = []
-    for work in document_passes(chunks):
+    unrelated: list[ChunkPlan] = []
+    for work in document_plans(chunks):
         members = [chunk for chunk, _ in work.members]
         stored = on_all_ranks(stack, [store.contains(chunk.key) for chunk in members])
         missing = [chunk for chunk, found in zip(members, stored, strict=True) if not found]
@@ -98,7 +98,7 @@ def compute_chunks(
     yield from alone(unrelated)
 
 
-def compute_document(stack: DecoderStack, work: DocumentPass, store: TieredKVStore) -> Computed:
+def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVStore) -> Computed:
     """Run one document pass; yield the KV and prior of every member not in ``store``."""
     here = [store.contains(chunk.key) for chunk, _ in work.members]
     stored = on_all_ranks(stack, here)
@@ -137,7 +137,7 @@ def compute_document(stack: DecoderStack, work: DocumentPass, store: TieredKVSto
 
 def compute_one_by_one(
     stack: DecoderStack,
-    chunks: Sequence[LedChunk],
+    chunks: Sequence[ChunkPlan],
     store: TieredKVStore,
 ) -> Computed:
     """Compute chunks behind their lead-in only, each in a pass of its own; without a prior.

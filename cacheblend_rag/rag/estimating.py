@@ -23,7 +23,7 @@ from cacheblend_rag.engines.factory import EMBEDDED, load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import LeadIn
-from cacheblend_rag.prefill.precompute import document_passes
+from cacheblend_rag.prefill.precompute import document_plans
 from cacheblend_rag.rag.collection import CollectionSettings
 from cacheblend_rag.rag.model_config import kv_bytes_per_token, served_dtype, text_config
 from cacheblend_rag.rag.readers import EXTRA, make_splitter
@@ -106,7 +106,7 @@ class Estimator:
         chunks = document.to_chunks()
         led = [self._lead_in.resolve(chunk) for chunk in chunks]
         self._files += 1
-        self._computed += sum(len(work.tokens) for work in document_passes(led))
+        self._computed += sum(len(work.tokens) for work in document_plans(led))
         self._tokens |= {chunk.key: len(chunk.token_ids) for chunk in led}
         self._sample += [chunk.text for chunk in chunks[: TIMED_CHUNKS - len(self._sample)]]
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from cacheblend_rag.blend.selectors.all_tokens import AllTokens
 from cacheblend_rag.blend.selectors.base import Evidence, Selector
 from cacheblend_rag.blend.selectors.chunk_head import ChunkHead
-from cacheblend_rag.blend.selectors.everything import Everything
 from cacheblend_rag.blend.selectors.hkvd import HKVD
-from cacheblend_rag.blend.selectors.nothing import Nothing
+from cacheblend_rag.blend.selectors.no_tokens import NoTokens
 from cacheblend_rag.blend.selectors.prior import Prior
 from cacheblend_rag.blend.selectors.question import Question
 from cacheblend_rag.blend.selectors.question_prior import QuestionPrior
@@ -18,8 +18,8 @@ from cacheblend_rag.blend.selectors.random import Random
 from cacheblend_rag.errors import ConfigError
 
 SELECTORS: dict[str, type[Selector]] = {
-    "all": Everything,
-    "none": Nothing,
+    "all": AllTokens,
+    "none": NoTokens,
     "random": Random,
     "chunk_head": ChunkHead,
     "hkvd": HKVD,

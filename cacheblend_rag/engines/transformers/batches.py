@@ -9,14 +9,14 @@ from transformers.cache_utils import DynamicCache
 
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.prefill.lead_in import LedChunk
+from cacheblend_rag.prefill.lead_in import ChunkPlan
 
 BATCH_TOKENS = 8192
 
 
 def compute_batches(
-    stack: TransformersStack, chunks: list[LedChunk]
-) -> Iterator[tuple[LedChunk, ChunkKV]]:
+    stack: TransformersStack, chunks: list[ChunkPlan]
+) -> Iterator[tuple[ChunkPlan, ChunkKV]]:
     """Compute chunks behind their lead-in only, in batches of like length; without a prior.
 
     Padding stands on the right, where causal attention never looks, so it needs no mask.
@@ -36,9 +36,9 @@ def compute_batches(
             yield chunk, ChunkKV(keys, values, lead)
 
 
-def _batches(chunks: list[LedChunk]) -> Iterator[list[LedChunk]]:
+def _batches(chunks: list[ChunkPlan]) -> Iterator[list[ChunkPlan]]:
     """Cut chunks, shortest first, into batches of at most BATCH_TOKENS padded tokens."""
-    batch: list[LedChunk] = []
+    batch: list[ChunkPlan] = []
     for chunk in chunks:
         width = len(chunk.lead) + len(chunk.token_ids)
         if batch and width * (len(batch) + 1) > BATCH_TOKENS:

@@ -58,7 +58,7 @@ from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import Stopwatch
-from cacheblend_rag.prefill.lead_in import LeadIn, LedChunk
+from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
 from cacheblend_rag.prefill.precompute import Computed, compute_chunks
 from cacheblend_rag.report import BlendReport, MissReason, PhaseSeconds, PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
@@ -192,7 +192,7 @@ class TransformersEngine(EngineFront):
         chunks, replaced = self._register_current(items, refused)
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in _whole_documents(chunks, PART_CHUNKS):
-                wanted: dict[KVKey, LedChunk] = {}
+                wanted: dict[KVKey, ChunkPlan] = {}
                 for chunk in part:
                     reason, led = self._admit(chunk)
                     if led is None:
@@ -368,7 +368,7 @@ class TransformersEngine(EngineFront):
                 keys = key_traits(self._stack, ids)
         return model_identity(weights, self.model.config, self.model.dtype, keys=keys)
 
-    def _admit(self, chunk: Chunk) -> tuple[str, LedChunk | None]:
+    def _admit(self, chunk: Chunk) -> tuple[str, ChunkPlan | None]:
         """Return the chunk ready to be computed, or the reason why it will not be."""
         if self._stack is None:
             return "unsupported model", None
@@ -380,7 +380,7 @@ class TransformersEngine(EngineFront):
             return "longer than the context window", None
         return "", led
 
-    def _compute(self, wanted: list[LedChunk]) -> Iterator[tuple[LedChunk, ChunkKV]]:
+    def _compute(self, wanted: list[ChunkPlan]) -> Iterator[tuple[ChunkPlan, ChunkKV]]:
         """Compute the KV of all that is not stored, a layer or batch at a time."""
         stack = self._stack
         if stack is None:

@@ -60,8 +60,8 @@ from cacheblend_rag.engines.vllm.wire import (
 )
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
-from cacheblend_rag.prefill.lead_in import LeadIn, LedChunk, PlacedChunk, place_chunks
-from cacheblend_rag.prefill.precompute import DocumentPass, document_passes
+from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn, PlacedChunk, place_chunks
+from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import Tokenizer
@@ -190,7 +190,7 @@ class VLLMClient(EngineFront):
         with tqdm(total=len(led), desc="precompute", unit="chunk", disable=not progress) as bar:
             bar.update(counts["skipped"])
 
-            async def store(work: DocumentPass) -> None:
+            async def store(work: DocumentPlan) -> None:
                 request = self._precompute_request(work)
                 # Replicas that share a folder find there what one of them computes.
                 result = await self._carry_out(request, everywhere=not self.status.shared)
@@ -352,7 +352,7 @@ class VLLMClient(EngineFront):
 
     # Orders
 
-    def _refusal(self, led: LedChunk) -> str:
+    def _refusal(self, led: ChunkPlan) -> str:
         """Say why a chunk will not be computed; empty when it will."""
         behind = led.context if self._lead_in.name == "document" else ()
         if not led.token_ids:
@@ -361,17 +361,17 @@ class VLLMClient(EngineFront):
             return "longer than the context window"
         return ""
 
-    def _passes(self, chunks: list[LedChunk]) -> list[DocumentPass]:
+    def _passes(self, chunks: list[ChunkPlan]) -> list[DocumentPlan]:
         """Group chunks into runs; where a document does not fit, its chunks have no prior."""
-        return document_passes(
+        return document_plans(
             chunk if self._fits(chunk, chunk.context) else replace(chunk, context=())
             for chunk in chunks
         )
 
-    def _fits(self, chunk: LedChunk, behind: tuple[int, ...]) -> bool:
+    def _fits(self, chunk: ChunkPlan, behind: tuple[int, ...]) -> bool:
         return len(chunk.lead) + len(behind) + len(chunk.token_ids) < self.context_window - 1
 
-    def _precompute_request(self, work: DocumentPass) -> VLLMRequest:
+    def _precompute_request(self, work: DocumentPlan) -> VLLMRequest:
         chunks = tuple(
             SentChunk(start, start + len(led.token_ids), led.key.context_id, False, len(led.lead))
             for led, start in work.members

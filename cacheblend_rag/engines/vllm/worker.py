@@ -39,10 +39,10 @@ from cacheblend_rag.errors import CacheBlendError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import PromptPass, absence
-from cacheblend_rag.prefill.lead_in import LedChunk, PlacedChunk
+from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.precompute import (
     Computed,
-    DocumentPass,
+    DocumentPlan,
     compute_chunks,
     compute_document,
     compute_one_by_one,
@@ -320,7 +320,7 @@ class Blender:
         stored = computed = tokens = 0
         if job.order.lead_in.name == "document":
             starts = [chunk.start for chunk in job.order.chunks]
-            document = DocumentPass(list(job.tokens), list(zip(led, starts, strict=True)))
+            document = DocumentPlan(list(job.tokens), list(zip(led, starts, strict=True)))
             work = compute_document(self.stack, document, self.store)
         else:
             work = compute_chunks(
@@ -349,7 +349,7 @@ class Blender:
             "refused": refused,
         }
 
-    def _compute_alone(self, chunks: list[LedChunk]) -> Computed:
+    def _compute_alone(self, chunks: list[ChunkPlan]) -> Computed:
         return compute_one_by_one(self.stack, chunks, self.store)
 
     def _fingerprint(self, order: Order) -> str:
@@ -366,8 +366,8 @@ def free_bytes(device: torch.device) -> int | None:
     return int(torch.cuda.mem_get_info(device)[0]) + reserved
 
 
-def _led(job: Job, chunk: SentChunk, key: KVKey) -> LedChunk:
-    return LedChunk(
+def _led(job: Job, chunk: SentChunk, key: KVKey) -> ChunkPlan:
+    return ChunkPlan(
         token_ids=job.tokens[chunk.start : chunk.end],
         lead=job.tokens[: chunk.context_start],
         context=job.tokens[chunk.context_start : chunk.start],

@@ -12,7 +12,7 @@ from cacheblend_rag.blend.selectors.base import Evidence, Selector
 
 
 @dataclass(frozen=True)
-class Nothing(Selector):
+class NoTokens(Selector):
     """Ratio 0, whatever the configured ratio."""
 
     fixed_ratio: ClassVar[float | None] = 0.0

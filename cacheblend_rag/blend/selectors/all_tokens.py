@@ -11,7 +11,7 @@ from cacheblend_rag.blend.selectors.base import Evidence, Selector
 
 
 @dataclass(frozen=True)
-class Everything(Selector):
+class AllTokens(Selector):
     """Ratio 1, whatever the configured ratio."""
 
     fixed_ratio: ClassVar[float | None] = 1.0
