@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -37,6 +37,13 @@ class ChunkReport:
     tier: str | None = None
     document_id: str | None = None
     recomputed: int = 0
+
+
+def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:
+    """Return how many tokens kept their cached KV, and how many that had some did not."""
+    hits = [chunk for chunk in chunks if chunk.hit]
+    recomputed = sum(chunk.recomputed for chunk in hits)
+    return sum(chunk.tokens for chunk in hits) - recomputed, recomputed
 
 
 @dataclass(frozen=True)

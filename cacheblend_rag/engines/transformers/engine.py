@@ -59,8 +59,15 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import Stopwatch
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
+from cacheblend_rag.prefill.policy import too_little
 from cacheblend_rag.prefill.precompute import Computed, compute_chunks
-from cacheblend_rag.report import BlendReport, MissReason, PhaseSeconds, PrecomputeReport
+from cacheblend_rag.report import (
+    BlendReport,
+    MissReason,
+    PhaseSeconds,
+    PrecomputeReport,
+    reused_and_recomputed,
+)
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.prompt import EncodedPrompt
@@ -486,13 +493,8 @@ class TransformersEngine(EngineFront):
             return "no known chunk in the prompt", None
         if self._stack is None:
             return f"unsupported model: {self.blend_refusal}", "unsupported model"
-        reusable = chunks.stored_tokens()
-        if reusable == 0:
-            return "no chunk of the prompt is stored", None
-        least = request.config.min_tokens
-        if reusable < least:
-            return f"{reusable} reusable tokens are fewer than min_tokens={least}", "too short"
-        return None, None
+        refused = too_little(chunks.stored_tokens(), request.config.min_tokens)
+        return refused or (None, None)
 
     def _tokens(self, request: _Request, prefilled: Prefilled) -> Iterator[int]:
         """Draw at most max_tokens tokens, each decoded from the one before it."""
@@ -529,9 +531,7 @@ class TransformersEngine(EngineFront):
     def _report(self, request: _Request, prefilled: Prefilled | None) -> BlendReport:
         tokens = len(request.prompt.token_ids)
         done = prefilled or Prefilled.nothing()
-        hits = [chunk for chunk in done.chunks if chunk.hit]
-        recomputed = sum(chunk.recomputed for chunk in hits)
-        reused = sum(chunk.tokens for chunk in hits) - recomputed
+        reused, recomputed = reused_and_recomputed(done.chunks)
         return BlendReport(
             engine=self.name,
             blended=done.blended,

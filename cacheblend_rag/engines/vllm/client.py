@@ -61,8 +61,15 @@ from cacheblend_rag.engines.vllm.wire import (
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn, PlacedChunk, place_chunks
+from cacheblend_rag.prefill.policy import NOT_STORED, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
-from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PrecomputeReport
+from cacheblend_rag.report import (
+    BlendReport,
+    ChunkReport,
+    PhaseSeconds,
+    PrecomputeReport,
+    reused_and_recomputed,
+)
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -450,10 +457,8 @@ class VLLMClient(EngineFront):
         asked = _Asked(prepared, placed, VLLMRequest(tokens, sampling), config, None)
         if not placed:
             return _plain(asked, "no known chunk in the prompt")
-        if known < config.min_tokens:
-            return _plain(
-                asked, f"{known} chunk tokens are fewer than min_tokens={config.min_tokens}"
-            )
+        if refused := too_little(known, config.min_tokens):
+            return _plain(asked, refused[0])
         order = Order(
             "blend",
             self._sent_lead_in,
@@ -509,16 +514,15 @@ class VLLMClient(EngineFront):
         chunks = [ChunkReport(**chunk) for chunk in result.get("chunks", ())]
         named = zip(chunks, asked.placed, strict=False)
         chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in named]
-        hits = [chunk for chunk in chunks if chunk.hit]
-        recomputed = sum(chunk.recomputed for chunk in hits)
-        reused = sum(chunk.tokens for chunk in hits) - recomputed
+        blended = any(chunk.hit for chunk in chunks)
+        reused, recomputed = reused_and_recomputed(chunks)
         tokens = len(asked.request.token_ids)
         phases = {name: float(result.get("seconds", {}).get(name, 0.0)) for name in PHASES}
         rest = max(0.0, seconds[0] - sum(phases.values()))
         return BlendReport(
             engine=self.name,
-            blended=bool(hits),
-            reason=None if hits else _reason(asked, finish_reason, result),
+            blended=blended,
+            reason=None if blended else _reason(asked, finish_reason, result),
             prompt_tokens=tokens,
             reused_tokens=reused,
             recomputed_tokens=recomputed,
@@ -580,7 +584,7 @@ def _reason(asked: _Asked, finish_reason: FinishReason, result: Mapping[str, Any
     if told := result.get("error") or result.get("reason"):
         return str(told)
     if "chunks" in result:
-        return "no chunk of the prompt is stored"
+        return NOT_STORED
     return "cancelled before it was told" if finish_reason == "cancelled" else NO_CONNECTOR
 
 

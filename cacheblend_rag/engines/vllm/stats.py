@@ -11,6 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from cacheblend_rag.report import ChunkReport, reused_and_recomputed
+
 PREFIX = "vllm:cacheblend_"
 COUNTERS = {
     "chunk_hits": "Chunks of prompts whose stored KV was reused.",
@@ -31,16 +33,16 @@ class BlendStats(KVConnectorStats):
 
     def record(self, result: Mapping[str, Any]) -> None:
         """Count what came of one request that was to be blended."""
-        chunks = result.get("chunks", ())
-        hits = [chunk for chunk in chunks if chunk["hit"]]
-        recomputed = sum(chunk["recomputed"] for chunk in hits)
+        chunks = [ChunkReport(**chunk) for chunk in result.get("chunks", ())]
+        hits = sum(chunk.hit for chunk in chunks)
+        reused, recomputed = reused_and_recomputed(chunks)
         counted = {
-            "chunk_hits": len(hits),
-            "chunk_misses": len(chunks) - len(hits),
-            "reused_tokens": sum(chunk["tokens"] for chunk in hits) - recomputed,
+            "chunk_hits": hits,
+            "chunk_misses": len(chunks) - hits,
+            "reused_tokens": reused,
             "recomputed_tokens": recomputed,
-            "blended_requests": int(bool(hits)),
-            "fallbacks": int(not hits),
+            "blended_requests": int(hits > 0),
+            "fallbacks": int(hits == 0),
             "blend_seconds": result.get("work_seconds", 0.0),
         }
         for name, value in counted.items():

@@ -40,6 +40,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import PromptPass, absence
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
+from cacheblend_rag.prefill.policy import too_little
 from cacheblend_rag.prefill.precompute import (
     Computed,
     DocumentPlan,
@@ -304,13 +305,11 @@ class Blender:
         """Say why so few stored chunk tokens are not worth blending; None when they are."""
         held = on_all_ranks(self.stack, [self.store.contains(c.key) for c in placed])
         stored = sum(c.end - c.start for c, there in zip(placed, held, strict=True) if there)
-        if stored and stored >= least:
+        refused = too_little(stored, least)
+        if refused is None:
             return None
-        if stored:
-            reason = f"{stored} chunk tokens are stored, fewer than min_tokens={least}"
-        else:
-            reason = "no chunk of the prompt is stored"
-        missed = [c.report("too short" if stored else absence(self.store, c.key)) for c in placed]
+        reason, miss = refused
+        missed = [c.report(miss or absence(self.store, c.key)) for c in placed]
         return {"reason": reason, "chunks": [asdict(chunk) for chunk in missed]}
 
     def _precompute(self, job: Job, keys: Sequence[KVKey]) -> Work:

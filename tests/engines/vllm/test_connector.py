@@ -233,7 +233,7 @@ def test_a_report_too_late_for_its_answer_is_kept(open_core: Open) -> None:
 def test_fewer_stored_tokens_than_wanted_are_left_alone(core: InProcessEngine) -> None:
     few = asked(core, "w3", config=core.config.with_changes(min_tokens=1000))
     found = params_of(core, few)
-    assert found["reason"] == "301 chunk tokens are stored, fewer than min_tokens=1000"
+    assert found["reason"] == "301 reusable tokens are fewer than min_tokens=1000"
     assert [c["reason"] for c in found["chunks"]] == ["too short"] * 3
 
     other = SentLeadIn("none", "", 0)
