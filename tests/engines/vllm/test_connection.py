@@ -288,7 +288,7 @@ def test_the_key_is_in_no_traceback_and_no_pickle(canned: CannedServer) -> None:
     for caught in (raised, unreachable):
         told = TracebackException.from_exception(caught.value, capture_locals=True)
         shown = "".join(told.format())
-        ours = shown[shown.index("opening.py") :]  # the test's own frame holds it
+        ours = shown[shown.index("factory.py") :]  # the test's own frame holds it
         assert KEY not in ours
     with pytest.raises(TypeError, match="not pickled"):
         pickle.dumps(Secret(KEY))
