@@ -36,6 +36,8 @@ BODY_SECONDS = 60.0
 OPEN_PATH = "/health"
 AUDIO_PATHS = "/v1/audio/"
 """They take forms, in whose fields no order fits; all others take JSON, whatever it is called."""
+THROWN_AWAY = 4
+"""So many times the longest body is taken of one that is longer, at most."""
 POLICY_VIOLATION = 1008
 _STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
 _UNPAIRED = re.compile(
@@ -115,7 +117,11 @@ class Door:
         return replay
 
     async def _read(self, receive: Receive) -> tuple[bytes, Event | None]:
-        """Return the body, or the event that ended it too early."""
+        """Return the body, or the event that ended it too early.
+
+        Of a body that is too long, some more is taken and thrown away: who is still sending would
+        not read the answer.
+        """
         parts: list[bytes] = []
         size = 0
         try:
@@ -127,16 +133,18 @@ class Door:
                         return b"", event
                     parts.append(event.get("body", b""))
                     size += len(parts[-1])
-                    more = event.get("more_body", False)
                     if size > self._max_body:
-                        raise RefusedError(
-                            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
-                            f"the body is longer than {self._max_body >> 20} MiB ({BODY_VARIABLE})",
-                        )
+                        parts.clear()
+                    more = event.get("more_body", False) and size <= THROWN_AWAY * self._max_body
         except TimeoutError:
             raise RefusedError(
                 HTTPStatus.REQUEST_TIMEOUT, f"the body took longer than {BODY_SECONDS:.0f} s"
             ) from None
+        if size > self._max_body:
+            raise RefusedError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the body is longer than {self._max_body >> 20} MiB ({BODY_VARIABLE})",
+            )
         return b"".join(parts), None
 
 

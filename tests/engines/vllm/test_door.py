@@ -187,6 +187,16 @@ def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
     assert Asked().status == 408
 
 
+@pytest.mark.parametrize(("pieces", "left"), [(3, 0), (4, 0), (9, 4)])
+def test_who_sends_too_much_is_heard_out_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, pieces: int, left: int
+) -> None:
+    """While a client is sending, a connection that is closed takes the answer with it."""
+    monkeypatch.setenv(door.BODY_VARIABLE, "1")
+    asked = Asked([bytes(1 << 20)] * pieces)
+    assert (asked.status, len(asked._events)) == (413, left)
+
+
 @pytest.mark.parametrize("given", ["0", "many", "-1", "1.5", ""])
 def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
     monkeypatch.setenv(door.BODY_VARIABLE, given)
