@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, EngineConfig, LeadInConfig, StoreConfig
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.prompt import BlendPrompt, Segment
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -52,12 +52,15 @@ __all__ = [
     "Delta",
     "Document",
     "Engine",
+    "EngineConfig",
     "Generation",
     "KVKey",
+    "LeadInConfig",
     "PrecomputeReport",
     "SamplingParams",
     "Segment",
     "SharedChunkRegistry",
+    "StoreConfig",
     "TieredKVStore",
     "TransformersEngine",
     "load_tokenizer",

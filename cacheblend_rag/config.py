@@ -1,40 +1,155 @@
-"""BlendConfig: every knob of the blend pass, validated, with three presets."""
+"""Settings of two lifetimes: a request's (BlendConfig), and an engine's (all the others)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self, get_args
 
-from cacheblend_rag.arguments import Arguments
+from cacheblend_rag.arguments import Arguments, check_engine_name
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.secret import Secret
+
+logger = logging.getLogger(__name__)
 
 LeadIn = Literal["none", "bos", "instruction", "document"]
 Preset = Literal["quality", "balanced", "speed"]
 
 PRESET_RATIOS: Mapping[str, float] = {"quality": 0.25, "balanced": 0.16, "speed": 0.10}
+AUTO, EMBEDDED, VLLM = "auto", "transformers", "vllm"
+ENGINES = (AUTO, EMBEDDED, VLLM)
+"""Kinds of engine that go by a name; a server goes by its URL."""
+BYTE_UNITS: Mapping[str, int] = {
+    "": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+}  # fmt: skip
+
+
+def names_of(settings: type[Any]) -> frozenset[str]:
+    """Return the names of the fields of some settings."""
+    return frozenset(one.name for one in fields(settings))
+
+
+class Settings:
+    """What all settings can do; a subclass is a frozen dataclass that checks its fields."""
+
+    _noun: ClassVar[str] = "setting"
+    """What a field is, as an error calls it."""
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Build settings from plain values (JSON, TOML).
+
+        Raises:
+            ConfigError: for a name that is none of them, or a value out of range.
+        """
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"settings are a {type(values).__name__}: give names with values")
+        return cls(**Arguments(cls._noun, names_of(cls)).read(values))
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, Any] | None) -> Self:
+        """Return settings as they are, from plain values, or the defaults for None."""
+        if value is None:
+            return cls()
+        return value if isinstance(value, cls) else cls.from_dict(value)  # type: ignore[arg-type]
+
+    def with_changes(self, **changes: Any) -> Self:
+        """Return a copy with some fields replaced, validated again."""
+        return replace(self, **changes)  # type: ignore[type-var]
 
 
 @dataclass(frozen=True)
-class BlendConfig:
-    """How cached chunk KV is fused at question time.
+class LeadInConfig(Settings):
+    """What an engine computes chunks behind, which is settled for its lifetime.
 
-    recompute_ratio: share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill).
-    check_layers: layers at which a selector that needs fresh KV compares it with cached KV;
-        ignored by selectors that choose rows before layer 0.
-    recompute_ratios: one ratio a check layer, never rising; None uses recompute_ratio for all.
-    selector: name of the rule that ranks tokens (see ``cacheblend_rag.blend.selectors``).
-    selector_options: the selector's own fields, such as ``{"deviation": "k"}`` for ``hkvd``.
-    min_tokens: prompts with fewer reusable chunk tokens are served by ordinary prefill.
-    lead_in: what chunks are precomputed behind: ``none``, ``bos``, ``instruction``, ``document``.
-    document_window: tokens of its own document a chunk is precomputed behind, at most.
-    split_special_tokens: what looks like a special token in a chunk is encoded as the text that it
-        is, so that passages cannot speak as the system. An engine's, like the lead-in.
-    protect_context: never recompute tokens of a contextual chunk whose own document context is
-        absent from the prompt, since fresh KV would forget it. Off at ratio 1.
+    Args:
+        kind: ``none``, ``bos``, ``instruction`` or ``document`` (contextual chunk KV).
+        document_window: tokens of its own document a chunk is precomputed behind, at most.
+        split_special_tokens: what looks like a special token in a chunk is encoded as the text that
+            it is, so that passages cannot speak as the system.
 
-    Raises ConfigError on construction when a field is out of range.
+    Raises:
+        ConfigError: when a field is out of range.
+    """
+
+    _noun: ClassVar[str] = "setting of a lead-in"
+
+    kind: LeadIn = "document"
+    document_window: int = 2048
+    split_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(LeadIn):
+            raise ConfigError(f"lead_in={self.kind!r} must be one of {', '.join(get_args(LeadIn))}")
+        _check_int("document_window", self.document_window, 1)
+        _check_flag("split_special_tokens", self.split_special_tokens)
+
+    @classmethod
+    def of(cls, value: LeadInConfig | Mapping[str, Any] | str | None) -> Self:
+        """As for all settings; a string is the kind."""
+        return cls(kind=value) if isinstance(value, str) else super().of(value)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class StoreConfig(Settings):
+    """Where an engine keeps chunk KV.
+
+    Sizes may be given as text, such as ``"8GiB"``.
+
+    Args:
+        kv_path: folder for chunk KV and the registry of known chunks, shared between processes and
+            runs; None keeps both in this process' memory.
+        host_bytes: memory for chunk KV, in each process that computes; None is without limit, 0
+            keeps none there.
+        disk_bytes: room for chunk KV in ``kv_path``; None is without limit.
+
+    Raises:
+        ConfigError: when a field is out of range.
+    """
+
+    _noun: ClassVar[str] = "setting of a store"
+
+    kv_path: str | None = None
+    host_bytes: int | None = 4 << 30
+    disk_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_path is not None:
+            _check_path("kv_path", self.kv_path)
+            object.__setattr__(self, "kv_path", os.fspath(self.kv_path))
+        for name in ("host_bytes", "disk_bytes"):
+            object.__setattr__(self, name, _bytes(name, getattr(self, name)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class BlendConfig(Settings):
+    """How one request's cached chunk KV is fused.
+
+    Args:
+        recompute_ratio: share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill).
+        check_layers: layers at which a selector that needs fresh KV compares it with cached KV;
+            ignored by selectors that choose rows before layer 0.
+        recompute_ratios: one ratio a check layer, never rising; None uses recompute_ratio for all.
+        selector: name of the rule that ranks tokens (see ``cacheblend_rag.blend.selectors``).
+        selector_options: the selector's own fields, such as ``{"deviation": "k"}`` for ``hkvd``.
+        min_tokens: prompts with fewer reusable chunk tokens are served by ordinary prefill.
+        protect_context: never recompute tokens of a contextual chunk whose own document context is
+            absent from the prompt, since fresh KV would forget it. Off at ratio 1.
+        lead_in, document_window, split_special_tokens: an engine's, not a request's: they live in
+            LeadInConfig now. An engine that is opened with them takes them over and says so.
+
+    Raises:
+        ConfigError: when a field is out of range.
     """
 
     recompute_ratio: float = PRESET_RATIOS["balanced"]
@@ -43,10 +158,10 @@ class BlendConfig:
     selector: str = "hkvd"
     selector_options: Mapping[str, Any] = field(default_factory=dict)
     min_tokens: int = 256
-    lead_in: LeadIn = "document"
-    document_window: int = 2048
     protect_context: bool = True
-    split_special_tokens: bool = True
+    lead_in: LeadIn | None = None
+    document_window: int | None = None
+    split_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "check_layers", _list("check_layers", self.check_layers))
@@ -61,13 +176,8 @@ class BlendConfig:
         if not isinstance(self.selector, str) or not self.selector:
             raise ConfigError(f"selector={self.selector!r} must be a selector's name")
         _check_int("min_tokens", self.min_tokens, 0)
-        _check_int("document_window", self.document_window, 1)
         _check_flag("protect_context", self.protect_context)
-        _check_flag("split_special_tokens", self.split_special_tokens)
-        if self.lead_in not in get_args(LeadIn):
-            raise ConfigError(
-                f"lead_in={self.lead_in!r} must be one of {', '.join(get_args(LeadIn))}"
-            )
+        self.lead_in_config()
 
     @classmethod
     def preset(cls, name: Preset, **overrides: Any) -> BlendConfig:
@@ -76,22 +186,167 @@ class BlendConfig:
             raise ConfigError(f"preset={name!r} must be one of {', '.join(PRESET_RATIOS)}")
         return cls(**{"recompute_ratio": PRESET_RATIOS[name], **overrides})
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> BlendConfig:
-        """Build a config from plain values (JSON, TOML); unknown names raise ConfigError."""
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"settings are a {type(values).__name__}: give names with values")
-        return cls(**Arguments("setting", frozenset(f.name for f in fields(cls))).read(values))
+    def to_dict(self) -> dict[str, Any]:
+        """Return a request's settings as plain JSON values."""
+        plain: dict[str, Any] = asdict(self)
+        return {name: value for name, value in plain.items() if name not in _LEAD_IN_FIELDS}
 
-    def with_changes(self, **changes: Any) -> BlendConfig:
-        """Return a copy with some fields replaced, validated again."""
-        return replace(self, **changes)
+    def lead_in_config(self) -> LeadInConfig | None:
+        """Return what is an engine's among these settings, None where nothing is."""
+        given = {own: getattr(self, name) for name, own in _LEAD_IN_FIELDS.items()}
+        given = {name: value for name, value in given.items() if value is not None}
+        return LeadInConfig(**given) if given else None
+
+    def for_requests(self) -> BlendConfig:
+        """Return a copy without what is an engine's."""
+        return self.with_changes(**dict.fromkeys(_LEAD_IN_FIELDS))
 
     def ratio_at(self, check: int) -> float:
         """Recompute ratio in force after the ``check``-th check layer."""
         return (
             self.recompute_ratio if self.recompute_ratios is None else self.recompute_ratios[check]
         )
+
+
+_LEAD_IN_FIELDS: Mapping[str, str] = {
+    "lead_in": "kind",
+    "document_window": "document_window",
+    "split_special_tokens": "split_special_tokens",
+}
+"""Fields of BlendConfig that moved, and what LeadInConfig calls them."""
+
+
+def settle(
+    blend: BlendConfig | None, lead_in: LeadInConfig | Mapping[str, Any] | str | None
+) -> tuple[BlendConfig, LeadInConfig]:
+    """Return an engine's default for requests and its lead-in, each in its own settings.
+
+    Raises:
+        ConfigError: when both arguments tell of the lead-in, and not the same.
+    """
+    blend = BlendConfig.of(blend)
+    moved = blend.lead_in_config()
+    if moved is None:
+        return blend, LeadInConfig.of(lead_in)
+    if lead_in is not None and LeadInConfig.of(lead_in) != moved:
+        raise ConfigError("lead_in= and BlendConfig(lead_in=...) differ: give lead_in= alone")
+    logger.warning(
+        "a lead-in is an engine's and lives in LeadInConfig: give the engine lead_in=%r in place "
+        "of BlendConfig(lead_in=..., document_window=..., split_special_tokens=...)",
+        moved,
+    )
+    return blend.for_requests(), moved
+
+
+def check_request(blend: BlendConfig) -> BlendConfig:
+    """Return a request's config; raises ConfigError where it tells what is an engine's."""
+    given = [name for name in _LEAD_IN_FIELDS if getattr(blend, name) is not None]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)} in a request's config: chunks are stored behind one lead-in, so "
+            "give the engine lead_in=LeadInConfig(...)"
+        )
+    return blend
+
+
+@dataclass(frozen=True)
+class EngineConfig(Settings):
+    """Which engine serves, and all that is settled when it is opened.
+
+    Args:
+        engine: ``transformers`` (embedded), ``vllm`` (in this process), the URL of a server that
+            ``cacheblend-rag serve`` started, or ``auto``.
+        model: a hub name, a local folder, ``demo`` (the bundled model) or a loaded model (embedded
+            engine only). With a URL it names the tokenizer, and "" takes what the server loaded.
+        tokenizer: the model's own by default; must be given with a loaded model.
+        instruction: what prompts say before their first chunk; lead-ins compute chunks behind it.
+            A function is given the model's tokenizer and returns it.
+        namespace: tenants with different namespaces share neither KV nor known chunks.
+        blend: of requests that bring no config of their own.
+        lead_in: what chunks are computed behind. store: where their KV is kept; a server has a
+            store of its own, and only the registry in ``kv_path`` is used with a URL.
+        device, dtype: where and how precise the model runs; a server has settled both.
+        api_key: what a server asks for, the environment's CACHEBLEND_API_KEY by default; it is in
+            no representation, and in nothing that is serialized.
+
+    Raises:
+        ConfigError: when a field is out of range.
+    """
+
+    _noun: ClassVar[str] = "option of an engine"
+
+    engine: str = AUTO
+    model: Any = ""
+    tokenizer: Any = field(default=None, repr=False)
+    instruction: str | Callable[[Any], str] = ""
+    namespace: str = "default"
+    blend: BlendConfig = field(default_factory=BlendConfig)
+    lead_in: LeadInConfig = field(default_factory=LeadInConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    device: str | None = None
+    dtype: Any = None
+    api_key: Secret | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        check_engine_name(self.engine, ENGINES)
+        if not isinstance(self.namespace, str):
+            raise ConfigError(f"namespace={self.namespace!r:.100} must be a name")
+        if not (isinstance(self.instruction, str) or callable(self.instruction)):
+            raise ConfigError(f"instruction={self.instruction!r:.100} must be a text")
+        lead_in = LeadInConfig.of(self.lead_in)
+        named = None if lead_in == LeadInConfig() else lead_in
+        blend, lead_in = settle(self.blend, named)
+        object.__setattr__(self, "blend", blend)
+        object.__setattr__(self, "lead_in", lead_in)
+        object.__setattr__(self, "store", StoreConfig.of(self.store))
+        object.__setattr__(self, "api_key", Secret.of(self.api_key))
+
+    @classmethod
+    def gather(cls, **options: Any) -> Self:
+        """Return the settings that options tell, a store's given by their own names, too.
+
+        Raises:
+            ConfigError: for an option that is none, and for one that is given twice.
+        """
+        inside = names_of(StoreConfig)
+        given = Arguments(cls._noun, names_of(cls) | inside).read(options)
+        loose = {name: given.pop(name) for name in inside & given.keys()}
+        store = given.get("store")
+        if loose and store is not None:
+            raise ConfigError(f"{', '.join(sorted(loose))}: give it as a setting of store=, too")
+        return cls(**given if store is not None else {**given, "store": StoreConfig(**loose)})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, without the key.
+
+        Raises:
+            ConfigError: where a model, a tokenizer or an instruction is given that is no text.
+        """
+        for name, value in (("model", self.model), ("instruction", self.instruction)):
+            if not isinstance(value, str | Path):
+                raise ConfigError(f"{name} is a {type(value).__name__}: only texts are serialized")
+        if self.tokenizer is not None:
+            raise ConfigError("tokenizer is given: only the model's own is had anew")
+        return {
+            "engine": self.engine,
+            "model": os.fspath(self.model),
+            "instruction": self.instruction,
+            "namespace": self.namespace,
+            "blend": self.blend.to_dict(),
+            "lead_in": asdict(self.lead_in),
+            "store": self.store.to_dict(),
+            "device": self.device,
+            "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """As for all settings; nested ones may be plain values, too."""
+        nested: dict[str, type[Settings]] = {
+            "blend": BlendConfig, "lead_in": LeadInConfig, "store": StoreConfig
+        }  # fmt: skip
+        read = {n: nested[n].of(v) if n in nested else v for n, v in dict(values).items()}
+        return super().from_dict(read)
 
 
 def _list(name: str, value: object) -> tuple[Any, ...]:
@@ -139,3 +394,21 @@ def _check_schedule(ratios: tuple[float, ...], layers: tuple[int, ...]) -> None:
         _check_ratio("recompute_ratios", ratio)
     if any(b > a for a, b in pairwise(ratios)):
         raise ConfigError(f"recompute_ratios={ratios} must not rise: rows are only ever dropped")
+
+
+def _check_path(name: str, value: object) -> None:
+    if not isinstance(value, str | os.PathLike) or not os.fspath(value):
+        raise ConfigError(f"{name}={value!r:.100} must be a folder")
+
+
+def _bytes(name: str, value: object) -> int | None:
+    """Return a size in bytes; text may name a unit, such as ``"8GiB"``."""
+    if isinstance(value, str):
+        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
+        unit = BYTE_UNITS.get(found[2].lower()) if found else None
+        if found is None or unit is None:
+            raise ConfigError(f"{name}={value!r:.100} must be a size, such as 8GiB")
+        return int(float(found[1]) * unit)
+    if value is not None:
+        _check_int(name, value, 0)
+    return value  # type: ignore[return-value]

@@ -28,6 +28,12 @@ class Secret:
     def __repr__(self) -> str:
         return "Secret(...)"
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and self._text == other._text
+
+    def __hash__(self) -> int:
+        return hash((Secret, self._text))
+
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied elsewhere. Raises TypeError."""
         raise TypeError("a secret is not pickled: give it anew, or by the environment")

@@ -17,7 +17,8 @@ def main() -> None:
 
     engine = TransformersEngine(
         MODEL_FOLDER,
-        config=BlendConfig(lead_in="document", recompute_ratio=0.0),
+        config=BlendConfig(recompute_ratio=0.0),
+        lead_in="document",
         store=TieredKVStore.open(host_bytes=1 << 30),
         instruction=f"{INSTRUCTION}\n\n",
     )

@@ -460,8 +460,8 @@ class Row:
 def measure(name: str, model: PreTrainedModel) -> Row:
     """Try one model: a prompt of three chunks, each longer than the families' windows."""
     tokenizer = make_tokenizer()
-    config = BlendConfig(recompute_ratio=1.0, lead_in="none", min_tokens=0)
-    engine = TransformersEngine(model, tokenizer=tokenizer, config=config)
+    config = BlendConfig(recompute_ratio=1.0, min_tokens=0)
+    engine = TransformersEngine(model, tokenizer=tokenizer, config=config, lead_in="none")
     chunks = [Chunk(words(CHUNK_TOKENS, seed)) for seed in (2, 3, 4)]
     prompt = prompt_of(words(5, 1), *(part for c in chunks for part in (c, " w9 ")), "w5 w6")
     engine.precompute(chunks, progress=False)

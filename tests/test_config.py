@@ -1,16 +1,28 @@
-"""BlendConfig: what it takes, what it refuses, and what the message says."""
+"""Settings: what they take, what they refuse, and what the message says."""
 
 from __future__ import annotations
 
+import json
+import logging
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.config import PRESET_RATIOS, BlendConfig
+from cacheblend_rag.config import (
+    PRESET_RATIOS,
+    BlendConfig,
+    EngineConfig,
+    LeadInConfig,
+    StoreConfig,
+    check_request,
+    settle,
+)
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.secret import Secret
 
 
 @pytest.mark.parametrize(
@@ -84,7 +96,6 @@ def configs(draw: st.DrawFn) -> BlendConfig:
         check_layers=tuple(layers),
         recompute_ratios=draw(st.none() | st.just(tuple(schedule))),
         min_tokens=draw(st.integers(0, 1000)),
-        lead_in=draw(st.sampled_from(["none", "bos", "instruction", "document"])),
     )
 
 
@@ -93,6 +104,7 @@ def test_plain_values_make_the_same_config(config: BlendConfig) -> None:
     values = asdict(config)
     lists = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
     assert BlendConfig.from_dict(values) == BlendConfig.from_dict(lists) == config
+    assert BlendConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @given(configs())
@@ -123,3 +135,107 @@ def test_options_are_copied() -> None:
     config = BlendConfig(selector_options=options)
     options["deviation"] = "v"
     assert config.selector_options == {"deviation": "k"}
+
+
+def test_a_lead_in_given_with_a_blend_is_taken_over_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        blend, lead_in = settle(BlendConfig(recompute_ratio=0.5, lead_in="bos"), None)
+    assert (blend, lead_in) == (BlendConfig(recompute_ratio=0.5), LeadInConfig("bos"))
+    (line,) = caplog.messages
+    assert "LeadInConfig" in line
+    assert "\n" not in line
+
+
+def test_a_lead_in_in_its_own_settings_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    assert settle(None, "none") == (BlendConfig(), LeadInConfig("none"))
+    assert settle(BlendConfig(), {"kind": "bos"})[1] == LeadInConfig("bos")
+    assert not caplog.messages
+
+
+def test_two_lead_ins_that_differ_are_refused() -> None:
+    assert settle(BlendConfig(lead_in="bos"), "bos")[1] == LeadInConfig("bos")
+    with pytest.raises(ConfigError, match="differ"):
+        settle(BlendConfig(lead_in="bos"), "none")
+
+
+@pytest.mark.parametrize(
+    "given", [{"lead_in": "none"}, {"document_window": 64}, {"split_special_tokens": False}]
+)
+def test_a_request_tells_nothing_of_the_lead_in(given: dict[str, Any]) -> None:
+    config = BlendConfig(**given)
+    with pytest.raises(ConfigError, match=f"{next(iter(given))} in a request's config"):
+        check_request(config)
+    assert check_request(config.for_requests()) == BlendConfig()
+    assert config.with_changes(min_tokens=1).lead_in_config() == config.lead_in_config()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("host_bytes", -1, "at least 0"),
+        ("host_bytes", True, "integer"),
+        ("disk_bytes", "much", "a size, such as 8GiB"),
+        ("disk_bytes", "8 parsecs", "a size, such as 8GiB"),
+        ("kv_path", 3, "a folder"),
+        ("kv_path", "", "a folder"),
+    ],
+)
+def test_a_bad_setting_of_a_store_is_refused_by_name(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}=.*{message}"):
+        StoreConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("2gb", 2 * 10**9), ("512", 512), ("0", 0)],
+)
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert StoreConfig(host_bytes=text).host_bytes == size  # type: ignore[arg-type]
+
+
+def test_a_store_is_the_same_again_from_plain_values(tmp_path: Path) -> None:
+    store = StoreConfig(kv_path=tmp_path, host_bytes=None, disk_bytes=7)  # type: ignore[arg-type]
+    assert store.kv_path == str(tmp_path)
+    assert StoreConfig.from_dict(json.loads(json.dumps(store.to_dict()))) == store
+    with pytest.raises(ConfigError, match="did you mean host_bytes"):
+        StoreConfig.from_dict({"host_byte": 1})
+
+
+def test_an_engine_is_the_same_again_from_plain_values_but_for_its_key() -> None:
+    config = EngineConfig(
+        engine="http://host:8000",
+        model="org/model",
+        instruction="Answer.",
+        namespace="tenant",
+        blend=BlendConfig(selector="prior", check_layers=(1, 3), recompute_ratios=(0.4, 0.2)),
+        lead_in=LeadInConfig("instruction", document_window=99),
+        store=StoreConfig(kv_path="kv", host_bytes=5),
+        dtype="bfloat16",
+        api_key=Secret("sesame"),
+    )
+    plain = json.dumps(config.to_dict())
+    assert "sesame" not in plain + repr(config)
+    assert EngineConfig.from_dict(json.loads(plain)) == config.with_changes(api_key=None)
+
+
+@pytest.mark.parametrize("what", ["model", "instruction", "tokenizer"])
+def test_what_is_no_text_is_not_serialized(what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        EngineConfig(**{"model": "demo", what: lambda _: ""}).to_dict()  # type: ignore[arg-type]
+
+
+def test_options_of_a_store_may_be_given_to_the_engine_by_name() -> None:
+    gathered = EngineConfig.gather(engine="transformers", model="demo", kv_path="kv", disk_bytes=9)
+    assert gathered.store == StoreConfig(kv_path="kv", disk_bytes=9)
+    assert EngineConfig.gather(store={"host_bytes": 3}).store == StoreConfig(host_bytes=3)
+    with pytest.raises(ConfigError, match="kv_path: "):
+        EngineConfig.gather(kv_path="kv", store=StoreConfig())
+    with pytest.raises(ConfigError, match="did you mean namespace"):
+        EngineConfig.gather(namespaces="a")
+
+
+def test_an_engine_that_is_none_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="engine='tranformers' must be"):
+        EngineConfig(engine="tranformers")

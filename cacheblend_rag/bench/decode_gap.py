@@ -126,9 +126,7 @@ def measure_gaps(plan: TtftPlan, advance: Advance = lambda _: None) -> dict[str,
     with plan.setting.saved_model() as folder:
         advance("starting vLLM twice")
         with (
-            running_vllm(
-                "vllm", folder, plan.config(0.0), options=options, host_bytes=room
-            ) as engine,
+            running_vllm("vllm", folder, options=options, host_bytes=room) as engine,
             running_vllm("vllm", folder, options=whole, connector=False) as unchunked,
         ):
             engine.precompute(chunks, progress=False)

@@ -161,9 +161,7 @@ class _Run:
         room = 2 * plan.setting.shape.kv_bytes(
             (plan.chunks + plan.drawn) * plan.chunk_tokens, plan.setting.dtype
         )
-        with running_vllm(
-            "vllm", self.folder, plan.config(), options=self._options(), host_bytes=room
-        ) as engine:
+        with running_vllm("vllm", self.folder, options=self._options(), host_bytes=room) as engine:
             engine.precompute(self.warm_up.chunks, progress=False)
             report = engine.precompute(self.work.chunks, progress=False)
             return self._per_second(lambda prompt: self._blended(engine, prompt)), report.seconds

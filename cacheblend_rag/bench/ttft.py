@@ -18,7 +18,7 @@ from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.bench.vllm import VLLMSetting
-from cacheblend_rag.bench.workload import ONE_TOKEN, blend_config, draw_chunks, draw_words
+from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, blend_config, draw_chunks, draw_words
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.config import BlendConfig
@@ -93,7 +93,7 @@ class TtftPlan:
         return self.batched_tokens or max(VLLM_BATCHED_TOKENS, self.prompt_tokens)
 
     def config(self, ratio: float) -> BlendConfig:
-        """Return the blend's config at ``ratio``; chunks are precomputed behind nothing."""
+        """Return the blend's config at ``ratio``."""
         return blend_config(ratio, self.selector, self.check_layers)
 
     def bound(self, ratio: float) -> float:
@@ -196,7 +196,7 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
             advance(f"precomputing for {tier}")
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-")))
             engines[tier] = TransformersEngine(
-                model, tokenizer=tokenizer, config=plan.config(0.0), store=_store(tier, folder)
+                model, tokenizer=tokenizer, lead_in=LEAD_IN, store=_store(tier, folder)
             )
             engines[tier].precompute(chunks, progress=False)
         return _Measurement(plan, engines, prompt, advance).rows()

@@ -59,7 +59,7 @@ def _engine(kind: VLLMKind, plan: TtftPlan, folder: Path, tier: str) -> Iterator
         if tier == "host":
             store = {"host_bytes": 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)}
         store["attention"] = plan.attention
-        with running_vllm(kind, folder, plan.config(0.0), options=options, **store) as engine:
+        with running_vllm(kind, folder, options=options, **store) as engine:
             yield engine
 
 

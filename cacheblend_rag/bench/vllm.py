@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from cacheblend_rag.bench.shapes import ModelShape
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.bench.workload import LEAD_IN
 from cacheblend_rag.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -75,7 +75,6 @@ class VLLMSetting:
 def running_vllm(
     kind: VLLMKind,
     folder: Path,
-    config: BlendConfig | None = None,
     *,
     options: dict[str, Any],
     connector: bool = True,
@@ -95,7 +94,7 @@ def running_vllm(
         arguments = {"disable_log_stats": True, **options, **store}
         if not connector:
             arguments["kv_transfer_config"] = None
-        engine: VLLMClient = VLLMEngine(folder, config=config, **arguments)
+        engine: VLLMClient = VLLMEngine(folder, lead_in=LEAD_IN, **arguments)
         try:
             yield engine
         finally:
@@ -106,7 +105,7 @@ def running_vllm(
 
         flags = ["--disable-log-stats", *_flags(options)]
         with running_server(folder, flags=flags, connector=connector, **store) as server:
-            engine = VLLMServerEngine(server.url, model=folder, config=config)
+            engine = VLLMServerEngine(server.url, model=folder, lead_in=LEAD_IN)
             try:
                 yield engine
             finally:

@@ -31,12 +31,12 @@ def draw_chunks(
     return [Chunk(text) for text in texts]
 
 
+LEAD_IN = "none"
+"""What benchmarks precompute chunks behind: nothing, so that their prompts are chunks alone."""
+
+
 def blend_config(ratio: float, selector: str, check_layers: tuple[int, ...]) -> BlendConfig:
-    """Return a blend's config; chunks are precomputed behind nothing. Raises ConfigError."""
+    """Return a blend's config. Raises ConfigError."""
     return BlendConfig(
-        recompute_ratio=ratio,
-        check_layers=check_layers,
-        selector=selector,
-        lead_in="none",
-        min_tokens=0,
+        recompute_ratio=ratio, check_layers=check_layers, selector=selector, min_tokens=0
     )

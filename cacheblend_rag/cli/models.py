@@ -76,7 +76,8 @@ def open_engines(
         engines[lead_in] = loaded = TransformersEngine(
             loaded.model if loaded else model_folder(model),
             tokenizer=loaded.tokenizer if loaded else None,
-            config=BlendConfig(lead_in=lead_in, min_tokens=0),
+            config=BlendConfig(min_tokens=0),
+            lead_in=lead_in,
             store=TieredKVStore.open(host_bytes=HOST_BYTES),
             instruction=instruction,
             device=device,
@@ -116,8 +117,10 @@ def opened_engines(
             url = stack.enter_context(_server(folder, dtype)).url
         engines: dict[LeadIn, Engine] = {}
         for lead_in in lead_ins:
-            config = BlendConfig(lead_in=lead_in, min_tokens=0)
-            client = VLLMServerEngine(url, model=folder, config=config, instruction=instruction)
+            config = BlendConfig(min_tokens=0)
+            client = VLLMServerEngine(
+                url, model=folder, config=config, lead_in=lead_in, instruction=instruction
+            )
             stack.callback(client.close)
             if not client.status.active:
                 refusal = client.status.refusal

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, LeadInConfig, check_request, settle
 from cacheblend_rag.engines.base import CLOSED, Generation, PromptLike, SamplingParams
 from cacheblend_rag.engines.misses import FirstMiss
 from cacheblend_rag.errors import ConfigError, PromptError
@@ -57,11 +57,12 @@ class EngineFront(ABC):
         config: BlendConfig | None,
         registry: ChunkRegistry | None,
         instruction: str | Callable[[Tokenizer], str],
+        lead_in: LeadInConfig | str | None,
     ) -> None:
         self.tokenizer = tokenizer
-        self.config = checked(config)
+        self.config, self.lead_in = settled(config, lead_in)
         self.encoder = SegmentEncoder(
-            tokenizer, split_special_tokens=self.config.split_special_tokens
+            tokenizer, split_special_tokens=self.lead_in.split_special_tokens
         )
         if self.encoder.cuts == "nowhere":
             logger.warning("the tokenizer needs whole texts: no chunk can be reused in a prompt")
@@ -229,12 +230,21 @@ class EngineFront(ABC):
         return ChunkReport(key.chunk_id, -1, 0, False, reason, document_id=chunk.document_id)
 
 
-def checked(config: BlendConfig | None) -> BlendConfig:
-    """Return the config, or the default one; raises ConfigError when its selector is none.
+def settled(
+    config: BlendConfig | None, lead_in: LeadInConfig | str | None
+) -> tuple[BlendConfig, LeadInConfig]:
+    """Return an engine's settings, as ``settle`` does; raises ConfigError for a wrong selector."""
+    config, lead_in = settle(config, lead_in)
+    return checked(config), lead_in
 
-    Of what a config holds, the rest is checked when it is made.
+
+def checked(config: BlendConfig | None) -> BlendConfig:
+    """Return a request's config, or the default one.
+
+    Of what a config holds, the rest is checked when it is made. Raises ConfigError when its
+    selector is none, or when it tells what is an engine's.
     """
-    config = config or BlendConfig()
+    config = check_request(config or BlendConfig())
     make_selector(config.selector, config.selector_options)
     return config
 

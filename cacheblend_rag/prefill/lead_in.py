@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import LeadInConfig
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.chunk import Chunk, Context
@@ -69,14 +69,14 @@ class LeadIn:
     def __init__(
         self,
         encoder: SegmentEncoder,
-        config: BlendConfig,
+        config: LeadInConfig,
         *,
         instruction: str,
         identity: dict[str, Any],
         namespace: str,
     ) -> None:
         self.encoder = encoder
-        self.name = config.lead_in
+        self.name = config.kind
         self.window = config.document_window
         self.tokens = self._lead_tokens(instruction)
         self.fingerprint = fingerprint(

@@ -111,7 +111,6 @@ class Evaluator:
         if rule.lead_in not in self.engines:
             raise ConfigError(f"lead_in={rule.lead_in!r} has no engine in this evaluation")
         return self.base.with_changes(
-            lead_in=rule.lead_in,
             selector=rule.selector,
             recompute_ratio=rule.ratio,
             recompute_ratios=None,

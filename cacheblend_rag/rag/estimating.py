@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import LeadInConfig
 from cacheblend_rag.engines.factory import EMBEDDED, load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -82,7 +82,7 @@ class Estimator:
     """Adds up what documents take. Raises ModelLoadError, MissingExtraError."""
 
     def __init__(self, settings: CollectionSettings, device: str | None) -> None:
-        config = BlendConfig()
+        config = LeadInConfig()
         encoder = SegmentEncoder(
             load_tokenizer(settings.model), split_special_tokens=config.split_special_tokens
         )

@@ -93,7 +93,7 @@ def test_rules_are_laid_over_the_base_config_with_their_options():
         QUESTIONS[:1], [PRIOR, Rule("instruction", "hkvd", 0.1)]
     )
     prior, hkvd = engine.configs
-    assert (prior.recompute_ratio, prior.lead_in, prior.min_tokens) == (0.25, "instruction", 0)
+    assert (prior.recompute_ratio, prior.selector, prior.min_tokens) == (0.25, "prior", 0)
     assert (prior.selector_options, prior.recompute_ratios) == ({"weight": 2}, None)
     assert (hkvd.selector_options, hkvd.check_layers) == ({}, (2, 3))
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, LeadInConfig
 from cacheblend_rag.engines.base import (
     FULL_PREFILL,
     Delta,
@@ -37,6 +37,7 @@ from cacheblend_rag.engines.front import (
     Item,
     PreparedPrompt,
     checked,
+    settled,
 )
 from cacheblend_rag.engines.identity import model_identity
 from cacheblend_rag.engines.naming import public_name
@@ -105,7 +106,8 @@ class TransformersEngine(EngineFront):
     model: a hub name, a local folder in hub format, ``demo`` (the bundled model), or a loaded
         causal language model.
     tokenizer: the model's own by default; must be given with a loaded model.
-    config: defaults of every request. Its lead-in fields hold for the engine's lifetime.
+    config: defaults of every request. lead_in: what chunks are computed behind, as settings or by
+        its kind's name.
     store: where chunk KV is kept; by default 4 GiB of host memory.
     registry: known chunks; several engines may share one.
     instruction: what prompts say before their first chunk; lead-ins ``instruction`` and
@@ -133,10 +135,11 @@ class TransformersEngine(EngineFront):
         registry: ChunkRegistry | None = None,
         instruction: str | Callable[[Tokenizer], str] = "",
         namespace: str = "default",
+        lead_in: LeadInConfig | str | None = None,
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> None:
-        config = checked(config)
+        config, lead_in = settled(config, lead_in)
         if isinstance(model, PreTrainedModel):
             if tokenizer is None:
                 raise ConfigError("tokenizer must be given together with a loaded model")
@@ -146,7 +149,7 @@ class TransformersEngine(EngineFront):
             self.model = loading.load_model(model, loading.pick_device(device), dtype)
             tokenizer = tokenizer or loading.load_tokenizer(model)
             name = str(model)
-        super().__init__(tokenizer, config, registry, instruction)
+        super().__init__(tokenizer, config, registry, instruction, lead_in)
         self.model_name = public_name(name)
         self.store = TieredKVStore.open() if store is None else store
         self.blend_refusal: str | None = None
@@ -162,7 +165,7 @@ class TransformersEngine(EngineFront):
             plan_schedule(self.config, self._stack.geometry.layers)
         self._lead_in = LeadIn(
             self.encoder,
-            self.config,
+            self.lead_in,
             instruction=self.instruction,
             namespace=namespace,
             identity=self._identity(None if model is self.model else model),
@@ -427,7 +430,7 @@ class TransformersEngine(EngineFront):
         full: bool = False,
     ) -> _Request:
         """Check and tokenize; raises PromptError and ConfigError before any work is done."""
-        config, sampling = config or self.config, sampling or SamplingParams()
+        config, sampling = checked(config or self.config), sampling or SamplingParams()
         if self._stack is not None:
             plan_schedule(config, self._stack.geometry.layers)
         with working():

@@ -30,7 +30,7 @@ from typing import Any, TypeVar, cast
 
 from tqdm import tqdm
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, LeadInConfig
 from cacheblend_rag.engines.base import (
     FULL_PREFILL,
     Delta,
@@ -142,13 +142,14 @@ class VLLMClient(EngineFront):
         registry: ChunkRegistry | None,
         instruction: str | Callable[[Tokenizer], str],
         namespace: str,
+        lead_in: LeadInConfig | str | None,
         background: BackgroundLoop,
     ) -> None:
         """Ask whom it talks to; requests must be possible already.
 
         Raises ConfigError when KV of another namespace is kept there.
         """
-        super().__init__(tokenizer, config, registry, instruction)
+        super().__init__(tokenizer, config, registry, instruction, lead_in)
         self.model_name, self.namespace = model_name, namespace
         self._background = background
         self.status = self._ask_status()
@@ -159,7 +160,7 @@ class VLLMClient(EngineFront):
             )
         self._lead_in = LeadIn(
             self.encoder,
-            self.config,
+            self.lead_in,
             instruction=self.instruction,
             identity={"vllm": self.status.identity or model_name},
             namespace=namespace,

@@ -9,9 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, LeadInConfig
 from cacheblend_rag.engines.base import SamplingParams
-from cacheblend_rag.engines.front import checked
+from cacheblend_rag.engines.front import settled
 from cacheblend_rag.engines.naming import check_source, public_name, source_of
 from cacheblend_rag.engines.transformers.loading import load_tokenizer
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
@@ -50,6 +50,7 @@ class VLLMEngine(VLLMClient):
         registry: ChunkRegistry | None = None,
         instruction: str | Callable[[Tokenizer], str] = "",
         namespace: str = "default",
+        lead_in: LeadInConfig | str | None = None,
         kv_path: str | Path | None = None,
         host_bytes: int = 4 << 30,
         disk_bytes: int | None = None,
@@ -60,7 +61,7 @@ class VLLMEngine(VLLMClient):
         step_tokens: int | None = None,
         **options: Any,
     ) -> None:
-        config = checked(config)
+        config, lead_in = settled(config, lead_in)
         check_source(model)
         try:
             from vllm import __version__
@@ -110,6 +111,7 @@ class VLLMEngine(VLLMClient):
                 registry=registry,
                 instruction=instruction,
                 namespace=namespace,
+                lead_in=lead_in,
                 background=background,
             )
         except BaseException:

@@ -7,8 +7,8 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.front import checked
+from cacheblend_rag.config import BlendConfig, LeadInConfig
+from cacheblend_rag.engines.front import settled
 from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.transformers.loading import load_tokenizer
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
@@ -51,11 +51,13 @@ class VLLMServerEngine(VLLMClient):
         registry: ChunkRegistry | None = None,
         instruction: str | Callable[[Tokenizer], str] = "",
         namespace: str = "default",
+        lead_in: LeadInConfig | str | None = None,
         api_key: str | Secret | None = None,
         timeout_seconds: float = 600.0,
         max_retries: int = 2,
     ) -> None:
-        config, api_key = checked(config), Secret.of(api_key)
+        config, lead_in = settled(config, lead_in)
+        api_key = Secret.of(api_key)
         self._connection = ServerConnection(
             url, api_key=api_key, timeout_seconds=timeout_seconds, max_retries=max_retries
         )
@@ -72,6 +74,7 @@ class VLLMServerEngine(VLLMClient):
                 registry=registry,
                 instruction=instruction,
                 namespace=namespace,
+                lead_in=lead_in,
                 background=self._background,
             )
         except BaseException:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal, get_args
 
@@ -94,7 +94,7 @@ class Order:
                 ],
                 "tokens": list(self.tokens),
                 "keys": [list(key) for key in self.keys],
-                "config": asdict(self.config),
+                "config": self.config.to_dict(),
                 "report_id": self.report_id,
             }
         }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import aclosing, closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Self
 
 from cacheblend_rag import BlendConfig, Chunk, Delta, Engine, Generation, SamplingParams
@@ -89,7 +89,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
             "engine_identity": self.engine_identity,
             **{name: getattr(self, name) for name in SAMPLING_FIELDS},
             "default_stop": self.stop,
-            "blend_config": asdict(self._blend_config()),
+            "blend_config": self._blend_config().to_dict(),
         }
 
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
@@ -197,7 +197,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     def _blend_config(self) -> BlendConfig:
         """Return the config of calls that change nothing; opens nothing."""
         if self.blend_config is not None:
-            return self.blend_config
+            return self.blend_config.for_requests()
         return self.engine.config if self.is_open else BlendConfig()
 
     def _call(

@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from cacheblend_rag import BlendConfig, TieredKVStore, TransformersEngine
+from cacheblend_rag.config import LeadInConfig, names_of
 from tests.models import make_model, make_tokenizer
 
 EngineFactory = Callable[..., TransformersEngine]
@@ -31,11 +32,18 @@ def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> E
     def make(
         *, store: TieredKVStore | None = None, with_model: Any = None, **arguments: Any
     ) -> TransformersEngine:
-        names = ("instruction", "namespace", "registry")
+        names = ("instruction", "namespace", "registry", "lead_in")
         rest = {name: arguments.pop(name) for name in names if name in arguments}
+        of_lead_in = {n: arguments.pop(n) for n in names_of(LeadInConfig) & arguments.keys()}
+        if of_lead_in:
+            rest["lead_in"] = LeadInConfig(**of_lead_in, **_kind(rest.get("lead_in")))
         config = BlendConfig(**{"min_tokens": 0, "selector": "random", **arguments})
         return TransformersEngine(
             with_model or model, tokenizer=tokenizer, config=config, store=store, **rest
         )
 
     return make
+
+
+def _kind(lead_in: Any) -> dict[str, Any]:
+    return {} if lead_in is None else {"kind": lead_in}

@@ -165,8 +165,8 @@ def test_ratio_one_gives_the_same_greedy_text(model: PreTrainedModel) -> None:
     for seed in (2, 3, 4):
         parts += [Chunk(words(CHUNK, seed)), " w9 "]
     prompt = prompt_of(*parts, words(QUESTION, 5))
-    config = BlendConfig(recompute_ratio=1.0, lead_in="none", min_tokens=0)
-    engine = TransformersEngine(model, tokenizer=tokenizer, config=config)
+    config = BlendConfig(recompute_ratio=1.0, min_tokens=0)
+    engine = TransformersEngine(model, tokenizer=tokenizer, config=config, lead_in="none")
     assert engine.blend_refusal is None
     engine.precompute([p for p in parts if isinstance(p, Chunk)], progress=False)
     blended = engine.generate(prompt, GREEDY)

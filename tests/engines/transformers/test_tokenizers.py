@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -24,12 +26,13 @@ PROMPT = BlendPrompt.of("Half of the harbour is", CHUNKS[0], " and", CHUNKS[1], 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def open_engine(kind: str, ratio: float = 1.0, **options: object) -> TransformersEngine:
+def open_engine(kind: str, ratio: float = 1.0, **options: Any) -> TransformersEngine:
     tokenizer = tokenizer_of(kind)
     return TransformersEngine(
         make_model("llama", vocab_size=len(tokenizer)),
         tokenizer=tokenizer,
-        config=BlendConfig(recompute_ratio=ratio, min_tokens=0, **options),  # type: ignore[arg-type]
+        config=BlendConfig(recompute_ratio=ratio, min_tokens=0),
+        **options,
     )
 
 

@@ -155,8 +155,10 @@ def connect(canned: CannedServer) -> Iterator[Open]:
 
     def make(**options: Any) -> VLLMServerEngine:
         given = {"tokenizer": make_tokenizer(), "api_key": KEY, "max_retries": 0}
-        config = BlendConfig(min_tokens=0, lead_in="none")
-        engine = VLLMServerEngine(canned.url, **{"config": config, **given, **options})
+        config = BlendConfig(min_tokens=0)
+        engine = VLLMServerEngine(
+            canned.url, **{"config": config, "lead_in": "none", **given, **options}
+        )
         engine.register([CHUNK])
         opened.append(engine)
         return engine

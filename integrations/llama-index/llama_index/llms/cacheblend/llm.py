@@ -232,7 +232,7 @@ class CacheBlendLLM(EngineSettings, LLM):
         return _Call(
             prompt=prompt,
             sampling=SamplingParams(**{**defaults, **sampling}),
-            config=_config(self.blend_config, **wanted),
+            config=_config(self.blend_config.for_requests(), **wanted),
             hints=tuple(hints_in(_text(prompt))) if hints is None else _hints(hints),
         )
 
