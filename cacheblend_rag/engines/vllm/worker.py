@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from vllm.v1.worker.utils import select_common_block_size
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import on_all_ranks, probe_layer
+from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.trial import (
     TRIAL_TOKENS,
     Reference,
@@ -52,7 +53,7 @@ from cacheblend_rag.prefill.precompute import (
 logger = logging.getLogger(__name__)
 
 Result = dict[str, Any]
-Work = Generator[None, None, Result]
+Work = Steps[Result]
 
 ROW_BLOCK = 768
 """Most rows at once on a CPU; an accelerator takes as many as vLLM has profiled."""
