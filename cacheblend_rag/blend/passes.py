@@ -21,7 +21,8 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.schedule import Schedule, row_count, top_rows
 from cacheblend_rag.blend.selectors import Evidence
-from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
+from cacheblend_rag.blend.stack import AttentionCall, DecoderStack, probe_layer
+from cacheblend_rag.blend.steps import Steps
 
 Observer = Callable[[AttentionCall, Rows, Tensor], None]
 """Sees each attention call, its rows, and the layer's fused keys."""
@@ -98,11 +99,12 @@ class BlendPass:
     once, which bounds the memory of layers that compute all tokens; more are run in blocks of one
     size; None is the stack's own. needs_hidden: whether the last token's hidden state is wanted, or
     only KV. attention: how rows attend; by default exactly, over the fused KV. layers: run only so
-    many of the first layers, for their KV; None is all.
+    many of the first layers, for their KV; None is all. on_layer: called with each layer whose KV
+    is final.
 
-    ``steps()`` is a generator: each step runs one block of rows through one layer, so a caller may
-    do other work in between. Afterwards ``stats`` is complete and, where it was wanted, ``hidden``
-    is the last token's hidden state (1, 1, hidden).
+    Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
+    in between. Afterwards ``stats`` is complete and, where it was wanted, ``hidden`` is the last
+    token's hidden state (1, 1, hidden).
 
     The host decides which rows are computed, and an accelerator is never asked for anything within
     a layer: only at a check layer, where it has the scores.
@@ -118,6 +120,7 @@ class BlendPass:
     needs_hidden: bool = True
     attention: Attention | None = None
     layers: int | None = None
+    on_layer: Callable[[int, FusedKV], None] | None = None
     hidden: Tensor = field(init=False)
     stats: PassStats = field(init=False)
 
@@ -135,8 +138,8 @@ class BlendPass:
         """Work spent, as a share of ordinary prefill of the same prompt."""
         return self.stats.work / prefill_cost(self.stack.costs, self.token_ids.numel())
 
-    def steps(self) -> Iterator[int | None]:
-        """Run the pass; yields each layer once its KV is final, and None between blocks of rows."""
+    def steps(self) -> Steps[None]:
+        """Run the pass; yields after each block of rows in each layer."""
         self._carry(self._first_rows())
         self.hidden = self.stack.embed(self.token_ids[self._rows.device][None])
         last = (self.layers or self.stack.geometry.layers) - 1
@@ -144,7 +147,9 @@ class BlendPass:
             if layer in self.schedule.checks:
                 self._check(layer, self.schedule.checks[layer])
             yield from self._finish(layer) if layer == last else self._run(layer)
-            yield layer
+            if self.on_layer is not None:
+                self.on_layer(layer, self.fused)
+            yield
         self.stats.recomputed = self._mask_of(self._computed) & self._cached
 
     def run(self) -> None:
@@ -169,7 +174,7 @@ class BlendPass:
     def _kept(self, candidates: Positions, scores: Tensor, ratio: float) -> Rows:
         """Rows to carry on: those always computed and the best candidates."""
         count = row_count(ratio, int(self._eligible.sum()))
-        scores = self.stack.across_ranks(scores, "first").cpu()
+        scores = self.stack.broadcast(scores).cpu()
         keep = self._always.copy()
         keep[candidates[top_rows(scores, count).numpy()]] = True
         return self._rows_where(keep)
@@ -178,11 +183,15 @@ class BlendPass:
         """Make ``rows`` the rows that later layers run on."""
         self._rows = self._computed = rows
         self._blocks = [
-            _Block(slice(start, start + len(part)), part, self.stack.at(part.device[None]))
+            self._block(start, part)
             for start, part in rows.blocks(self.row_block or self.stack.row_block)
         ]
 
-    def _run(self, layer: int) -> Iterator[None]:
+    def _block(self, start: int, rows: Rows) -> _Block:
+        here = slice(start, start + len(rows))
+        return _Block(here, rows, self.stack.position_inputs(rows.device[None]))
+
+    def _run(self, layer: int) -> Steps[None]:
         for block in self._blocks:
             if block.here.start:
                 yield
@@ -196,7 +205,7 @@ class BlendPass:
                 self.observer(call, block.rows, self.fused.layer(layer)[0])
             return (self.attention or attend_fused)(call, self.fused, block.rows)
 
-        return self.stack.run_layer(layer, hidden, block.place, attend)
+        return self.stack.run_layer(layer, hidden, block.position_inputs, attend)
 
     def _check(self, layer: int, ratio: float) -> None:
         """Compare fresh with cached KV, keep all fresh KV of this layer, narrow the rows."""
@@ -214,7 +223,7 @@ class BlendPass:
                 fresh_values=values[0].index_select(1, index.device),
                 cached_keys=self.fused.keys[layer].index_select(1, rows.device),
                 cached_values=self.fused.values[layer].index_select(1, rows.device),
-                total=lambda part: self.stack.across_ranks(part, "sum"),
+                total=lambda part: self.stack.all_reduce(part, "sum"),
             )
             kept = self._kept(rows.host, self.schedule.selector.score(evidence), ratio)
             self.fused.write(layer, self._rows, keys, values)
@@ -222,7 +231,7 @@ class BlendPass:
             self.hidden = self.hidden.index_select(1, still.device)
             self._carry(kept)
 
-    def _finish(self, layer: int) -> Iterator[None]:
+    def _finish(self, layer: int) -> Steps[None]:
         """The last layer: K and V of every row, the layer itself for the last token at most."""
         computed = self._rows
         only_last = self.needs_hidden and len(computed) == 1
@@ -245,7 +254,7 @@ class BlendPass:
     def _probe(self, layer: int) -> Iterator[tuple[_Block, AttentionCall]]:
         for block in self._blocks:
             hidden = self.hidden[:, block.here]
-            yield block, self.stack.probe_layer(layer, hidden, block.place)
+            yield block, probe_layer(self.stack, layer, hidden, block.position_inputs)
 
     def _mask_of(self, rows: Rows) -> Mask:
         mask = np.zeros_like(self._cached)
@@ -264,11 +273,11 @@ def attend_fused(call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows run through a layer at once: where they stand among all rows, and their positions."""
+    """Rows run through a layer at once: where they stand among all rows, and at what positions."""
 
     here: slice
     rows: Rows
-    place: Any
+    position_inputs: Any
 
 
 class _Timer:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.schedule import Schedule
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
+from cacheblend_rag.blend.steps import Steps
 
 REUSE_ONLY = Schedule(make_selector("none"), 0.0, {})
 
@@ -25,7 +24,7 @@ def probe_question(
     fused: FusedKV,
     candidates: Candidates,
     question_start: int,
-) -> Generator[int | None, None, tuple[Tensor, float]]:
+) -> Steps[tuple[Tensor, float]]:
     """Return the attention each token gets from the question, and the work that took.
 
     The pass is plain reuse, so only text and missing chunks are computed. Attention is summed over
@@ -51,5 +50,5 @@ def probe_question(
     yield from probe.steps()
     if not masses:
         return torch.zeros(token_ids.numel()), probe.stats.work
-    mass = stack.across_ranks(torch.stack(masses), "max").sum(0)
+    mass = stack.all_reduce(torch.stack(masses), "max").sum(0)
     return mass.cpu(), probe.stats.work

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.rotary import Rotation
+from cacheblend_rag.errors import UnsupportedModelError
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,8 @@ Attend = Callable[[AttentionCall], Tensor]
 """Computes attention for a call; returns (batch, rows, heads, head_dim)."""
 
 
-Agreement = Literal["sum", "max", "first"]
-"""How ranks come to one value: their sum, their maximum, or what the first of them has."""
+Reduction = Literal["sum", "max"]
+"""How the parts that ranks have of a value become one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,9 @@ class DecoderStack(Protocol):
 
     Nothing else of a layer is replaced: norms, projections, biases, rotary, experts and residuals
     are the model's own, so no per-model code is needed.
+
+    Ranks that share the model's heads must all ask each other alike and in the same order, or they
+    wait forever.
     """
 
     @property
@@ -74,14 +78,14 @@ class DecoderStack(Protocol):
     def embed(self, token_ids: Tensor) -> Tensor:
         """Return hidden states (batch, rows, hidden) of ``token_ids`` (batch, rows)."""
 
-    def at(self, positions: Tensor) -> Any:
+    def position_inputs(self, positions: Tensor) -> Any:
         """Return what the layers need to know of ``positions`` (batch, rows); opaque."""
 
-    def run_layer(self, layer: int, hidden: Tensor, place: Any, attend: Attend) -> Tensor:
-        """Run one whole layer on ``hidden`` (batch, rows, hidden) at ``place``."""
+    def run_layer(self, layer: int, hidden: Tensor, position_inputs: Any, attend: Attend) -> Tensor:
+        """Run one whole layer on ``hidden`` (batch, rows, hidden); what ``attend`` raises passes.
 
-    def probe_layer(self, layer: int, hidden: Tensor, place: Any) -> AttentionCall:
-        """Return what the layer would hand to attention, and stop there."""
+        ``hidden`` stays as it is, also where the model's own layers work in place.
+        """
 
     def rotation(self, offset: int) -> Rotation:
         """Return what moves the keys of all layers by ``offset`` positions.
@@ -89,14 +93,43 @@ class DecoderStack(Protocol):
         The magnitude some rotary schemes put on keys (YaRN) is divided out: a cached key has it.
         """
 
-    def across_ranks(self, part: Tensor, how: Agreement) -> Tensor:
-        """Return one value for all ranks that share the model's heads; ``part`` when alone.
+    def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:
+        """Return all ranks' parts as one, the same for each of them; ``part`` when alone."""
 
-        All ranks must ask alike and in the same order, or they wait for each other forever.
-        """
+    def broadcast(self, part: Tensor) -> Tensor:
+        """Return the first rank's ``part`` on all ranks."""
+
+
+class NoAttentionError(UnsupportedModelError):
+    """A layer was run and never came to attention."""
+
+
+class _ProbedError(Exception):
+    """Raised out of attention to stop a layer once its query, key and value are known."""
+
+    def __init__(self, call: AttentionCall) -> None:
+        self.call = call
+
+
+def probe_layer(
+    stack: DecoderStack, layer: int, hidden: Tensor, position_inputs: Any
+) -> AttentionCall:
+    """Return what a layer would hand to attention, and stop there.
+
+    Raises NoAttentionError when the layer never comes to attention.
+    """
+
+    def stop(call: AttentionCall) -> Tensor:
+        raise _ProbedError(call)
+
+    try:
+        stack.run_layer(layer, hidden, position_inputs, stop)
+    except _ProbedError as probed:
+        return probed.call
+    raise NoAttentionError(f"layer {layer} never calls attention")
 
 
 def on_all_ranks(stack: DecoderStack, held: Sequence[bool]) -> list[bool]:
     """Return which of some things every rank holds, given which of them this one does."""
     lacking = torch.tensor([not has for has in held], dtype=torch.int32)
-    return [not lacks for lacks in stack.across_ranks(lacking, "max").tolist()]
+    return [not lacks for lacks in stack.all_reduce(lacking, "max").tolist()]

@@ -24,7 +24,13 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import Attention, attend_fused
 from cacheblend_rag.blend.rotary import Layout, Table, find_layout
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.stack import Attend, AttentionCall, DecoderStack, on_all_ranks
+from cacheblend_rag.blend.stack import (
+    Attend,
+    AttentionCall,
+    DecoderStack,
+    on_all_ranks,
+    probe_layer,
+)
 from cacheblend_rag.errors import UnsupportedModelError
 
 TRIAL_TOKENS = 24
@@ -101,13 +107,13 @@ def find_layouts(stack: TriedStack, ids: Tensor, context_window: int) -> list[La
     count = ids.numel()
     offsets = sorted({min(TRIAL_OFFSET, context_window - count), context_window - count})
     positions = torch.arange(count, device=ids.device)[None]
-    near, *far = (stack.at(positions + offset) for offset in (0, *offsets))
+    near, *far = (stack.position_inputs(positions + offset) for offset in (0, *offsets))
     tables = [stack.tables(offset) for offset in offsets]
     hidden = stack.embed(ids[None])
     layouts: list[Layout | None] = []
     for layer in range(stack.geometry.layers):
-        keys = stack.probe_layer(layer, hidden, near).key
-        moved = [stack.probe_layer(layer, hidden, place).key for place in far]
+        keys = probe_layer(stack, layer, hidden, near).key
+        moved = [probe_layer(stack, layer, hidden, inputs).key for inputs in far]
         handed = [table for at in tables if (table := at[layer]) is not None]
         found = find_layout(handed, keys, moved, _close_keys(max(offsets)))
         if not all(on_all_ranks(stack, [found != "unknown"])) or found == "unknown":
@@ -143,7 +149,8 @@ def key_traits(stack: DecoderStack, ids: Tensor) -> list[int]:
     that read a model's rotary settings differently do not.
     """
     positions = torch.arange(ids.numel(), device=ids.device)[None]
-    keys = stack.probe_layer(0, stack.embed(ids[None]), stack.at(positions)).key.float()
+    hidden, inputs = stack.embed(ids[None]), stack.position_inputs(positions)
+    keys = probe_layer(stack, 0, hidden, inputs).key.float()
     by = stack.rotation(1)
     speeds = torch.atan2(by.sin, by.cos).abs().double()
     slow = [_steps(float(row[row > 0].log2().mean())) if row.any() else 0 for row in speeds.cpu()]
@@ -188,13 +195,13 @@ def check_layers(
     ]
     every = Rows.at(positions.numpy(), device)
     for layer, (before, wanted) in enumerate(zip(reference.inputs, reference.outputs, strict=True)):
-        call = stack.probe_layer(layer, before, stack.at(every.device[None]))
+        call = probe_layer(stack, layer, before, stack.position_inputs(every.device[None]))
         fused.write(layer, every, call.key, call.value)
         found = torch.empty_like(wanted)
         for rows, here in parts:
-            hidden, place = before.index_select(1, here), stack.at(rows.device[None])
+            hidden, inputs = before.index_select(1, here), stack.position_inputs(rows.device[None])
             attend = _over(fused, rows, attention or attend_fused)
-            found.index_copy_(1, here, stack.run_layer(layer, hidden, place, attend))
+            found.index_copy_(1, here, stack.run_layer(layer, hidden, inputs, attend))
         if not all(on_all_ranks(stack, [close(found, wanted, before, rounded=rounded)])):
             raise UnsupportedModelError(
                 f"layer {layer}, driven alone on some of its rows, gives another result than in "

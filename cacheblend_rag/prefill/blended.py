@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,6 +14,7 @@ from cacheblend_rag.blend.passes import Attention, Candidates, synchronize
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
+from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
@@ -99,7 +100,7 @@ class PromptPass:
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.stack.geometry.device)
 
-    def steps(self) -> Generator[None, None, FusedPrompt]:
+    def steps(self) -> Steps[FusedPrompt]:
         """Load, select, recompute: yields after each chunk, then after each block of rows.
 
         The buffer is made in a step of its own: a rank that cannot have it says so before the
@@ -123,11 +124,9 @@ class PromptPass:
             schedule,
             needs_hidden=self.needs_hidden,
             attention=self.attention,
+            on_layer=self.on_layer,
         )
-        for layer in run.steps():
-            if layer is not None and self.on_layer is not None:
-                self.on_layer(layer, fused)
-            yield
+        yield from run.steps()
         self.watch.lap("recompute")
         self.watch.move(run.stats.selection_seconds, "recompute", "selection")
         run.stats.work += probe_work
@@ -143,7 +142,7 @@ class PromptPass:
 
     def _load(
         self, fused: FusedKV, schedule: Schedule
-    ) -> Generator[None, None, tuple[Candidates, list[ChunkReport], bool]]:
+    ) -> Steps[tuple[Candidates, list[ChunkReport], bool]]:
         """Lay stored chunk KV into the buffer, one chunk at a time; ranks agree on the hits."""
         found: list[tuple[ChunkReport, ChunkKV | None]] = []
         for chunk in self.placed:
@@ -206,24 +205,15 @@ class PromptPass:
             )
         return schedule, name
 
-    def _probe(
-        self, fused: FusedKV, candidates: Candidates
-    ) -> Generator[None, None, tuple[Tensor, float]]:
+    def _probe(self, fused: FusedKV, candidates: Candidates) -> Steps[tuple[Tensor, float]]:
         question_start = max(chunk.end for chunk in self.placed)
-        steps = probe_question(
+        return probe_question(
             self.stack,
             self.token_ids,
             fused,
             candidates,
             min(question_start, self.token_ids.numel() - 1),
         )
-        while True:
-            try:
-                next(steps)
-            except StopIteration as done:
-                mass, work = done.value
-                return mass, work
-            yield
 
 
 def absence(store: TieredKVStore, key: KVKey) -> MissReason:

@@ -21,6 +21,7 @@ from cacheblend_rag.blend import BlendPass, FusedKV
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
+from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.lead_in import ChunkPlan
@@ -155,9 +156,7 @@ def compute_one_by_one(
         yield chunk, fused.slice(len(chunk.lead), ids.numel())
 
 
-def _run(stack: DecoderStack, ids: Tensor, fused: FusedKV, cached: Tensor) -> Iterator[None]:
+def _run(stack: DecoderStack, ids: Tensor, fused: FusedKV, cached: Tensor) -> Steps[None]:
     """Compute all tokens that are not ``cached``, (tokens,) bool on the host."""
     candidates = Candidates(cached, cached, torch.zeros(ids.numel(), dtype=torch.long))
-    run = BlendPass(stack, ids, fused, candidates, REUSE_ONLY, needs_hidden=False)
-    for _ in run.steps():
-        yield None
+    yield from BlendPass(stack, ids, fused, candidates, REUSE_ONLY, needs_hidden=False).steps()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -13,6 +13,7 @@ from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.stack import DecoderStack
+from cacheblend_rag.blend.steps import Steps
 
 PRIOR_LAYER = 1
 """The first layer whose keys depend on other tokens: comparing there costs about one layer."""
@@ -23,9 +24,7 @@ def prior_layer(stack: DecoderStack) -> int:
     return min(PRIOR_LAYER, stack.geometry.layers - 1)
 
 
-def keys_of_prior_layer(
-    stack: DecoderStack, tokens: Sequence[int]
-) -> Generator[None, None, Tensor]:
+def keys_of_prior_layer(stack: DecoderStack, tokens: Sequence[int]) -> Steps[Tensor]:
     """Return the keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, running only what is before it.
 
     tokens: the whole sequence from position 0. Yields after each block of rows.
@@ -35,8 +34,7 @@ def keys_of_prior_layer(
     fused = FusedKV(replace(stack.geometry, layers=layers), ids.numel())
     nothing = Candidates.none(ids.numel())
     run = BlendPass(stack, ids, fused, nothing, REUSE_ONLY, needs_hidden=False, layers=layers)
-    for _ in run.steps():
-        yield
+    yield from run.steps()
     return fused.keys[-1]
 
 
@@ -47,4 +45,4 @@ def context_deviation(stack: DecoderStack, alone: Tensor, contextual: Tensor, by
     only and in the document. by: positions the chunk stands further on in the document.
     """
     moved = rotated(alone[None], stack.rotation(by).of(prior_layer(stack)))[0]
-    return stack.across_ranks((moved.float() - contextual.float()).square().sum((0, 2)), "sum")
+    return stack.all_reduce((moved.float() - contextual.float()).square().sum((0, 2)), "sum")

@@ -20,6 +20,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import plan_schedule
+from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.config import BlendConfig, LeadInConfig
 from cacheblend_rag.engines.base import (
@@ -49,7 +50,6 @@ from cacheblend_rag.engines.transformers.ordinary import find_ordinary_prefill
 from cacheblend_rag.engines.transformers.prefill import (
     Prefilled,
     PromptChunks,
-    Steps,
     blended_prefill,
     ordinary_prefill,
 )
@@ -474,7 +474,7 @@ class TransformersEngine(EngineFront):
                     return cast(Prefilled, done.value)
         return None
 
-    def _prefill(self, request: _Request) -> Steps:
+    def _prefill(self, request: _Request) -> Steps[Prefilled]:
         """Blend where there is something to reuse; otherwise ordinary prefill, saying why."""
         chunks = PromptChunks(request.prompt, self._lead_in, self.store)
         reserve = min(request.prepared.max_tokens, GROWTH_TOKENS)

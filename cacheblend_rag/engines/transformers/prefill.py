@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
@@ -19,9 +20,6 @@ from cacheblend_rag.prefill.blended import PromptPass, Stopwatch, absence
 from cacheblend_rag.prefill.lead_in import LeadIn, place_chunks
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.prompt import EncodedPrompt
-
-Steps = Generator[None, None, "Prefilled"]
-"""Work done a block of rows at a time, so that other requests get their turn in between."""
 
 
 @dataclass
@@ -48,7 +46,9 @@ class Prefilled:
         return cls(None, torch.empty(1, 0), reason="cancelled", compute_share=0.0)
 
 
-def ordinary_prefill(ordinary: OrdinaryPrefill, token_ids: Sequence[int], reserve: int) -> Steps:
+def ordinary_prefill(
+    ordinary: OrdinaryPrefill, token_ids: Sequence[int], reserve: int
+) -> Steps[Prefilled]:
     """The model's own prefill."""
     watch = Stopwatch(ordinary.model.device)
     cache, logits = ordinary.prefill(token_ids, reserve)
@@ -75,7 +75,7 @@ class PromptChunks:
 
 def blended_prefill(
     stack: TransformersStack, chunks: PromptChunks, config: BlendConfig, reserve: int
-) -> Steps:
+) -> Steps[Prefilled]:
     """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.prompt.token_ids, device=stack.geometry.device)
     work = PromptPass(stack, ids, chunks.placed, chunks.store, config, reserve)

@@ -22,7 +22,14 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
-from cacheblend_rag.blend.stack import Agreement, Attend, AttentionCall, Geometry
+from cacheblend_rag.blend.stack import (
+    Attend,
+    AttentionCall,
+    Geometry,
+    NoAttentionError,
+    Reduction,
+    probe_layer,
+)
 from cacheblend_rag.engines.transformers.sight import Sight, record_sight
 from cacheblend_rag.errors import UnsupportedModelError
 
@@ -63,13 +70,6 @@ AttentionInterface.register(SIGHT, _intercepted)
 AttentionMaskInterface.register(SIGHT, record_sight)
 
 
-class _ProbedError(Exception):
-    """Raised out of attention to stop a layer once its query, key and value are known."""
-
-    def __init__(self, call: AttentionCall) -> None:
-        self.call = call
-
-
 class _RecordedError(Exception):
     """Raised out of the last layer of a recording pass: nothing after it is needed."""
 
@@ -94,7 +94,7 @@ class _WatchedCache:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PositionInputs:
     """Keyword arguments of each layer for some positions, as the model itself would pass them."""
 
     arguments: tuple[dict[str, Any], ...]
@@ -157,29 +157,15 @@ class TransformersStack:
             self._record(input_ids=token_ids, position_ids=torch.zeros_like(token_ids))
         return recorded[0]
 
-    def at(self, positions: Tensor) -> _Place:
-        return _Place(tuple(self._layer_arguments(positions, self._geometry.dtype)))
+    def position_inputs(self, positions: Tensor) -> _PositionInputs:
+        return _PositionInputs(tuple(self._layer_arguments(positions, self._geometry.dtype)))
 
-    def run_layer(self, layer: int, hidden: Tensor, place: _Place, attend: Attend) -> Tensor:
+    def run_layer(
+        self, layer: int, hidden: Tensor, position_inputs: _PositionInputs, attend: Attend
+    ) -> Tensor:
         with self._intercepting(layer, attend):
-            out = self.layers[layer](hidden, **place.arguments[layer])
+            out = self.layers[layer](hidden, **position_inputs.arguments[layer])
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
-
-    def probe_layer(self, layer: int, hidden: Tensor, place: _Place) -> AttentionCall:
-        def stop(call: AttentionCall) -> Tensor:
-            raise _ProbedError(call)
-
-        cause: Exception | None = None
-        try:
-            self.run_layer(layer, hidden, place, stop)
-        except _ProbedError as probed:
-            return probed.call
-        except (TypeError, ValueError, AttributeError, IndexError) as error:
-            cause = error
-        raise UnsupportedModelError(
-            f"layer {layer} ({type(self.layers[layer]).__name__}) does not attend through the "
-            "library's attention functions"
-        ) from cause
 
     def rotation(self, offset: int) -> Rotation:
         return self._rotation(offset)
@@ -203,7 +189,10 @@ class TransformersStack:
             found.append(made[id(handed)])
         return found
 
-    def across_ranks(self, part: Tensor, how: Agreement) -> Tensor:
+    def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:
+        return part
+
+    def broadcast(self, part: Tensor) -> Tensor:
         return part
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -311,8 +300,8 @@ class TransformersStack:
         for layer, named in enumerate(arguments):
             if "past_key_values" in named:
                 named["past_key_values"] = _WatchedCache(layer)
-        place = _Place(tuple(arguments))
-        calls = [self.probe_layer(i, hidden, place) for i in range(len(self.layers))]
+        inputs = _PositionInputs(tuple(arguments))
+        calls = [self._probed(i, hidden, inputs) for i in range(len(self.layers))]
         first = calls[0]
         for call in calls:
             if call.value.shape != call.key.shape:
@@ -329,6 +318,16 @@ class TransformersStack:
             dtype=first.key.dtype,
             device=self._weight.device,
         )
+
+    def _probed(self, layer: int, hidden: Tensor, inputs: _PositionInputs) -> AttentionCall:
+        """Probe a layer; raises UnsupportedModelError when it has attention of its own."""
+        try:
+            return probe_layer(self, layer, hidden, inputs)
+        except (NoAttentionError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise UnsupportedModelError(
+                f"layer {layer} ({type(self.layers[layer]).__name__}) does not attend through the "
+                "library's attention functions"
+            ) from error
 
     def _answers_in_tuples(self, hidden: Tensor, position: Tensor) -> bool:
         """Whether a layer gives its hidden state back as the first of several things."""

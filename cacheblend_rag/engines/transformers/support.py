@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import FusedKV
+from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.blend.trial import (
     Reference,
     check_embedding,
@@ -49,11 +50,11 @@ def _tried(model: PreTrainedModel) -> TransformersStack:
     stack = TransformersStack(model)
     ids = trial_tokens(int(model.config.get_text_config().vocab_size), stack.geometry.device)
     window = context_window(model)
-    place = stack.at(torch.zeros(1, 1, dtype=torch.long, device=ids.device))
+    first = stack.position_inputs(torch.zeros(1, 1, dtype=torch.long, device=ids.device))
     fused = made_up(
         stack,
         tokens_behind(stack.windows, window),
-        stack.probe_layer(0, stack.embed(ids[None, :1]), place),
+        probe_layer(stack, 0, stack.embed(ids[None, :1]), first),
     )
     reference, logits = _reference(model, stack, ids, fused)
     check_embedding(stack, reference)

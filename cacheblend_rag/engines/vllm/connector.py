@@ -32,7 +32,7 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.obstacles import explained
 from cacheblend_rag.engines.vllm.serving import AttentionMode, check_attention_mode
-from cacheblend_rag.engines.vllm.stack import across_ranks
+from cacheblend_rag.engines.vllm.stack import all_reduce
 from cacheblend_rag.engines.vllm.stats import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.support import refusal_of
 from cacheblend_rag.engines.vllm.versions import check_version
@@ -216,7 +216,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
         except Exception as error:  # a model of a kind nobody has tried, say
             logger.debug("this model cannot be blended", exc_info=True)
             self._refusal = explained(self._vllm_config.model_config.hf_config, error)
-        refused = across_ranks(torch.tensor([bool(self._refusal)], dtype=torch.int32), "max")
+        refused = all_reduce(torch.tensor([bool(self._refusal)], dtype=torch.int32), "max")
         if refused.item():
             self._refusal = self._refusal or "another rank cannot blend"
         return not self._refusal

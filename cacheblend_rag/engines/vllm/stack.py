@@ -32,19 +32,12 @@ from cacheblend_rag.blend.attention import attention_bytes
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
-from cacheblend_rag.blend.stack import Agreement, Attend, AttentionCall, Geometry
+from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry, Reduction
 from cacheblend_rag.engines.vllm.compiled import CompiledOps
 from cacheblend_rag.engines.vllm.support import check_attention
 from cacheblend_rag.errors import UnsupportedModelError
 
 KEPT_ROTATIONS = 64
-
-
-class _ProbedError(Exception):
-    """Raised out of attention to stop a layer once its query, key and value are known."""
-
-    def __init__(self, call: AttentionCall) -> None:
-        self.call = call
 
 
 class _StandIn:
@@ -94,7 +87,7 @@ class _RecordedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _PositionInputs:
     """Where rows stand. arguments: of each layer, as the model itself would pass them there."""
 
     positions: Tensor
@@ -180,29 +173,23 @@ class VLLMStack:
         states = states if self._ways.batched else states[None]
         return states if self._ways.residual is None else _beside(states, None)
 
-    def at(self, positions: Tensor) -> _Place:
+    def position_inputs(self, positions: Tensor) -> _PositionInputs:
         where = positions[0].repeat(2) if positions.shape[1] == 1 else positions[0]
-        return _Place(where, self._constant or self._arguments(where, self._geometry.dtype))
+        arguments = self._constant or self._arguments(where, self._geometry.dtype)
+        return _PositionInputs(where, arguments)
 
-    def run_layer(self, layer: int, hidden: Tensor, place: _Place, attend: Attend) -> Tensor:
+    def run_layer(
+        self, layer: int, hidden: Tensor, position_inputs: _PositionInputs, attend: Attend
+    ) -> Tensor:
         if hidden.shape[1] == 1:  # run as two: kernels for one row are others, or not compiled yet
             twice = hidden.repeat(1, 2, 1)
-            return self.run_layer(layer, twice, place, _on_first_row(attend))[:, :1]
+            return self.run_layer(layer, twice, position_inputs, _on_first_row(attend))[:, :1]
         self.met = True
-        given = {**place.arguments[layer], **self._moving(layer, hidden, place)}
+        moving = self._moving(layer, hidden, position_inputs)
+        given = {**position_inputs.arguments[layer], **moving}
         with self._answering(layer, attend), self._compiled.within(layer):
             done = self.layers[layer](**given)
         return self._hidden_of(done)
-
-    def probe_layer(self, layer: int, hidden: Tensor, place: _Place) -> AttentionCall:
-        def stop(call: AttentionCall) -> Tensor:
-            raise _ProbedError(call)
-
-        try:
-            self.run_layer(layer, hidden, place, stop)
-        except _ProbedError as probed:
-            return probed.call
-        raise UnsupportedModelError(f"{self.names[layer]} was never called")
 
     def rotation(self, offset: int) -> Rotation:
         return self._rotation(offset)
@@ -243,8 +230,11 @@ class VLLMStack:
         fused = FusedKV.bytes_for(shape, tokens)
         return int(fused + attention + hidden + 4 * rows * widest * size)
 
-    def across_ranks(self, part: Tensor, how: Agreement) -> Tensor:
-        return across_ranks(part, how)
+    def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:
+        return all_reduce(part, how)
+
+    def broadcast(self, part: Tensor) -> Tensor:
+        return broadcast(part)
 
     @contextmanager
     def recorded(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
@@ -318,12 +308,12 @@ class VLLMStack:
             return found
         return None
 
-    def _moving(self, layer: int, hidden: Tensor, place: _Place) -> dict[str, Any]:
+    def _moving(self, layer: int, hidden: Tensor, inputs: _PositionInputs) -> dict[str, Any]:
         """The arguments that change with the rows: copies, since fused norms work in place."""
         ways = self._ways
         given: dict[str, Any] = {}
         if self._constant is not None and ways.positions is not None:
-            given[ways.positions] = place.positions[None] if ways.batched else place.positions
+            given[ways.positions] = inputs.positions[None] if ways.batched else inputs.positions
         states = hidden if ways.batched else hidden[0]
         if ways.residual is None:
             return {**given, ways.hidden: states.clone()}
@@ -482,19 +472,32 @@ def _table(rotary: Any, offset: int, device: torch.device) -> Table | None:
     return normal_table((cos, -sin if offset < 0 else sin))
 
 
-def across_ranks(part: Tensor, how: Agreement) -> Tensor:
-    """Return one value for all tensor-parallel ranks; see DecoderStack."""
+def all_reduce(part: Tensor, how: Reduction) -> Tensor:
+    """Return all tensor-parallel ranks' parts as one; see DecoderStack."""
+    ranks = get_tp_group()
+    if ranks.world_size == 1:
+        return part
+    kinds = {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX}
+    whole = part.clone()
+    distributed.all_reduce(whole, kinds[how], group=_group(part))
+    return whole
+
+
+def broadcast(part: Tensor) -> Tensor:
+    """Return the first tensor-parallel rank's part; see DecoderStack."""
     ranks = get_tp_group()
     if ranks.world_size == 1:
         return part
     whole = part.clone()
-    group = ranks.cpu_group if part.device.type == "cpu" else ranks.device_group
-    if how == "first":
-        distributed.broadcast(whole, ranks.first_rank, group=group)
-    else:
-        kinds = {"sum": distributed.ReduceOp.SUM, "max": distributed.ReduceOp.MAX}
-        distributed.all_reduce(whole, kinds[how], group=group)
+    distributed.broadcast(whole, ranks.first_rank, group=_group(part))
     return whole
+
+
+def _group(part: Tensor) -> distributed.ProcessGroup:
+    """Return the ranks as they reach each other from where ``part`` is."""
+    ranks = get_tp_group()
+    here = ranks.cpu_group if part.device.type == "cpu" else ranks.device_group
+    return cast(distributed.ProcessGroup, here)
 
 
 def _on_first_row(attend: Attend) -> Attend:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,8 @@ from vllm.v1.worker.utils import select_common_block_size
 
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.stack import on_all_ranks
+from cacheblend_rag.blend.stack import on_all_ranks, probe_layer
+from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.trial import (
     TRIAL_TOKENS,
     Reference,
@@ -33,7 +34,7 @@ from cacheblend_rag.blend.trial import (
 from cacheblend_rag.engines.vllm.pace import Pace, Slices
 from cacheblend_rag.engines.vllm.paged import PagedCache, PagedKV
 from cacheblend_rag.engines.vllm.serving import AttentionMode
-from cacheblend_rag.engines.vllm.stack import VLLMStack, across_ranks
+from cacheblend_rag.engines.vllm.stack import VLLMStack, all_reduce
 from cacheblend_rag.engines.vllm.wire import Order, SentChunk
 from cacheblend_rag.errors import CacheBlendError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
@@ -52,7 +53,7 @@ from cacheblend_rag.prefill.precompute import (
 logger = logging.getLogger(__name__)
 
 Result = dict[str, Any]
-Work = Generator[None, None, Result]
+Work = Steps[Result]
 
 ROW_BLOCK = 768
 """Most rows at once on a CPU; an accelerator takes as many as vLLM has profiled."""
@@ -151,10 +152,10 @@ class Blender:
         """Return made-up KV, as much as the cache has blocks for beside the trial's tokens."""
         room = min(self._window, (self._blocks - 1) * self._cache.block_size)
         behind = tokens_behind(self.stack.windows, room)
-        first = self.stack.at(torch.zeros(1, TRIAL_TOKENS, dtype=torch.long, device=ids.device))
-        return made_up(
-            self.stack, behind, self.stack.probe_layer(0, self.stack.embed(ids[None]), first)
-        )
+        zeros = torch.zeros(1, TRIAL_TOKENS, dtype=torch.long, device=ids.device)
+        first = self.stack.position_inputs(zeros)
+        call = probe_layer(self.stack, 0, self.stack.embed(ids[None]), first)
+        return made_up(self.stack, behind, call)
 
     def start(self, job: Job) -> None:
         """Take a job on; ``advance`` works on it."""
@@ -236,7 +237,7 @@ class Blender:
             return here
         failed, late = here
         seen = torch.tensor([failed, late and ranks.is_first_rank], dtype=torch.int32)
-        return [bool(flag) for flag in across_ranks(seen, "max").tolist()]
+        return [bool(flag) for flag in all_reduce(seen, "max").tolist()]
 
     def _work(self, job: Job) -> Work:
         model = self._fingerprint(job.order)

@@ -14,6 +14,7 @@ from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
+from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.transformers.support import open_stack
 from tests.models import FAMILIES, VOCABULARY, make_model, make_tokenizer, prompt_of, words
 
@@ -243,8 +244,10 @@ def test_re_rotated_keys_equal_keys_computed_in_place(model: PreTrainedModel, of
     hidden = case.stack.embed(case.ids[None, :CHUNK])
     by = case.stack.rotation(offset)
     for layer in range(case.stack.geometry.layers):
-        near = case.stack.probe_layer(layer, hidden, case.stack.at(positions)).key
-        far = case.stack.probe_layer(layer, hidden, case.stack.at(positions + offset)).key
+        near, far = (
+            probe_layer(case.stack, layer, hidden, case.stack.position_inputs(where)).key
+            for where in (positions, positions + offset)
+        )
         moved = rotated(near, by.of(layer))
         assert (moved - far).abs().max() <= 1e-3
 
@@ -255,7 +258,15 @@ def test_a_step_runs_one_block_of_rows_through_one_layer() -> None:
     tokens, layers = case.ids.numel(), case.stack.geometry.layers
     candidates = Candidates.none(tokens)
     fused = FusedKV(case.stack.geometry, tokens)
-    run = BlendPass(case.stack, case.ids, fused, candidates, REUSE_ONLY, row_block=50)
-    between = [None] * (-(-tokens // 50) - 1)
-    assert list(run.steps()) == [step for layer in range(layers) for step in (*between, layer)]
+    finished: list[int] = []
+    run = BlendPass(
+        case.stack, case.ids, fused, candidates, REUSE_ONLY, row_block=50,
+        on_layer=lambda layer, _: finished.append(layer),
+    )  # fmt: skip
+    steps = []
+    for _ in run.steps():
+        steps.append(finished.copy())
+        finished.clear()
+    between: list[list[int]] = [[]] * (-(-tokens // 50) - 1)
+    assert steps == [step for layer in range(layers) for step in (*between, [layer])]
     assert (case.logits(run) - ordinary_logits(case.model, case.ids)).abs().max() <= 1e-4

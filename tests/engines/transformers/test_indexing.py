@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
+from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill import precompute
 from cacheblend_rag.prefill.blended import CONTEXT_KEPT
@@ -86,7 +86,7 @@ def computed_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     rows: list[int] = []
 
     class Recorded(precompute.BlendPass):
-        def steps(self) -> Iterator[int | None]:
+        def steps(self) -> Steps[None]:
             rows.append(int((~self.candidates.cached).sum()))
             return super().steps()
 

@@ -34,12 +34,13 @@ def on_meta(family: str) -> TransformersStack:
     return stack
 
 
-def launches(family: str, ratio: float, row_block: int) -> list[tuple[int | None, Operations]]:
-    """Run a pass whose rows are chosen before layer 0; what each of its steps launched."""
+def launches(family: str, ratio: float, row_block: int) -> list[tuple[list[int], Operations]]:
+    """Run a pass whose rows are chosen before layer 0; each step's finished layers and launches."""
     stack = on_meta(family)
     known = Candidates.none(TOKENS)
     known.cached[:CHUNK] = known.eligible[:CHUNK] = True
     config = BlendConfig(selector="random", recompute_ratio=ratio)
+    finished: list[int] = []
     run = BlendPass(
         stack,
         torch.zeros(TOKENS, dtype=torch.long, device=META),
@@ -47,16 +48,18 @@ def launches(family: str, ratio: float, row_block: int) -> list[tuple[int | None
         known,
         plan_schedule(config, stack.geometry.layers),
         row_block=row_block,
+        on_layer=lambda layer, _: finished.append(layer),
     )
     steps = []
     going = run.steps()
     while True:
         with Operations() as seen:
             try:
-                layer = next(going)
+                next(going)
             except StopIteration:
                 return steps
-        steps.append((layer, seen))
+        steps.append((finished.copy(), seen))
+        finished.clear()
 
 
 @pytest.mark.parametrize("family", MOST_A_BLOCK)
@@ -64,7 +67,7 @@ def launches(family: str, ratio: float, row_block: int) -> list[tuple[int | None
 def test_no_layer_asks_the_device_for_anything(family: str, ratio: float) -> None:
     with torch.inference_mode():
         steps = launches(family, ratio, row_block=64)
-    assert [layer for layer, _ in steps if layer is not None] == [0, 1, 2, 3]
+    assert [layer for layers, _ in steps for layer in layers] == [0, 1, 2, 3]
     assert [seen.reads for _, seen in steps] == [[]] * len(steps)
     assert all(seen.launched for _, seen in steps)
 

@@ -25,12 +25,12 @@ class FailingConnector(CacheBlendConnector):
             stack = self._blender.stack
             run_layer = stack.run_layer
 
-            def fails(layer: int, hidden: Any, place: Any, attend: Attend) -> Any:
+            def fails(layer: int, hidden: Any, inputs: Any, attend: Attend) -> Any:
                 def attend_or_fail(call: Any) -> Any:
                     if layer == 2 and Path(os.environ[TOLD]).exists():
                         raise RuntimeError("this rank was told to fail")
                     return attend(call)
 
-                return run_layer(layer, hidden, place, attend_or_fail)
+                return run_layer(layer, hidden, inputs, attend_or_fail)
 
             stack.run_layer = fails  # type: ignore[method-assign]

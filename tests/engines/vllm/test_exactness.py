@@ -15,6 +15,7 @@ from vllm.forward_context import set_forward_context
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Document, SamplingParams, TransformersEngine
 from cacheblend_rag.blend.selectors import SELECTORS
+from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.vllm.client import VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.engine import _sampling
 from cacheblend_rag.engines.vllm.paged import PLAIN
@@ -201,7 +202,9 @@ def check_single_rows(engine: InProcessEngine) -> None:
     in_worker = set_forward_context(None, engine.core.vllm_config)
     with in_worker, torch.inference_mode(), no_recompiling:
         calls = [
-            stack.probe_layer(1, hidden[:, rows], stack.at(torch.arange(5)[None, rows]))
+            probe_layer(
+                stack, 1, hidden[:, rows], stack.position_inputs(torch.arange(5)[None, rows])
+            )
             for rows in (slice(None), *(slice(i, i + 1) for i in range(5)))
         ]
     for name in ("query", "key", "value"):

@@ -18,6 +18,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from cacheblend_rag import BlendConfig, Document
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.vllm import worker
 from cacheblend_rag.engines.vllm.pace import Pace, Slices
 from cacheblend_rag.engines.vllm.paged import PagedCache, PagedKV
@@ -138,11 +139,10 @@ def fused_keys(blender: Any, cache: PagedCache, mode: Any) -> torch.Tensor:
     schedule = plan_schedule(BlendConfig(selector="none"), stack.geometry.layers)
     known = Candidates(cached, cached, torch.zeros(TOKENS, dtype=torch.long))
     run = BlendPass(
-        stack, ids, fused, known, schedule, row_block=20, needs_hidden=False, attention=paged.attend
-    )
-    for layer in run.steps():
-        if layer is not None:
-            paged.finish_layer(layer, fused)
+        stack, ids, fused, known, schedule, row_block=20, needs_hidden=False,
+        attention=paged.attend, on_layer=paged.finish_layer,
+    )  # fmt: skip
+    run.run()
     return fused.keys
 
 
@@ -190,8 +190,8 @@ def test_a_layer_that_is_driven_sees_nothing_of_the_step_under_way(
         outer = get_forward_context()
         outer.batch_descriptor, outer.dp_metadata = object(), object()  # type: ignore[assignment]
         outer.all_moe_layers = ["of another layer"]
-        place = stack.at(torch.arange(9)[None])
-        stack.probe_layer(1, stack.embed(torch.arange(9)[None]), place)
+        inputs = stack.position_inputs(torch.arange(9)[None])
+        probe_layer(stack, 1, stack.embed(torch.arange(9)[None]), inputs)
         assert get_forward_context() is outer
     hook.remove()
     (inner,) = seen
