@@ -251,7 +251,8 @@ def check_blend(plan: TtftPlan, generation: Generation, ratio: float, tier: str)
     if not report.blended or any(chunk.tier != tier for chunk in report.chunks):
         raise CacheBlendError(f"no blend from {tier} came about: {report.reason or 'a miss'}")
     if 0 < ratio < 1 and report.selector != plan.selector:
-        raise CacheBlendError(f"rows were not chosen by {plan.selector} but {report.selector}")
+        found = f"{report.selector} ({report.selector_reason})"
+        raise CacheBlendError(f"rows were not chosen by {plan.selector} but {found}")
 
 
 def _first_token_seconds(generation: Generation) -> float:

@@ -538,6 +538,7 @@ class VLLMClient(EngineFront):
                 **phases,
             ),
             chunks=(*chunks, *asked.prepared.unmatched),
+            selector_reason=result.get("selector_reason"),
         )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

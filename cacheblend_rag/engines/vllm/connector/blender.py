@@ -279,6 +279,7 @@ class Blender:
         done = yield from work.steps()
         return {
             "selector": done.selector,
+            "selector_reason": done.selector_reason,
             "ratio": done.ratio,
             "compute_share": done.compute_share,
             "seconds": done.seconds,
