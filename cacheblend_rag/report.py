@@ -75,6 +75,8 @@ class BlendReport:
     prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens, where reused tokens kept
     their cached KV, recomputed tokens are chunk tokens that had cached KV but were computed
     afresh, and computed tokens had none (text segments, missing chunks).
+    selector: the rule that chose the recomputed tokens, ``none`` where none was to choose;
+    selector_reason says why where it is not the rule that was asked for, None where it is.
     compute_share: floating-point work of the pass, probes included, as a share of full prefill's.
     """
 
@@ -91,6 +93,7 @@ class BlendReport:
     compute_share: float
     seconds: PhaseSeconds
     chunks: tuple[ChunkReport, ...] = ()
+    selector_reason: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with ``seconds.time_to_first_token`` added."""

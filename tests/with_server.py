@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.engines.vllm.serving import running_server
+from cacheblend_rag.engines.vllm.serve import running_server
 
 VARIABLE = "CACHEBLEND_TEST_ENGINE"
 FLAGS = ("--dtype", "float32", "--enforce-eager")

@@ -24,7 +24,7 @@ from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.vllm.serving import check_attention_mode
+from cacheblend_rag.engines.vllm.serve import check_attention_mode
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import Chunk
@@ -251,7 +251,8 @@ def check_blend(plan: TtftPlan, generation: Generation, ratio: float, tier: str)
     if not report.blended or any(chunk.tier != tier for chunk in report.chunks):
         raise CacheBlendError(f"no blend from {tier} came about: {report.reason or 'a miss'}")
     if 0 < ratio < 1 and report.selector != plan.selector:
-        raise CacheBlendError(f"rows were not chosen by {plan.selector} but {report.selector}")
+        found = f"{report.selector} ({report.selector_reason})"
+        raise CacheBlendError(f"rows were not chosen by {plan.selector} but {found}")
 
 
 def _first_token_seconds(generation: Generation) -> float:

@@ -100,8 +100,8 @@ def running_vllm(
         finally:
             engine.close()
     else:
+        from cacheblend_rag.engines.vllm.serve import running_server
         from cacheblend_rag.engines.vllm.server import VLLMServerEngine
-        from cacheblend_rag.engines.vllm.serving import running_server
 
         flags = ["--disable-log-stats", *_flags(options)]
         with running_server(folder, flags=flags, connector=connector, **store) as server:

@@ -109,12 +109,13 @@ def _rule(report: BlendReport) -> str:
     """Say what was recomputed; and where nothing was on purpose, why that is good."""
     from cacheblend_rag.prefill.blended import CONTEXT_KEPT
 
-    if CONTEXT_KEPT in report.selector:
+    if report.selector_reason == CONTEXT_KEPT:
         return (
             "nothing was recomputed, and nothing should be (each passage's KV was computed in its "
             "own document, which recomputed KV would forget)"
         )
-    return f"{report.selector}, ratio {report.recompute_ratio:g}"
+    why = f" ({report.selector_reason})" if report.selector_reason else ""
+    return f"{report.selector}{why}, ratio {report.recompute_ratio:g}"
 
 
 def _fate(chunk: ChunkReport) -> str:

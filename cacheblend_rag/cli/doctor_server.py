@@ -38,8 +38,8 @@ def check_server(url: str, model: str | None, namespace: str) -> dict[str, Any]:
 async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, Any]:
     from cacheblend_rag.engines.factory import load_tokenizer
     from cacheblend_rag.engines.vllm.client import status_request
+    from cacheblend_rag.engines.vllm.protocol.status import ConnectorStatus
     from cacheblend_rag.engines.vllm.server import check_vocabulary
-    from cacheblend_rag.engines.vllm.status import ConnectorStatus
 
     served = await connection.find_model(model)
     if model is not None:

@@ -20,7 +20,7 @@ from cacheblend_rag.rag.checks import DTYPES
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.transformers import TransformersEngine
-    from cacheblend_rag.engines.vllm.serving import RunningServer
+    from cacheblend_rag.engines.vllm.serve import RunningServer
 
 HOST_BYTES = 2 << 30
 CPU_KV_SPACE, SERVED_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
@@ -130,7 +130,7 @@ def opened_engines(
 
 
 def _server(folder: Path, dtype: str | None) -> AbstractContextManager[RunningServer]:
-    from cacheblend_rag.engines.vllm.serving import running_server
+    from cacheblend_rag.engines.vllm.serve import running_server
 
     environment = {} if CPU_KV_SPACE in os.environ else {CPU_KV_SPACE: SERVED_KV_GIB}
     flags = ["--dtype", dtype or "auto"]

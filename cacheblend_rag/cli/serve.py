@@ -13,7 +13,7 @@ import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.engines.naming import source_of
-from cacheblend_rag.engines.vllm import serving
+from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.door import (
     BODY_VARIABLE,
     KEY_VARIABLE,
@@ -37,9 +37,9 @@ def serve_command(
     ],
     *,
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")] = (
-        serving.HOST
+        serve.HOST
     ),
-    port: Annotated[int, typer.Option(min=1, max=65535)] = serving.PORT,
+    port: Annotated[int, typer.Option(min=1, max=65535)] = serve.PORT,
     kv_path: Annotated[
         Path | None,
         typer.Option(help="Folder that keeps chunk KV.", show_default="memory only"),
@@ -104,7 +104,7 @@ def serve_command(
     if kv_path is None and host_gib == 0:
         raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
     checks.check_model(model)
-    command = serving.server_command(
+    command = serve.server_command(
         source_of(model),
         host=host,
         port=port,
@@ -120,7 +120,7 @@ def serve_command(
     )
     if kv_path is None:
         output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")
-    has_key = serving.flag_value(context.args, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
+    has_key = serve.flag_value(context.args, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
     if not (has_key or _is_loopback(host)):
         output.warn(
             f"whoever reaches {host}:{port} may ask, store and evict: set {KEY_VARIABLE}, and "

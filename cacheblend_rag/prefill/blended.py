@@ -58,6 +58,7 @@ class FusedPrompt:
     """A prompt's KV, and how it came to be.
 
     hidden: the last token's final hidden state (1, 1, hidden), None when it was not asked for.
+    selector: the rule that chose rows. selector_reason: why not the one of the config, if so.
     seconds: by phase, as PhaseSeconds names them.
     """
 
@@ -68,6 +69,7 @@ class FusedPrompt:
     chunks: list[ChunkReport]
     compute_share: float
     seconds: dict[str, float]
+    selector_reason: str | None = None
 
     @property
     def blended(self) -> bool:
@@ -111,7 +113,7 @@ class PromptPass:
         yield
         candidates, reports, has_prior = yield from self._load(fused, schedule)
         self.watch.lap("load")
-        schedule, selector = self._workable(schedule, candidates, has_prior)
+        schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
         probe_work = 0.0
         if schedule.selector.needs_question and schedule.before:
             candidates.question_attention, probe_work = yield from self._probe(fused, candidates)
@@ -138,6 +140,7 @@ class PromptPass:
             chunks=[_with_recomputed(report, run.stats.recomputed) for report in reports],
             compute_share=run.compute_share,
             seconds=self.watch.seconds,
+            selector_reason=selector_reason,
         )
 
     def _load(
@@ -190,20 +193,21 @@ class PromptPass:
 
     def _workable(
         self, schedule: Schedule, candidates: Candidates, has_prior: bool
-    ) -> tuple[Schedule, str]:
-        """Replace a schedule that this prompt gives nothing to go by; returns it with its name."""
+    ) -> tuple[Schedule, str, str | None]:
+        """Replace a schedule that this prompt gives nothing to go by.
+
+        Returns it with its selector's name, and why that is not the config's, if so.
+        """
         name = self.config.selector
         if schedule.recomputes_all:
-            return schedule, name
+            return schedule, name, None
         if not bool(candidates.eligible.any()):
-            return REUSE_ONLY, f"{name} ({CONTEXT_KEPT})"
+            return REUSE_ONLY, "none", CONTEXT_KEPT
         if schedule.selector.needs_prior and not has_prior:
             fallback = replace(self.config, selector="chunk_head", selector_options={})
-            return (
-                plan_schedule(fallback, self.stack.geometry.layers),
-                f"chunk_head (no prior stored for {name})",
-            )
-        return schedule, name
+            planned = plan_schedule(fallback, self.stack.geometry.layers)
+            return planned, fallback.selector, f"no prior stored for {name}"
+        return schedule, name, None
 
     def _probe(self, fused: FusedKV, candidates: Candidates) -> Steps[tuple[Tensor, float]]:
         question_start = max(chunk.end for chunk in self.placed)

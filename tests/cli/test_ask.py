@@ -77,7 +77,11 @@ def test_that_nothing_was_recomputed_is_explained():
         seconds=PhaseSeconds(),
     )
     assert "blended: hkvd, ratio 0.1, 10.0 % of full prefill's work" in report_lines(chosen)
-    kept = replace(chosen, selector=f"hkvd ({CONTEXT_KEPT})", recompute_ratio=0.0)
+    fallen = replace(chosen, selector="chunk_head", selector_reason="no prior stored for prior")
+    assert (
+        "blended: chunk_head (no prior stored for prior), ratio 0.1, 10.0 % of full prefill's work"
+    ) in report_lines(fallen)
+    kept = replace(chosen, selector="none", selector_reason=CONTEXT_KEPT, recompute_ratio=0.0)
     (line,) = [line for line in report_lines(kept) if line.startswith("blended: ")]
     assert "nothing was recomputed, and nothing should be" in line
     assert "ratio" not in line

@@ -8,7 +8,7 @@ import pytest
 
 from cacheblend_rag.cli import serve
 from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.engines.vllm import serving
+from cacheblend_rag.engines.vllm import serve as vllm_serve
 from tests.readme import blocks, commands
 
 
@@ -16,7 +16,7 @@ from tests.readme import blocks, commands
 def executed(monkeypatch):
     """What `serve` would have become."""
     commands = []
-    monkeypatch.setattr(serving, "installed_version", lambda: "0.32.0")
+    monkeypatch.setattr(vllm_serve, "installed_version", lambda: "0.32.0")
     monkeypatch.setattr(
         serve.os, "execve", lambda path, command, environment: commands.append(command)
     )

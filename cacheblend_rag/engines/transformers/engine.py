@@ -549,6 +549,7 @@ class TransformersEngine(EngineFront):
             compute_share=done.compute_share,
             seconds=PhaseSeconds(prepare=request.prepared.prepare_seconds, **done.seconds),
             chunks=(*done.chunks, *request.prepared.unmatched),
+            selector_reason=done.selector_reason,
         )
 
 

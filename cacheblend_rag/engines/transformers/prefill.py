@@ -39,6 +39,7 @@ class Prefilled:
     chunks: list[ChunkReport] = field(default_factory=list)
     compute_share: float = 1.0
     seconds: dict[str, float] = field(default_factory=dict)
+    selector_reason: str | None = None
 
     @classmethod
     def nothing(cls) -> Prefilled:
@@ -92,4 +93,5 @@ def blended_prefill(
         chunks=done.chunks,
         compute_share=done.compute_share,
         seconds=done.seconds,
+        selector_reason=done.selector_reason,
     )

@@ -47,8 +47,7 @@ from cacheblend_rag.engines.front import (
     checked,
 )
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
-from cacheblend_rag.engines.vllm.status import NO_CONNECTOR, ConnectorStatus
-from cacheblend_rag.engines.vllm.wire import (
+from cacheblend_rag.engines.vllm.protocol.job import (
     MOST_KEYS,
     NO_REPORT,
     PARAMETER,
@@ -58,6 +57,7 @@ from cacheblend_rag.engines.vllm.wire import (
     SentChunk,
     SentLeadIn,
 )
+from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, ConnectorStatus
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn, PlacedChunk, place_chunks
@@ -539,6 +539,7 @@ class VLLMClient(EngineFront):
                 **phases,
             ),
             chunks=(*chunks, *asked.prepared.unmatched),
+            selector_reason=result.get("selector_reason"),
         )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -62,8 +62,8 @@ class Door:
 
     The keys of vLLM (``--api-key``, or VLLM_API_KEY) open every path, and so does that in
     CACHEBLEND_STORE_KEY; without a key of vLLM's nobody needs one. Where CACHEBLEND_STORE_KEY is
-    set, orders that change the store (see wire.CHANGES) need it. The path /health is always open,
-    and so are OPTIONS, which browsers send before they ask.
+    set, orders that change the store (see CHANGES) need it. The path /health is always open, and so
+    are OPTIONS, which browsers send before they ask.
 
     Raises ConfigError when CACHEBLEND_MAX_BODY_MIB is no positive number.
     """
@@ -171,7 +171,8 @@ def check_json(body: bytes) -> None:
 
 def check_order(body: bytes) -> None:
     """Raise RefusedError when a body holds, anywhere in it, an order that changes the store."""
-    from cacheblend_rag.engines.vllm.wire import CHANGES, PARAMETER  # torch, not for `--help`
+    # Both with torch, which is not for `--help`.
+    from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER
 
     try:
         value = json.loads(body, object_pairs_hook=_without_twins)

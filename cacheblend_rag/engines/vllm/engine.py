@@ -16,7 +16,7 @@ from cacheblend_rag.engines.naming import check_source, public_name, source_of
 from cacheblend_rag.engines.transformers.loading import load_tokenizer
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
-from cacheblend_rag.engines.vllm.serving import transfer_config
+from cacheblend_rag.engines.vllm.serve import transfer_config
 from cacheblend_rag.engines.vllm.versions import check_version
 from cacheblend_rag.errors import (
     CacheBlendError,

@@ -342,7 +342,8 @@ def test_a_selector_without_its_prior_falls_back_and_says_so(make_engine: Engine
     engine = make_engine(selector="prior")
     engine.precompute(CHUNKS, progress=False)
     report = engine.generate(TEXT, SHORT).report
-    assert report.selector == "chunk_head (no prior stored for prior)"
+    assert report.selector == "chunk_head"
+    assert report.selector_reason == "no prior stored for prior"
     assert report.recomputed_tokens == 20
 
 
@@ -353,7 +354,7 @@ def test_each_selector_recomputes_its_share(make_engine: EngineFactory, selector
     engine = make_engine(selector=selector, recompute_ratio=0.1, protect_context=False)
     engine.precompute([Document("d", tuple(c.text for c in CHUNKS))], progress=False)
     report = engine.generate(TEXT, SHORT).report
-    assert report.selector == selector
+    assert (report.selector, report.selector_reason) == (selector, None)
     assert report.recomputed_tokens == 12
 
 

@@ -13,14 +13,15 @@ import pytest
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.serving import RunningServer, running_server
+from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
 from tests.engines.vllm.forking import fork_engines
 from tests.models import make_tokenizer, save_model
 
-WITHOUT_VLLM = {"test_connection.py", "test_door.py", "test_serving.py", "test_wire.py"}
+WITHOUT_VLLM = {"test_connection.py", "test_door.py", "test_serve.py", "protocol/test_job.py"}
 if find_spec("vllm") is None:
     here = Path(__file__).parent
-    collect_ignore = [p.name for p in here.glob("test_*.py") if p.name not in WITHOUT_VLLM]
+    tests = (path.relative_to(here).as_posix() for path in here.rglob("test_*.py"))
+    collect_ignore = [test for test in tests if test not in WITHOUT_VLLM]
 else:
     fork_engines()
 

@@ -21,7 +21,7 @@ from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.engine import _sampling
-from cacheblend_rag.engines.vllm.serving import transfer_config
+from cacheblend_rag.engines.vllm.serve import transfer_config
 from tests.models import make_tokenizer
 
 IDLE_STEPS = 200

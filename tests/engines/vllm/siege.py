@@ -27,8 +27,8 @@ from urllib.request import Request, urlopen
 from cacheblend_rag import BlendConfig, SamplingParams, open_engine
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import generate_prompts
-from cacheblend_rag.engines.vllm.serving import RunningServer, running_server
-from cacheblend_rag.engines.vllm.wire import Order, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import Order, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
 from cacheblend_rag.errors import CacheBlendError
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.engines.vllm.hostile import mutated

@@ -12,9 +12,9 @@ import pytest
 
 from cacheblend_rag import BlendConfig, SamplingParams
 from cacheblend_rag.engines.vllm.client import VLLMRequest
-from cacheblend_rag.engines.vllm.connector import _read_order
-from cacheblend_rag.engines.vllm.wire import SALT_PREFIX, Order, SentChunk, SentLeadIn
-from cacheblend_rag.engines.vllm.worker import _evict, _prefetch
+from cacheblend_rag.engines.vllm.connector.blender import _evict, _prefetch
+from cacheblend_rag.engines.vllm.connector.connector import _read_order
+from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX, Order, SentChunk, SentLeadIn
 from cacheblend_rag.kv import KVKey, TieredKVStore
 from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine

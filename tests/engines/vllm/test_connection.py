@@ -21,9 +21,9 @@ import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, open_engine
 from cacheblend_rag.engines.vllm.connection import ServerConnection
+from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
+from cacheblend_rag.engines.vllm.serve import reserved_port
 from cacheblend_rag.engines.vllm.server import VLLMServerEngine
-from cacheblend_rag.engines.vllm.serving import reserved_port
-from cacheblend_rag.engines.vllm.status import NO_CONNECTOR
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,

@@ -17,9 +17,9 @@ from cacheblend_rag import BlendConfig, BlendPrompt, Document, SamplingParams, T
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.vllm.client import VLLMClient, VLLMRequest
+from cacheblend_rag.engines.vllm.connector.paged import PLAIN
 from cacheblend_rag.engines.vllm.engine import _sampling
-from cacheblend_rag.engines.vllm.paged import PLAIN
-from cacheblend_rag.engines.vllm.wire import SALT_PREFIX
+from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.prefill import blended
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine

@@ -18,7 +18,7 @@ from vllm.v1.request import RequestStatus
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams
 from cacheblend_rag.engines.vllm.client import VLLMRequest
 from cacheblend_rag.engines.vllm.engine import _sampling
-from cacheblend_rag.engines.vllm.wire import SALT_PREFIX
+from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS
 from tests.models import prompt_of, words

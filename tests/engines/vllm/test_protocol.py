@@ -21,8 +21,8 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines.vllm.client import VLLMClient
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.serve import running_server
 from cacheblend_rag.engines.vllm.server import VLLMServerEngine
-from cacheblend_rag.engines.vllm.serving import running_server
 from cacheblend_rag.errors import ConfigError, PromptError
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved

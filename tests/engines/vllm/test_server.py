@@ -28,10 +28,10 @@ from cacheblend_rag import (
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
-from cacheblend_rag.engines.vllm import wire
+from cacheblend_rag.engines.vllm.protocol import job
+from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
+from cacheblend_rag.engines.vllm.serve import RunningServer, reserved_port
 from cacheblend_rag.engines.vllm.server import VLLMServerEngine
-from cacheblend_rag.engines.vllm.serving import RunningServer, reserved_port
-from cacheblend_rag.engines.vllm.status import NO_CONNECTOR
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from tests.engines.vllm.conftest import ServerFactory
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
@@ -110,7 +110,7 @@ def test_it_says_what_it_is(engine: VLLMServerEngine, server: RunningServer) -> 
     assert engine.context_window == 4096
     assert engine.has_chat_template
     assert KEY not in repr(engine)
-    assert (engine.status.active, engine.status.wire) == (True, wire.VERSION)
+    assert (engine.status.active, engine.status.wire) == (True, job.VERSION)
 
 
 def test_the_readmes_program_asks_it(server: RunningServer) -> None:

@@ -12,10 +12,10 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from cacheblend_rag import BlendConfig, Generation
-from cacheblend_rag.engines.vllm.connector import _Results
+from cacheblend_rag.engines.vllm.connector.blender import RANK_FAILED
+from cacheblend_rag.engines.vllm.connector.connector import _Results
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.serving import transfer_config
-from cacheblend_rag.engines.vllm.worker import RANK_FAILED
+from cacheblend_rag.engines.vllm.serve import transfer_config
 from cacheblend_rag.errors import EngineUnavailableError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.failing import TOLD, FailingConnector

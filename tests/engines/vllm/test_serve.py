@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines.vllm import door, serving, versions
-from cacheblend_rag.engines.vllm.serving import running_server, server_command
+from cacheblend_rag.engines.vllm import door, serve, versions
+from cacheblend_rag.engines.vllm.serve import running_server, server_command
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, MissingExtraError
 
 
 @pytest.fixture(autouse=True)
 def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "installed_version", lambda: "0.32.0")
+    monkeypatch.setattr(serve, "installed_version", lambda: "0.32.0")
 
 
 def settings(command: list[str]) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def test_a_number_of_replicas_that_is_none_is_refused() -> None:
 def test_vllm_leaves_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     share = "--gpu-memory-utilization"
     assert share not in server_command("org/model")
-    monkeypatch.setattr(serving, "is_for_gpus", lambda: True)
+    monkeypatch.setattr(serve, "is_for_gpus", lambda: True)
     assert share in server_command("org/model")
     assert share not in server_command("org/model", connector=False)
     own = server_command("org/model", flags=[f"{share}=0.5"])
@@ -107,7 +107,7 @@ def test_a_server_that_ends_while_starting_tells_its_last_words(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     code = "print('first\\n\\nsecond\\n  third\\nfourth'); raise SystemExit(3)"
-    monkeypatch.setattr(serving, "server_command", run_instead(code))
+    monkeypatch.setattr(serve, "server_command", run_instead(code))
     told = r"status 3 .*: second \| third \| fourth$"
     with pytest.raises(EngineUnavailableError, match=told) as caught, running_server("org/model"):
         pass
@@ -117,11 +117,11 @@ def test_a_server_that_ends_while_starting_tells_its_last_words(
 
 def test_a_server_that_does_not_start_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    popen = serving.subprocess.Popen
+    popen = serve.subprocess.Popen
     monkeypatch.setattr(
-        serving.subprocess, "Popen", lambda *a, **k: seen.append(popen(*a, **k)) or seen[0]
+        serve.subprocess, "Popen", lambda *a, **k: seen.append(popen(*a, **k)) or seen[0]
     )
-    monkeypatch.setattr(serving, "server_command", run_instead("import time; time.sleep(600)"))
+    monkeypatch.setattr(serve, "server_command", run_instead("import time; time.sleep(600)"))
     with (
         pytest.raises(EngineUnavailableError, match="did not start within 1 s: it wrote nothing"),
         running_server("org/model", start_seconds=0.6),

@@ -14,10 +14,10 @@ from transformers import LlamaConfig
 
 from cacheblend_rag import BlendConfig, Generation, SamplingParams
 from cacheblend_rag.engines.vllm.client import VLLMRequest
-from cacheblend_rag.engines.vllm.connector import KEPT_REPORTS, ConnectorSettings
-from cacheblend_rag.engines.vllm.stats import COUNTERS, PREFIX, BlendStats
-from cacheblend_rag.engines.vllm.support import check_attention, refusal_of
-from cacheblend_rag.engines.vllm.wire import PARAMETER, Order, SentLeadIn
+from cacheblend_rag.engines.vllm.connector.connector import KEPT_REPORTS, ConnectorSettings
+from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX, BlendStats
+from cacheblend_rag.engines.vllm.connector.support import check_attention, refusal_of
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, Order, SentLeadIn
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.engines.vllm.wire import (
+from cacheblend_rag.engines.vllm.protocol.job import (
     PARAMETER,
     SALT_PREFIX,
     Order,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from cacheblend_rag.engines.vllm.wire import PARAMETER
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
 
 NO_CONNECTOR = (
     "the server runs vLLM without the CacheBlend connector: start it with `cacheblend-rag serve`"

@@ -19,9 +19,9 @@ from cacheblend_rag import BlendConfig, Document
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.stack import probe_layer
-from cacheblend_rag.engines.vllm import worker
-from cacheblend_rag.engines.vllm.pace import Pace, Slices
-from cacheblend_rag.engines.vllm.paged import PagedCache, PagedKV
+from cacheblend_rag.engines.vllm.connector import blender as blending
+from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices
+from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, check_exact, difference, retrieved
@@ -171,7 +171,7 @@ def test_accelerators_attend_to_scattered_rows_by_pytorch_and_to_runs_natively(
     monkeypatch.setattr(PagedCache, "device", property(lambda _: CUDA))
     paged = object.__new__(PagedKV)
     paged.cache, paged.mode = blender._cache, "auto"
-    make = worker.Rows.at
+    make = blending.Rows.at
     cpu = torch.device("cpu")
     assert paged.is_native(make(np.arange(5, 40), cpu))
     assert not paged.is_native(make(np.arange(0, 40, 2), cpu))
@@ -216,7 +216,7 @@ def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
     until = request.order.chunks[-1].end
     last = blender._blocks - 1
     blocks = tuple(range(last + (-until // blender._cache.block_size), last))
-    job = worker.Job("", request.order, request.token_ids, 0, until, blocks)
+    job = blending.Job("", request.order, request.token_ids, 0, until, blocks)
     with PeakBytes() as memory:
         for _ in blender._work(job):
             pass
@@ -236,7 +236,7 @@ def test_too_little_memory_is_a_miss_with_a_reason(
     engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.precompute(DOCUMENTS, progress=False)
-    monkeypatch.setattr(worker, "free_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(blending, "free_bytes", lambda _: 1 << 20)
     config = CONFIG.with_changes(recompute_ratio=0.5)
     answer = engine.generate(retrieved(), SHORT, config=config)
     assert not answer.report.blended

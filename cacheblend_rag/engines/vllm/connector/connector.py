@@ -31,12 +31,17 @@ from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.obstacles import explained
-from cacheblend_rag.engines.vllm.serving import AttentionMode, check_attention_mode
-from cacheblend_rag.engines.vllm.stack import all_reduce
-from cacheblend_rag.engines.vllm.stats import BlendPromMetrics, BlendStats
-from cacheblend_rag.engines.vllm.support import refusal_of
-from cacheblend_rag.engines.vllm.versions import check_version
-from cacheblend_rag.engines.vllm.wire import (
+from cacheblend_rag.engines.vllm.connector.blender import (
+    DEVICE_ERRORS,
+    RANK_FAILED,
+    Blender,
+    Job,
+    Result,
+)
+from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
+from cacheblend_rag.engines.vllm.connector.stack import all_reduce
+from cacheblend_rag.engines.vllm.connector.support import refusal_of
+from cacheblend_rag.engines.vllm.protocol.job import (
     ASKS,
     NO_REPORT,
     PARAMETER,
@@ -45,7 +50,8 @@ from cacheblend_rag.engines.vllm.wire import (
     Order,
     sent_report_id,
 )
-from cacheblend_rag.engines.vllm.worker import DEVICE_ERRORS, RANK_FAILED, Blender, Job, Result
+from cacheblend_rag.engines.vllm.serve import AttentionMode, check_attention_mode
+from cacheblend_rag.engines.vllm.versions import check_version
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id, fingerprint, namespace_id
 from cacheblend_rag.kv.store import TieredKVStore

@@ -31,11 +31,11 @@ from cacheblend_rag.blend.trial import (
     tokens_behind,
     trial_tokens,
 )
-from cacheblend_rag.engines.vllm.pace import Pace, Slices
-from cacheblend_rag.engines.vllm.paged import PagedCache, PagedKV
-from cacheblend_rag.engines.vllm.serving import AttentionMode
-from cacheblend_rag.engines.vllm.stack import VLLMStack, all_reduce
-from cacheblend_rag.engines.vllm.wire import Order, SentChunk
+from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices
+from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
+from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
+from cacheblend_rag.engines.vllm.protocol.job import Order, SentChunk
+from cacheblend_rag.engines.vllm.serve import AttentionMode
 from cacheblend_rag.errors import CacheBlendError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.store import TieredKVStore
@@ -280,6 +280,7 @@ class Blender:
         done = yield from work.steps()
         return {
             "selector": done.selector,
+            "selector_reason": done.selector_reason,
             "ratio": done.ratio,
             "compute_share": done.compute_share,
             "seconds": done.seconds,

@@ -1,0 +1,1 @@
+"""What travels between an engine and the connector, in a request's ``kv_transfer_params``."""
