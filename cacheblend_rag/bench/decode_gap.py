@@ -21,7 +21,9 @@ from cacheblend_rag.bench.interleave import Advance, run_in_turns
 from cacheblend_rag.bench.ttft import TtftPlan, check_blend, draw_texts
 from cacheblend_rag.bench.vllm import running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, draw_words
+from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.text.prompt import BlendPrompt
 
@@ -113,6 +115,7 @@ def measure_gaps(plan: TtftPlan, advance: Advance = lambda _: None) -> dict[str,
     options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS, engines=2)
     whole = {**options, "max_num_batched_tokens": plan.prompt_tokens + NEIGHBOUR_PROMPT}
     room = 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)
+    settings = ConnectorSettings(StoreConfig(host_bytes=room))
 
     def blended(engine: VLLMClient, turn: int) -> Generation:
         config = plan.config(ratio).with_changes(min_tokens=turn)  # changes only the salt
@@ -126,7 +129,7 @@ def measure_gaps(plan: TtftPlan, advance: Advance = lambda _: None) -> dict[str,
     with plan.setting.saved_model() as folder:
         advance("starting vLLM twice")
         with (
-            running_vllm("vllm", folder, options=options, host_bytes=room) as engine,
+            running_vllm("vllm", folder, options=options, settings=settings) as engine,
             running_vllm("vllm", folder, options=whole, connector=False) as unchunked,
         ):
             engine.precompute(chunks, progress=False)

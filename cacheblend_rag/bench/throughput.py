@@ -21,8 +21,9 @@ from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.vllm import VLLMSetting, running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, blend_config, draw_chunks, draw_words
 from cacheblend_rag.blend import plan_schedule
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, StoreConfig
 from cacheblend_rag.engines.base import Generation, SamplingParams
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -161,7 +162,8 @@ class _Run:
         room = 2 * plan.setting.shape.kv_bytes(
             (plan.chunks + plan.drawn) * plan.chunk_tokens, plan.setting.dtype
         )
-        with running_vllm("vllm", self.folder, options=self._options(), host_bytes=room) as engine:
+        settings, options = ConnectorSettings(StoreConfig(host_bytes=room)), self._options()
+        with running_vllm("vllm", self.folder, options=options, settings=settings) as engine:
             engine.precompute(self.warm_up.chunks, progress=False)
             report = engine.precompute(self.work.chunks, progress=False)
             return self._per_second(lambda prompt: self._blended(engine, prompt)), report.seconds

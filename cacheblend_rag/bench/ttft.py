@@ -24,7 +24,7 @@ from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.vllm.serve import check_attention_mode
+from cacheblend_rag.engines.vllm.connector.settings import check_attention_mode
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import Chunk

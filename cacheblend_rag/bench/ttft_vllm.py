@@ -17,12 +17,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.ttft import TtftPlan, TtftRow, check_blend, draw_texts
 from cacheblend_rag.bench.vllm import VLLMKind, running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN
+from cacheblend_rag.config import StoreConfig
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
@@ -55,11 +57,12 @@ def _engine(kind: VLLMKind, plan: TtftPlan, folder: Path, tier: str) -> Iterator
     options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS)
     options["max_num_batched_tokens"] = plan.step_tokens
     with tempfile.TemporaryDirectory(prefix="cacheblend-kv-") as kv:
-        store: dict[str, Any] = {"host_bytes": 0, "kv_path": kv}
+        store = StoreConfig(kv, host_bytes=0)
         if tier == "host":
-            store = {"host_bytes": 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)}
-        store["attention"] = plan.attention
-        with running_vllm(kind, folder, options=options, **store) as engine:
+            room = 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)
+            store = StoreConfig(host_bytes=room)
+        settings = ConnectorSettings(store).with_changes(attention=plan.attention)
+        with running_vllm(kind, folder, options=options, settings=settings) as engine:
             yield engine
 
 

@@ -24,6 +24,7 @@ from cacheblend_rag.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.vllm.client import VLLMClient
+    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
 VLLMKind = Literal["vllm", "vllm-server"]
 SPARE_TOKENS = 256
@@ -78,12 +79,12 @@ def running_vllm(
     *,
     options: dict[str, Any],
     connector: bool = True,
-    **store: Any,
+    settings: ConnectorSettings | None = None,
 ) -> Iterator[VLLMClient]:
     """Yield an engine over vLLM, in process or in a server, which is stopped at the end.
 
-    options: engine arguments. connector: False is vLLM as it is. store: the connector's settings,
-    as for ``transfer_config``. Raises MissingExtraError without vLLM.
+    options: engine arguments. connector: False is vLLM as it is. settings: the connector's. Raises
+    MissingExtraError without vLLM.
     """
     if find_spec("vllm") is None:
         raise MissingExtraError(f"engine={kind!r}", "vllm")
@@ -91,7 +92,7 @@ def running_vllm(
     if kind == "vllm":
         from cacheblend_rag.engines.vllm.engine import VLLMEngine
 
-        arguments = {"disable_log_stats": True, **options, **store}
+        arguments = {"disable_log_stats": True, "settings": settings, **options}
         if not connector:
             arguments["kv_transfer_config"] = None
         engine: VLLMClient = VLLMEngine(folder, lead_in=LEAD_IN, **arguments)
@@ -104,7 +105,7 @@ def running_vllm(
         from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 
         flags = ["--disable-log-stats", *_flags(options)]
-        with running_server(folder, flags=flags, connector=connector, **store) as server:
+        with running_server(folder, flags=flags, connector=connector, settings=settings) as server:
             engine = VLLMServerEngine(server.url, model=folder, lead_in=LEAD_IN)
             try:
                 yield engine

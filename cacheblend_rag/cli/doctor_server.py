@@ -11,7 +11,7 @@ from cacheblend_rag.cli import output
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import CacheBlendError
 
-NOT_TOLD = ("active", "refusal", "identity", "chunks", "bytes", "vllm", "cacheblend_rag", "wire")
+NOT_TOLD = ("active", "refusal", "identity", "store", "vllm", "cacheblend_rag", "wire")
 
 
 def check_server(url: str, model: str | None, namespace: str) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def check_server(url: str, model: str | None, namespace: str) -> dict[str, Any]:
 async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, Any]:
     from cacheblend_rag.engines.factory import load_tokenizer
     from cacheblend_rag.engines.vllm.client import status_request
-    from cacheblend_rag.engines.vllm.protocol.status import ConnectorStatus
+    from cacheblend_rag.engines.vllm.protocol import status_of
     from cacheblend_rag.engines.vllm.server import check_vocabulary
 
     served = await connection.find_model(model)
@@ -46,14 +46,14 @@ async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, 
         quiet_libraries()
         await check_vocabulary(connection, served, load_tokenizer(model))
     answer = await connection.complete(served.name, status_request())
-    status = ConnectorStatus.of(answer.params)
+    status = status_of(answer.params)
     return {
         "problem": None if status.active else status.refusal,
         "model": served.name,
         "context_window": served.context_window,
         "blending": status.active,
         "versions": {"vllm": status.vllm, "cacheblend-rag": status.cacheblend_rag},
-        "store": {"chunks": status.chunks, "bytes": status.bytes},
+        "store": asdict(status.store),
         "connector": {
             **{k: v for k, v in asdict(status).items() if k not in NOT_TOLD},
             "namespace": namespace_name(status.namespace, namespace),

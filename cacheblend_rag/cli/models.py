@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cacheblend_rag.config import BlendConfig, LeadIn
+from cacheblend_rag.config import BlendConfig, LeadIn, StoreConfig
 from cacheblend_rag.engines.factory import EMBEDDED, VLLM
 from cacheblend_rag.engines.naming import check_source, source_of
 from cacheblend_rag.engines.quiet import quiet_libraries
@@ -130,8 +130,10 @@ def opened_engines(
 
 
 def _server(folder: Path, dtype: str | None) -> AbstractContextManager[RunningServer]:
+    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
     from cacheblend_rag.engines.vllm.serve import running_server
 
     environment = {} if CPU_KV_SPACE in os.environ else {CPU_KV_SPACE: SERVED_KV_GIB}
     flags = ["--dtype", dtype or "auto"]
-    return running_server(folder, flags=flags, host_bytes=HOST_BYTES, environment=environment)
+    settings = ConnectorSettings(StoreConfig(host_bytes=HOST_BYTES))
+    return running_server(folder, flags=flags, settings=settings, environment=environment)

@@ -7,13 +7,19 @@ import os
 import shlex
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
 from cacheblend_rag.cli import options, output
+from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.vllm import serve
+from cacheblend_rag.engines.vllm.connector.settings import (
+    STEP_TOKENS,
+    AttentionMode,
+    ConnectorSettings,
+)
 from cacheblend_rag.engines.vllm.door import (
     BODY_VARIABLE,
     KEY_VARIABLE,
@@ -81,11 +87,8 @@ def serve_command(
         ),
     ] = None,
     step_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="With --synchronous: tokens blended in one step.", show_default="8192"
-        ),
-    ] = None,
+        int, typer.Option(min=1, help="With --synchronous: tokens blended in one step.")
+    ] = STEP_TOKENS,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
@@ -109,14 +112,18 @@ def serve_command(
         host=host,
         port=port,
         flags=context.args,
-        kv_path=kv_path and _made(kv_path),
-        host_bytes=int(host_gib * GIB),
-        disk_bytes=None if disk_gib is None else int(disk_gib * GIB),
-        namespace=namespace,
-        attention=attention,
-        asynchronous=not synchronous,
-        slice_seconds=slice_seconds,
-        step_tokens=step_tokens,
+        settings=ConnectorSettings(
+            StoreConfig(
+                kv_path=None if kv_path is None else str(_made(kv_path)),
+                host_bytes=int(host_gib * GIB),
+                disk_bytes=None if disk_gib is None else int(disk_gib * GIB),
+            ),
+            namespace=namespace,
+            asynchronous=not synchronous,
+            slice_seconds=slice_seconds,
+            step_tokens=step_tokens,
+            attention=cast(AttentionMode, attention),
+        ),
     )
     if kv_path is None:
         output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.arguments import check_engine_name
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, StoreConfig
 from cacheblend_rag.errors import ConfigError, MissingExtraError
 from cacheblend_rag.secret import Secret
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -85,7 +85,8 @@ def open_engine(
     if _is_url(engine):
         opened = _open_server(engine, model, api_key, **shared)
     elif engine == "vllm":
-        opened = _open_vllm(model, dtype=dtype, kv_path=kv_path, **room, **shared)
+        store = StoreConfig(None if kv_path is None else str(kv_path), **room)
+        opened = _open_vllm(model, store, dtype=dtype, **shared)
     else:
         opened = _open_transformers(model, device, dtype=dtype, kv_path=kv_path, **room, **shared)
     logger.info("engine: %s", opened.name)
@@ -122,15 +123,16 @@ def _open_server(url: str, model: Any, api_key: Secret | None, **options: Any) -
     return VLLMServerEngine(url, model=model or None, api_key=api_key, **options)
 
 
-def _open_vllm(model: Any, *, dtype: Any, **options: Any) -> Engine:
+def _open_vllm(model: Any, store: StoreConfig, *, dtype: Any, **options: Any) -> Engine:
     if find_spec("vllm") is None:
         raise MissingExtraError("engine='vllm'", "vllm")
     if not isinstance(model, str | Path):
         raise ConfigError("model must be a name or a folder with engine='vllm'")
+    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
     from cacheblend_rag.engines.vllm.engine import VLLMEngine
 
     precision = "auto" if dtype is None else str(dtype).removeprefix("torch.")
-    return VLLMEngine(model, dtype=precision, **options)
+    return VLLMEngine(model, settings=ConnectorSettings(store), dtype=precision, **options)
 
 
 def _open_transformers(

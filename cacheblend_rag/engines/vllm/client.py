@@ -47,17 +47,25 @@ from cacheblend_rag.engines.front import (
     checked,
 )
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
-from cacheblend_rag.engines.vllm.protocol.job import (
-    MOST_KEYS,
-    NO_REPORT,
-    PARAMETER,
-    SALT_PREFIX,
-    Kind,
-    Order,
+from cacheblend_rag.engines.vllm.protocol import (
+    BlendJob,
+    BlendResult,
+    ConnectorStatus,
+    Declined,
+    EvictResult,
+    Failed,
+    Late,
+    PrecomputeResult,
+    Result,
     SentChunk,
     SentLeadIn,
+    params_of,
+    result_of,
+    status_of,
 )
-from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, ConnectorStatus
+from cacheblend_rag.engines.vllm.protocol.job import MOST_KEYS, SALT_PREFIX, Kind
+from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
+from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import chunk_id, namespace_id
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn, PlacedChunk, place_chunks
@@ -81,7 +89,7 @@ T = TypeVar("T")
 CANCEL_SECONDS = 0.05
 ORDERS_AT_ONCE = 8
 PHASES = ("load", "selection", "recompute")
-LATE: Mapping[str, Any] = {PARAMETER: {"late": True}}
+LATE: Mapping[str, Any] = params_of(Late())
 """Stands for a result that did not come with its answer and is to be asked for."""
 
 
@@ -113,7 +121,7 @@ class VLLMRequest:
     token_ids: tuple[int, ...]
     sampling: SamplingParams
     salt: str | None = None
-    order: Order | None = None
+    order: BlendJob | None = None
     replica: int | None = None
 
 
@@ -202,11 +210,12 @@ class VLLMClient(EngineFront):
                 request = self._precompute_request(work)
                 # Replicas that share a folder find there what one of them computes.
                 result = await self._carry_out(request, everywhere=not self.status.shared)
-                for name in ("computed", "skipped", "computed_tokens"):
-                    counts[name] += int(result.get(name, 0))
-                refused.update(result.get("refused", {}))
-                if "error" in result:
-                    refused[str(result["error"])] += len(work.members)
+                if isinstance(result, PrecomputeResult):
+                    for name in ("computed", "skipped", "computed_tokens"):
+                        counts[name] += getattr(result, name)
+                    refused.update(result.refused)
+                elif isinstance(result, Failed):
+                    refused[result.error] += len(work.members)
                 bar.update(len(work.members))
 
             self._run(_all_of([store(work) for work in self._passes(distinct)], ORDERS_AT_ONCE))
@@ -384,30 +393,32 @@ class VLLMClient(EngineFront):
             SentChunk(start, start + len(led.token_ids), led.key.context_id, False, len(led.lead))
             for led, start in work.members
         )
-        return _carrier(Order("precompute", self._sent_lead_in, chunks, tokens=tuple(work.tokens)))
+        return _carrier(
+            BlendJob("precompute", self._sent_lead_in, chunks, tokens=tuple(work.tokens))
+        )
 
     def _keys_requests(self, kind: Kind, chunks: Sequence[Chunk]) -> Iterator[VLLMRequest]:
         keys = [self._lead_in.key(chunk) for chunk in chunks]
         named = [(key.chunk_id, key.context_id) for key in keys]
         for start in range(0, len(named), MOST_KEYS):
             some = tuple(named[start : start + MOST_KEYS])
-            yield _carrier(Order(kind, self._sent_lead_in, keys=some))
+            yield _carrier(BlendJob(kind, self._sent_lead_in, keys=some))
 
     def _evict(self, chunks: Sequence[Chunk]) -> int:
         evicted = 0
         for request in self._keys_requests("evict", chunks):
             result = self._run(self._carry_out(request, everywhere=True))
-            evicted += int(result.get("evicted", 0))
+            evicted += _done(result)
         return evicted
 
-    async def _carry_out(self, request: VLLMRequest, *, everywhere: bool) -> Mapping[str, Any]:
+    async def _carry_out(self, request: VLLMRequest, *, everywhere: bool) -> Result:
         """Send a request for the sake of its order; returns the connector's result.
 
         everywhere: to each replica, of which the one that did most, or failed, is heard.
         """
         asked = self._to_replicas(request) if everywhere else [request]
-        results = [_result_of(params) for params in await _all_of(map(self._params, asked))]
-        failed = [result for result in results if "error" in result]
+        results = [_outcome(params) for params in await _all_of(map(self._params, asked))]
+        failed = [result for result in results if isinstance(result, Failed)]
         return failed[0] if failed else max(results, key=_done)
 
     def _to_replicas(self, request: VLLMRequest) -> list[VLLMRequest]:
@@ -424,14 +435,14 @@ class VLLMClient(EngineFront):
 
     async def _late_result(self, report_id: str) -> Mapping[str, Any] | None:
         """Ask for the result of a finished request, of each replica: one of them served it."""
-        order = Order("report", self._sent_lead_in, report_id=report_id)
+        order = BlendJob("report", self._sent_lead_in, report_id=report_id)
         asked = self._to_replicas(_carrier(order))
         answers = await _all_of(map(self._params, asked))
-        told = [answer for answer in answers if (answer or {}).get(PARAMETER) != NO_REPORT]
+        told = [answer for answer in answers if result_of(answer) != NO_REPORT]
         return (told or answers)[0]
 
     def _ask_status(self) -> ConnectorStatus:
-        return ConnectorStatus.of(self._run(self._params(status_request())))
+        return status_of(self._run(self._params(status_request())))
 
     def _is_active(self) -> bool:
         """Whether orders are carried out; asked again when they were not the last time."""
@@ -460,7 +471,7 @@ class VLLMClient(EngineFront):
             return _plain(asked, "no known chunk in the prompt")
         if refused := too_little(known, config.min_tokens):
             return _plain(asked, refused[0])
-        order = Order(
+        order = BlendJob(
             "blend",
             self._sent_lead_in,
             tuple(SentChunk(c.start, c.end, c.key.context_id, c.protected) for c in placed),
@@ -491,7 +502,7 @@ class VLLMClient(EngineFront):
             ids = ids[:-1]
         params, order = last.params, asked.request.order
         # vLLM looks for stop strings outside its engine core, where the connector is not heard.
-        if order is not None and (stopped_by_text or params == LATE):
+        if order is not None and (stopped_by_text or isinstance(result_of(params), Late)):
             params = await self._late_result(order.report_id)
         if last.decode_seconds is not None:
             first = ended - last.decode_seconds
@@ -500,7 +511,7 @@ class VLLMClient(EngineFront):
             token_ids=tuple(ids),
             finish_reason=reason,
             prompt_tokens=len(asked.request.token_ids),
-            report=self._report(asked, reason, params, (first, ended - first)),
+            report=self._report(asked, reason, result_of(params), (first, ended - first)),
         )
         yield Delta("", self._told(asked.prepared, generation))
 
@@ -508,17 +519,16 @@ class VLLMClient(EngineFront):
         self,
         asked: _Asked,
         finish_reason: FinishReason,
-        params: Mapping[str, Any] | None,
+        result: Result | None,
         seconds: tuple[float, float],
     ) -> BlendReport:
-        result = (params or {}).get(PARAMETER) or {}
-        chunks = [ChunkReport(**chunk) for chunk in result.get("chunks", ())]
-        named = zip(chunks, asked.placed, strict=False)
+        done = result if isinstance(result, BlendResult) else BlendResult(_missed(result))
+        named = zip(done.chunks, asked.placed, strict=False)
         chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in named]
         blended = any(chunk.hit for chunk in chunks)
         reused, recomputed = reused_and_recomputed(chunks)
         tokens = len(asked.request.token_ids)
-        phases = {name: float(result.get("seconds", {}).get(name, 0.0)) for name in PHASES}
+        phases = {name: done.seconds.get(name, 0.0) for name in PHASES}
         rest = max(0.0, seconds[0] - sum(phases.values()))
         return BlendReport(
             engine=self.name,
@@ -528,10 +538,10 @@ class VLLMClient(EngineFront):
             reused_tokens=reused,
             recomputed_tokens=recomputed,
             computed_tokens=tokens - reused - recomputed,
-            recompute_ratio=float(result.get("ratio", 1.0)),
-            selector=str(result.get("selector", "none")),
+            recompute_ratio=done.ratio,
+            selector=done.selector,
             lead_in=self._lead_in.name,
-            compute_share=float(result.get("compute_share", 1.0)),
+            compute_share=done.compute_share,
             seconds=PhaseSeconds(
                 prepare=asked.prepared.prepare_seconds,
                 first_token=rest,
@@ -539,7 +549,7 @@ class VLLMClient(EngineFront):
                 **phases,
             ),
             chunks=(*chunks, *asked.prepared.unmatched),
-            selector_reason=result.get("selector_reason"),
+            selector_reason=done.selector_reason,
         )
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
@@ -558,35 +568,43 @@ def _fresh_salt() -> str:
 
 def status_request() -> VLLMRequest:
     """Return the request that asks a connector for its status."""
-    return _carrier(Order("status", SentLeadIn("none", "", 0)))
+    return _carrier(BlendJob("status", SentLeadIn("none", "", 0)))
 
 
-def _carrier(order: Order) -> VLLMRequest:
+def _carrier(order: BlendJob) -> VLLMRequest:
     sampling = SamplingParams(max_tokens=2, ignore_eos=True)
     return VLLMRequest((0, 0), sampling, f"{SALT_PREFIX}{uuid.uuid4().hex}", order)
 
 
-def _result_of(params: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return what the connector says of an order that it was sent."""
-    result = (params or {}).get(PARAMETER)
-    if not isinstance(result, Mapping):
-        return {"error": NO_CONNECTOR}
-    return {"error": result["reason"]} if "reason" in result else result
+def _outcome(params: Mapping[str, Any] | None) -> Result:
+    """Return what the connector says of an order that it was sent; Failed where it did nothing."""
+    result = result_of(params)
+    if result is None:
+        return Failed(NO_CONNECTOR)
+    return Failed(result.reason) if isinstance(result, Declined) else result
 
 
-def _done(result: Mapping[str, Any]) -> int:
+def _done(result: Result) -> int:
     """How much an order has changed in a replica's store."""
-    return int(result.get("computed", 0)) + int(result.get("evicted", 0))
+    if isinstance(result, PrecomputeResult):
+        return result.computed
+    return result.evicted if isinstance(result, EvictResult) else 0
 
 
-def _reason(asked: _Asked, finish_reason: FinishReason, result: Mapping[str, Any]) -> str:
+def _missed(result: Result | None) -> tuple[ChunkReport, ...]:
+    """Return the chunks of a prompt that was not blended, as far as they are told."""
+    return (result.chunks or ()) if isinstance(result, Declined) else ()
+
+
+def _reason(asked: _Asked, finish_reason: FinishReason, result: Result | None) -> str:
     """Say why nothing was reused."""
     if asked.reason:
         return asked.reason
-    if told := result.get("error") or result.get("reason"):
-        return str(told)
-    if "chunks" in result:
-        return NOT_STORED
+    match result:
+        case Failed(error=told) | Declined(reason=told) if told:
+            return told
+        case BlendResult():
+            return NOT_STORED
     return "cancelled before it was told" if finish_reason == "cancelled" else NO_CONNECTOR
 
 

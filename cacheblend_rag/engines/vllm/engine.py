@@ -16,7 +16,7 @@ from cacheblend_rag.engines.naming import check_source, public_name, source_of
 from cacheblend_rag.engines.transformers.loading import load_tokenizer
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
-from cacheblend_rag.engines.vllm.serve import transfer_config
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.versions import check_version
 from cacheblend_rag.errors import (
     CacheBlendError,
@@ -31,12 +31,10 @@ from cacheblend_rag.text.registry import ChunkRegistry
 class VLLMEngine(VLLMClient):
     """CacheBlend on vLLM in process.
 
-    model: a hub name, a local folder or ``demo`` (the bundled model). kv_path: folder for chunk KV,
-    shared with other workers and engines; None is memory only. host_bytes: memory for chunk KV, in
-    each worker. options: further arguments of vLLM's AsyncEngineArgs (``max_model_len``,
-    ``tensor_parallel_size``, ...); ``kv_transfer_config=None`` is vLLM without the connector, which
-    blends nothing.
-    attention, asynchronous, slice_seconds, step_tokens: see ConnectorSettings.
+    model: a hub name, a local folder or ``demo`` (the bundled model). settings: the connector's;
+    namespace and replicas are this engine's own. options: further arguments of vLLM's
+    AsyncEngineArgs (``max_model_len``, ``tensor_parallel_size``, ...);
+    ``kv_transfer_config=None`` is vLLM without the connector, which blends nothing.
 
     Raises MissingExtraError without vLLM, ModelLoadError when vLLM does not start.
     """
@@ -51,14 +49,8 @@ class VLLMEngine(VLLMClient):
         instruction: str | Callable[[Tokenizer], str] = "",
         namespace: str = "default",
         lead_in: LeadInConfig | str | None = None,
-        kv_path: str | Path | None = None,
-        host_bytes: int = 4 << 30,
-        disk_bytes: int | None = None,
+        settings: ConnectorSettings | None = None,
         dtype: str = "auto",
-        attention: str = "auto",
-        asynchronous: bool = True,
-        slice_seconds: float | None = None,
-        step_tokens: int | None = None,
         **options: Any,
     ) -> None:
         config, lead_in = settled(config, lead_in)
@@ -71,19 +63,10 @@ class VLLMEngine(VLLMClient):
         except ImportError as error:
             raise MissingExtraError("the vLLM engine", "vllm") from error
         check_version(__version__)
-        transfer = KVTransferConfig(
-            **transfer_config(
-                kv_path=kv_path,
-                host_bytes=host_bytes,
-                disk_bytes=disk_bytes,
-                namespace=namespace,
-                attention=attention,
-                asynchronous=asynchronous,
-                slice_seconds=slice_seconds,
-                step_tokens=step_tokens,
-                replicas=int(options.get("data_parallel_size", 1)),
-            )
+        settings = (settings or ConnectorSettings()).with_changes(
+            namespace=namespace, replicas=int(options.get("data_parallel_size", 1))
         )
+        transfer = KVTransferConfig(**settings.to_transfer_config())
         options.setdefault("kv_transfer_config", transfer)
         arguments = AsyncEngineArgs(model=source_of(model), dtype=dtype, **options)
         background = BackgroundLoop("cacheblend-vllm")

@@ -17,10 +17,11 @@ from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any, Literal, get_args
+from typing import Any
 from urllib.request import urlopen
 
 from cacheblend_rag.engines.naming import public_name
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.door import MIDDLEWARE
 from cacheblend_rag.engines.vllm.versions import (
     check_version,
@@ -29,11 +30,6 @@ from cacheblend_rag.engines.vllm.versions import (
 )
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 
-AttentionMode = Literal["auto", "native", "sdpa", "flex"]
-"""Of recomputed rows; see PagedKV."""
-
-CONNECTOR = "CacheBlendConnector"
-MODULE = "cacheblend_rag.engines.vllm.connector"
 SERVER = "vllm.entrypoints.openai.api_server"
 KV_FLAG = "--kv-transfer-config"
 NO_STATS = "--disable-log-stats"
@@ -49,50 +45,6 @@ POLL_SECONDS = 0.2
 TOLD_LINES = 3
 
 
-def transfer_config(
-    *,
-    kv_path: str | Path | None = None,
-    host_bytes: int = 4 << 30,
-    disk_bytes: int | None = None,
-    namespace: str = "default",
-    attention: str = "auto",
-    asynchronous: bool = True,
-    slice_seconds: float | None = None,
-    step_tokens: int | None = None,
-    replicas: int = 1,
-) -> dict[str, Any]:
-    """Return what vLLM's KVTransferConfig is made of.
-
-    See ConnectorSettings for the options; slice_seconds and step_tokens are its own when None.
-    Raises ConfigError on an unknown ``attention``.
-    """
-    check_attention_mode(attention)
-    steps = {"slice_seconds": slice_seconds, "step_tokens": step_tokens}
-    return {
-        "kv_connector": CONNECTOR,
-        "kv_connector_module_path": MODULE,
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "kv_path": None if kv_path is None else str(kv_path),
-            "host_bytes": host_bytes,
-            "disk_bytes": disk_bytes,
-            "namespace": namespace,
-            "attention": attention,
-            "asynchronous": asynchronous,
-            "replicas": replicas,
-            **{name: value for name, value in steps.items() if value is not None},
-        },
-    }
-
-
-def check_attention_mode(name: Any) -> None:
-    """Raise ConfigError unless ``name`` is an AttentionMode."""
-    modes = get_args(AttentionMode)
-    if name not in modes:
-        raise ConfigError(f"attention={name!r} must be one of {', '.join(modes)}")
-
-
 def server_command(
     model: str | Path,
     *,
@@ -100,13 +52,14 @@ def server_command(
     port: int = PORT,
     served_name: str | None = None,
     connector: bool = True,
+    settings: ConnectorSettings | None = None,
     flags: Sequence[str] = (),
-    **options: Any,
 ) -> list[str]:
     """Return the command that serves ``model`` through vLLM's OpenAI-compatible server.
 
     served_name: what clients call the model, its public name by default. connector: whether to
-    blend. flags: vLLM's own, after these, so that they win. options: as for transfer_config.
+    blend. settings: the connector's; how many replicas there are is read off the flags. flags:
+    vLLM's own, after these, so that they win.
 
     Raises MissingExtraError without vLLM, EngineUnavailableError when it is too old, ConfigError
     when the flags bring a KV connector of their own.
@@ -117,8 +70,9 @@ def server_command(
     replicas = flag_value(flags, DATA_PARALLEL_FLAGS) or "1"
     if not replicas.isdigit() or int(replicas) < 1:
         raise ConfigError(f"{DATA_PARALLEL_FLAGS[0]}={replicas!r} must be a number of at least 1")
-    settings = transfer_config(**options, replicas=int(replicas))
-    transfer = [KV_FLAG, json.dumps(settings), "--middleware", MIDDLEWARE] if connector else []
+    settings = (settings or ConnectorSettings()).with_changes(replicas=int(replicas))
+    told = json.dumps(settings.to_transfer_config())
+    transfer = [KV_FLAG, told, "--middleware", MIDDLEWARE] if connector else []
     own = connector and is_for_gpus() and not flag_value(flags, MEMORY_FLAGS)
     memory = [MEMORY_FLAGS[0], str(MEMORY_SHARE)] if own else []
     timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]

@@ -20,9 +20,9 @@ class FailingConnector(CacheBlendConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
-        assert self._blender is not None
+        assert self.worker.blender is not None
         if get_tensor_model_parallel_rank() == 1:
-            stack = self._blender.stack
+            stack = self.worker.blender.stack
             run_layer = stack.run_layer
 
             def fails(layer: int, hidden: Any, inputs: Any, attend: Attend) -> Any:

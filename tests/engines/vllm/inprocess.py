@@ -20,8 +20,8 @@ from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import _sampling
-from cacheblend_rag.engines.vllm.serve import transfer_config
 from tests.models import make_tokenizer
 
 IDLE_STEPS = 200
@@ -43,7 +43,7 @@ class InProcessEngine(VLLMClient):
         settings: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        transfer = KVTransferConfig(**transfer_config())
+        transfer = KVTransferConfig(**ConnectorSettings().to_transfer_config())
         transfer.kv_connector_extra_config.update(settings or {})
         assert not InProcessEngine.is_in_use, "another engine is open in this process"
         InProcessEngine.is_in_use = True
@@ -65,6 +65,7 @@ class InProcessEngine(VLLMClient):
             registry=None,
             instruction="",
             namespace="default",
+            lead_in=None,
             background=BackgroundLoop("in-process"),
         )
 
@@ -78,8 +79,13 @@ class InProcessEngine(VLLMClient):
 
     @property
     def worker_connector(self) -> Any:
-        """The connector's worker side; the scheduler's is ``scheduler.connector``."""
-        return get_kv_transfer_group()
+        """The connector's side in the worker."""
+        return get_kv_transfer_group().worker
+
+    @property
+    def scheduler_connector(self) -> Any:
+        """The connector's side beside the scheduler."""
+        return self.scheduler.connector.scheduler
 
     def state_of(self, name: str) -> Any:
         """The scheduler's view of a request, None before and after it has one."""

@@ -24,10 +24,11 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-from cacheblend_rag import BlendConfig, SamplingParams, open_engine
+from cacheblend_rag import BlendConfig, SamplingParams, StoreConfig, open_engine
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import generate_prompts
-from cacheblend_rag.engines.vllm.protocol.job import Order, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
 from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
 from cacheblend_rag.errors import CacheBlendError
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
@@ -55,7 +56,10 @@ def main() -> int:
     with (
         tempfile.TemporaryDirectory(prefix="cacheblend-siege-") as folder,
         running_server(
-            MODEL_FOLDER, served_name="demo", kv_path=Path(folder), flags=FLAGS
+            MODEL_FOLDER,
+            served_name="demo",
+            settings=ConnectorSettings(StoreConfig(folder)),
+            flags=FLAGS,
         ) as server,
     ):
         return Siege(server, options.minutes * 60, options.threads, options.seed).run()
@@ -164,12 +168,12 @@ def hostile_body(draw: random.Random) -> bytes:
     spans = (SentChunk(3, 60), SentChunk(70, 120, "0" * 32, True))
     order = draw.choice(
         [
-            Order("blend", lead_in, spans, config=CONFIG, report_id="1" * 32),
-            Order("precompute", lead_in, spans, tokens=tuple(range(5, 160))),
-            Order("evict", lead_in, keys=(("0" * 32, ""),)),
-            Order("prefetch", lead_in, keys=(("0" * 32, ""),)),
-            Order("status", lead_in),
-            Order("report", lead_in, report_id="1" * 32),
+            BlendJob("blend", lead_in, spans, config=CONFIG, report_id="1" * 32),
+            BlendJob("precompute", lead_in, spans, tokens=tuple(range(5, 160))),
+            BlendJob("evict", lead_in, keys=(("0" * 32, ""),)),
+            BlendJob("prefetch", lead_in, keys=(("0" * 32, ""),)),
+            BlendJob("status", lead_in),
+            BlendJob("report", lead_in, report_id="1" * 32),
         ]
     )
     params: Any = order.to_params()

@@ -12,9 +12,9 @@ import pytest
 
 from cacheblend_rag import BlendConfig, SamplingParams
 from cacheblend_rag.engines.vllm.client import VLLMRequest
-from cacheblend_rag.engines.vllm.connector.blender import _evict, _prefetch
-from cacheblend_rag.engines.vllm.connector.connector import _read_order
-from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX, Order, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.connector.jobs import evict, prefetch
+from cacheblend_rag.engines.vllm.connector.scheduler import read_job
+from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX, BlendJob, SentChunk, SentLeadIn
 from cacheblend_rag.kv import KVKey, TieredKVStore
 from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -46,10 +46,10 @@ def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
     chunks = (SentChunk(3, 10), SentChunk(12, 20, "0" * 32, True))
     lead_in = SentLeadIn("document", "0" * 32, 2048)
     orders = [
-        Order("blend", lead_in, chunks, config=CONFIG, report_id="1" * 32),
-        Order("precompute", lead_in, chunks, tokens=tuple(range(20))),
-        Order("evict", lead_in, keys=(("0" * 32, ""),)),
-        Order("report", lead_in, report_id="1" * 32),
+        BlendJob("blend", lead_in, chunks, config=CONFIG, report_id="1" * 32),
+        BlendJob("precompute", lead_in, chunks, tokens=tuple(range(20))),
+        BlendJob("evict", lead_in, keys=(("0" * 32, ""),)),
+        BlendJob("report", lead_in, report_id="1" * 32),
     ]
     model = SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 256)
     read = Counter[bool]()
@@ -63,30 +63,30 @@ def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
             mm_features=[],
             prompt_embeds=None,
         )
-        pending = _read_order(request, "", model)  # type: ignore[arg-type]
-        read[pending.order is not None] += 1
-        assert pending.order is None or pending.reason is None
+        pending = read_job(request, "", model)  # type: ignore[arg-type]
+        read[pending.job is not None] += 1
+        assert pending.job is None or pending.reason is None
         assert len(pending.reason or "") < 600
     assert min(read[True], read[False]) > MUTATIONS // 50
 
 
-@pytest.mark.parametrize("work", [_evict, _prefetch])
+@pytest.mark.parametrize("work", [evict, prefetch])
 def test_an_order_of_many_keys_lets_others_in_between(work: Callable[..., Iterator[None]]) -> None:
     keys = [KVKey(f"{number:032x}", "0" * 64, "") for number in range(100)]
     with TieredKVStore.open() as store:
         assert len(list(work(store, keys))) == len(keys)
 
 
-def orders_of_every_kind(engine: InProcessEngine) -> dict[str, Order]:
+def orders_of_every_kind(engine: InProcessEngine) -> dict[str, BlendJob]:
     lead_in = engine._sent_lead_in
     tokens = tuple(range(2, 150))
     whole = SentChunk(0, 148, "", False, 0)
     return {
-        "precompute": Order("precompute", lead_in, (whole,), tokens=tokens),
-        "evict": Order("evict", lead_in, keys=(("0" * 32, ""),)),
-        "prefetch": Order("prefetch", lead_in, keys=(("0" * 32, ""),)),
-        "status": Order("status", lead_in),
-        "report": Order("report", lead_in, report_id="1" * 32),
+        "precompute": BlendJob("precompute", lead_in, (whole,), tokens=tokens),
+        "evict": BlendJob("evict", lead_in, keys=(("0" * 32, ""),)),
+        "prefetch": BlendJob("prefetch", lead_in, keys=(("0" * 32, ""),)),
+        "status": BlendJob("status", lead_in),
+        "report": BlendJob("report", lead_in, report_id="1" * 32),
     }
 
 

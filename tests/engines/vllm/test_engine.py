@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag import BlendConfig, SamplingParams, open_engine
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from tests.engines.vllm.conftest import EngineFactory
@@ -21,7 +22,7 @@ REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
 def test_synchronous_blending_gives_the_same_answers(
     engine: VLLMEngine, open_vllm: EngineFactory
 ) -> None:
-    waiting = open_vllm(asynchronous=False)
+    waiting = open_vllm(settings=ConnectorSettings(asynchronous=False))
     for one in (engine, waiting):
         one.precompute(DOCUMENTS, progress=False)
     prompts = mixed_prompts(8)

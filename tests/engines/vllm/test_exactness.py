@@ -138,7 +138,7 @@ def test_ratio_1_equals_ordinary_prefill(open_family: OpenFamily, family: str) -
     engine = open_family(family)
     check_exact(engine)
     # One engine does for both ways, since starting one is what takes time.
-    engine.scheduler.connector._asynchronous = False
+    engine.scheduler_connector.asynchronous = False
     check_exact(engine, seed=10)
 
 
@@ -164,9 +164,9 @@ def test_a_window_in_all_layers_is_always_blended_asynchronously(open_family: Op
 
 def check_exact_with_fp8(open_family: OpenFamily) -> None:
     engine = open_family("llama", kv_cache_dtype="fp8", settings={"attention": "native"})
-    assert {a.kv_cache.itemsize for a in engine.worker_connector._blender.stack.attention} == {1}
+    assert {a.kv_cache.itemsize for a in engine.worker_connector.blender.stack.attention} == {1}
     check_exact(engine)
-    engine.scheduler.connector._asynchronous = False
+    engine.scheduler_connector.asynchronous = False
     check_exact(engine, seed=10)
 
 
@@ -186,7 +186,7 @@ def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache_of_another_backend(
 def test_a_compiled_model_is_exact_too(open_family: OpenFamily, family: str) -> None:
     engine = open_family(family, enforce_eager=False)
     check_exact(engine)
-    engine.scheduler.connector._asynchronous = False
+    engine.scheduler_connector.asynchronous = False
     check_exact(engine, seed=10)
     check_single_rows(engine)
 
@@ -196,7 +196,7 @@ def check_single_rows(engine: InProcessEngine) -> None:
 
     The kernels of one row are others, and the compiler would begin only when a request needs one.
     """
-    stack = engine.worker_connector._blender.stack
+    stack = engine.worker_connector.blender.stack
     hidden = torch.randn(1, 5, 2 * stack._hidden_size)
     no_recompiling = torch._dynamo.config.patch(error_on_recompile=True)
     in_worker = set_forward_context(None, engine.core.vllm_config)
@@ -229,12 +229,12 @@ def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(
 
 def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -> None:
     llama.precompute(DOCUMENTS, progress=False)
-    blender = llama.worker_connector._blender
+    jobs = llama.worker_connector.blender.jobs
     config = llama.config.with_changes(recompute_ratio=SOME)
     found = {}
     with pytest.MonkeyPatch.context() as settings:
         for mode in ("native", *PLAIN):
-            settings.setattr(blender, "mode", mode)
+            settings.setattr(jobs, "mode", mode)
             asked = llama._ask(retrieved(), SHORT, config, ()).request
             fresh = replace(asked, salt=f"{SALT_PREFIX}{mode}")
             found[mode] = logprobs(llama, fresh)

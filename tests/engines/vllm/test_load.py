@@ -121,7 +121,7 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(engine: InProc
         return preempt(request, *args, **kwargs)
 
     engine.scheduler._preempt_request = counted
-    loads = engine.scheduler.connector._asynchronous
+    loads = engine.scheduler_connector.asynchronous
     draw = random.Random(1)
     fates: Counter[Fate] = Counter()
 
@@ -152,11 +152,11 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(engine: InProc
     assert not loads or fates["aborted while loading"] > 10
     assert preempted["times"] > 0
     assert engine.free_blocks() == free
-    connector, worker = engine.scheduler.connector, engine.worker_connector
-    assert not connector._pending
-    assert not connector._late
-    assert not worker._at_work
-    assert not worker._blender._at_work
+    connector, worker = engine.scheduler_connector, engine.worker_connector
+    assert not connector.pending
+    assert not connector.late
+    assert not worker.at_work
+    assert not worker.blender.at_work
     # What was blended meanwhile is in no ordinary request's way.
     again = [engine._background.run(answer(engine, request)) for request in distinct]
     assert again == references

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.engines.vllm import door, serve, versions
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.serve import running_server, server_command
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, MissingExtraError
 
@@ -28,7 +29,12 @@ def settings(command: list[str]) -> dict[str, Any]:
 
 
 def test_options_reach_the_connector_and_flags_vllm() -> None:
-    command = server_command("org/model", port=9, namespace="a", flags=["--max-model-len", "512"])
+    command = server_command(
+        "org/model",
+        port=9,
+        settings=ConnectorSettings(namespace="a"),
+        flags=["--max-model-len", "512"],
+    )
     assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     assert command[command.index("--served-model-name") + 1] == "org/model"
     assert command[-2:] == ["--max-model-len", "512"]
@@ -63,7 +69,7 @@ def test_vllm_leaves_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_unknown_attention_is_refused_before_vllm_starts() -> None:
     with pytest.raises(ConfigError, match="attention='magic' must be one of auto"):
-        server_command("path/to/model", attention="magic")
+        server_command("org/model", settings=ConnectorSettings(attention="magic"))  # type: ignore[arg-type]
 
 
 def test_a_folder_is_served_by_its_own_name(tmp_path: Path) -> None:

@@ -22,12 +22,14 @@ from cacheblend_rag import (
     BlendConfig,
     PrecomputeReport,
     SamplingParams,
+    StoreConfig,
     TransformersEngine,
     open_engine,
 )
 from cacheblend_rag.cli.main import app
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.protocol import job
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.serve import RunningServer, reserved_port
@@ -70,9 +72,7 @@ def start(start_server: ServerFactory, kv_path: Path) -> Start:
             MODEL_FOLDER,
             served_name="demo",
             port=port,
-            kv_path=kv_path,
-            host_bytes=0,
-            namespace=NAMESPACE,
+            settings=ConnectorSettings(StoreConfig(kv_path, host_bytes=0), namespace=NAMESPACE),
             environment={"VLLM_API_KEY": KEY, "CACHEBLEND_STORE_KEY": STORE_KEY},
         )
 

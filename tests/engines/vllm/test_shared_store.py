@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from cacheblend_rag import BlendConfig, TieredKVStore, TransformersEngine
+from cacheblend_rag import BlendConfig, StoreConfig, TieredKVStore, TransformersEngine
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
 from tests.models import make_tokenizer
@@ -16,7 +17,8 @@ REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
 def test_both_engines_use_one_store(
     open_vllm: EngineFactory, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    vllm = open_vllm(kv_path=tmp_path, config=REUSE)
+    settings = ConnectorSettings(StoreConfig(tmp_path))
+    vllm = open_vllm(settings=settings, config=REUSE)
     embedded = TransformersEngine(
         model_folder("llama"),
         tokenizer=make_tokenizer(),

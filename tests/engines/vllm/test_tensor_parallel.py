@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import pytest
 from vllm.config import KVTransferConfig
 
-from cacheblend_rag import BlendConfig, Generation
-from cacheblend_rag.engines.vllm.connector.blender import RANK_FAILED
-from cacheblend_rag.engines.vllm.connector.connector import _Results
+from cacheblend_rag import BlendConfig, Generation, StoreConfig
+from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, StepResults
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.serve import transfer_config
+from cacheblend_rag.engines.vllm.protocol import BlendResult, Failed, PrecomputeResult
 from cacheblend_rag.errors import EngineUnavailableError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.failing import TOLD, FailingConnector
@@ -54,11 +55,11 @@ def two_ranks(
         environment.setenv("OMP_NUM_THREADS", "1")
         engine = open_vllm(
             tensor_parallel_size=2,
-            asynchronous=request.param != "sync",
             enforce_eager=request.param != "compiled",
             config=BY_SHARE,
-            kv_path=folder,
-            host_bytes=0,
+            settings=ConnectorSettings(
+                StoreConfig(folder, host_bytes=0), asynchronous=request.param != "sync"
+            ),
         )
     engine.precompute(DOCUMENTS, progress=False)
     yield engine, folder
@@ -126,7 +127,7 @@ def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv(TOLD, str(tmp_path / "fail"))
-    transfer = transfer_config()
+    transfer = ConnectorSettings().to_transfer_config()
     transfer["kv_connector"] = FailingConnector.__name__
     transfer["kv_connector_module_path"] = FailingConnector.__module__
     engine = open_vllm(
@@ -142,9 +143,11 @@ def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
 
 
 def test_an_error_of_any_rank_is_the_result() -> None:
-    fine, failed = {"chunks": []}, {"error": "blending failed: OSError"}
-    for first, second in ((failed, RANK_FAILED), (RANK_FAILED, failed)):
-        assert _Results({"a": first}).aggregate(_Results({"a": second})).results == {"a": failed}
-    results = _Results({"a": fine, "b": {"computed": 3}})
-    other = _Results({"a": dict(fine), "b": {"computed": 2}})
-    assert results.aggregate(other).results["b"] == {"computed": 2}
+    fine, failed = BlendResult(()), Failed("blending failed: OSError")
+    late = replace(RANK_FAILED, work_seconds=0.1)
+    for first, second in ((failed, late), (late, failed)):
+        results = StepResults({"a": first}).aggregate(StepResults({"a": second}))
+        assert results.results == {"a": failed}
+    results = StepResults({"a": fine, "b": PrecomputeResult(3), "c": PrecomputeResult(3)})
+    other = StepResults({"a": replace(fine), "b": PrecomputeResult(2), "c": failed})
+    assert results.aggregate(other).results == {"a": fine, "b": PrecomputeResult(2), "c": failed}

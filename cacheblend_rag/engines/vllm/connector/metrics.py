@@ -11,7 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from cacheblend_rag.report import ChunkReport, reused_and_recomputed
+from cacheblend_rag.engines.vllm.protocol import BlendResult, Declined, Result
+from cacheblend_rag.report import reused_and_recomputed
 
 PREFIX = "vllm:cacheblend_"
 COUNTERS = {
@@ -31,9 +32,10 @@ class BlendStats(KVConnectorStats):
     def __init__(self, data: Mapping[str, float] | None = None) -> None:
         self.data: dict[str, float] = {**dict.fromkeys(COUNTERS, 0), **(data or {})}
 
-    def record(self, result: Mapping[str, Any]) -> None:
+    def record(self, result: Result) -> None:
         """Count what came of one request that was to be blended."""
-        chunks = [ChunkReport(**chunk) for chunk in result.get("chunks", ())]
+        chunks = (result.chunks or ()) if isinstance(result, BlendResult | Declined) else ()
+        seconds = getattr(result, "work_seconds", None) or 0.0
         hits = sum(chunk.hit for chunk in chunks)
         reused, recomputed = reused_and_recomputed(chunks)
         counted = {
@@ -43,7 +45,7 @@ class BlendStats(KVConnectorStats):
             "recomputed_tokens": recomputed,
             "blended_requests": int(hits > 0),
             "fallbacks": int(hits == 0),
-            "blend_seconds": result.get("work_seconds", 0.0),
+            "blend_seconds": seconds,
         }
         for name, value in counted.items():
             self.data[name] += value

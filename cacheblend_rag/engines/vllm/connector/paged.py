@@ -21,13 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+from vllm.v1.worker.utils import select_common_block_size
 
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import Attention, attend_fused
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
-from cacheblend_rag.engines.vllm.serve import AttentionMode
+from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
+from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
+from cacheblend_rag.errors import UnsupportedModelError
 
 PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
 """Over the fused KV always, by PyTorch."""
@@ -75,6 +79,31 @@ class PagedCache:
         order = sorted(range(len(shape)), key=like.stride, reverse=True)
         laid_out = like.new_zeros([shape[axis] for axis in order])
         return laid_out.permute([order.index(axis) for axis in range(len(shape))])
+
+
+def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> PagedCache:
+    """Return a worker's paged cache, with a builder of metadata such as vLLM's own is."""
+    backends = {layer.attn_backend for layer in stack.attention}
+    if len(backends) != 1:
+        raise UnsupportedModelError("layers of this model use several attention backends")
+    backend = backends.pop()
+    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = spec.kv_cache_specs[stack.names[0]]
+    size = select_common_block_size(spec.block_size, [backend], [spec])
+    device = stack.geometry.device
+    builder = backend.get_builder_cls()(
+        spec.copy_with_new_block_size(size), stack.names, vllm_config, device
+    )
+    return PagedCache(
+        stack.attention,
+        builder,
+        block_size=spec.block_size,
+        kernel_block_size=size,
+        most_runs=(
+            None if device.type == "cpu" else int(vllm_config.scheduler_config.max_num_seqs)
+        ),
+    )
 
 
 @dataclass

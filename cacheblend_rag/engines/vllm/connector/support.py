@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
 from cacheblend_rag.errors import UnsupportedModelError
 
 KV_TYPES = {"auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
@@ -32,6 +34,15 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
         if present:
             return f"{name} cannot be blended"
     return None
+
+
+def drops_blocks(kv_cache_config: Any) -> bool:
+    """Whether vLLM gives no blocks to what lies before the sliding window.
+
+    It recomputes a failed synchronous load in the blocks it has, so a load must not be one.
+    """
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return any(isinstance(spec, SlidingWindowSpec) for spec in specs)
 
 
 def check_attention(layers: Sequence[Any]) -> None:

@@ -1,1 +1,38 @@
-"""What travels between an engine and the connector, in a request's ``kv_transfer_params``."""
+"""What travels between an engine and the connector, in a request's ``kv_transfer_params``.
+
+A job goes there with a request, a result comes back with the request's last output.
+"""
+
+from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.result import (
+    BlendResult,
+    Declined,
+    EvictResult,
+    Failed,
+    Late,
+    PrecomputeResult,
+    PrefetchResult,
+    Result,
+    params_of,
+    result_of,
+    status_of,
+)
+from cacheblend_rag.engines.vllm.protocol.status import ConnectorStatus
+
+__all__ = [
+    "BlendJob",
+    "BlendResult",
+    "ConnectorStatus",
+    "Declined",
+    "EvictResult",
+    "Failed",
+    "Late",
+    "PrecomputeResult",
+    "PrefetchResult",
+    "Result",
+    "SentChunk",
+    "SentLeadIn",
+    "params_of",
+    "result_of",
+    "status_of",
+]

@@ -1,7 +1,7 @@
-"""What an engine asks a worker to do, and how that travels in a request's ``kv_transfer_params``.
+"""BlendJob: what an engine asks a worker to do, and how it travels in ``kv_transfer_params``.
 
 Requests come from anyone who may talk to the server, so everything is checked: shapes, ranges and
-types. What is to be blended is a request's own prompt. Every other order goes with any two tokens
+types. What is to be blended is a request's own prompt. Every other job goes with any two tokens
 as prompt, which vLLM computes itself: no block is promised that would hold another request's KV.
 """
 
@@ -23,10 +23,8 @@ from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
 PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
 VERSION = 2
-NO_REPORT: Mapping[str, Any] = {"reason": "no such report"}
-"""The answer to a ``report`` order for what this engine did not do."""
 MOST_KEYS = 4096
-"""Keys that one order may name; who has more sends several."""
+"""Keys that one job may name; who has more sends several."""
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
 
 Kind = Literal["blend", "precompute", "evict", "prefetch", "status", "report"]
@@ -62,7 +60,7 @@ class SentLeadIn:
 
 
 @dataclass(frozen=True)
-class Order:
+class BlendJob:
     """One request's work: fuse the chunks of its prompt, store them, or evict or prefetch others.
 
     Two kinds only ask: ``status`` for the state of the connector, ``report`` for the result of the
@@ -137,8 +135,8 @@ class Order:
             raise ConfigError(f"{PARAMETER}.chunks: a context is not the one that it is named for")
 
     @classmethod
-    def from_params(cls, params: Mapping[str, Any] | None, tokens: int) -> Order | None:
-        """Read an order for a prompt of ``tokens`` tokens; None when there is none.
+    def from_params(cls, params: Mapping[str, Any] | None, tokens: int) -> BlendJob | None:
+        """Read a job for a prompt of ``tokens`` tokens; None when there is none.
 
         Raises ConfigError when it is not well formed.
         """
@@ -167,7 +165,7 @@ class Order:
 
 
 def sent_report_id(params: Mapping[str, Any] | None) -> str:
-    """Return the report id of an order that may be malformed otherwise; "" without one."""
+    """Return the report id of a job that may be malformed otherwise; "" without one."""
     sent = (params or {}).get(PARAMETER)
     named = sent.get("report_id") if isinstance(sent, Mapping) else None
     return named if isinstance(named, str) and _HASH.fullmatch(named) else ""

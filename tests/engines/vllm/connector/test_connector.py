@@ -5,23 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY
-from transformers import LlamaConfig
 
 from cacheblend_rag import BlendConfig, Generation, SamplingParams
+from cacheblend_rag.engines.vllm import protocol
 from cacheblend_rag.engines.vllm.client import VLLMRequest
-from cacheblend_rag.engines.vllm.connector.connector import KEPT_REPORTS, ConnectorSettings
-from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX, BlendStats
-from cacheblend_rag.engines.vllm.connector.support import check_attention, refusal_of
-from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, Order, SentLeadIn
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX
+from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
-from tests.models import SHAPE, words
+from tests.models import words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 REPORT_ID = "0123456789abcdef" * 2
@@ -71,88 +69,11 @@ def asked(engine: InProcessEngine, salt: str = "", **changes: Any) -> VLLMReques
 
 
 def report_order(report_id: str) -> VLLMRequest:
-    order = Order("report", SentLeadIn("none", "", 0), report_id=report_id)
+    order = BlendJob("report", SentLeadIn("none", "", 0), report_id=report_id)
     return VLLMRequest((5, 6), SamplingParams(max_tokens=1), order.salt((5, 6)), order)
 
 
 # Refusals
-
-
-def vllm_config(**changes: Any) -> Any:
-    """As much of a VllmConfig as is looked at; changes: group.field=value."""
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            prefill_context_parallel_size=1,
-            decode_context_parallel_size=1,
-            data_parallel_size=1,
-        ),
-        model_config=SimpleNamespace(is_moe=False, use_mla=False, hf_config=LlamaConfig(**SHAPE)),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
-        speculative_config=None,
-        lora_config=None,
-    )
-    for name, value in changes.items():
-        *group, field = name.split("__")
-        setattr(getattr(config, group[0]) if group else config, field, value)
-    return config
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"parallel_config__pipeline_parallel_size": 2}, "pipeline parallelism"),
-        ({"parallel_config__decode_context_parallel_size": 2}, "decode context parallelism"),
-        ({"parallel_config__prefill_context_parallel_size": 2}, "prefill context parallelism"),
-        (
-            {"parallel_config__data_parallel_size": 2, "model_config__is_moe": True},
-            "data parallelism of experts",
-        ),
-        ({"speculative_config": object()}, "speculative decoding"),
-        ({"lora_config": object()}, "LoRA"),
-        ({"model_config__use_mla": True}, "MLA"),
-        ({"cache_config__cache_dtype": "int8_per_token_head"}, "int8_per_token_head"),
-    ],
-)
-def test_what_cannot_be_blended_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    groups = SimpleNamespace(kv_cache_groups=[object()])
-    assert refusal_of(vllm_config(), groups) is None
-    assert said in str(refusal_of(vllm_config(**changes), groups))
-
-
-def test_several_groups_of_kv_are_refused() -> None:
-    groups = SimpleNamespace(kv_cache_groups=[object(), object()])
-    assert "several KV cache groups" in str(refusal_of(vllm_config(), groups))
-
-
-def attention(**changes: Any) -> Any:
-    """As much of an attention layer as is looked at."""
-    plain: dict[str, Any] = {
-        "impl": SimpleNamespace(sinks=None, alibi_slopes=None),
-        "attn_type": "decoder",
-        "kv_sharing_target_layer_name": None,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_size": 64,
-        "head_size_v": 64,
-    }
-    return SimpleNamespace(**{**plain, **changes})
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"attn_type": "encoder_only"}, "no causal attention"),
-        ({"kv_sharing_target_layer_name": "model.layers.0.self_attn.attn"}, "share KV"),
-        ({"impl": SimpleNamespace(alibi_slopes=[0.5])}, "ALiBi"),
-        ({"num_kv_heads": 4}, "several shapes"),
-        ({"head_size_v": 128}, "another width than keys"),
-    ],
-)
-def test_attention_of_another_kind_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
-    check_attention([attention(), attention()])
-    with pytest.raises(UnsupportedModelError, match=said):
-        check_attention([attention(), attention(**changes)])
 
 
 def check_refused(engine: InProcessEngine, said: str) -> None:
@@ -164,7 +85,7 @@ def check_refused(engine: InProcessEngine, said: str) -> None:
     assert not answer.report.blended
     assert said in str(answer.report.reason)
     assert answer.token_ids == engine.generate_full(retrieved(), SHORT).token_ids
-    status = Order("status", SentLeadIn("none", "", 0))
+    status = BlendJob("status", SentLeadIn("none", "", 0))
     request = VLLMRequest((5, 6), SamplingParams(max_tokens=2), status.salt((5, 6)), status)
     found = params_of(engine, request)
     assert found["active"] is False
@@ -174,21 +95,6 @@ def check_refused(engine: InProcessEngine, said: str) -> None:
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_refused_model_is_served_by_ordinary_prefill(open_core: Open, asynchronous: bool) -> None:
     check_refused(open_core("gpt2", settings={"asynchronous": asynchronous}), "learned positions")
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"colour": "red"}, "colour is no setting"),
-        ({"attention": "magic"}, "attention='magic'"),
-        ({"slice_seconds": 0}, "slice_seconds=0"),
-        ({"step_tokens": "many"}, "step_tokens='many'"),
-    ],
-)
-def test_settings_are_checked(given: dict[str, Any], said: str) -> None:
-    transfer = SimpleNamespace(kv_connector_extra_config=given)
-    with pytest.raises(ConfigError, match=said):
-        ConnectorSettings.of(SimpleNamespace(kv_transfer_config=transfer))
 
 
 # How much is promised
@@ -257,16 +163,16 @@ def test_why_an_order_was_not_carried_out_can_be_asked_for(core: InProcessEngine
 
 
 def test_only_so_many_reports_are_kept(core: InProcessEngine) -> None:
-    connector = core.scheduler.connector
-    connector._reports.clear()
+    connector = core.scheduler_connector
+    connector.reports.clear()
     unsalted = replace(asked(core, "w9", report_id=REPORT_ID), salt="mine")
     told = params_of(core, unsalted)
     for index in range(KEPT_REPORTS - 1):
-        connector._reports[f"{index:032x}"] = {}
+        connector.reports[f"{index:032x}"] = NO_REPORT
     params_of(core, replace(unsalted, order=replace(unsalted.order, report_id="f" * 32)))
-    assert len(connector._reports) == KEPT_REPORTS
-    assert REPORT_ID not in connector._reports
-    assert connector._reports["f" * 32] == told
+    assert len(connector.reports) == KEPT_REPORTS
+    assert REPORT_ID not in connector.reports
+    assert protocol.params_of(connector.reports["f" * 32]) == {PARAMETER: told}
 
 
 def counted() -> dict[str, float]:
@@ -300,17 +206,6 @@ def test_metrics_count_what_reports_say(core: InProcessEngine) -> None:
         "blended_requests": 3,
         "fallbacks": 1,
     }
-
-
-def test_stats_add_up_and_start_anew() -> None:
-    stats = BlendStats()
-    assert stats.is_empty()
-    stats.record({"reason": "no"})
-    again = BlendStats(stats.to_dict())
-    assert again.aggregate(stats).reduce()["fallbacks"] == 2
-    again.reset()
-    assert again.is_empty()
-    assert stats.reduce()["fallbacks"] == 1
 
 
 def test_a_repeat_out_of_the_prefix_cache_is_reported_as_the_blend_it_was(

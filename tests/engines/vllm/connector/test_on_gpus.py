@@ -18,8 +18,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from cacheblend_rag import BlendConfig, Document
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import probe_layer
-from cacheblend_rag.engines.vllm.connector import blender as blending
+from cacheblend_rag.engines.vllm.connector import jobs
+from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices
 from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
@@ -55,7 +57,7 @@ def engine(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
 
 @pytest.fixture
 def blender(engine: InProcessEngine) -> Any:
-    return engine.worker_connector._blender
+    return engine.worker_connector.blender
 
 
 # One vLLM is open in this process at a time: tests with one of their own stand first
@@ -82,7 +84,7 @@ def test_kernels_may_see_smaller_blocks_than_vllm_hands_out(
     sizes = staticmethod(lambda spec=None: [32])
     monkeypatch.setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", sizes)
     engine = open_engine(block_size=128, settings={"attention": "native"})
-    cache = engine.worker_connector._blender._cache
+    cache = engine.worker_connector.blender.cache
     assert (cache.block_size, cache.kernel_block_size) == (128, 32)
     assert cache.attention[0].kv_cache.shape[2] == 32
     assert cache.builder.kv_cache_spec.block_size == 32
@@ -134,7 +136,9 @@ def fused_keys(blender: Any, cache: PagedCache, mode: Any) -> torch.Tensor:
     draw = torch.Generator().manual_seed(4)
     fused.keys.normal_(generator=draw)
     fused.values.normal_(generator=draw)
-    blocks = range(blender._blocks - 1 + (-TOKENS // cache.block_size), blender._blocks - 1)
+    blocks = range(
+        blender.trial.blocks - 1 + (-TOKENS // cache.block_size), blender.trial.blocks - 1
+    )
     paged = PagedKV(cache, blocks, 0, TOKENS, mode)
     schedule = plan_schedule(BlendConfig(selector="none"), stack.geometry.layers)
     known = Candidates(cached, cached, torch.zeros(TOKENS, dtype=torch.long))
@@ -147,22 +151,18 @@ def fused_keys(blender: Any, cache: PagedCache, mode: Any) -> torch.Tensor:
 
 
 def test_metadata_that_a_builder_overwrites_are_never_used_again(blender: Any) -> None:
-    shared = OneBuffer(blender._cache.builder)
-    found = fused_keys(blender, replace(blender._cache, builder=shared), "native")
+    shared = OneBuffer(blender.cache.builder)
+    found = fused_keys(blender, replace(blender.cache, builder=shared), "native")
     assert len(set(shared.sequences)) > 1, "blocks differ in their runs"
-    torch.testing.assert_close(
-        found, fused_keys(blender, blender._cache, "sdpa"), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(found, fused_keys(blender, blender.cache, "sdpa"), atol=1e-4, rtol=0)
 
 
 def test_no_more_runs_attend_at_once_than_the_builder_has_room_for(blender: Any) -> None:
-    small = OneBuffer(blender._cache.builder, most=2)
-    cache = replace(blender._cache, builder=small, most_runs=2)
+    small = OneBuffer(blender.cache.builder, most=2)
+    cache = replace(blender.cache, builder=small, most_runs=2)
     found = fused_keys(blender, cache, "native")
     assert max(small.sequences) == 2
-    torch.testing.assert_close(
-        found, fused_keys(blender, blender._cache, "sdpa"), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(found, fused_keys(blender, blender.cache, "sdpa"), atol=1e-4, rtol=0)
 
 
 def test_accelerators_attend_to_scattered_rows_by_pytorch_and_to_runs_natively(
@@ -170,8 +170,8 @@ def test_accelerators_attend_to_scattered_rows_by_pytorch_and_to_runs_natively(
 ) -> None:
     monkeypatch.setattr(PagedCache, "device", property(lambda _: CUDA))
     paged = object.__new__(PagedKV)
-    paged.cache, paged.mode = blender._cache, "auto"
-    make = blending.Rows.at
+    paged.cache, paged.mode = blender.cache, "auto"
+    make = Rows.at
     cpu = torch.device("cpu")
     assert paged.is_native(make(np.arange(5, 40), cpu))
     assert not paged.is_native(make(np.arange(0, 40, 2), cpu))
@@ -210,22 +210,22 @@ def test_a_preempted_request_keeps_its_output(engine: InProcessEngine) -> None:
 @torch.inference_mode()
 def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
     """The most bytes that a blend's pass held, and how many tokens its prompt has."""
-    blender = engine.worker_connector._blender
+    blender = engine.worker_connector.blender
     request = engine._ask(prompt, SHORT, CONFIG, ()).request
     assert request.order is not None
     until = request.order.chunks[-1].end
-    last = blender._blocks - 1
-    blocks = tuple(range(last + (-until // blender._cache.block_size), last))
-    job = blending.Job("", request.order, request.token_ids, 0, until, blocks)
+    last = blender.trial.blocks - 1
+    blocks = tuple(range(last + (-until // blender.cache.block_size), last))
+    job = Allotted("", request.order, request.token_ids, 0, until, blocks)
     with PeakBytes() as memory:
-        for _ in blender._work(job):
+        for _ in blender.jobs.work(job):
             pass
     return memory.peak, len(request.token_ids)
 
 
 def test_a_pass_takes_no_more_memory_than_is_asked_for_beforehand(engine: InProcessEngine) -> None:
     engine.precompute(DOCUMENTS, progress=False)
-    stack = engine.worker_connector._blender.stack
+    stack = engine.worker_connector.blender.stack
     more = " ".join(document.chunks[0] for document in DOCUMENTS)
     for count in (1, 6):
         peak, tokens = peak_of(engine, " ".join([retrieved().text, *[more] * count]))
@@ -236,7 +236,7 @@ def test_too_little_memory_is_a_miss_with_a_reason(
     engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.precompute(DOCUMENTS, progress=False)
-    monkeypatch.setattr(blending, "free_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(jobs, "free_bytes", lambda _: 1 << 20)
     config = CONFIG.with_changes(recompute_ratio=0.5)
     answer = engine.generate(retrieved(), SHORT, config=config)
     assert not answer.report.blended

@@ -1,4 +1,4 @@
-"""Orders on the wire: they come back as they were sent, and nothing malformed gets through."""
+"""Jobs that travel: they come back as they were sent, and nothing malformed gets through."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.protocol.job import (
     PARAMETER,
     SALT_PREFIX,
-    Order,
+    BlendJob,
     SentChunk,
     SentLeadIn,
     sent_report_id,
@@ -23,7 +23,8 @@ from cacheblend_rag.kv.chunk_kv import chunk_id
 HASH = "0123456789abcdef" * 2
 PROMPT, OTHER_PROMPT = (1, 2, 3), (1, 2, 4)
 LEAD_IN = SentLeadIn("document", HASH, 2048)
-BLEND = Order(
+TEN = tuple(range(10))
+BLEND = BlendJob(
     "blend",
     LEAD_IN,
     (SentChunk(3, 10), SentChunk(12, 20, HASH, True)),
@@ -31,42 +32,46 @@ BLEND = Order(
 )
 
 
-def sent(order: Order) -> dict[str, Any]:
-    """What arrives when an order has gone through JSON."""
-    plain: dict[str, Any] = json.loads(json.dumps(order.to_params()))
+def sent(job: BlendJob) -> dict[str, Any]:
+    """What arrives when a job has gone through JSON."""
+    plain: dict[str, Any] = json.loads(json.dumps(job.to_params()))
     return plain
 
 
 @pytest.mark.parametrize(
-    "order",
+    "job",
     [
         BLEND,
-        Order("precompute", LEAD_IN, (SentChunk(3, 10, HASH, False, 2),), tokens=tuple(range(10))),
-        Order("evict", LEAD_IN, keys=((HASH, ""), (HASH, HASH))),
-        Order("prefetch", LEAD_IN, keys=((HASH, ""),)),
-        Order("status", LEAD_IN),
-        Order("report", LEAD_IN, report_id=HASH),
+        BlendJob(
+            "precompute", LEAD_IN, (SentChunk(3, 10, HASH, False, 2),), tokens=tuple(range(10))
+        ),
+        BlendJob("evict", LEAD_IN, keys=((HASH, ""), (HASH, HASH))),
+        BlendJob("prefetch", LEAD_IN, keys=((HASH, ""),)),
+        BlendJob("status", LEAD_IN),
+        BlendJob("report", LEAD_IN, report_id=HASH),
         replace(BLEND, report_id=HASH),
     ],
 )
-def test_an_order_survives_json(order: Order) -> None:
-    assert Order.from_params(sent(order), 100) == order
+def test_a_job_survives_json(job: BlendJob) -> None:
+    assert BlendJob.from_params(sent(job), 100) == job
 
 
-def test_a_request_without_an_order_has_none() -> None:
-    assert Order.from_params(None, 10) is None
-    assert Order.from_params({"do_remote_prefill": True}, 10) is None
+def test_a_request_without_a_job_has_none() -> None:
+    assert BlendJob.from_params(None, 10) is None
+    assert BlendJob.from_params({"do_remote_prefill": True}, 10) is None
 
 
 def test_equal_work_has_one_salt_and_any_change_another() -> None:
-    assert BLEND.salt(PROMPT) == Order("blend", LEAD_IN, BLEND.chunks, config=BLEND.config).salt(
+    assert BLEND.salt(PROMPT) == BlendJob("blend", LEAD_IN, BLEND.chunks, config=BLEND.config).salt(
         PROMPT
     )
     assert BLEND.salt(PROMPT) == replace(BLEND, report_id=HASH).salt(PROMPT)
     others = [
-        Order("blend", LEAD_IN, BLEND.chunks, config=BLEND.config.with_changes(selector="prior")),
-        Order("blend", LEAD_IN, BLEND.chunks[:1], config=BLEND.config),
-        Order("blend", SentLeadIn("bos", HASH, 0), BLEND.chunks, config=BLEND.config),
+        BlendJob(
+            "blend", LEAD_IN, BLEND.chunks, config=BLEND.config.with_changes(selector="prior")
+        ),
+        BlendJob("blend", LEAD_IN, BLEND.chunks[:1], config=BLEND.config),
+        BlendJob("blend", SentLeadIn("bos", HASH, 0), BLEND.chunks, config=BLEND.config),
     ]
     assert len({BLEND.salt(PROMPT), *(other.salt(PROMPT) for other in others)}) == 4
     assert BLEND.salt(PROMPT).startswith(SALT_PREFIX)
@@ -109,10 +114,10 @@ def test_what_is_malformed_is_refused_by_name(change: dict[str, Any], said: str)
     params = sent(BLEND)
     params[PARAMETER].update(change)
     with pytest.raises(ConfigError, match=said):
-        Order.from_params(params, 100)
+        BlendJob.from_params(params, 100)
 
 
-def test_a_malformed_order_still_says_where_its_report_goes() -> None:
+def test_a_malformed_job_still_says_where_its_report_goes() -> None:
     params = sent(replace(BLEND, report_id=HASH))
     params[PARAMETER]["chunks"] = "all"
     assert sent_report_id(params) == HASH
@@ -123,8 +128,8 @@ def test_a_malformed_order_still_says_where_its_report_goes() -> None:
 # What is stored is what its key says
 
 
-def precompute(**changes: Any) -> Order:
-    """An order over 20 tokens: 3 of lead-in, two chunks of a document behind them."""
+def precompute(**changes: Any) -> BlendJob:
+    """A job over 20 tokens: 3 of lead-in, two chunks of a document behind them."""
     first = SentChunk(3, 8, "", False, 3)
     second = SentChunk(9, 15, chunk_id(TOKENS[3:9]), False, 3)
     whole: dict[str, Any] = {
@@ -132,7 +137,7 @@ def precompute(**changes: Any) -> Order:
         "chunks": (first, second),
         "tokens": TOKENS,
     }
-    return Order("precompute", **{**whole, **changes})
+    return BlendJob("precompute", **{**whole, **changes})
 
 
 TOKENS = tuple(range(100, 120))

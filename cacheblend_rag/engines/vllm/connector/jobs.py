@@ -1,0 +1,212 @@
+"""Jobs: what each kind of job does in a worker, over its model, its paged cache and a store."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cacheblend_rag.blend.stack import on_all_ranks
+from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.vllm.connector.metadata import Allotted
+from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
+from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
+from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
+from cacheblend_rag.engines.vllm.protocol import (
+    BlendJob,
+    BlendResult,
+    Declined,
+    EvictResult,
+    Failed,
+    PrecomputeResult,
+    PrefetchResult,
+    SentChunk,
+)
+from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
+from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.blended import PromptPass, absence
+from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
+from cacheblend_rag.prefill.policy import too_little
+from cacheblend_rag.prefill.precompute import (
+    Computed,
+    DocumentPlan,
+    compute_chunks,
+    compute_document,
+    compute_one_by_one,
+)
+
+WorkResult = BlendResult | PrecomputeResult | EvictResult | PrefetchResult | Declined | Failed
+Work = Steps[WorkResult]
+
+
+class Jobs:
+    """See the module. identity: what this worker's KV depends on, without the lead-in."""
+
+    def __init__(
+        self,
+        stack: VLLMStack,
+        cache: PagedCache,
+        store: TieredKVStore,
+        *,
+        namespace: str,
+        mode: AttentionMode,
+    ) -> None:
+        self.stack, self.cache, self.store = stack, cache, store
+        self.identity: dict[str, Any] = {}
+        self._namespace, self.mode = namespace, mode
+
+    def work(self, allotted: Allotted) -> Work:
+        """Do a job, a piece at a time."""
+        job = allotted.job
+        model = self._fingerprint(job)
+        named = [KVKey(chunk, model, context) for chunk, context in job.keys]
+        if job.kind == "evict":
+            return (yield from evict(self.store, named))
+        if job.kind == "prefetch":
+            return (yield from prefetch(self.store, named))
+        keys = [
+            KVKey(chunk_id(allotted.tokens[c.start : c.end]), model, c.context_id)
+            for c in job.chunks
+        ]
+        if job.kind == "precompute":
+            return (yield from self._precompute(allotted, keys))
+        return (yield from self._blend(allotted, keys))
+
+    def _blend(self, allotted: Allotted, keys: Sequence[KVKey]) -> Work:
+        started = time.perf_counter()
+        placed = [
+            PlacedChunk(key, chunk.start, chunk.end, chunk.protected)
+            for key, chunk in zip(keys, allotted.job.chunks, strict=True)
+        ]
+        if refusal := self._too_little(placed, allotted.job.config.min_tokens):
+            return refusal
+        if lack := self._lack_of_room(len(allotted.tokens)):
+            return Declined(lack, tuple(chunk.report("no room") for chunk in placed))
+        done = yield from self._pass(allotted, placed).steps()
+        return BlendResult(
+            chunks=tuple(done.chunks),
+            selector=done.selector,
+            ratio=done.ratio,
+            compute_share=done.compute_share,
+            seconds=done.seconds,
+            wall_seconds=time.perf_counter() - started,
+            selector_reason=done.selector_reason,
+        )
+
+    def _pass(self, allotted: Allotted, placed: Sequence[PlacedChunk]) -> PromptPass:
+        paged = PagedKV(self.cache, allotted.block_ids, allotted.first, allotted.until, self.mode)
+        return PromptPass(
+            self.stack,
+            torch.tensor(allotted.tokens, device=self.stack.geometry.device),
+            placed,
+            self.store,
+            allotted.job.config,
+            needs_hidden=False,
+            until=allotted.until,
+            attention=paged.attend,
+            on_layer=paged.finish_layer,
+        )
+
+    def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Declined | None:
+        """Say why so few stored chunk tokens are not worth blending; None when they are."""
+        held = on_all_ranks(self.stack, [self.store.contains(c.key) for c in placed])
+        stored = sum(c.end - c.start for c, there in zip(placed, held, strict=True) if there)
+        refused = too_little(stored, least)
+        if refused is None:
+            return None
+        reason, miss = refused
+        missed = [c.report(miss or absence(self.store, c.key)) for c in placed]
+        return Declined(reason, tuple(missed))
+
+    def _lack_of_room(self, tokens: int) -> str | None:
+        """Say why a pass over so many tokens does not fit beside vLLM, on some rank, or None.
+
+        vLLM has profiled its own needs only. Its own failure to get memory would end the server.
+        """
+        needed = self.stack.pass_bytes(tokens)
+        free = free_bytes(self.stack.geometry.device)
+        if all(on_all_ranks(self.stack, [free is None or needed <= free])):
+            return None
+        there = "less" if free is None or needed <= free else f"{free >> 20:,} MiB"
+        return (
+            f"blending {tokens:,} tokens needs {needed >> 20:,} MiB of device memory beside "
+            f"vLLM's, there is {there}: serve with a smaller --gpu-memory-utilization"
+        )
+
+    def _precompute(self, allotted: Allotted, keys: Sequence[KVKey]) -> Work:
+        if lack := self._lack_of_room(len(allotted.tokens)):
+            return Failed(lack)
+        counts: Counter[str] = Counter()
+        for done in self._computed(allotted, keys):
+            if done is None:
+                yield
+                continue
+            plan, kv = done
+            counts["computed"] += 1
+            counts["tokens"] += kv.tokens
+            counts["stored"] += self.store.put(plan.key, kv)
+            yield
+        full = counts["computed"] - counts["stored"]
+        return PrecomputeResult(
+            computed=counts["stored"],
+            skipped=len(keys) - counts["computed"],
+            computed_tokens=counts["tokens"],
+            refused={"store full": full} if full else {},
+        )
+
+    def _computed(self, allotted: Allotted, keys: Sequence[KVKey]) -> Computed:
+        """Compute the chunks of a document that are not stored, behind what the job says."""
+        job = allotted.job
+        plans = [_plan(allotted, chunk, key) for key, chunk in zip(keys, job.chunks, strict=True)]
+        if job.lead_in.name != "document":
+            return compute_chunks(
+                self.stack, plans, self.store, alone=self._compute_alone, in_document=False
+            )
+        starts = [chunk.start for chunk in job.chunks]
+        document = DocumentPlan(list(allotted.tokens), list(zip(plans, starts, strict=True)))
+        return compute_document(self.stack, document, self.store)
+
+    def _compute_alone(self, chunks: list[ChunkPlan]) -> Computed:
+        return compute_one_by_one(self.stack, chunks, self.store)
+
+    def _fingerprint(self, job: BlendJob) -> str:
+        lead = job.lead_in
+        parts = {"lead_in": lead.name, "lead_tokens": lead.tokens, "window": lead.window}
+        return fingerprint({**self.identity, **parts}, self._namespace)
+
+
+def evict(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
+    """Drop chunk KV, a key at a time."""
+    evicted = 0
+    for key in keys:  # each may wait for a disk
+        evicted += store.evict(key)
+        yield
+    return EvictResult(evicted)
+
+
+def prefetch(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
+    """Ask the store for chunk KV, a key at a time."""
+    for key in keys:
+        store.prefetch([key])
+        yield
+    return PrefetchResult()
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes to be had of a device, PyTorch's caches included; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + reserved
+
+
+def _plan(allotted: Allotted, chunk: SentChunk, key: KVKey) -> ChunkPlan:
+    return ChunkPlan(
+        token_ids=allotted.tokens[chunk.start : chunk.end],
+        lead=allotted.tokens[: chunk.context_start],
+        context=allotted.tokens[chunk.context_start : chunk.start],
+        key=key,
+    )

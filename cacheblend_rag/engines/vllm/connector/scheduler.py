@@ -1,0 +1,251 @@
+"""ConnectorScheduler: the connector beside vLLM's scheduler.
+
+It reads the jobs that requests bring, promises the tokens that the worker will provide, and hands
+results back with the requests' last outputs, or when they are asked for.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.engines.vllm.connector.metadata import (
+    Allotted,
+    StepJobs,
+    leaves_blocks_empty,
+)
+from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
+from cacheblend_rag.engines.vllm.protocol import (
+    BlendJob,
+    BlendResult,
+    Declined,
+    Late,
+    Result,
+    params_of,
+)
+from cacheblend_rag.engines.vllm.protocol.job import ASKS, SALT_PREFIX, sent_report_id
+from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, NO_REPORT
+from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.kv.chunk_kv import chunk_id
+from cacheblend_rag.report import ChunkReport
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.request import Request
+
+LONGEST_REASON = 500
+CARRIER_TOKENS = 2
+"""Tokens after which a request ends that was sent for its job only; results may take as many."""
+KEPT_REPORTS = 1024
+"""Results kept for ``report`` jobs, and as many for repeats of a blend."""
+PREFIX_CACHE = "prefix cache"
+
+
+@dataclass
+class Pending:
+    """What is known of a request: its job, and why it was not blended.
+
+    tokens: of the prompt that are to be provided. sent: a worker has the job, so a result will
+    come. report_id: under which the result is to be kept, or "". blends: its job is to blend.
+    work: the blend's, see ``_work_of``.
+    """
+
+    job: BlendJob | None
+    reason: str | None = None
+    report_id: str = ""
+    blends: bool = True
+    sent: bool = False
+    tokens: int = 0
+    work: str = ""
+    result: Result | None = None
+
+
+class ConnectorScheduler:
+    """See the module.
+
+    refusal: why nothing is blended here, or "". asynchronous: whether blending takes several steps.
+    step_tokens: see ConnectorSettings.
+    """
+
+    def __init__(
+        self, model: ModelConfig, refusal: str, *, asynchronous: bool, step_tokens: int
+    ) -> None:
+        self.asynchronous = asynchronous
+        self.pending: dict[str, Pending] = {}
+        self.late: dict[str, Pending] = {}
+        self.reports: OrderedDict[str, Result] = OrderedDict()
+        self._model, self._refusal, self._step_tokens = model, refusal, step_tokens
+        self._blended: OrderedDict[str, BlendResult] = OrderedDict()
+        self._stats = BlendStats()
+        self._promised = 0
+        self._new: list[Allotted] = []
+        self._gone: list[str] = []
+
+    def promise(self, request: Request, computed: int) -> tuple[int | None, bool]:
+        """Say how many tokens behind the computed ones will be provided, and whether later.
+
+        That is up to a prompt's last chunk, or none; None is for a request that must wait a step.
+        """
+        pending = self.pending.get(request.request_id)
+        if pending is None:
+            pending = read_job(request, self._refusal, self._model)
+            self.pending[request.request_id] = pending
+        if pending.job is None or pending.job.kind == "report":
+            return 0, False
+        if not pending.blends:
+            request.max_tokens = min(request.max_tokens, CARRIER_TOKENS)
+        tokens = pending.job.chunks[-1].end if pending.blends else 1
+        if tokens <= computed:
+            self._note_repeat(pending, _work_of(request, tokens))
+            return 0, False
+        if self._is_step_full(tokens - computed):
+            return None, False
+        pending.tokens, pending.work = tokens, _work_of(request, tokens)
+        return tokens - computed, self.asynchronous
+
+    def _note_repeat(self, pending: Pending, work: str) -> None:
+        """Note that vLLM has all the tokens that were to be provided, perhaps of a blend."""
+        if pending.result is None and work in self._blended:
+            pending.result = _repeated(self._blended[work])
+        pending.reason = "vLLM's prefix cache holds this prompt already"
+
+    def _is_step_full(self, tokens: int) -> bool:
+        """Whether so many more tokens are too much synchronous work for this step."""
+        if self.asynchronous or not self._promised:
+            return False
+        return self._promised + tokens > self._step_tokens
+
+    def allot(self, request: Request, blocks: KVCacheBlocks, promised: int) -> None:
+        """Queue the job of a request that has got its blocks."""
+        pending = self.pending.get(request.request_id)
+        if pending is None or pending.job is None or promised == 0:
+            return
+        pending.sent, pending.result = False, None
+        self._promised += promised
+        self._new.append(
+            Allotted(
+                request_id=request.request_id,
+                job=pending.job,
+                tokens=pending.job.tokens or tuple(request.prompt_token_ids),
+                first=pending.tokens - promised,
+                until=pending.tokens,
+                block_ids=tuple(blocks.get_block_ids()[0]),
+                wait=not self.asynchronous,
+            )
+        )
+
+    def take_jobs(self, *, busy: bool) -> StepJobs:
+        """Return what is queued for the worker; busy: others compute in this step."""
+        jobs = StepJobs(self._new, self._gone, busy)
+        for allotted in self._new:
+            self.pending[allotted.request_id].sent = True
+        self._new, self._gone, self._promised = [], [], 0
+        return jobs
+
+    def note_results(self, results: Mapping[str, Result]) -> None:
+        """Take results in, by request."""
+        for request_id, result in results.items():
+            late = self.late.pop(request_id, None)
+            if late is not None:
+                self._conclude(late, result)
+            pending = self.pending.get(request_id)
+            if pending is None:
+                continue
+            pending.result = result
+            if leaves_blocks_empty(result, blends=pending.blends):  # vLLM's: promise none again
+                pending.job = None
+
+    def finish(self, request: Request) -> dict[str, Any] | None:
+        """Return what goes back with the last output of a request that brought a job."""
+        pending = self.pending.pop(request.request_id, None)
+        self._new = [new for new in self._new if new.request_id != request.request_id]
+        if pending is None:
+            return None
+        if pending.job is not None and pending.job.kind == "report":
+            return params_of(self.reports.pop(pending.job.report_id, NO_REPORT))
+        if pending.sent and pending.result is None:
+            self._gone.append(request.request_id)
+            self.late[request.request_id] = pending
+            return params_of(Late())
+        result = pending.result or (Declined(pending.reason) if pending.reason else None)
+        if result is None:
+            return None
+        self._conclude(pending, result)
+        return params_of(result)
+
+    def _conclude(self, pending: Pending, result: Result) -> None:
+        """Count a finished request's result; keep it for a later ``report``, not the oldest."""
+        if pending.blends and result != CANCELLED:
+            self._stats.record(result)
+        if pending.work and isinstance(result, BlendResult):
+            _keep(self._blended, pending.work, result)
+        if pending.report_id:
+            _keep(self.reports, pending.report_id, result)
+
+    def take_stats(self) -> BlendStats | None:
+        """Return what was counted since the last call."""
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, BlendStats()
+        return stats
+
+
+def _keep(results: OrderedDict[str, Any], name: str, result: Result) -> None:
+    """Keep a result, and forget the oldest one when there are many."""
+    results[name] = result
+    if len(results) > KEPT_REPORTS:
+        results.popitem(last=False)
+
+
+def _work_of(request: Request, tokens: int) -> str:
+    """Name the blend of a request's first ``tokens`` tokens: vLLM shares its blocks under it."""
+    return f"{request.cache_salt} {chunk_id(request.prompt_token_ids[:tokens])}"
+
+
+def _repeated(result: BlendResult) -> BlendResult:
+    """Return the result of a blend whose KV vLLM's prefix cache still had: nothing was done."""
+    return replace(
+        result,
+        compute_share=0.0,
+        seconds={},
+        work_seconds=0.0,
+        wall_seconds=0.0,
+        chunks=tuple(_cached(chunk) for chunk in result.chunks),
+    )
+
+
+def _cached(chunk: ChunkReport) -> ChunkReport:
+    return replace(chunk, recomputed=0, tier=PREFIX_CACHE) if chunk.hit else chunk
+
+
+def read_job(request: Request, refusal: str, model: ModelConfig) -> Pending:
+    """Return a request's job, or the reason why it is served by ordinary prefill."""
+    named = ""
+    try:
+        params = request.kv_transfer_params
+        named = sent_report_id(params)
+        job = BlendJob.from_params(params, request.num_prompt_tokens)
+        if job is None:
+            return Pending(None, blends=False)
+        job.check(longest=model.max_model_len, vocabulary=model.get_vocab_size())
+        reason = _decline(request, "" if job.kind in ASKS else refusal)
+    except Exception as error:  # whatever it is, it must end this request's work and no other's
+        said = str(error) if isinstance(error, CacheBlendError) else type(error).__name__
+        return Pending(None, f"malformed order: {said[:LONGEST_REASON]}", named)
+    return Pending(None if reason else job, reason, named, job.kind == "blend")
+
+
+def _decline(request: Request, refusal: str) -> str | None:
+    """Say why a request's job is not carried out, or None."""
+    if refusal:
+        return refusal
+    if not (request.cache_salt or "").startswith(SALT_PREFIX):
+        return f"cache_salt must begin with {SALT_PREFIX!r}"
+    if request.lora_request is not None:
+        return "LoRA requests are not blended"
+    if request.mm_features or request.prompt_embeds is not None:
+        return "prompts that are not text only are not blended"
+    return None

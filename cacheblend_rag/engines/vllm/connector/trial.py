@@ -1,0 +1,90 @@
+"""Trial: whether a worker's layers, driven alone, do what they do in the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend import FusedKV
+from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.stack import probe_layer
+from cacheblend_rag.blend.trial import (
+    TRIAL_TOKENS,
+    Reference,
+    check_embedding,
+    check_layers,
+    find_layouts,
+    key_traits,
+    made_up,
+    tokens_behind,
+    trial_tokens,
+)
+from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
+from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
+from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
+
+MODES: tuple[AttentionMode, ...] = ("native", "sdpa")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The trial of a worker's model.
+
+    blocks: of the paged cache. window: tokens that the model takes at most. mode: how rows are to
+    attend; ``auto`` tries each way that it may choose.
+    """
+
+    stack: VLLMStack
+    cache: PagedCache
+    blocks: int
+    window: int
+    vocabulary: int
+    mode: AttentionMode
+
+    @torch.inference_mode()
+    def run(self) -> list[int]:
+        """Try the model, which also sets up what is set up lazily; returns how its keys come out.
+
+        To be called while no request holds blocks: it writes into some. Raises
+        UnsupportedModelError when its layers, driven alone, do not do what they do in the model.
+        """
+        ids = trial_tokens(self.vocabulary, self.stack.geometry.device)
+        fused = self._made_up(ids)
+        blocks = range(1, 1 - (-fused.tokens // self.cache.block_size))
+        reference = self._reference(ids, fused, blocks)
+        check_embedding(self.stack, reference)
+        self.stack.layouts = find_layouts(self.stack, ids, self.window)
+        for mode in MODES if self.mode == "auto" else (self.mode,):
+            paged = PagedKV(self.cache, blocks, 0, fused.tokens, mode)
+            check_layers(self.stack, reference, fused, paged.attend, rounded=self._is_rounded)
+        return key_traits(self.stack, ids)
+
+    def _reference(self, ids: Tensor, fused: FusedKV, blocks: Sequence[int]) -> Reference:
+        """Have the model itself compute the tokens, behind made-up KV in its own cache."""
+        start = fused.tokens - ids.numel()
+        own = PagedKV(self.cache, blocks, 0, fused.tokens, "native")
+        for layer in range(self.stack.geometry.layers):
+            own.finish_layer(layer, fused)
+        rows = Rows.at(np.arange(start, fused.tokens), self.stack.geometry.device)
+        with self.stack.recorded() as (inputs, outputs):
+            self.stack.run_model(ids, rows.device, *own.run(rows))
+        return Reference(ids, start, inputs, outputs)
+
+    @property
+    def _is_rounded(self) -> bool:
+        """Whether KV is stored in fewer bits than it is computed in."""
+        stored = self.cache.attention[0].kv_cache
+        return bool(stored.itemsize < self.stack.geometry.dtype.itemsize)
+
+    def _made_up(self, ids: Tensor) -> FusedKV:
+        """Return made-up KV, as much as the cache has blocks for beside the trial's tokens."""
+        room = min(self.window, (self.blocks - 1) * self.cache.block_size)
+        behind = tokens_behind(self.stack.windows, room)
+        zeros = torch.zeros(1, TRIAL_TOKENS, dtype=torch.long, device=ids.device)
+        first = self.stack.position_inputs(zeros)
+        call = probe_layer(self.stack, 0, self.stack.embed(ids[None]), first)
+        return made_up(self.stack, behind, call)

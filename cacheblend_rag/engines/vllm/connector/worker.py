@@ -1,0 +1,204 @@
+"""ConnectorWorker: the connector inside a vLLM worker.
+
+It gets ready to blend, does what the scheduler's side hands over, a slice between two steps, and
+says what came of it: results, requests that are done, blocks that stayed empty.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm import __version__ as vllm_version
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.forward_context import set_forward_context
+
+from cacheblend_rag.engines.identity import model_identity, weights_in_files
+from cacheblend_rag.engines.obstacles import explained
+from cacheblend_rag.engines.vllm.connector.blender import DEVICE_ERRORS, Blender
+from cacheblend_rag.engines.vllm.connector.metadata import (
+    Allotted,
+    StepJobs,
+    StepResults,
+    leaves_blocks_empty,
+)
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.connector.stack import all_reduce
+from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, Result
+from cacheblend_rag.engines.vllm.protocol.job import VERSION
+from cacheblend_rag.engines.vllm.protocol.result import CANCELLED
+from cacheblend_rag.engines.vllm.protocol.status import StoredKV
+from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
+from cacheblend_rag.kv.store import TieredKVStore
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+logger = logging.getLogger(__name__)
+
+
+class ConnectorWorker:
+    """See the module.
+
+    refusal: why nothing is blended here, or "". asynchronous: whether blending takes several steps.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        kv_cache_config: KVCacheConfig,
+        settings: ConnectorSettings,
+        refusal: str,
+        *,
+        asynchronous: bool,
+    ) -> None:
+        self.blender: Blender | None = None
+        self.at_work: dict[str, Allotted] = {}
+        self._vllm_config, self._kv_cache_config = vllm_config, kv_cache_config
+        self._settings, self._refusal, self._asynchronous = settings, refusal, asynchronous
+        self._done: set[str] = set()
+        self._results: dict[str, Result] = {}
+        self._failed_blocks: set[int] = set()
+
+    def get_ready(self) -> None:
+        """Make the blender; a model that cannot be blended is served by ordinary prefill."""
+        made: list[Blender] = []
+        with set_forward_context(None, self._vllm_config):
+            if self._all_ranks_can(lambda: made.append(self._make_blender())) and (
+                self._all_ranks_can(made[0].try_model)
+            ):
+                self.blender = made[0]
+        if self.blender is None:
+            logger.warning("blending is off: %s", self._refusal)
+
+    def _all_ranks_can(self, begin: Callable[[], None]) -> bool:
+        """Do something unless blending is refused already; whether every rank could.
+
+        What one rank cannot do, none may go on from: they compute together.
+        """
+        try:
+            if not self._refusal:
+                begin()
+        except DEVICE_ERRORS:
+            raise
+        except Exception as error:  # a model of a kind nobody has tried, say
+            logger.debug("this model cannot be blended", exc_info=True)
+            self._refusal = explained(self._vllm_config.model_config.hf_config, error)
+        refused = all_reduce(torch.tensor([bool(self._refusal)], dtype=torch.int32), "max")
+        if refused.item():
+            self._refusal = self._refusal or "another rank cannot blend"
+        return not self._refusal
+
+    def _make_blender(self) -> Blender:
+        settings = self._settings
+        return Blender(
+            self._vllm_config,
+            self._kv_cache_config,
+            TieredKVStore.open(
+                host_bytes=settings.store.host_bytes,
+                disk_path=settings.store.kv_path,
+                disk_bytes=settings.store.disk_bytes,
+            ),
+            self._identity,
+            namespace=settings.namespace,
+            mode=settings.attention,
+            slice_seconds=settings.slice_seconds,
+        )
+
+    def _identity(self, keys: Sequence[int]) -> dict[str, Any]:
+        """Return what this rank's KV depends on; keys: how they come out (``key_traits``)."""
+        model = self._vllm_config.model_config
+        return model_identity(
+            weights_in_files(model.model, model.dtype, model.revision),
+            model.hf_config,
+            model.dtype,
+            keys=keys,
+            rank=get_tensor_model_parallel_rank(),
+            ranks=self._vllm_config.parallel_config.tensor_parallel_size,
+        )
+
+    def work(self, step: StepJobs) -> None:
+        """Begin new jobs; finish those that are waited for; work on the others for a slice."""
+        self.at_work |= {new.request_id: new for new in step.jobs}
+        if self.blender is None:
+            for new in step.jobs:
+                asked = new.job.kind == "status"
+                self._finish(new.request_id, self.status() if asked else Failed(self._refusal))
+            return
+        for request_id in step.gone:
+            if self.blender.cancel(request_id):
+                self._finish(request_id, CANCELLED)
+        for new in step.jobs:
+            self._begin(self.blender, new)
+        slices = self.blender.slices
+        self._advance(self.blender, slices.busy if step.busy else slices.idle)
+
+    def _begin(self, blender: Blender, new: Allotted) -> None:
+        """Begin a job; what is needed in this step is done at once."""
+        if new.job.kind == "status":
+            self._finish(new.request_id, self.status())
+            return
+        blender.start(new)
+        if new.wait:
+            self._advance(blender, None, only=new.request_id)
+
+    def _advance(self, blender: Blender, seconds: float | None, only: str | None = None) -> None:
+        for request_id, result in blender.advance(seconds, only=only):
+            self._finish(request_id, result)
+
+    def _finish(self, request_id: str, result: Result) -> None:
+        """Note a result; blocks that were promised but not filled are vLLM's to compute."""
+        done = self.at_work.pop(request_id)
+        self._results[request_id] = result
+        if not done.wait:
+            self._done.add(request_id)
+        if leaves_blocks_empty(result, blends=done.job.kind == "blend"):
+            size = self._vllm_config.cache_config.block_size
+            self._failed_blocks |= set(done.blocks(size))
+
+    def status(self) -> ConnectorStatus:
+        """Say whether and how this worker blends."""
+        blender, settings = self.blender, self._settings
+        return ConnectorStatus(
+            active=blender is not None,
+            refusal=self._refusal,
+            identity=fingerprint(blender.identity, settings.namespace) if blender else "",
+            vllm=vllm_version,
+            cacheblend_rag=version("cacheblend-rag"),
+            wire=VERSION,
+            replicas=settings.replicas,
+            shared=settings.store.kv_path is not None,
+            tensor_parallel=self._vllm_config.parallel_config.tensor_parallel_size,
+            asynchronous=self._asynchronous,
+            attention=settings.attention,
+            namespace=namespace_id(settings.namespace),
+            store=_stored(blender.store) if blender else StoredKV(),
+        )
+
+    def take_done(self) -> set[str] | None:
+        """Return requests whose asynchronous work is done since the last call."""
+        done, self._done = self._done, set()
+        return done or None
+
+    def take_failed_blocks(self) -> set[int]:
+        """Return blocks that could not be filled; vLLM computes them."""
+        failed, self._failed_blocks = self._failed_blocks, set()
+        return failed
+
+    def take_results(self) -> StepResults | None:
+        """Return results for the scheduler's side."""
+        results, self._results = self._results, {}
+        return StepResults(results) if results else None
+
+
+def _stored(store: TieredKVStore) -> StoredKV:
+    """What the tier that holds most has: the others hold part of the same."""
+    held = store.stats().values()
+    return StoredKV(
+        chunks=max((tier["entries"] or 0 for tier in held), default=0),
+        bytes=max((tier["bytes"] or 0 for tier in held), default=0),
+    )

@@ -1,0 +1,196 @@
+"""Results: what the connector says of a job, and their one way into plain JSON and back.
+
+An answer comes from whatever serves at an address, so it is read with care: values of other kinds
+make it a failure that says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import cache
+from types import NoneType
+from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
+
+from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
+from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, ConnectorStatus
+from cacheblend_rag.report import ChunkReport
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class BlendResult:
+    """What a blend did; the fields are those of BlendReport and FusedPrompt.
+
+    seconds: of the pass, by phase. work_seconds: that the worker spent on the job, wall_seconds:
+    from the job's begin to its end, others' steps in between included.
+    """
+
+    chunks: tuple[ChunkReport, ...]
+    selector: str = "none"
+    ratio: float = 1.0
+    compute_share: float = 1.0
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    wall_seconds: float = 0.0
+    selector_reason: str | None = None
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class PrecomputeResult:
+    """What was stored: chunks computed, skipped (stored already) and refused, with reasons."""
+
+    computed: int
+    skipped: int = 0
+    computed_tokens: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class EvictResult:
+    """How many chunks' KV was dropped."""
+
+    evicted: int
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class PrefetchResult:
+    """Chunks were asked of the store; what comes of it is seen when they are used."""
+
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Declined:
+    """The job was not begun, ordinary prefill answers.
+
+    reason: why. chunks: of a prompt that was looked at, all missed.
+    """
+
+    reason: str
+    chunks: tuple[ChunkReport, ...] | None = None
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The job could not be done, ordinary prefill answers. error: why."""
+
+    error: str
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Late:
+    """The request ended before its job: the result is to be asked for."""
+
+    late: bool = True
+
+
+Result: TypeAlias = (
+    BlendResult
+    | PrecomputeResult
+    | EvictResult
+    | PrefetchResult
+    | Declined
+    | Failed
+    | Late
+    | ConnectorStatus
+)
+
+CANCELLED = Failed("cancelled")
+NO_REPORT = Declined("no such report")
+"""The answer to a ``report`` job for what this engine did not do."""
+_TOLD_BY: Mapping[str, type[Any]] = {
+    "late": Late,
+    "active": ConnectorStatus,
+    "error": Failed,
+    "reason": Declined,
+    "chunks": BlendResult,
+    "computed": PrecomputeResult,
+    "evicted": EvictResult,
+}
+"""The field that tells each kind of result; the first one counts."""
+
+
+def params_of(result: Result) -> dict[str, Any]:
+    """Return plain JSON values for ``kv_transfer_params``."""
+    told = {name: value for name, value in asdict(result).items() if value is not None}
+    lists = {name: [*value] for name, value in told.items() if isinstance(value, tuple)}
+    return {PARAMETER: {**told, **lists}}
+
+
+def result_of(params: Mapping[str, Any] | None) -> Result | None:
+    """Read what came back with a request; None where no connector said anything.
+
+    What is no result is a Failed that says what is wrong with it.
+    """
+    sent = params.get(PARAMETER) if isinstance(params, Mapping) else None
+    if not isinstance(sent, Mapping):
+        return None
+    kind = next((kind for name, kind in _TOLD_BY.items() if name in sent), PrefetchResult)
+    try:
+        read: Result = _read(kind, sent)
+    except (TypeError, ValueError, OverflowError) as error:
+        return Failed(f"the connector's answer cannot be read: {error!s:.100}")
+    return read
+
+
+def status_of(params: Mapping[str, Any] | None) -> ConnectorStatus:
+    """Read the answer to a ``status`` job; whatever else came says why nothing is blended."""
+    match result_of(params):
+        case ConnectorStatus() as status:
+            return status
+        case None:
+            return ConnectorStatus(False, NO_CONNECTOR)
+        case Failed(error=why) | Declined(reason=why) if why:
+            return ConnectorStatus(False, why)
+        case _:
+            return ConnectorStatus(False, "no status came")
+
+
+def _read(kind: type[T], sent: Any) -> T:
+    """Read a dataclass; fields that it does not have are a newer version's, and left out."""
+    if not isinstance(sent, Mapping):
+        raise ValueError(f"{kind.__name__} must be an object")
+    hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
+    return kind(**{name: _value(name, hints[name], sent[name]) for name in hints if name in sent})
+
+
+@cache
+def _hints(kind: type[Any]) -> Mapping[str, Any]:
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
+
+
+def _value(name: str, hint: Any, sent: Any) -> Any:
+    """Read a field; raises ValueError unless it holds what ``hint`` says."""
+    origin, inner = get_origin(hint), get_args(hint)
+    if NoneType in inner:
+        return None if sent is None else _value(name, inner[0], sent)
+    if is_dataclass(hint):
+        return _read(cast(type[Any], hint), sent)
+    if origin is tuple:
+        return tuple(_value(name, inner[0], value) for value in _checked(name, sent, list, tuple))
+    if origin is Mapping:
+        named = _checked(name, sent, dict).items()
+        return {_checked(name, key, str): _value(name, inner[1], value) for key, value in named}
+    if hint is float:
+        return _finite(name, _checked(name, sent, float, int))
+    return _checked(name, sent, str if origin is Literal else hint)  # others may know more reasons
+
+
+def _finite(name: str, sent: float) -> float:
+    if not math.isfinite(sent):
+        raise ValueError(f"{name} is no number")
+    return float(sent)
+
+
+def _checked(name: str, sent: Any, *kinds: type[Any]) -> Any:
+    if type(sent) not in kinds:
+        raise ValueError(f"{name} is a {type(sent).__name__}")
+    return sent

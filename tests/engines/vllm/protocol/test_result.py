@@ -1,0 +1,197 @@
+"""Results that travel: they come back as they were sent, and foreign values are refused."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.engines.vllm.protocol import (
+    BlendResult,
+    ConnectorStatus,
+    Declined,
+    EvictResult,
+    Failed,
+    Late,
+    PrecomputeResult,
+    PrefetchResult,
+    Result,
+    params_of,
+    result_of,
+    status_of,
+)
+from cacheblend_rag.engines.vllm.protocol.result import _TOLD_BY, CANCELLED, NO_REPORT
+from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, StoredKV
+from cacheblend_rag.report import ChunkReport
+from tests.engines.vllm.hostile import HOSTILE, mutated
+
+HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=5)
+MISS = ChunkReport("1" * 32, 50, 7, False, "not stored", document_id="report")
+BLEND = BlendResult((HIT, MISS), "hkvd", 0.15, 0.3, {"load": 0.5}, 0.75, None, 0.25)
+STATUS = ConnectorStatus(
+    True,
+    identity="a" * 64,
+    vllm="0.32.0",
+    cacheblend_rag="0.1.0",
+    wire=2,
+    replicas=2,
+    shared=True,
+    attention="auto",
+    namespace="b" * 32,
+    store=StoredKV(3, 1 << 40),
+)
+RESULTS: tuple[Result, ...] = (
+    BLEND,
+    BlendResult((MISS,)),
+    BlendResult((HIT,), "none", selector_reason="why not"),
+    PrecomputeResult(2, 1, 80, {"store full": 1}, 0.5),
+    EvictResult(3, 0.5),
+    PrefetchResult(),
+    PrefetchResult(0.5),
+    Declined("no such report"),
+    Declined("too few", (MISS,), 0.5),
+    Failed("blending failed: KeyError", 0.5),
+    CANCELLED,
+    Late(),
+    STATUS,
+    ConnectorStatus(False, "learned positions"),
+)
+
+
+def sent(result: Result) -> dict[str, Any]:
+    """What arrives when a result has gone through JSON."""
+    plain: dict[str, Any] = json.loads(json.dumps(params_of(result)))
+    return plain
+
+
+@pytest.mark.parametrize("result", RESULTS)
+def test_a_result_survives_json(result: Result) -> None:
+    assert result_of(sent(result)) == result
+
+
+@pytest.mark.parametrize(
+    ("result", "plain"),
+    [
+        (Late(), {"late": True}),
+        (NO_REPORT, {"reason": "no such report"}),
+        (CANCELLED, {"error": "cancelled"}),
+        (EvictResult(3, 0.5), {"evicted": 3, "work_seconds": 0.5}),
+        (
+            PrecomputeResult(2, work_seconds=0.5),
+            {"computed": 2, "skipped": 0, "computed_tokens": 0, "refused": {}, "work_seconds": 0.5},
+        ),
+        (PrefetchResult(0.5), {"work_seconds": 0.5}),
+    ],
+)
+def test_names_on_the_wire_are_settled(result: Result, plain: dict[str, Any]) -> None:
+    """Clients and servers of different versions know them."""
+    assert sent(result) == {"cacheblend": plain}
+
+
+def test_a_blends_names_on_the_wire_are_settled() -> None:
+    plain = sent(BLEND)["cacheblend"]
+    assert set(plain) == {
+        "selector", "ratio", "compute_share", "seconds", "wall_seconds", "work_seconds", "chunks"
+    }  # fmt: skip
+    assert plain["chunks"][1] == {
+        "chunk_id": "1" * 32,
+        "start": 50,
+        "tokens": 7,
+        "hit": False,
+        "reason": "not stored",
+        "tier": None,
+        "document_id": "report",
+        "recomputed": 0,
+    }
+
+
+def test_a_statuss_names_on_the_wire_are_settled() -> None:
+    assert sent(STATUS)["cacheblend"] == {
+        "active": True,
+        "refusal": "",
+        "identity": "a" * 64,
+        "vllm": "0.32.0",
+        "cacheblend_rag": "0.1.0",
+        "wire": 2,
+        "replicas": 2,
+        "shared": True,
+        "tensor_parallel": 1,
+        "asynchronous": True,
+        "attention": "auto",
+        "namespace": "b" * 32,
+        "store": {"chunks": 3, "bytes": 1 << 40},
+    }
+
+
+def test_what_a_newer_connector_adds_is_left_out() -> None:
+    plain = sent(BLEND)
+    plain["cacheblend"] |= {"colour": "red"}
+    plain["cacheblend"]["chunks"][0] |= {"colour": "red"}
+    plain["cacheblend"]["chunks"][1]["reason"] = "a reason that is new"
+    read = result_of(plain)
+    assert isinstance(read, BlendResult)
+    assert read.chunks[0] == HIT
+    assert read.chunks[1].reason == "a reason that is new"
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"cacheblend": 3}, [1]])
+def test_where_no_connector_spoke_there_is_no_result(params: Any) -> None:
+    assert result_of(params) is None
+    assert status_of(params) == ConnectorStatus(False, NO_CONNECTOR)
+
+
+@pytest.mark.parametrize(
+    ("plain", "said"),
+    [
+        ({"chunks": "all"}, "chunks is a str"),
+        ({"chunks": [3]}, "ChunkReport must be an object"),
+        ({"chunks": [{"chunk_id": "0"}]}, "missing"),
+        ({"chunks": [], "ratio": "much"}, "ratio is a str"),
+        ({"chunks": [], "ratio": float("nan")}, "ratio is no number"),
+        ({"chunks": [], "ratio": 10**400}, "too large"),
+        ({"chunks": [], "seconds": {"load": None}}, "seconds is a NoneType"),
+        ({"computed": True}, "computed is a bool"),
+        ({"computed": 1, "refused": {3: 4}}, "refused is a int"),
+        ({"error": None}, "error is a NoneType"),
+        ({"reason": {}}, "reason is a dict"),
+        ({"active": 1}, "active is a int"),
+        ({"active": True, "replicas": 0}, "replicas"),
+        ({"active": True, "store": [1]}, "StoredKV must be an object"),
+        ({"work_seconds": "long"}, "work_seconds is a str"),
+    ],
+)
+def test_what_is_no_result_is_a_failure_that_says_why(plain: dict[Any, Any], said: str) -> None:
+    read = result_of({"cacheblend": plain})
+    assert isinstance(read, Failed)
+    assert "cannot be read" in read.error
+    assert said in read.error
+    assert not status_of({"cacheblend": plain}).active
+
+
+def test_whatever_a_server_says_is_read_or_refused() -> None:
+    draw = random.Random(3)
+    kinds = set()
+    for _ in range(5_000):
+        params = mutated(params_of(draw.choice(RESULTS)), draw, deepest=200)
+        read = result_of(params)
+        kinds.add(type(read))
+        assert len(status_of(params).refusal) < 200_000
+        if read is not None:
+            assert isinstance(read, Result)
+    assert len(kinds) == 9, "each kind, and none"
+
+
+@pytest.mark.parametrize("name", [*sorted(_TOLD_BY), "other"])
+def test_no_value_is_too_odd(name: str) -> None:
+    for value in HOSTILE:
+        assert result_of({"cacheblend": {name: value}}) is not None
+
+
+def test_a_status_that_did_not_come_says_what_came() -> None:
+    assert status_of(sent(STATUS)) == STATUS
+    assert status_of(sent(Failed("no memory"))) == ConnectorStatus(False, "no memory")
+    assert status_of(sent(Declined("a LoRA"))) == ConnectorStatus(False, "a LoRA")
+    for other in (Late(), EvictResult(1), Failed("")):
+        assert status_of(sent(other)) == ConnectorStatus(False, "no status came")
