@@ -21,6 +21,7 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines.vllm.client import VLLMClient
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.protocol import PrefetchResult
 from cacheblend_rag.engines.vllm.serve import running_server
 from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 from cacheblend_rag.errors import ConfigError, PromptError
@@ -78,7 +79,8 @@ def test_index_ask_and_evict(filled: VLLMClient) -> None:
     filled.prefetch(["a", DOCUMENTS[1].to_chunks()[0]])
     chunks = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
     for request in filled._keys_requests("prefetch", chunks):
-        assert "error" not in filled._run(filled._carry_out(request, everywhere=True))
+        result = filled._run(filled._carry_out(request, everywhere=True))
+        assert isinstance(result, PrefetchResult)
 
     prompt = retrieved().text
     answer = filled.generate(prompt, SHORT, config=REUSE)
