@@ -37,6 +37,7 @@ from cacheblend_rag.engines.vllm.stack import VLLMStack, across_ranks
 from cacheblend_rag.engines.vllm.wire import Order, SentChunk
 from cacheblend_rag.errors import CacheBlendError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
+from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import PromptPass, absence
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
@@ -114,6 +115,7 @@ class Blender:
         self._pace = Pace.of(self.stack.geometry.device)
         self.slices = Slices.of(self.stack.geometry.device, slice_seconds)
         self._at_work: dict[str, Work] = {}
+        self._fetches: dict[str, Fetch] = {}
         self._worked: dict[str, float] = {}
         self._together: set[str] = set()
 
@@ -157,15 +159,25 @@ class Blender:
         )
 
     def start(self, job: Job) -> None:
-        """Take a job on; ``advance`` works on it."""
-        self._at_work[job.request_id] = self._work(job)
+        """Take a job on, and begin to read the chunks it is to blend; ``advance`` works on it."""
+        self._leave(job.request_id)
+        keys = self._chunk_keys(job)
+        fetch = self.store.fetch(keys if job.order.kind == "blend" else ())
+        self._fetches[job.request_id] = fetch
+        self._at_work[job.request_id] = self._work(job, keys, fetch)
         self._worked[job.request_id] = 0.0
 
     def cancel(self, request_id: str) -> bool:
         """Give a job up; returns whether it was at work."""
         self._worked.pop(request_id, None)
-        self._together.discard(request_id)
+        self._leave(request_id)
         return self._at_work.pop(request_id, None) is not None
+
+    def _leave(self, request_id: str) -> None:
+        """Let go of what belongs to a job that is over: chunks that it did not take."""
+        self._together.discard(request_id)
+        if fetch := self._fetches.pop(request_id, None):
+            fetch.close()
 
     def advance(
         self, seconds: float | None, only: str | None = None
@@ -181,7 +193,7 @@ class Blender:
             if result is None:
                 return
             del self._at_work[request_id]
-            self._together.discard(request_id)
+            self._leave(request_id)
             yield request_id, {**result, "work_seconds": self._worked.pop(request_id)}
 
     @torch.inference_mode()
@@ -238,21 +250,25 @@ class Blender:
         seen = torch.tensor([failed, late and ranks.is_first_rank], dtype=torch.int32)
         return [bool(flag) for flag in across_ranks(seen, "max").tolist()]
 
-    def _work(self, job: Job) -> Work:
-        model = self._fingerprint(job.order)
+    def _work(self, job: Job, keys: Sequence[KVKey], fetch: Fetch) -> Work:
+        """Do an order. keys: of the chunks that it has tokens of. fetch: those to be blended."""
         if job.order.kind in {"evict", "prefetch"}:
-            keys = [KVKey(chunk, model, context) for chunk, context in job.order.keys]
+            model = self._fingerprint(job.order)
+            named = [KVKey(chunk, model, context) for chunk, context in job.order.keys]
             do = _evict if job.order.kind == "evict" else _prefetch
-            return (yield from do(self.store, keys))
-        keys = [
+            return (yield from do(self.store, named))
+        if job.order.kind == "precompute":
+            return (yield from self._precompute(job, keys))
+        return (yield from self._blend(job, keys, fetch))
+
+    def _chunk_keys(self, job: Job) -> list[KVKey]:
+        model = self._fingerprint(job.order)
+        return [
             KVKey(chunk_id(job.tokens[c.start : c.end]), model, c.context_id)
             for c in job.order.chunks
         ]
-        if job.order.kind == "precompute":
-            return (yield from self._precompute(job, keys))
-        return (yield from self._blend(job, keys))
 
-    def _blend(self, job: Job, keys: Sequence[KVKey]) -> Work:
+    def _blend(self, job: Job, keys: Sequence[KVKey], fetch: Fetch) -> Work:
         started = time.perf_counter()
         placed = [
             PlacedChunk(key, chunk.start, chunk.end, chunk.protected)
@@ -269,7 +285,7 @@ class Blender:
             self.stack,
             ids,
             placed,
-            self.store,
+            fetch,
             job.order.config,
             needs_hidden=False,
             until=job.until,
@@ -303,7 +319,7 @@ class Blender:
 
     def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Result | None:
         """Say why so few stored chunk tokens are not worth blending; None when they are."""
-        held = on_all_ranks(self.stack, [self.store.contains(c.key) for c in placed])
+        held = on_all_ranks(self.stack, self.store.contains_many(c.key for c in placed))
         stored = sum(c.end - c.start for c, there in zip(placed, held, strict=True) if there)
         refused = too_little(stored, least)
         if refused is None:
