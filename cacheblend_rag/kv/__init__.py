@@ -1,13 +1,9 @@
 """Chunk KV and where it lives: codec, tiers, store."""
 
 from cacheblend_rag.kv.chunk_kv import FORMAT_VERSION, ChunkKV, KVKey, chunk_id, fingerprint
-from cacheblend_rag.kv.store import (
-    DamagedObject,
-    Lookup,
-    StoreMiss,
-    TieredKVStore,
-    VerifyReport,
-)
+from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.lookup import Lookup, StoreMiss
+from cacheblend_rag.kv.store import DamagedObject, TieredKVStore, VerifyReport
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, StoredChunk, Tier, Usage
 
 __all__ = [
@@ -16,6 +12,7 @@ __all__ = [
     "DamagedObject",
     "DiskTier",
     "Entry",
+    "Fetch",
     "HostTier",
     "KVKey",
     "Lookup",

@@ -6,30 +6,25 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Self
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
-from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, StoredChunk, Tier
-
-StoreMiss = Literal["not stored", "damaged", "other model", "store error"]
+from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.lookup import Lookup, StoreMiss
+from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
 
 PREFETCH_THREADS = 2
+FETCH_THREADS = 16
+"""Reads at once for all prompts on their way."""
+FETCHED_AHEAD = 32
+"""Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
 _STRIPES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Lookup:
-    """What a get found: the chunk KV and its tier's name, or the reason why there is none."""
-
-    kv: ChunkKV | None
-    tier: str | None
-    reason: StoreMiss | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +48,10 @@ class VerifyReport:
 class TieredKVStore:
     """Chunk KV under keys, over tiers from fastest to slowest. Safe to share between threads.
 
-    A get tries the tiers in order; a put writes to all of them. No method that a request needs
-    raises because of storage: damage, a full disk or a foreign file is a miss or a failed put.
+    A get tries the tiers in order and keeps what it found lower down in the tiers before, a put
+    writes to all of them, but for tiers that say otherwise (``keeps_found``, ``takes_puts``). No
+    method that a request needs raises because of storage: damage, a full disk or a foreign file is
+    a miss or a failed put; and none lists a tier.
 
     ttl_seconds: age since it was first stored at which a chunk is gone, None is never. Pins hold
     in this process: they exempt a chunk from eviction by capacity and by age.
@@ -73,6 +70,8 @@ class TieredKVStore:
         self._pinned: set[KVKey] = set()
         self._locks = [threading.Lock() for _ in range(_STRIPES)]
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
+        self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
+        self._room_ahead = threading.Semaphore(FETCHED_AHEAD)
 
     @classmethod
     def open(
@@ -103,12 +102,17 @@ class TieredKVStore:
         return self._entry(key) is not None
 
     def has_relative(self, key: KVKey) -> bool:
-        """Whether the same chunk is stored for another model or lead-in of the same namespace."""
+        """Whether the same chunk is stored for another model or lead-in of the same namespace.
+
+        As far as tiers can tell without listing what they hold.
+        """
         return any(tier.has_relative(key) for tier in self.tiers)
 
     def contains_many(self, keys: Iterable[KVKey]) -> list[bool]:
-        """As contains, for many keys at once, in their order."""
-        return [self.contains(key) for key in keys]
+        """As contains, for many keys at once, in their order: each tier is asked once."""
+        wanted = list(keys)
+        held = self._held(wanted)
+        return [key in held for key in wanted]
 
     def nbytes(self, key: KVKey) -> int | None:
         """Return a chunk's stored size in its fastest tier, None when it is not stored."""
@@ -118,13 +122,42 @@ class TieredKVStore:
     def get(self, key: KVKey, *, promote: bool = True) -> Lookup:
         """Read one chunk from the fastest tier that has it; the tensors must not be written to.
 
-        promote: keep a copy found lower down in the fastest tier; without it nothing is retained.
+        promote: keep a copy found lower down in the tiers before that keep such; without it nothing
+        is retained.
         """
-        with self._locked(key):
-            return self._get(key, promote)
+        return self.get_many([key], promote=promote)[0]
+
+    def get_many(self, keys: Iterable[KVKey], *, promote: bool = True) -> list[Lookup]:
+        """As get, for many keys at once, in their order: each tier is asked once for all of them.
+
+        All of them are in memory together; ``fetch`` reads a prompt's chunks a few at a time.
+
+        Args:
+            keys: chunks to read; one that is named twice is read once.
+            promote: as for get.
+
+        Returns:
+            A lookup a key.
+        """
+        wanted = list(keys)
+        with self._locked(*wanted):
+            found = self._get_many(wanted, promote)
+        return [found[key] for key in wanted]
+
+    def fetch(self, keys: Iterable[KVKey], *, promote: bool = True) -> Fetch:
+        """Begin to read chunks on the store's own threads, to be taken in order; returns at once.
+
+        Args:
+            keys: the chunks of one prompt.
+            promote: as for get.
+
+        Returns:
+            What hands the chunks out; to be closed by whoever may not take them all.
+        """
+        return Fetch(keys, lambda key: self._begin_look(key, promote), self._room_ahead)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Store a chunk in every tier that takes it, fastest first; returns whether any did.
+        """Store a chunk in every tier that takes puts, fastest first; returns whether any did.
 
         Raises ValueError when the tensors are not as ChunkKV promises.
         """
@@ -168,7 +201,7 @@ class TieredKVStore:
     def promote(self, key: KVKey) -> bool:
         """Bring a chunk into the fastest tier; returns whether it is there now."""
         with self._locked(key):
-            self._get(key, promote=True)
+            self._get_many([key], promote=True)
             return self.tiers[0].contains(key)
 
     def demote(self, key: KVKey) -> bool:
@@ -180,7 +213,9 @@ class TieredKVStore:
         fastest, lower = self.tiers[0], self.tiers[1:]
         with self._locked(key):
             if not any(tier.contains(key) for tier in lower):
-                found = self._read(fastest, key)
+                (found,) = self._read(fastest, [key])
+                if isinstance(found, StoreError):
+                    raise found
                 if found is None or not _put_all(lower, key, found):
                     return False
             fastest.evict(key)
@@ -242,8 +277,9 @@ class TieredKVStore:
         return VerifyReport(len(todo), expired, tuple(damaged))
 
     def close(self) -> None:
-        """Stop prefetching and let go of memory; the store must not be used afterwards."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        """Stop reading ahead and let go of memory; the store must not be used afterwards."""
+        for pool in (self._pool, self._fetching):
+            pool.shutdown(wait=True, cancel_futures=True)
         for tier in self.tiers:
             tier.close()
 
@@ -254,17 +290,26 @@ class TieredKVStore:
         self.close()
 
     @contextmanager
-    def _locked(self, key: KVKey) -> Iterator[None]:
+    def _locked(self, *keys: KVKey) -> Iterator[None]:
         """One thread at a time for one chunk: no double load, no promotion past an eviction."""
-        with self._locks[hash(key) % _STRIPES]:
+        with ExitStack() as held:
+            # Everybody takes locks in one order, so that no two wait for each other.
+            for stripe in sorted({hash(key) % _STRIPES for key in keys}):
+                held.enter_context(self._locks[stripe])
             yield
 
     def _entry(self, key: KVKey) -> Entry | None:
+        return self._held([key]).get(key)
+
+    def _held(self, keys: Iterable[KVKey]) -> dict[KVKey, Entry]:
+        """Return what is known of those chunks that are stored, from the fastest tier of each."""
+        missing, held = list(dict.fromkeys(keys)), dict[KVKey, Entry]()
         for tier in self.tiers:
-            entry = tier.entry(key)
-            if entry is not None and not self._is_expired(key, entry):
-                return entry
-        return None
+            for key, entry in zip(missing, tier.entry_many(missing), strict=True):
+                if entry is not None and not self._is_expired(key, entry):
+                    held[key] = entry
+            missing = [key for key in missing if key not in held]
+        return held
 
     def _is_expired(self, key: KVKey, entry: Entry) -> bool:
         if self.ttl_seconds is None or key in self._pinned:
@@ -277,38 +322,62 @@ class TieredKVStore:
             entry = tier.entry(key)  # looked up again: it may have been stored anew
             return entry is not None and self._is_expired(key, entry) and tier.expire(key)
 
-    def _get(self, key: KVKey, promote: bool) -> Lookup:
-        reason: StoreMiss = "not stored"
-        for tier in self.tiers:
-            try:
-                found = self._read(tier, key)
-            except ForeignChunkError:
-                reason = "other model"
-            except DamagedChunkError:
-                reason = "damaged"
-            except StoreError:
-                reason = "store error"
-            else:
-                if found is None:
-                    continue
-                if promote and tier is not self.tiers[0]:
-                    self.tiers[0].put(key, found)
-                return Lookup(found.kv, tier.name, None)
-        return Lookup(None, None, reason)
+    def _get_many(self, keys: Iterable[KVKey], promote: bool) -> dict[KVKey, Lookup]:
+        """Read chunks from the fastest tier of each; under their locks."""
+        found = dict.fromkeys(keys, Lookup.missed("not stored"))
+        for depth, tier in enumerate(self.tiers):
+            missing = [key for key, lookup in found.items() if lookup.kv is None]
+            for key, read in zip(missing, self._read(tier, missing), strict=True):
+                if isinstance(read, StoreError):
+                    found[key] = Lookup.missed(_miss(read))
+                elif read is not None:
+                    found[key] = Lookup(read.kv, tier.name, None)
+                    if promote:
+                        _keep(self.tiers[:depth], key, read)
+        return found
 
-    def _read(self, tier: Tier, key: KVKey) -> StoredChunk | None:
+    def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
+        """Read chunks of one tier that are not past their time to live."""
         if self.ttl_seconds is not None:
-            entry = tier.entry(key)
-            if entry is not None and self._is_expired(key, entry):
-                tier.expire(key)
-        return tier.get(key)
+            for key, entry in zip(keys, tier.entry_many(keys), strict=True):
+                if entry is not None and self._is_expired(key, entry):
+                    tier.expire(key)
+        return tier.get_many(keys)
 
     def _prefetch(self, key: KVKey) -> None:
         if not self.tiers[0].contains(key):
             self.get(key)
 
+    def _begin_look(self, key: KVKey, promote: bool) -> Future[Lookup]:
+        try:
+            return self._fetching.submit(self._look, key, promote)
+        except RuntimeError:  # closed meanwhile, or the system has no thread left
+            refused: Future[Lookup] = Future()
+            refused.set_result(Lookup.missed("store error"))
+            return refused
+
+    def _look(self, key: KVKey, promote: bool) -> Lookup:
+        """Read a chunk; where it is missing, find out why while nobody waits for it."""
+        found = self.get(key, promote=promote)
+        if found.reason == "not stored" and self.has_relative(key):
+            return Lookup.missed("other model")
+        return found
+
 
 def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:
     """Store a chunk in every tier that takes it; returns whether any did."""
-    taken = [tier.put(key, chunk) for tier in tiers]
+    taken = [tier.put(key, chunk) for tier in tiers if tier.takes_puts]
     return any(taken)
+
+
+def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
+    """Keep a chunk that was found below these tiers in those that keep such."""
+    for tier in tiers:
+        if tier.keeps_found:
+            tier.put(key, chunk)
+
+
+def _miss(error: StoreError) -> StoreMiss:
+    if isinstance(error, ForeignChunkError):
+        return "other model"
+    return "damaged" if isinstance(error, DamagedChunkError) else "store error"

@@ -17,6 +17,7 @@ from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.report import ChunkReport, MissReason
@@ -81,8 +82,9 @@ class FusedPrompt:
 class PromptPass:
     """The pass over one prompt.
 
-    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. reserve: room in the
-    buffer for tokens decoded later. needs_hidden: whether the last token's hidden state is wanted.
+    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. fetch: their KV, on
+    its way in that order; whoever began it closes it. reserve: room in the buffer for tokens
+    decoded later. needs_hidden: whether the last token's hidden state is wanted.
     until: only so many of the first tokens are wanted, at least all chunks; None is all.
     attention: see BlendPass. on_layer: called with each layer whose KV is final.
     """
@@ -90,7 +92,7 @@ class PromptPass:
     stack: DecoderStack
     token_ids: Tensor
     placed: Sequence[PlacedChunk]
-    store: TieredKVStore
+    fetch: Fetch
     config: BlendConfig
     reserve: int = 0
     needs_hidden: bool = True
@@ -149,7 +151,7 @@ class PromptPass:
         """Lay stored chunk KV into the buffer, one chunk at a time; ranks agree on the hits."""
         found: list[tuple[ChunkReport, ChunkKV | None]] = []
         for chunk in self.placed:
-            found.append(self._fetch(fused, chunk))
+            found.append(self._lay(fused, chunk))
             yield
         hits = on_all_ranks(self.stack, [kv is not None for _, kv in found])
         ranked = on_all_ranks(
@@ -175,15 +177,13 @@ class PromptPass:
                 prior[here], has_prior = kv.prior, True
         return known, reports, has_prior
 
-    def _fetch(self, fused: FusedKV, chunk: PlacedChunk) -> tuple[ChunkReport, ChunkKV | None]:
-        """Lay one chunk into the buffer, if this rank's store has it."""
-        found = self.store.get(chunk.key)
+    def _lay(self, fused: FusedKV, chunk: PlacedChunk) -> tuple[ChunkReport, ChunkKV | None]:
+        """Lay the next chunk into the buffer, if this rank's store has it."""
+        found = self.fetch.take()
         kv: ChunkKV | None = found.kv
         reason: MissReason | None = found.reason
         if kv is not None and not fused.fits(kv, chunk.end - chunk.start):
             kv, reason = None, "damaged"
-        elif reason == "not stored":
-            reason = absence(self.store, chunk.key)
         if kv is not None:
             fused.place(self.stack, kv, chunk.start)
         return chunk.report(reason, found.tier if kv else None), kv

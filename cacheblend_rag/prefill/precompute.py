@@ -77,7 +77,7 @@ def compute_chunks(
     unrelated: list[ChunkPlan] = []
     for work in document_plans(chunks):
         members = [chunk for chunk, _ in work.members]
-        stored = on_all_ranks(stack, [store.contains(chunk.key) for chunk in members])
+        stored = on_all_ranks(stack, store.contains_many(chunk.key for chunk in members))
         missing = [chunk for chunk, found in zip(members, stored, strict=True) if not found]
         if not any(chunk.context for chunk, _ in work.members):
             unrelated += missing
@@ -101,7 +101,7 @@ def compute_chunks(
 
 def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVStore) -> Computed:
     """Run one document pass; yield the KV and prior of every member not in ``store``."""
-    here = [store.contains(chunk.key) for chunk, _ in work.members]
+    here = store.contains_many(chunk.key for chunk, _ in work.members)
     stored = on_all_ranks(stack, here)
     missing = [member for member, found in zip(work.members, stored, strict=True) if not found]
     if not missing:
@@ -113,11 +113,12 @@ def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVSto
     cached = torch.zeros(end, dtype=torch.bool)
     earlier = [m for m, found in zip(work.members, stored, strict=True) if found and m[1] < end]
     read = []
-    for chunk, start in earlier:
-        found = store.get(chunk.key, promote=False).kv
-        read.append(found is not None and fused.fits(found, len(chunk.token_ids)))
-        if found is not None and read[-1]:
-            fused.place(stack, found, start)
+    with store.fetch((chunk.key for chunk, _ in earlier), promote=False) as fetch:
+        for chunk, start in earlier:
+            found = fetch.take().kv
+            read.append(found is not None and fused.fits(found, len(chunk.token_ids)))
+            if found is not None and read[-1]:
+                fused.place(stack, found, start)
     yield None
     for (chunk, start), held in zip(earlier, on_all_ranks(stack, read), strict=True):
         if held:
@@ -146,7 +147,7 @@ def compute_one_by_one(
     What is in ``store`` is left out.
     """
     device = stack.geometry.device
-    stored = on_all_ranks(stack, [store.contains(chunk.key) for chunk in chunks])
+    stored = on_all_ranks(stack, store.contains_many(chunk.key for chunk in chunks))
     for chunk, found in zip(chunks, stored, strict=True):
         if found:
             continue

@@ -1,8 +1,11 @@
 """Small chunk KV and keys for the tests of codec, tiers and store."""
 
+import threading
+import time
+
 import torch
 
-from cacheblend_rag.kv import ChunkKV, KVKey, chunk_id, fingerprint
+from cacheblend_rag.kv import ChunkKV, HostTier, KVKey, StoredChunk, chunk_id, fingerprint
 
 FINGERPRINT = fingerprint({"model": "test"})
 OTHER_FINGERPRINT = fingerprint({"model": "other"})
@@ -17,6 +20,42 @@ def make_kv(number=0, *, tokens=4, dtype=torch.float32, prior=True):
     keys, values = torch.randn(2, 2, 1, tokens, 8, generator=generator).to(dtype).unbind()
     scores = torch.rand(tokens, generator=generator) if prior else None
     return ChunkKV(keys, values, position=3, prior=scores)
+
+
+class SlowTier(HostTier):
+    """Memory that is as slow to read as a network: reads wait at ``gate``, and are counted.
+
+    keys: those read, in the order in which their reads began. most_at_once: reads under way.
+    """
+
+    reads_at_once = 8
+
+    def __init__(self, gate=lambda: time.sleep(0.05), *, name="slow"):
+        super().__init__(None, name=name)
+        self.gate, self.keys, self.most_at_once = gate, [], 0
+        self._reading, self._counting = 0, threading.Lock()
+
+    def fill(self, keys):
+        for number, key in enumerate(keys):
+            assert self.put(key, StoredChunk(make_kv(number), time.time()))
+
+    def _load(self, key):
+        with self._counting:
+            self.keys.append(key)
+            self._reading += 1
+            self.most_at_once = max(self.most_at_once, self._reading)
+        self.gate()
+        with self._counting:
+            self._reading -= 1
+        return super()._load(key)
+
+
+def until(condition, seconds=5.0):
+    """Wait for something that other threads bring about; whether they did."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.002)
+    return condition()
 
 
 def same(one, other):

@@ -1,3 +1,4 @@
+import os
 import threading
 import time
 
@@ -6,7 +7,16 @@ import pytest
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, Lookup, StoredChunk, TieredKVStore, codec
 
-from .samples import FINGERPRINT, OTHER_FINGERPRINT, chunk_files, make_key, make_kv, same
+from .samples import (
+    FINGERPRINT,
+    OTHER_FINGERPRINT,
+    SlowTier,
+    chunk_files,
+    make_key,
+    make_kv,
+    same,
+    until,
+)
 
 KEYS = [make_key(number) for number in range(6)]
 HOST_CHUNK = make_kv().nbytes
@@ -49,6 +59,25 @@ class SlowDisk(DiskTier):
         self.loading.set()
         assert self.go_on.wait(5)
         return super()._load(key)
+
+
+class Unlisted(HostTier):
+    """Memory that nobody may list; counts how often it is asked for how many chunks."""
+
+    def __init__(self, name="unlisted"):
+        super().__init__(None, name=name)
+        self.asked = []
+
+    def entries(self):
+        raise AssertionError("was listed")
+
+    def entry_many(self, keys):
+        self.asked.append(("entries", len(keys)))
+        return super().entry_many(keys)
+
+    def get_many(self, keys):
+        self.asked.append(("chunks", len(keys)))
+        return super().get_many(keys)
 
 
 def test_what_is_put_is_found_in_every_tier(store):
@@ -143,6 +172,148 @@ def test_a_tier_too_small_leaves_the_chunk_to_the_others(open_store):
     nowhere = open_store(host_bytes=1, disk_bytes=1)
     assert not nowhere.put(KEYS[2], make_kv())
     assert nowhere.get(KEYS[2]).reason == "not stored"
+
+
+def test_many_are_read_as_one_by_one(open_store, tmp_path, clock):
+    """Two stores in the same state, with every kind of chunk, asked in both ways."""
+    lookups, stats = [], []
+    many = [KEYS[0], KEYS[2], KEYS[1], KEYS[5], KEYS[3], KEYS[4]]
+    for name in ("one by one", "at once"):
+        store = open_store(disk_path=tmp_path / name, ttl_seconds=100)
+        store.put(KEYS[1], make_kv(1))
+        clock.advance(60)
+        for number in (0, 2, 3, 4):
+            store.put(KEYS[number], make_kv(number))
+        clock.advance(60)
+        for number in (0, 2):
+            store.tiers[0].evict(KEYS[number])
+        damaged = next(p for p in chunk_files(tmp_path / name) if str(KEYS[2]) in p.name)
+        damaged.write_bytes(b"rubbish")
+        os.utime(damaged, (clock.now, clock.now))
+        if name == "at once":
+            lookups.append(store.get_many(many))
+        else:
+            lookups.append([store.get(key) for key in many])
+        stats.append(store.stats())
+    singly, together = lookups
+    assert [(one.tier, one.reason) for one in singly] == [
+        ("disk", None),
+        (None, "damaged"),
+        (None, "not stored"),
+        (None, "not stored"),
+        ("host", None),
+        ("host", None),
+    ]
+    for one, other in zip(singly, together, strict=True):
+        assert (one.tier, one.reason) == (other.tier, other.reason)
+        assert (one.kv is None) == (other.kv is None)
+        assert one.kv is None or same(one.kv, other.kv)
+    assert stats[0] == stats[1]
+    assert stats[0]["disk"]["quarantined"] == stats[0]["disk"]["expired"] == 1
+
+
+def test_many_are_read_from_a_slow_tier_at_once_and_once_each():
+    everybody = threading.Barrier(len(KEYS), timeout=10)
+    slow = SlowTier(everybody.wait)
+    slow.fill(KEYS)
+    with TieredKVStore([HostTier(None), slow]) as store:
+        found = store.get_many([*KEYS, *KEYS])
+        assert slow.most_at_once == len(slow.keys) == len(KEYS)
+        for number, lookup in enumerate(found):
+            assert lookup.tier == "slow"
+            assert same(lookup.kv, make_kv(number % len(KEYS)))
+        assert {lookup.tier for lookup in store.get_many(KEYS)} == {"host"}
+
+
+def test_each_tier_is_asked_once_for_what_the_ones_before_lack():
+    near, far = Unlisted("near"), Unlisted("far")
+    with TieredKVStore([near, far]) as store:
+        for number, key in enumerate(KEYS[:2]):
+            near.put(key, StoredChunk(make_kv(number), time.time()))
+        for number, key in enumerate(KEYS[:4]):
+            far.put(key, StoredChunk(make_kv(number), time.time()))
+        assert store.contains_many([*KEYS, KEYS[0]]) == [True] * 4 + [False] * 2 + [True]
+        assert [near.asked, far.asked] == [[("entries", 6)], [("entries", 4)]]
+        found = store.get_many(KEYS)
+        assert [near.asked[1:], far.asked[1:]] == [[("chunks", 6)], [("chunks", 4)]]
+        assert [lookup.tier for lookup in found] == ["near"] * 2 + ["far"] * 2 + [None] * 2
+
+
+def test_reading_many_waits_for_a_load_of_one_of_them(tmp_path):
+    disk = SlowDisk(tmp_path)
+    for number in range(2):
+        disk.put(KEYS[number], StoredChunk(make_kv(number), time.time()))
+    with TieredKVStore([HostTier(None), disk]) as store:
+        store.prefetch([KEYS[0]])
+        assert disk.loading.wait(5)
+        found = []
+        reader = threading.Thread(target=lambda: found.extend(store.get_many(KEYS[:2])))
+        reader.start()
+        disk.go_on.set()
+        reader.join(5)
+        assert [lookup.tier for lookup in found] == ["host", "disk"]
+        assert disk.loads == 2
+
+
+def test_readers_of_many_in_other_orders_do_not_wait_for_each_other_for_ever(open_store):
+    store = open_store(host_bytes=0)
+    keys = [make_key(number) for number in range(40)]
+    store.put(keys[7], make_kv(7))
+
+    def work(order):
+        for _ in range(50):
+            found = [lookup.kv is not None for lookup in store.get_many(order)]
+            assert found == [key == keys[7] for key in order]
+        done.append(order)
+
+    done, orders = [], [keys, keys[::-1], keys[20:] + keys[:20]]
+    threads = [threading.Thread(target=work, args=(o,), daemon=True) for o in orders]
+    for thread in threads:
+        thread.start()
+    assert until(lambda: len(done) == 3, 60)
+
+
+def test_a_miss_lists_no_tier(tmp_path, monkeypatch):
+    def listed(*_):
+        raise AssertionError("files were gone through")
+
+    key, other = KEYS[0], make_key(0, of=OTHER_FINGERPRINT)
+    with TieredKVStore([Unlisted(), DiskTier(tmp_path)], ttl_seconds=100) as store:
+        store.tiers[1].put(other, StoredChunk(make_kv(), time.time()))
+        monkeypatch.setattr(DiskTier, "entries", listed)
+        monkeypatch.setattr(DiskTier, "_files_in", listed)
+        assert store.get(key).reason == "not stored"
+        assert store.get_many([key])[0].reason == "not stored"
+        assert store.contains_many([key]) == [False]
+        with store.fetch([key, KEYS[1]]) as fetch:
+            assert [fetch.take().reason for _ in range(2)] == ["other model", "not stored"]
+        store.prefetch([key])
+        assert store.has_relative(key)
+        assert not store.has_relative(KEYS[1])
+
+
+def test_a_tier_says_whether_it_keeps_what_is_found_below():
+    tiers = [HostTier(None, name=name) for name in ("near", "between", "far")]
+    tiers[1].keeps_found = False
+    with TieredKVStore(tiers) as store:
+        tiers[2].put(KEYS[0], StoredChunk(make_kv(), time.time()))
+        assert store.get(KEYS[0]).tier == "far"
+        assert tiers_holding(store, KEYS[0]) == ["near", "far"]
+        assert store.put(KEYS[1], make_kv())
+        assert tiers_holding(store, KEYS[1]) == ["near", "between", "far"]
+
+
+def test_a_tier_says_whether_it_takes_puts():
+    tiers = [HostTier(None, name=name) for name in ("near", "far")]
+    tiers[1].takes_puts = False
+    with TieredKVStore(tiers) as store:
+        assert store.put(KEYS[0], make_kv())
+        assert tiers_holding(store, KEYS[0]) == ["near"]
+        assert not store.demote(KEYS[0])
+        tiers[1].put(KEYS[1], StoredChunk(make_kv(), time.time()))
+        assert store.get(KEYS[1]).tier == "far"
+        tiers[0].takes_puts = False
+        assert not store.put(KEYS[2], make_kv())
 
 
 def test_evict_reaches_every_tier(store):

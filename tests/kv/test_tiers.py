@@ -6,13 +6,14 @@ import time
 import pytest
 import torch
 
-from cacheblend_rag.errors import StoreError
+from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import (
     ChunkKV,
     DiskTier,
     HostTier,
     KVKey,
     StoredChunk,
+    Tier,
     chunk_id,
     codec,
     fingerprint,
@@ -91,6 +92,35 @@ def test_entries_give_size_and_times_and_looking_is_no_use(make_tier, clock):
     assert later.used_at == pytest.approx(clock.now, abs=0.01)
     assert later.written_at == pytest.approx(first.written_at, abs=0.01)
     assert dict(tier.entries()) == {KEYS[0]: later}
+
+
+def test_many_at_once_are_as_one_by_one(make_tier, monkeypatch):
+    tier = make_tier()
+    for number in (0, 1, 2, 3):
+        tier.put(KEYS[number], stored(number))
+    load, wrong = tier._load, {KEYS[1]: OSError("unplugged"), KEYS[2]: DamagedChunkError("bits")}
+
+    def broken(key):
+        if key in wrong:
+            raise wrong[key]
+        return load(key)
+
+    monkeypatch.setattr(tier, "_load", broken)
+    assert tier.entry_many(KEYS) == [tier.entry(key) for key in KEYS]
+    found = tier.get_many(KEYS)
+    assert same(found[0].kv, make_kv(0))
+    assert same(found[3].kv, make_kv(3))
+    assert [type(read) for read in found[1:3]] == [StoreError, DamagedChunkError]
+    assert "unplugged" in str(found[1])
+    assert found[4:] == [None, None]
+    stats = tier.stats()
+    counted = [stats[name] for name in ("hits", "misses", "errors", "quarantined", "entries")]
+    assert counted == [2, 4, 1, 1, 3]
+    with pytest.raises(StoreError, match="unplugged"):
+        tier.get(KEYS[1])
+    with pytest.raises(DamagedChunkError, match="bits"):
+        tier.get(KEYS[2])
+    assert (tier.get_many([]), tier.entry_many([])) == ([], [])
 
 
 def test_putting_again_replaces(make_tier):
@@ -287,3 +317,36 @@ def test_a_relative_is_the_same_chunk_of_another_model_in_the_same_namespace(mak
     assert not tier.has_relative(KVKey(chunk_id([9]), fingerprint({"model": 2}, "ours")))
     tier.evict(ours)
     assert not tier.has_relative(KVKey(chunk, fingerprint({"model": 2}, "ours")))
+
+
+def test_a_relative_goes_when_memory_is_needed_or_let_go_of():
+    ours = KVKey(chunk_id([1]), fingerprint({"model": 1}))
+    asked = KVKey(chunk_id([1]), fingerprint({"model": 2}))
+    tier = HostTier(make_kv().nbytes)
+    for _ in range(2):
+        tier.put(ours, stored())
+    assert tier.has_relative(asked)
+    tier.put(KEYS[0], stored())
+    assert not tier.has_relative(asked)
+    tier.put(ours, stored())
+    tier.close()
+    assert not tier.has_relative(asked)
+
+
+def test_a_tier_that_cannot_tell_of_relatives_without_listing_says_no():
+    tier = HostTier(None)
+    tier.put(KVKey(chunk_id([1]), fingerprint({"model": 1})), stored())
+    assert not Tier.has_relative(tier, KVKey(chunk_id([1]), fingerprint({"model": 2})))
+
+
+def test_disk_looks_for_relatives_among_names_only(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path)
+    ours = KVKey(chunk_id([1]), fingerprint({"model": 1}))
+    asked = KVKey(chunk_id([1]), fingerprint({"model": 2}))
+    tier.put(ours, stored())
+    (tmp_path / ours.chunk_id[0] / ours.chunk_id[1] / f"{ours.chunk_id}.txt").write_text("mine")
+    for name in ("stat", "scandir", "open"):
+        monkeypatch.setattr(f"os.{name}", None)
+    assert tier.has_relative(asked)
+    assert not tier.has_relative(ours)
+    assert not tier.has_relative(KVKey(chunk_id([9]), fingerprint({"model": 2})))

@@ -57,6 +57,7 @@ from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.support import open_stack
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import Stopwatch
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
@@ -78,6 +79,8 @@ logger = logging.getLogger(__name__)
 
 ASYNC_THREADS = 32
 PART_CHUNKS = 64
+PATIENCE_SECONDS = 0.05
+"""How long a request waits for the store before it looks whether it was cancelled."""
 
 _locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
 _locks_lock = threading.Lock()
@@ -464,27 +467,37 @@ class TransformersEngine(EngineFront):
         yield Delta(piece + text.finish(), self._generation(request, prefilled, text, reason))
 
     def _prefilled(self, request: _Request) -> Prefilled | None:
-        """Prefill a step at a time; None when cancelled meanwhile."""
-        steps = self._prefill(request)
+        """Prefill a step at a time, blended where there is something to reuse; None when cancelled.
+
+        The store is asked, and waited for, while others may have the model.
+        """
+        chunks = PromptChunks(request.prompt, self._lead_in, self.store)
+        reserve = min(request.prepared.max_tokens, GROWTH_TOKENS)
+        refusal, miss = self._refusal(request, chunks)
+        if refusal is None and self._stack is not None:
+            with chunks.fetch() as fetch:
+                steps = blended_prefill(self._stack, chunks, fetch, request.config, reserve)
+                return self._stepped(request, steps, fetch)
+        steps = ordinary_prefill(self._ordinary, request.prompt.token_ids, reserve)
+        prefilled = self._stepped(request, steps)
+        if prefilled is not None:
+            prefilled.reason = refusal
+            prefilled.chunks = [] if request.full else chunks.missed(miss)
+        return prefilled
+
+    def _stepped(
+        self, request: _Request, steps: Steps, fetch: Fetch | None = None
+    ) -> Prefilled | None:
+        """Run each step alone, and wait in between for the chunk that the next one takes."""
         while not request.cancel.is_set():
             with working(), self._lock, torch.no_grad():
                 try:
                     next(steps)
                 except StopIteration as done:
                     return cast(Prefilled, done.value)
+            while fetch and not (fetch.wait(PATIENCE_SECONDS) or request.cancel.is_set()):
+                pass
         return None
-
-    def _prefill(self, request: _Request) -> Steps[Prefilled]:
-        """Blend where there is something to reuse; otherwise ordinary prefill, saying why."""
-        chunks = PromptChunks(request.prompt, self._lead_in, self.store)
-        reserve = min(request.prepared.max_tokens, GROWTH_TOKENS)
-        refusal, miss = self._refusal(request, chunks)
-        if refusal is None and self._stack is not None:
-            return (yield from blended_prefill(self._stack, chunks, request.config, reserve))
-        prefilled = yield from ordinary_prefill(self._ordinary, request.prompt.token_ids, reserve)
-        prefilled.reason = refusal
-        prefilled.chunks = [] if request.full else chunks.missed(miss)
-        return prefilled
 
     def _refusal(
         self, request: _Request, chunks: PromptChunks

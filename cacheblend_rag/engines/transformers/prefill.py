@@ -15,6 +15,7 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import PromptPass, Stopwatch, absence
 from cacheblend_rag.prefill.lead_in import LeadIn, place_chunks
@@ -67,7 +68,12 @@ class PromptChunks:
 
     def stored_tokens(self) -> int:
         """Tokens of chunks whose KV the store says it holds."""
-        return sum(c.end - c.start for c in self.placed if self.store.contains(c.key))
+        held = self.store.contains_many(c.key for c in self.placed)
+        return sum(c.end - c.start for c, there in zip(self.placed, held, strict=True) if there)
+
+    def fetch(self) -> Fetch:
+        """Begin to read all of them; whoever asks closes it."""
+        return self.store.fetch(c.key for c in self.placed)
 
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
         """Report every chunk as a miss, for ``reason`` or else as not stored."""
@@ -75,11 +81,11 @@ class PromptChunks:
 
 
 def blended_prefill(
-    stack: TransformersStack, chunks: PromptChunks, config: BlendConfig, reserve: int
+    stack: TransformersStack, chunks: PromptChunks, fetch: Fetch, config: BlendConfig, reserve: int
 ) -> Steps[Prefilled]:
     """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.prompt.token_ids, device=stack.geometry.device)
-    work = PromptPass(stack, ids, chunks.placed, chunks.store, config, reserve)
+    work = PromptPass(stack, ids, chunks.placed, fetch, config, reserve)
     done = yield from work.steps()
     logits = stack.logits(cast(Tensor, done.hidden))
     work.watch.lap("first_token")

@@ -1,7 +1,7 @@
 """Tiers, fastest first: one file each, named here."""
 
-from cacheblend_rag.kv.tiers.base import Entry, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.tiers.base import Entry, Read, StoredChunk, Tier, Usage
 from cacheblend_rag.kv.tiers.disk import DiskTier
 from cacheblend_rag.kv.tiers.host import HostTier
 
-__all__ = ["DiskTier", "Entry", "HostTier", "StoredChunk", "Tier", "Usage"]
+__all__ = ["DiskTier", "Entry", "HostTier", "Read", "StoredChunk", "Tier", "Usage"]

@@ -6,14 +6,17 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 COUNTED = ("hits", "misses", "evictions", "expired", "quarantined", "refused", "errors")
 
@@ -35,6 +38,10 @@ class StoredChunk:
     written_at: float
 
 
+Read = StoredChunk | StoreError | None
+"""What reading one of several chunks came to: there, unusable or out of reach, absent."""
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """What a tier holds now."""
@@ -52,14 +59,22 @@ class Tier(ABC):
 
     A new tier implements the abstract methods: ``_load``, ``_save`` and ``_drop`` may raise
     OSError, which the public methods turn into a miss or a failed put. All are called from
-    several threads at once.
+    several threads at once. Where one question about many chunks costs less than many questions,
+    it overrides ``entry_many`` and ``_load_many``, too.
 
     name: shown in reports and stats. capacity_bytes: None is without limit. durable: whether
-    chunks outlive this process, so that ``check`` has bytes to check.
+    chunks outlive this process, so that ``check`` has bytes to check. entries_at_once,
+    reads_at_once: threads that look up and read many chunks; 1 where a thread costs more than it
+    saves. keeps_found: whether a chunk found in a slower tier is kept here, too. takes_puts:
+    whether what is put into the store is stored here.
     """
 
     name: str
     durable: ClassVar[bool] = True
+    entries_at_once: ClassVar[int] = 8
+    reads_at_once: ClassVar[int] = 8
+    keeps_found: bool = True
+    takes_puts: bool = True
 
     def __init__(self, name: str, capacity_bytes: int | None) -> None:
         if capacity_bytes is not None and capacity_bytes < 0:
@@ -76,7 +91,7 @@ class Tier(ABC):
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Go through all stored chunks, in no given order."""
+        """Go through all stored chunks, in no given order; never on a request's way."""
 
     @abstractmethod
     def usage(self) -> Usage:
@@ -113,12 +128,19 @@ class Tier(ABC):
         return None
 
     def has_relative(self, key: KVKey) -> bool:
-        """Whether the same chunk is stored for another model or lead-in of the same namespace."""
-        return any(key.is_relative(other) for other, _ in self.entries())
+        """Whether the same chunk is stored for another model or lead-in of the same namespace.
+
+        Asked at each miss, so a tier that cannot tell without listing what it holds says no.
+        """
+        return False
 
     def contains(self, key: KVKey) -> bool:
         """Whether a chunk is stored here."""
         return self.entry(key) is not None
+
+    def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
+        """As entry, for many chunks, in their order."""
+        return _side_by_side(self.entry, keys, self.entries_at_once)
 
     def get(self, key: KVKey) -> StoredChunk | None:
         """Read a chunk; None when absent.
@@ -126,19 +148,38 @@ class Tier(ABC):
         Raises DamagedChunkError or ForeignChunkError once it is quarantined, StoreError when the
         tier cannot be read.
         """
+        (read,) = self.get_many([key])
+        if isinstance(read, StoreError):
+            raise read
+        return read
+
+    def get_many(self, keys: Sequence[KVKey]) -> list[Read]:
+        """As get, for many chunks, in their order; an error stands in its chunk's place."""
+        loaded = self._load_many(keys)
+        return [self._settled(key, found) for key, found in zip(keys, loaded, strict=True)]
+
+    def _load_many(self, keys: Sequence[KVKey]) -> list[Read | OSError]:
+        """As ``_load``, for many chunks, in their order; an error stands in its chunk's place."""
+        return _side_by_side(self._loaded, keys, self.reads_at_once)
+
+    def _loaded(self, key: KVKey) -> Read | OSError:
         try:
-            found = self._load(key)
-        except (DamagedChunkError, ForeignChunkError) as error:
-            self.quarantine(key, str(error))
-            self._count("misses")
-            raise
-        except OSError as error:
-            self._count("errors")
-            self._count("misses")
-            logger.warning("%s tier: could not read %s: %s", self.name, key, error)
-            raise StoreError(f"{self.name} tier: could not read {key}: {error}") from error
-        self._count("misses" if found is None else "hits")
-        return found
+            return self._load(key)
+        except (StoreError, OSError) as error:
+            return error
+
+    def _settled(self, key: KVKey, found: Read | OSError) -> Read:
+        """Count what reading a chunk came to, and take one that is unusable out of sight."""
+        self._count("hits" if isinstance(found, StoredChunk) else "misses")
+        if isinstance(found, DamagedChunkError | ForeignChunkError):
+            self.quarantine(key, str(found))
+        if not isinstance(found, OSError):
+            return found
+        self._count("errors")
+        logger.warning("%s tier: could not read %s: %s", self.name, key, found)
+        unread = StoreError(f"{self.name} tier: could not read {key}: {found}")
+        unread.__cause__ = found
+        return unread
 
     def put(self, key: KVKey, chunk: StoredChunk) -> bool:
         """Store or replace a chunk; returns False, and logs why, when the tier did not take it."""
@@ -198,3 +239,12 @@ class Tier(ABC):
         with self._counts_lock:
             self._counts[name] += times
             return self._counts[name]
+
+
+def _side_by_side(do: Callable[[KVKey], T], keys: Sequence[KVKey], at_once: int) -> list[T]:
+    """Return what ``do`` makes of each key, so many at once."""
+    threads = min(at_once, len(keys))
+    if threads <= 1:
+        return [do(key) for key in keys]
+    with ThreadPoolExecutor(threads, thread_name_prefix="kv-tier") as pool:
+        return list(pool.map(do, keys))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -22,12 +22,14 @@ class HostTier(Tier):
     """
 
     durable: ClassVar[bool] = False
+    entries_at_once: ClassVar[int] = 1
+    reads_at_once: ClassVar[int] = 1
 
     def __init__(self, capacity_bytes: int | None, *, name: str = "host") -> None:
         super().__init__(name, capacity_bytes)
         self._chunks: OrderedDict[KVKey, StoredChunk] = OrderedDict()
         self._used_at: dict[KVKey, float] = {}
-        self._variants: Counter[str] = Counter()
+        self._of_chunk: defaultdict[str, set[KVKey]] = defaultdict(set)
         self._nbytes = 0
         self._lock = threading.Lock()
 
@@ -43,10 +45,9 @@ class HostTier(Tier):
         return ((key, entry) for key, entry in found if entry is not None)
 
     def has_relative(self, key: KVKey) -> bool:
-        """As for any tier; only a chunk held at all is searched for."""
+        """As for any tier; looks at the keys of this chunk only."""
         with self._lock:
-            others = self._variants[key.chunk_id] and list(self._chunks)
-        return any(key.is_relative(other) for other in others or ())
+            return any(key.is_relative(other) for other in self._of_chunk.get(key.chunk_id, ()))
 
     def usage(self) -> Usage:
         """Return what is held: tensor bytes."""
@@ -58,7 +59,7 @@ class HostTier(Tier):
         with self._lock:
             self._chunks.clear()
             self._used_at.clear()
-            self._variants.clear()
+            self._of_chunk.clear()
             self._nbytes = 0
 
     def _entry(self, key: KVKey) -> Entry | None:
@@ -84,7 +85,7 @@ class HostTier(Tier):
             self._make_room(key, compact.kv.nbytes)
             self._discard(key)
             self._chunks[key] = compact
-            self._variants[key.chunk_id] += 1
+            self._of_chunk[key.chunk_id].add(key)
             self._used_at[key] = time.time()
             self._nbytes += compact.kv.nbytes
 
@@ -97,9 +98,9 @@ class HostTier(Tier):
         if chunk is None:
             return False
         del self._used_at[key]
-        self._variants[key.chunk_id] -= 1
-        if not self._variants[key.chunk_id]:
-            del self._variants[key.chunk_id]
+        self._of_chunk[key.chunk_id].discard(key)
+        if not self._of_chunk[key.chunk_id]:
+            del self._of_chunk[key.chunk_id]
         self._nbytes -= chunk.kv.nbytes
         return True
 

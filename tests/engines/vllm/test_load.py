@@ -19,8 +19,10 @@ from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams
 from cacheblend_rag.engines.vllm.client import VLLMRequest
 from cacheblend_rag.engines.vllm.engine import _sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
+from cacheblend_rag.kv.store import FETCHED_AHEAD
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS
+from tests.kv.samples import until
 from tests.models import prompt_of, words
 
 REQUESTS = 200
@@ -157,6 +159,8 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(engine: InProc
     assert not connector.late
     assert not worker.at_work
     assert not worker.blender.at_work
+    assert not worker.blender.fetches
+    assert until(lambda: worker.blender.store._room_ahead._value == FETCHED_AHEAD)
     # What was blended meanwhile is in no ordinary request's way.
     again = [engine._background.run(answer(engine, request)) for request in distinct]
     assert again == references

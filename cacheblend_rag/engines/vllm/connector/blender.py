@@ -21,6 +21,7 @@ from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
 from cacheblend_rag.engines.vllm.protocol import Failed
 from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import TieredKVStore
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Blender:
         self._pace = Pace.of(self.stack.geometry.device)
         self.slices = Slices.of(self.stack.geometry.device, slice_seconds)
         self.at_work: dict[str, Work] = {}
+        self.fetches: dict[str, Fetch] = {}
         self._worked: dict[str, float] = {}
         self._together: set[str] = set()
 
@@ -87,15 +89,24 @@ class Blender:
         self.jobs.identity = self._identify(self.trial.run())
 
     def start(self, allotted: Allotted) -> None:
-        """Take a job on; ``advance`` works on it."""
-        self.at_work[allotted.request_id] = self.jobs.work(allotted)
+        """Take a job on, and begin to read the chunks it is to blend; ``advance`` works on it."""
+        self._leave(allotted.request_id)
+        fetch = self.jobs.fetch(allotted)
+        self.fetches[allotted.request_id] = fetch
+        self.at_work[allotted.request_id] = self.jobs.work(allotted, fetch)
         self._worked[allotted.request_id] = 0.0
 
     def cancel(self, request_id: str) -> bool:
         """Give a job up; returns whether it was at work."""
         self._worked.pop(request_id, None)
-        self._together.discard(request_id)
+        self._leave(request_id)
         return self.at_work.pop(request_id, None) is not None
+
+    def _leave(self, request_id: str) -> None:
+        """Let go of what belongs to a job that is over: chunks that it did not take."""
+        self._together.discard(request_id)
+        if fetch := self.fetches.pop(request_id, None):
+            fetch.close()
 
     def advance(
         self, seconds: float | None, only: str | None = None
@@ -111,7 +122,7 @@ class Blender:
             if result is None:
                 return
             del self.at_work[request_id]
-            self._together.discard(request_id)
+            self._leave(request_id)
             yield request_id, replace(result, work_seconds=self._worked.pop(request_id))
 
     @torch.inference_mode()

@@ -26,6 +26,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     SentChunk,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
+from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import PromptPass, absence
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
@@ -58,8 +59,13 @@ class Jobs:
         self.identity: dict[str, Any] = {}
         self._namespace, self.mode = namespace, mode
 
-    def work(self, allotted: Allotted) -> Work:
-        """Do a job, a piece at a time."""
+    def fetch(self, allotted: Allotted) -> Fetch:
+        """Begin to read the chunks that a job is to blend."""
+        keys = self._chunk_keys(allotted) if allotted.job.kind == "blend" else ()
+        return self.store.fetch(keys)
+
+    def work(self, allotted: Allotted, fetch: Fetch) -> Work:
+        """Do a job, a piece at a time; fetch: of the chunks that it is to blend."""
         job = allotted.job
         model = self._fingerprint(job)
         named = [KVKey(chunk, model, context) for chunk, context in job.keys]
@@ -67,25 +73,29 @@ class Jobs:
             return (yield from evict(self.store, named))
         if job.kind == "prefetch":
             return (yield from prefetch(self.store, named))
-        keys = [
-            KVKey(chunk_id(allotted.tokens[c.start : c.end]), model, c.context_id)
-            for c in job.chunks
-        ]
         if job.kind == "precompute":
-            return (yield from self._precompute(allotted, keys))
-        return (yield from self._blend(allotted, keys))
+            return (yield from self._precompute(allotted))
+        return (yield from self._blend(allotted, fetch))
 
-    def _blend(self, allotted: Allotted, keys: Sequence[KVKey]) -> Work:
+    def _chunk_keys(self, allotted: Allotted) -> list[KVKey]:
+        """Return the keys of the chunks that a job has tokens of."""
+        model = self._fingerprint(allotted.job)
+        return [
+            KVKey(chunk_id(allotted.tokens[c.start : c.end]), model, c.context_id)
+            for c in allotted.job.chunks
+        ]
+
+    def _blend(self, allotted: Allotted, fetch: Fetch) -> Work:
         started = time.perf_counter()
         placed = [
             PlacedChunk(key, chunk.start, chunk.end, chunk.protected)
-            for key, chunk in zip(keys, allotted.job.chunks, strict=True)
+            for key, chunk in zip(self._chunk_keys(allotted), allotted.job.chunks, strict=True)
         ]
         if refusal := self._too_little(placed, allotted.job.config.min_tokens):
             return refusal
         if lack := self._lack_of_room(len(allotted.tokens)):
             return Declined(lack, tuple(chunk.report("no room") for chunk in placed))
-        done = yield from self._pass(allotted, placed).steps()
+        done = yield from self._pass(allotted, placed, fetch).steps()
         return BlendResult(
             chunks=tuple(done.chunks),
             selector=done.selector,
@@ -96,13 +106,13 @@ class Jobs:
             selector_reason=done.selector_reason,
         )
 
-    def _pass(self, allotted: Allotted, placed: Sequence[PlacedChunk]) -> PromptPass:
+    def _pass(self, allotted: Allotted, placed: Sequence[PlacedChunk], fetch: Fetch) -> PromptPass:
         paged = PagedKV(self.cache, allotted.block_ids, allotted.first, allotted.until, self.mode)
         return PromptPass(
             self.stack,
             torch.tensor(allotted.tokens, device=self.stack.geometry.device),
             placed,
-            self.store,
+            fetch,
             allotted.job.config,
             needs_hidden=False,
             until=allotted.until,
@@ -112,7 +122,7 @@ class Jobs:
 
     def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Declined | None:
         """Say why so few stored chunk tokens are not worth blending; None when they are."""
-        held = on_all_ranks(self.stack, [self.store.contains(c.key) for c in placed])
+        held = on_all_ranks(self.stack, self.store.contains_many(c.key for c in placed))
         stored = sum(c.end - c.start for c, there in zip(placed, held, strict=True) if there)
         refused = too_little(stored, least)
         if refused is None:
@@ -136,10 +146,10 @@ class Jobs:
             f"vLLM's, there is {there}: serve with a smaller --gpu-memory-utilization"
         )
 
-    def _precompute(self, allotted: Allotted, keys: Sequence[KVKey]) -> Work:
+    def _precompute(self, allotted: Allotted) -> Work:
         if lack := self._lack_of_room(len(allotted.tokens)):
             return Failed(lack)
-        counts: Counter[str] = Counter()
+        keys, counts = self._chunk_keys(allotted), Counter[str]()
         for done in self._computed(allotted, keys):
             if done is None:
                 yield

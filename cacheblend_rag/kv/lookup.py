@@ -1,0 +1,24 @@
+"""Lookup: what reading one chunk from a store came to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+
+StoreMiss = Literal["not stored", "damaged", "other model", "store error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What a get found: the chunk KV and its tier's name, or the reason why there is none."""
+
+    kv: ChunkKV | None
+    tier: str | None
+    reason: StoreMiss | None
+
+    @classmethod
+    def missed(cls, reason: StoreMiss) -> Lookup:
+        """Return what is known of a chunk that was not found."""
+        return cls(None, None, reason)
