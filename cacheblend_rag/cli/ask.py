@@ -11,7 +11,7 @@ from cacheblend_rag.cli.models import DeviceOption, EngineOption
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.rag.answering import Asker, FittedPrompt, clean_question, finished
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
-from cacheblend_rag.rag.ordering import Order
+from cacheblend_rag.rag.ordering import PassageOrder
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Generation, SamplingParams
@@ -26,7 +26,7 @@ def ask_command(
     temperature: asking.TemperatureOption = 0.0,
     ratio: asking.RatioOption = None,
     selector: asking.SelectorOption = None,
-    order: asking.OrderOption = Order.SCORE,
+    order: asking.OrderOption = PassageOrder.SCORE,
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer by full prefill too, and compare.")
     ] = False,

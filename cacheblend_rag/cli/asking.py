@@ -12,7 +12,7 @@ import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.rag.answering import Asker
-from cacheblend_rag.rag.ordering import Order, Source
+from cacheblend_rag.rag.ordering import PassageOrder, Source
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Delta
@@ -47,7 +47,7 @@ SelectorOption = Annotated[
 
 
 OrderOption = Annotated[
-    Order,
+    PassageOrder,
     typer.Option(
         help="Best first, as they stand in their documents (best document first), or best last."
     ),

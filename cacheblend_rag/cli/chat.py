@@ -22,7 +22,7 @@ from cacheblend_rag.cli.models import DeviceOption, EngineOption
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.rag.answering import AskedTurn, Asker, FittedPrompt, clean_question, finished
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
-from cacheblend_rag.rag.ordering import Order
+from cacheblend_rag.rag.ordering import PassageOrder
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Generation, SamplingParams
@@ -39,7 +39,7 @@ def chat_command(
     temperature: asking.TemperatureOption = 0.0,
     ratio: asking.RatioOption = None,
     selector: asking.SelectorOption = None,
-    order: asking.OrderOption = Order.SCORE,
+    order: asking.OrderOption = PassageOrder.SCORE,
     engine: EngineOption = None,
     device: DeviceOption = None,
 ) -> None:
@@ -62,7 +62,9 @@ def chat_command(
 class _Chat:
     """The turns so far, and what became of the last one."""
 
-    def __init__(self, asker: Asker, sampling: SamplingParams, top_k: int, order: Order) -> None:
+    def __init__(
+        self, asker: Asker, sampling: SamplingParams, top_k: int, order: PassageOrder
+    ) -> None:
         self._asker = asker
         self._sampling = sampling
         self._top_k = top_k
