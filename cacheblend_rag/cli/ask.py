@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import asking, output
-from cacheblend_rag.cli.models import DeviceOption, EngineOption
+from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.rag.answering import Asker, FittedPrompt, clean_question, finished
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
@@ -30,9 +29,9 @@ def ask_command(
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer by full prefill too, and compare.")
     ] = False,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
-    as_json: output.JsonOption = False,
+    engine: options.EngineOption = None,
+    device: options.DeviceOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Answer a question from a collection, reusing the stored KV of its passages."""
     text = clean_question(_one(question))

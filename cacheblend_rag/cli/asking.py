@@ -107,9 +107,9 @@ def report_lines(report: BlendReport) -> list[str]:
 
 def _rule(report: BlendReport) -> str:
     """Say what was recomputed; and where nothing was on purpose, why that is good."""
-    from cacheblend_rag.prefill.blended import CONTEXT_KEPT
+    from cacheblend_rag.observe.explain import keeps_context
 
-    if CONTEXT_KEPT in report.selector:
+    if keeps_context(report):
         return (
             "nothing was recomputed, and nothing should be (each passage's KV was computed in its "
             "own document, which recomputed KV would forget)"

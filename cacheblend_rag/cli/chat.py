@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from cacheblend_rag.cli import asking, output
-from cacheblend_rag.cli.models import DeviceOption, EngineOption
+from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.rag.answering import AskedTurn, Asker, FittedPrompt, clean_question, finished
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
@@ -40,8 +39,8 @@ def chat_command(
     ratio: asking.RatioOption = None,
     selector: asking.SelectorOption = None,
     order: asking.OrderOption = PassageOrder.SCORE,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
+    engine: options.EngineOption = None,
+    device: options.DeviceOption = None,
 ) -> None:
     """Talk with a collection: a question a line, from the terminal or a pipe.
 

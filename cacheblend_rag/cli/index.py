@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.cli.models import DeviceOption, DtypeOption, EngineOption
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, known_paths, sole_writer
@@ -84,17 +83,17 @@ def index_command(
             show_default="no limit",
         ),
     ] = None,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    as_json: output.JsonOption = False,
+    engine: options.EngineOption = None,
+    device: options.DeviceOption = None,
+    dtype: options.DtypeOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Index text, Markdown, HTML and PDF files: split, embed, and precompute chunk KV.
 
     Run it again after an interruption, or when files have changed: what is indexed stays, what is
     new or changed is read.
     """
-    options: dict[str, Any] = {
+    given: dict[str, Any] = {
         "model": model and resolved_name(model),
         "embedding_model": embedding_model and resolved_name(embedding_model),
         "chunk_size": chunk_size,
@@ -104,7 +103,7 @@ def index_command(
         "dtype": dtype,
         "engine": engine,
     }
-    asked = {name: value for name, value in options.items() if value is not None}
+    asked = {name: value for name, value in given.items() if value is not None}
     _check_choices(Choices(**asked), device)
     with output.stdout_reserved(as_json):
         found = find_files(paths, leave_out=into)
