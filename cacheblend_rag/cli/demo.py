@@ -53,11 +53,11 @@ def demo_command(
         return
     checks.check_embedding_model(embedding_model)
     checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", "demo")
-    quiet_libraries()
-    from cacheblend_rag.quality.comparison import summarize
-
     console = output.side_console() if as_json else output.result_console()
     with output.stdout_reserved(as_json):
+        quiet_libraries()
+        from cacheblend_rag.quality.comparison import summarize
+
         comparison = _set_up(questions, embedding_model)
         chunks = comparison.index()
         console.print(f"Indexed {len(comparison.documents)} documents, {chunks} chunks, once.")
