@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.factory import load_tokenizer, open_engine
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
+    from cacheblend_rag.rag.ordering import PassageOrder
     from cacheblend_rag.report import BlendReport, ChunkReport, PrecomputeReport
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
@@ -32,6 +33,7 @@ _LAZY = {
     "Engine": "cacheblend_rag.engines.base",
     "Generation": "cacheblend_rag.engines.base",
     "KVKey": "cacheblend_rag.kv",
+    "PassageOrder": "cacheblend_rag.rag.ordering",
     "PrecomputeReport": "cacheblend_rag.report",
     "SamplingParams": "cacheblend_rag.engines.base",
     "TieredKVStore": "cacheblend_rag.kv",
@@ -56,6 +58,7 @@ __all__ = [
     "Generation",
     "KVKey",
     "LeadInConfig",
+    "PassageOrder",
     "PrecomputeReport",
     "SamplingParams",
     "Segment",

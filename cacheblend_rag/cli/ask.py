@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import asking, output
-from cacheblend_rag.cli.models import DeviceOption, EngineOption
+from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.rag.answering import Asker, FittedPrompt, clean_question, finished
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
-from cacheblend_rag.rag.ordering import Order
+from cacheblend_rag.rag.ordering import PassageOrder
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Generation, SamplingParams
@@ -26,13 +25,13 @@ def ask_command(
     temperature: asking.TemperatureOption = 0.0,
     ratio: asking.RatioOption = None,
     selector: asking.SelectorOption = None,
-    order: asking.OrderOption = Order.SCORE,
+    order: asking.OrderOption = PassageOrder.SCORE,
     compare: Annotated[
         bool, typer.Option("--compare", help="Answer by full prefill too, and compare.")
     ] = False,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
-    as_json: output.JsonOption = False,
+    engine: options.EngineOption = None,
+    device: options.DeviceOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Answer a question from a collection, reusing the stored KV of its passages."""
     text = clean_question(_one(question))

@@ -12,7 +12,7 @@ import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.rag.answering import Asker
-from cacheblend_rag.rag.ordering import Order, Source
+from cacheblend_rag.rag.ordering import PassageOrder, Source
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Delta
@@ -47,7 +47,7 @@ SelectorOption = Annotated[
 
 
 OrderOption = Annotated[
-    Order,
+    PassageOrder,
     typer.Option(
         help="Best first, as they stand in their documents (best document first), or best last."
     ),
@@ -107,9 +107,9 @@ def report_lines(report: BlendReport) -> list[str]:
 
 def _rule(report: BlendReport) -> str:
     """Say what was recomputed; and where nothing was on purpose, why that is good."""
-    from cacheblend_rag.prefill.blended import CONTEXT_KEPT
+    from cacheblend_rag.observe.explain import keeps_context
 
-    if report.selector_reason == CONTEXT_KEPT:
+    if keeps_context(report):
         return (
             "nothing was recomputed, and nothing should be (each passage's KV was computed in its "
             "own document, which recomputed KV would forget)"

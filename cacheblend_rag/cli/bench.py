@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from cacheblend_rag.cli import output
+from cacheblend_rag.cli import options, output
 from cacheblend_rag.engines.factory import VLLM
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError
@@ -69,7 +69,7 @@ def ttft_command(
     attention: Annotated[
         str, typer.Option(help="Of recomputed rows in vLLM: auto, native, sdpa or flex.")
     ] = "auto",
-    as_json: output.JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Time to first token of ordinary prefill and of a blend, on random weights of a real shape.
 
@@ -92,7 +92,7 @@ def ttft_command(
             ratios=tuple(dict.fromkeys(ratio or [0.15])),
             tiers=ttft.plan_tiers(tier or ttft.TIERS),
             selector=selector,
-            check_layers=output.layers(check_layers, "--check-layers"),
+            check_layers=options.layers(check_layers, "--check-layers"),
             repeat=repeat,
             dtype=named_dtype(dtype),
             device=pick_device(device),
@@ -129,7 +129,7 @@ def overhead_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     eager: EagerOption = False,
-    as_json: output.JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """What the connector costs requests without chunks, against vLLM without it."""
     _check_options(dtype)
@@ -159,7 +159,7 @@ def throughput_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     eager: EagerOption = False,
-    as_json: output.JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Questions a second in vLLM: blended, plain, and with vLLM's own prefix caching."""
     _check_options(dtype, selector)
@@ -176,7 +176,7 @@ def throughput_command(
             answer_tokens=answer_tokens,
             ratio=ratio,
             selector=selector,
-            check_layers=output.layers(check_layers, "--check-layers"),
+            check_layers=options.layers(check_layers, "--check-layers"),
             seed=seed,
         )
         return measure_throughput(plan, advance)
@@ -198,7 +198,7 @@ def decode_gap_command(
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
     eager: EagerOption = False,
-    as_json: output.JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """The longest a decoding neighbour waits in vLLM while a long prompt is served."""
     _check_options(dtype, selector)
@@ -215,7 +215,7 @@ def decode_gap_command(
             ratios=(ratio,),
             tiers=("host",),
             selector=selector,
-            check_layers=output.layers(check_layers, "--check-layers"),
+            check_layers=options.layers(check_layers, "--check-layers"),
             repeat=repeat,
             dtype=setting.dtype,
             device=setting.device,
@@ -237,7 +237,7 @@ def attention_command(
     repeat: Annotated[int, typer.Option(min=1, help="Timed runs each; medians are shown.")] = 5,
     dtype: DtypeOption = "float32",
     device: DeviceOption = "cpu",
-    as_json: output.JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention."""
     _check_options(dtype)
@@ -268,7 +268,7 @@ def registry_command(
     chunks: Annotated[int, typer.Option(min=1, help="Registered chunks.")] = 100_000,
     prompt_characters: Annotated[int, typer.Option(min=1, help="Length of the prompt.")] = 20_000,
     repeat: Annotated[int, typer.Option(min=1, help="Timed runs.")] = 200,
-    as_json: output.JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Time to find registered chunks in a prompt's text."""
     from cacheblend_rag.bench.registry import measure_registry

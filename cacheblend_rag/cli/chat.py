@@ -1,8 +1,4 @@
-"""``cacheblend-rag chat``: questions and answers over a collection, line by line.
-
-Each question retrieves passages of its own. Earlier turns stay in the prompt with theirs, whose
-stored KV is reused where they stand, until the context window is full: then the oldest turns go.
-"""
+"""``cacheblend-rag chat``: questions and answers over a collection, line by line."""
 
 from __future__ import annotations
 
@@ -11,21 +7,16 @@ import io
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from threading import Event
-from typing import TYPE_CHECKING
 
 import typer
 
-from cacheblend_rag.cli import asking, output
-from cacheblend_rag.cli.models import DeviceOption, EngineOption
+from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.rag.answering import AskedTurn, Asker, FittedPrompt, clean_question, finished
+from cacheblend_rag.rag.answering import clean_question
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
-from cacheblend_rag.rag.ordering import Order
-
-if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import Generation, SamplingParams
+from cacheblend_rag.rag.conversation import Answered, Conversation
+from cacheblend_rag.rag.ordering import PassageOrder
 
 INPUT_PROMPT = "> "
 COMMANDS = "/sources, /report, /reset, /exit"
@@ -39,9 +30,9 @@ def chat_command(
     temperature: asking.TemperatureOption = 0.0,
     ratio: asking.RatioOption = None,
     selector: asking.SelectorOption = None,
-    order: asking.OrderOption = Order.SCORE,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
+    order: asking.OrderOption = PassageOrder.SCORE,
+    engine: options.EngineOption = None,
+    device: options.DeviceOption = None,
 ) -> None:
     """Talk with a collection: a question a line, from the terminal or a pipe.
 
@@ -49,69 +40,52 @@ def chat_command(
     input ends. Ctrl-C stops an answer.
     """
     with asking.opened(folder, device, engine, ratio, selector) as asker:
-        chat = _Chat(asker, asker.sampling(max_tokens, temperature), top_k, order)
+        sampling = asker.sampling(max_tokens, temperature)
+        conversation = Conversation(asker, sampling, top_k, order)
         for line in _lines():
             if line == "/exit":
                 return
             try:
-                chat.take(line)
+                _take(line, conversation)
             except CacheBlendError as error:
                 output.warn(str(error))
 
 
-class _Chat:
-    """The turns so far, and what became of the last one."""
-
-    def __init__(self, asker: Asker, sampling: SamplingParams, top_k: int, order: Order) -> None:
-        self._asker = asker
-        self._sampling = sampling
-        self._top_k = top_k
-        self._order = order
-        self._turns: tuple[AskedTurn, ...] = ()
-        self._last: tuple[FittedPrompt, Generation] | None = None
-
-    def take(self, line: str) -> None:
-        """Do what a line says: a command or a question."""
-        if not line.startswith("/"):
-            self._ask(clean_question(line))
-        elif line == "/reset":
-            self._turns, self._last = (), None
-        elif line not in {"/sources", "/report"}:
-            output.warn(f"{line} is no command: {COMMANDS}")
-        elif self._last is None:
-            output.warn("nothing was asked yet")
-        elif line == "/sources":
-            asking.print_sources(self._last[0].sources)
-        else:
-            asking.print_report(self._last[1].report)
-
-    def _ask(self, question: str) -> None:
-        with _ctrl_c_sets_event() as cancel:
-            sources = self._asker.retrieve(question, self._top_k, self._order)
-            fitted = self._asker.fit(self._turns, question, sources, self._sampling.max_tokens)
-            deltas = self._asker.stream(fitted, self._sampling, cancel)
-            answer = finished(asking.written(deltas))
-        self._last = fitted, answer
-        self._keep(fitted, answer.text.strip())
-        _remark(fitted, answer)
-
-    def _keep(self, fitted: FittedPrompt, text: str) -> None:
-        """Remember the turn if it was answered, and forget those that found no room beside it."""
-        *earlier, asked = fitted.turns
-        answered = AskedTurn(replace(asked.turn, answer=text), asked.sources)
-        self._turns = (*earlier, answered) if text else tuple(earlier)
+def _take(line: str, conversation: Conversation) -> None:
+    """Do what a line says: a command or a question."""
+    last = conversation.last
+    if not line.startswith("/"):
+        _ask(clean_question(line), conversation)
+    elif line == "/reset":
+        conversation.reset()
+    elif line not in {"/sources", "/report"}:
+        output.warn(f"{line} is no command: {COMMANDS}")
+    elif last is None:
+        output.warn("nothing was asked yet")
+    elif line == "/sources":
+        asking.print_sources(last.fitted.sources)
+    else:
+        asking.print_report(last.answer.report)
 
 
-def _remark(fitted: FittedPrompt, answer: Generation) -> None:
+def _ask(question: str, conversation: Conversation) -> None:
+    with _ctrl_c_sets_event() as cancel:
+        for _ in asking.written(conversation.ask(question, cancel)):
+            pass
+    if conversation.last:
+        _remark(conversation.last)
+
+
+def _remark(done: Answered) -> None:
     """Print one line on stderr about an answer."""
-    report = answer.report
+    fitted, report = done.fitted, done.answer.report
     parts = [
         f"{len(fitted.sources)} passages",
         f"{len(fitted.turns) - 1} earlier turns",
         f"{report.reused_tokens:,} of {report.prompt_tokens:,} tokens reused",
         f"first token after {output.duration(report.seconds.time_to_first_token)}",
     ]
-    if answer.finish_reason == "cancelled":
+    if done.answer.finish_reason == "cancelled":
         parts.append("stopped")
     output.side_console().print(", ".join(parts), style="dim", soft_wrap=True)
 

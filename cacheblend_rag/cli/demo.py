@@ -2,166 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import mean, median
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from cacheblend_rag.cli import models, output
-from cacheblend_rag.config import LeadIn
+from cacheblend_rag.cli import options, output
+from cacheblend_rag.demo.corpus import INSTRUCTION
+from cacheblend_rag.demo.notes import draw_notes
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.quality.dataset import lead_text
+from cacheblend_rag.quality.methods import METHODS, needed_lead_ins
+from cacheblend_rag.quality.questions import demo_documents
 from cacheblend_rag.rag import checks
-from cacheblend_rag.rag.retrieval import BUNDLED
+from cacheblend_rag.rag.retrieval import BUNDLED, DocumentRetriever
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
     from cacheblend_rag.bench.ttft import TtftRow
-    from cacheblend_rag.engines.base import Generation
-    from cacheblend_rag.engines.transformers import TransformersEngine
-    from cacheblend_rag.quality.dataset import EvalQuestion
-    from cacheblend_rag.report import BlendReport
-    from cacheblend_rag.text.chunk import Document
+    from cacheblend_rag.quality.comparison import Answer, Answered, Comparison, Summary
 
-DOCUMENTS = 24
 QUESTIONS = 8
-RETRIEVED = 5
-SEED = 11
-MAX_ANSWER_TOKENS = 16
 SHOWN_CHARACTERS = 40
-
-
-@dataclass(frozen=True)
-class _Method:
-    """A column of the demo: full prefill when ``lead_in`` is None, else a rule."""
-
-    name: str
-    label: str
-    lead_in: LeadIn | None
-    selector: str = "none"
-    ratio: float = 0.0
-
-
-METHODS = (
-    _Method("full", "full prefill", None),
-    _Method("reuse", "plain reuse", "instruction"),
-    _Method("blend", "blend", "instruction", "prior", 0.2),
-    _Method("contextual", "contextual", "document"),
-)
-
-
-@dataclass(frozen=True)
-class _Answer:
-    text: str
-    correct: bool
-    report: BlendReport
-
-    @property
-    def first_token_seconds(self) -> float:
-        return self.report.seconds.time_to_first_token
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "text": self.text,
-            "correct": self.correct,
-            "reused_tokens": self.report.reused_tokens,
-            "recomputed_tokens": self.report.recomputed_tokens,
-            "ttft_seconds": self.first_token_seconds,
-        }
-
-
-@dataclass(frozen=True)
-class _Answered:
-    """One question and each method's answer, by the method's name."""
-
-    question: EvalQuestion
-    prompt_tokens: int
-    answers: dict[str, _Answer]
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "question": self.question.question,
-            "gold": self.question.answers[0],
-            "documents": [document.document_id for document in self.question.documents],
-            "prompt_tokens": self.prompt_tokens,
-            "answers": {name: answer.to_dict() for name, answer in self.answers.items()},
-        }
-
-
-@dataclass(frozen=True)
-class _Summary:
-    """One method over all questions; TTFT is the median, tokens are means a question.
-
-    Tokens are told apart as in BlendReport: reused, recomputed, computed (had no cached KV).
-    """
-
-    method: _Method
-    correct: int
-    reused_tokens: float
-    recomputed_tokens: float
-    computed_tokens: float
-    ttft_seconds: float
-    speedup: float
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "method": self.method.name,
-            "correct": self.correct,
-            "reused_tokens": self.reused_tokens,
-            "recomputed_tokens": self.recomputed_tokens,
-            "computed_tokens": self.computed_tokens,
-            "ttft_seconds": self.ttft_seconds,
-            "speedup": self.speedup,
-        }
-
-
-@dataclass(frozen=True)
-class _Demo:
-    engines: dict[LeadIn, TransformersEngine]
-    instruction: str
-    questions: tuple[EvalQuestion, ...]
-
-    def index(self, documents: Sequence[Document]) -> int:
-        """Precompute the collection once a lead-in; returns how many chunks."""
-        reports = [engine.precompute(documents) for engine in self.engines.values()]
-        return reports[0].computed + reports[0].skipped
-
-    def answer_all(self) -> Iterator[_Answered]:
-        """Answer every question by every method, after one untimed answer by each."""
-        for method in METHODS:
-            self._generate(self.questions[0], method)
-        for question in self.questions:
-            answers = {m.name: self._answer(question, m) for m in METHODS}
-            prompt_tokens = next(iter(answers.values())).report.prompt_tokens
-            yield _Answered(question, prompt_tokens, answers)
-
-    def _answer(self, question: EvalQuestion, method: _Method) -> _Answer:
-        from cacheblend_rag.quality.metrics import exact_match
-
-        generation = self._generate(question, method)
-        correct = bool(exact_match(generation.text, question.answers))
-        return _Answer(generation.text.strip(), correct, generation.report)
-
-    def _generate(self, question: EvalQuestion, method: _Method) -> Generation:
-        from cacheblend_rag.engines.base import SamplingParams
-
-        prompt = question.prompt(self.instruction)
-        sampling = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, stop=("\n",))
-        if method.lead_in is None:
-            return next(iter(self.engines.values())).generate_full(prompt, sampling)
-        engine = self.engines[method.lead_in]
-        config = engine.config.with_changes(
-            selector=method.selector, recompute_ratio=method.ratio, min_tokens=0
-        )
-        return engine.generate(prompt, sampling, config=config)
 
 
 def demo_command(
@@ -176,7 +45,7 @@ def demo_command(
         Path | None,
         typer.Option(metavar="FOLDER", help="Only write the demo's documents, as text files."),
     ] = None,
-    as_json: output.JsonOption = False,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Retrieve, answer by full prefill, plain reuse and blend side by side, and compare."""
     if save is not None:
@@ -186,14 +55,17 @@ def demo_command(
     checks.check_installed(checks.RETRIEVAL_MODULES, "retrieval", "demo")
     console = output.side_console() if as_json else output.result_console()
     with output.stdout_reserved(as_json):
-        demo, documents = _set_up(questions, embedding_model)
-        chunks = demo.index(documents)
-        console.print(f"Indexed {len(documents)} documents, {chunks} chunks, once.")
+        quiet_libraries()
+        from cacheblend_rag.quality.comparison import summarize
+
+        comparison = _set_up(questions, embedding_model)
+        chunks = comparison.index()
+        console.print(f"Indexed {len(comparison.documents)} documents, {chunks} chunks, once.")
         answered = []
-        for found in demo.answer_all():
+        for found in comparison.answer_all():
             answered.append(found)
             _print_answered(console, found)
-        summaries = [_summarize(method, answered) for method in METHODS]
+        summaries = [summarize(method, answered) for method in METHODS]
         _print_tables(console, answered, summaries)
         real = _measure_real_size() if real_size else None
     if real:
@@ -209,58 +81,31 @@ def demo_command(
 
 
 def _save_documents(folder: Path, questions: int) -> None:
-    """Write a file a document into a new folder, and say what can be asked of them."""
-    from cacheblend_rag.demo.corpus import generate_collection
-
-    collection, drawn = generate_collection(DOCUMENTS, questions, SEED)
+    """Write the documents' files, and say what can be asked of them."""
+    notes = draw_notes(questions)
     try:
-        folder.mkdir(parents=True)
-        for document in collection:
-            (folder / f"{document.document_id}.txt").write_text(f"{document.text}\n")
+        notes.save(folder)
     except OSError as error:
         raise StoreError(f"--save {folder} cannot be made: {error.strerror}") from error
-    typer.echo(f"{folder}: {len(collection)} notes about made-up people and companies; ask")
-    for item in drawn:
+    typer.echo(f"{folder}: {len(notes.documents)} notes about made-up people and companies; ask")
+    for item in notes.questions:
         typer.echo(f"  {item.question}  ({item.answer})")
 
 
-def _set_up(questions: int, embedding_model: str) -> tuple[_Demo, list[Document]]:
+def _set_up(questions: int, embedding_model: str) -> Comparison:
     """Draw the collection, retrieve for each question, and load the demo model."""
-    from cacheblend_rag.demo.corpus import CHUNK_SEPARATOR, INSTRUCTION, generate_collection
-    from cacheblend_rag.quality.dataset import EvalQuestion, lead_text
-    from cacheblend_rag.rag.retrieval import DocumentRetriever
-    from cacheblend_rag.text.chunk import Document
+    from cacheblend_rag.quality.comparison import Comparison, with_retrieved
+    from cacheblend_rag.quality.engines import open_engines
 
-    quiet_libraries()
-    collection, drawn = generate_collection(DOCUMENTS, questions, SEED)
-    documents = [Document(d.document_id, d.chunks, CHUNK_SEPARATOR) for d in collection]
+    notes = draw_notes(questions)
+    documents = demo_documents(notes.documents)
     retriever = DocumentRetriever(documents, embedding_model)
-    asked = []
-    for item in drawn:
-        found = tuple(retriever.retrieve(item.question, RETRIEVED))
-        passages = tuple(chunk for document in found for chunk in document.to_chunks())
-        asked.append(EvalQuestion(item.question, (item.answer,), passages, found, kind=item.kind))
-    lead_ins = list(dict.fromkeys(m.lead_in for m in METHODS if m.lead_in is not None))
-    engines = models.open_engines(DEMO_MODEL, lead_ins, instruction=lead_text(INSTRUCTION))
-    return _Demo(engines, INSTRUCTION, tuple(asked)), documents
+    asked = with_retrieved(notes.questions, retriever.retrieve)
+    engines = open_engines(DEMO_MODEL, needed_lead_ins(), instruction=lead_text(INSTRUCTION))
+    return Comparison(engines, INSTRUCTION, documents, asked)
 
 
-def _summarize(method: _Method, answered: Sequence[_Answered]) -> _Summary:
-    answers = [found.answers[method.name] for found in answered]
-    full = median(found.answers["full"].first_token_seconds for found in answered)
-    seconds = median(answer.first_token_seconds for answer in answers)
-    return _Summary(
-        method=method,
-        correct=sum(answer.correct for answer in answers),
-        reused_tokens=mean(answer.report.reused_tokens for answer in answers),
-        recomputed_tokens=mean(answer.report.recomputed_tokens for answer in answers),
-        computed_tokens=mean(answer.report.computed_tokens for answer in answers),
-        ttft_seconds=seconds,
-        speedup=full / seconds,
-    )
-
-
-def _print_answered(console: Console, found: _Answered) -> None:
+def _print_answered(console: Console, found: Answered) -> None:
     console.print(f"\n[bold]{escape(found.question.question)}[/bold]", soft_wrap=True)
     for method in METHODS:
         answer = found.answers[method.name]
@@ -270,13 +115,13 @@ def _print_answered(console: Console, found: _Answered) -> None:
         )
 
 
-def _marked(answer: _Answer) -> str:
+def _marked(answer: Answer) -> str:
     text = escape(shorten(answer.text, SHOWN_CHARACTERS) or "(nothing)")
     return f"[green]{text}[/green]" if answer.correct else f"[red]{text} *[/red]"
 
 
 def _print_tables(
-    console: Console, answered: Sequence[_Answered], summaries: Sequence[_Summary]
+    console: Console, answered: Sequence[Answered], summaries: Sequence[Summary]
 ) -> None:
     answers = _table("Answers (* wrong)")
     for heading in ("question", "gold", *(method.label for method in METHODS)):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.cli.models import DeviceOption, DtypeOption, EngineOption
 from cacheblend_rag.engines.naming import DEMO_MODEL
-from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, known_paths, sole_writer
 from cacheblend_rag.rag.collection_engine import CHUNK_SIZE, Choices, resolved_name
-from cacheblend_rag.rag.indexing import Indexing, IndexReport
-from cacheblend_rag.rag.readers import EXTRA, FoundFiles, find_files
+from cacheblend_rag.rag.index_report import IndexReport, check_paths
+from cacheblend_rag.rag.indexing import Indexing
+from cacheblend_rag.rag.readers import EXTRA, find_files
 from cacheblend_rag.rag.retrieval import BUNDLED
 from cacheblend_rag.rag.units import size
 
@@ -85,17 +83,17 @@ def index_command(
             show_default="no limit",
         ),
     ] = None,
-    engine: EngineOption = None,
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    as_json: output.JsonOption = False,
+    engine: options.EngineOption = None,
+    device: options.DeviceOption = None,
+    dtype: options.DtypeOption = None,
+    as_json: options.JsonOption = False,
 ) -> None:
     """Index text, Markdown, HTML and PDF files: split, embed, and precompute chunk KV.
 
     Run it again after an interruption, or when files have changed: what is indexed stays, what is
     new or changed is read.
     """
-    options: dict[str, Any] = {
+    given: dict[str, Any] = {
         "model": model and resolved_name(model),
         "embedding_model": embedding_model and resolved_name(embedding_model),
         "chunk_size": chunk_size,
@@ -105,11 +103,11 @@ def index_command(
         "dtype": dtype,
         "engine": engine,
     }
-    asked = {name: value for name, value in options.items() if value is not None}
+    asked = {name: value for name, value in given.items() if value is not None}
     _check_choices(Choices(**asked), device)
     with output.stdout_reserved(as_json):
         found = find_files(paths, leave_out=into)
-        _check_paths(paths, found, () if rebuild else known_paths(into))
+        check_paths(paths, found, () if rebuild else known_paths(into))
         estimate = None
         with (
             nullcontext() if dry_run else sole_writer(into),
@@ -128,7 +126,7 @@ def index_command(
     if estimate and dry_run:
         _show(into, estimate.to_dict(), _estimate_lines(into, estimate), as_json=as_json)
         return
-    _check_report(paths, report)
+    report.check(paths)
     _show(into, report.to_dict(), _report_lines(into, report), as_json=as_json)
 
 
@@ -139,32 +137,6 @@ def _check_choices(choices: Choices, device: str | None) -> None:
     checks.check_embedding_model(choices.embedding_model)
     checks.check_installed(checks.INDEX_MODULES, "indexing documents", EXTRA)
     checks.check_placement(device, choices.dtype)
-
-
-def _check_paths(paths: list[Path], found: FoundFiles, known: Sequence[Path]) -> None:
-    """Raise StoreError when a path is not there, or nothing is to be done, before doing anything.
-
-    known: the files of the collection's documents; below a path that is gone, they may be pruned.
-    """
-    for path in paths:
-        below = (file for file in known if file.is_relative_to(path.resolve()))
-        if not os.path.lexists(path) and not any(below):
-            raise StoreError(f"{path} does not exist")
-    if not found.files and not known:
-        raise StoreError(_nothing(paths, found.unknown, 0))
-
-
-def _check_report(paths: list[Path], report: IndexReport) -> None:
-    done = report.added + report.changed + report.unchanged + report.removed + report.vanished
-    if not done:
-        raise StoreError(_nothing(paths, report.unknown, len(report.skipped)))
-
-
-def _nothing(paths: list[Path], unknown: int, skipped: int) -> str:
-    return (
-        f"nothing could be indexed in {', '.join(map(str, paths))}: {skipped} files skipped, "
-        f"{unknown} with an extension that is not text, Markdown, HTML or PDF"
-    )
 
 
 def _print_interrupted(report: IndexReport, *, rebuild: bool) -> None:

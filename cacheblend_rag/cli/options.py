@@ -1,10 +1,39 @@
-"""What options of several commands have in common."""
+"""What options of several commands have in common: their names, and how their values are read."""
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Annotated
 
 import typer
+
+from cacheblend_rag.engines.naming import check_source, source_of
+from cacheblend_rag.errors import ModelLoadError, StoreError
+from cacheblend_rag.rag.checks import DTYPES
+from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
+
+ModelOption = Annotated[
+    str,
+    typer.Option("--model", help="'demo' (the bundled model) or a local hub-format model folder."),
+]
+DeviceOption = Annotated[
+    str | None, typer.Option("--device", help="cpu, cuda, mps, ...; the best one by default.")
+]
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        "--engine",
+        help="'transformers', 'vllm' or the URL of a `serve`; CACHEBLEND_API_KEY is its key.",
+    ),
+]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}; the model's by default.")
+]
+JsonOption = Annotated[
+    bool,
+    typer.Option("--json", help="Print one JSON object on stdout and nothing else there."),
+]
 
 
 def finite(value: float | None) -> float | None:
@@ -12,3 +41,41 @@ def finite(value: float | None) -> float | None:
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is no number")
     return value
+
+
+def local_model(name: str) -> str:
+    """Let ``demo`` or a local model's folder through; raises ModelLoadError when it is neither."""
+    if not Path(source_of(name)).is_dir():
+        raise ModelLoadError(f"model={name!r}: there is no such folder; give one or 'demo'")
+    check_source(name)
+    return name
+
+
+def store_folder(path: Path) -> Path:
+    """Let a folder through unless it is a collection's; raises StoreError, naming its store."""
+    if (path / FILE_NAME).exists():
+        raise StoreError(f"{path} is a collection: its store is --path {path / KV_NAME}")
+    return path
+
+
+def numbers(text: str, option: str) -> tuple[float, ...]:
+    """Read comma-separated numbers given to ``option``; raises typer.BadParameter."""
+    try:
+        return tuple(float(part) for part in names(text))
+    except ValueError as error:
+        raise typer.BadParameter(
+            f"{text!r} must hold numbers, comma-separated", param_hint=option
+        ) from error
+
+
+def layers(text: str, option: str) -> tuple[int, ...]:
+    """Read comma-separated layer indices given to ``option``; raises typer.BadParameter."""
+    found = numbers(text, option)
+    if any(number != int(number) for number in found):
+        raise typer.BadParameter(f"{text!r} must hold layer indices", param_hint=option)
+    return tuple(int(number) for number in found)
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Split comma-separated names, without blanks around them."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -8,9 +8,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -30,11 +29,6 @@ from cacheblend_rag.rag.watching import Watcher
 
 STDOUT, STDERR = 1, 2
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-JsonOption = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON object on stdout and nothing else there."),
-]
 
 
 def result_console() -> Console:
@@ -150,29 +144,6 @@ def rough_duration(seconds: float) -> str:
         if seconds >= 1.5 * length:
             return f"{seconds / length:.1f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 1 else "less than a second"
-
-
-def numbers(text: str, option: str) -> tuple[float, ...]:
-    """Read comma-separated numbers given to ``option``; raises typer.BadParameter."""
-    try:
-        return tuple(float(part) for part in names(text))
-    except ValueError as error:
-        raise typer.BadParameter(
-            f"{text!r} must hold numbers, comma-separated", param_hint=option
-        ) from error
-
-
-def layers(text: str, option: str) -> tuple[int, ...]:
-    """Read comma-separated layer indices given to ``option``; raises typer.BadParameter."""
-    found = numbers(text, option)
-    if any(number != int(number) for number in found):
-        raise typer.BadParameter(f"{text!r} must hold layer indices", param_hint=option)
-    return tuple(int(number) for number in found)
-
-
-def names(text: str) -> tuple[str, ...]:
-    """Split comma-separated names, without blanks around them."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
 
 
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:

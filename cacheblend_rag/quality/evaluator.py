@@ -10,7 +10,7 @@ from typing import Any
 from cacheblend_rag.config import BlendConfig, LeadIn
 from cacheblend_rag.engines.base import Engine, Generation, SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.quality.dataset import EvalQuestion
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.metrics import bootstrap_interval, exact_match, rouge_l, token_f1
 
 FULL = "full"
@@ -132,6 +132,34 @@ class Evaluator:
                     yield rule, engine.generate(prompt, self.sampling, config=config)
             for document in question.documents:
                 engine.evict_document(document.document_id)
+
+
+def used_lead_ins(plans: Mapping[str, Sequence[Rule]]) -> list[LeadIn]:
+    """Return the lead-ins that rules by setting need an engine for, in order of appearance."""
+    return list(dict.fromkeys(rule.lead_in for rules in plans.values() for rule in rules))
+
+
+def evaluate_settings(
+    data: EvalDataset,
+    plans: Mapping[str, Sequence[Rule]],
+    engines: Mapping[LeadIn, Engine],
+    *,
+    base: BlendConfig,
+    sampling: SamplingParams,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    on_setting: Callable[[str, int], Callable[[], None]] = lambda setting, questions: lambda: None,
+) -> Iterator[tuple[str, Evaluation]]:
+    """Yield each setting and its evaluation, by its own rules, as soon as it is known.
+
+    plans: rules by setting. engines, base, options: as in Evaluator. on_setting: called with a
+    setting and how many questions it has; returns what is called after each of them. Raises what
+    Evaluator.run raises.
+    """
+    for setting, rules in plans.items():
+        questions = data.of_setting(setting)
+        needed = {rule.lead_in: engines[rule.lead_in] for rule in rules}
+        evaluator = Evaluator(needed, data.instruction, base, sampling, options or {})
+        yield setting, evaluator.run(questions, rules, on_setting(setting, len(questions)))
 
 
 @dataclass

@@ -17,7 +17,7 @@ from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import Collection, CollectionSettings
 from cacheblend_rag.rag.collection_engine import open_known
 from cacheblend_rag.rag.foreign import first_foreign, foreign_warning
-from cacheblend_rag.rag.ordering import Order, Source
+from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.rag.readers import EXTRA
 from cacheblend_rag.rag.retrieval import Embedder, Vectors, VectorSearch
@@ -124,7 +124,7 @@ class Asker:
 
         return SamplingParams(max_tokens, temperature, stop=self._prompt.stop)
 
-    def retrieve(self, question: str, top_k: int, order: Order) -> list[Source]:
+    def retrieve(self, question: str, top_k: int, order: PassageOrder) -> list[Source]:
         """Return the passages nearest to a question, in the order of the prompt."""
         (vector,) = self._embedder.embed([question])
         self._check_size(vector)
@@ -132,7 +132,7 @@ class Asker:
             Source(*self._chunks[place], score)
             for place, score in self._search.nearest(vector, top_k)
         ]
-        return order.arrange(found)
+        return arranged(found, order)
 
     def fit(
         self,

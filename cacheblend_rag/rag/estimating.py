@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,14 +25,12 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.prefill.precompute import document_plans
 from cacheblend_rag.rag.collection import CollectionSettings
+from cacheblend_rag.rag.index_report import IndexReport
 from cacheblend_rag.rag.model_config import kv_bytes_per_token, served_dtype, text_config
 from cacheblend_rag.rag.readers import EXTRA, make_splitter
 from cacheblend_rag.rag.retrieval import Embedder
 from cacheblend_rag.text.chunk import Document
 from cacheblend_rag.text.encoder import SegmentEncoder
-
-if TYPE_CHECKING:
-    from cacheblend_rag.rag.indexing import IndexReport
 
 logger = logging.getLogger(__name__)
 

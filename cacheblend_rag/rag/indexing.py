@@ -11,7 +11,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -39,6 +39,7 @@ from cacheblend_rag.rag.collection_engine import (
     open_new,
 )
 from cacheblend_rag.rag.foreign import foreign_warning, is_foreign
+from cacheblend_rag.rag.index_report import IndexReport
 from cacheblend_rag.rag.model_config import kv_bytes_per_token, served_dtype, text_config
 from cacheblend_rag.rag.readers import (
     EXTRA,
@@ -48,7 +49,6 @@ from cacheblend_rag.rag.readers import (
     make_splitter,
 )
 from cacheblend_rag.rag.retrieval import Embedder, Vectors
-from cacheblend_rag.rag.units import size
 from cacheblend_rag.rag.watching import Watcher
 from cacheblend_rag.text.chunk import Document
 
@@ -61,45 +61,6 @@ FIRST_PART_CHUNKS, MOST_PART_CHUNKS = 8, 64
 PART_SECONDS = 5.0
 SHOWN_CHARACTERS = 30
 NAME_BREAKS = re.compile(r"[-_.\s]+")
-
-
-@dataclass
-class IndexReport:
-    """What one run did.
-
-    added, changed, unchanged: files. removed: documents whose files are gone; vanished: such that
-    were kept. unknown: files with an extension that is not read. skipped: files that could not be
-    indexed, and why. computed_chunks, stored_chunks: chunks of files that were read whose KV was
-    computed, or was there already. computed_tokens, compute_seconds, computed_kv_bytes: of the
-    computed ones. refused_chunks: chunks that have no KV, by reason. documents, chunks: all that
-    the collection holds in the end.
-    """
-
-    added: int = 0
-    changed: int = 0
-    unchanged: int = 0
-    removed: int = 0
-    vanished: int = 0
-    unknown: int = 0
-    skipped: list[dict[str, str]] = field(default_factory=list)
-    computed_chunks: int = 0
-    computed_tokens: int = 0
-    computed_kv_bytes: int = 0
-    compute_seconds: float = 0.0
-    stored_chunks: int = 0
-    refused_chunks: dict[str, int] = field(default_factory=dict)
-    documents: int = 0
-    chunks: int = 0
-
-    @property
-    def pace(self) -> str:
-        """How fast KV is computed, and how much there is now."""
-        rate = self.computed_tokens / self.compute_seconds if self.compute_seconds else 0.0
-        return f"{rate:,.0f} tokens a second, {size(self.computed_kv_bytes)} of KV"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
 
 
 class Indexing:

@@ -1,13 +1,68 @@
-"""Order: how retrieved passages stand in a prompt; and where each comes from."""
+"""PassageOrder: how retrieved passages stand in a prompt; and where each comes from.
+
+Retrieval gives passages in types of its own (a Source here, a node or a Document in frameworks), so
+the order is told how to read them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from cacheblend_rag.text.chunk import Chunk
+
+Passage = TypeVar("Passage")
+
+
+class PassageOrder(StrEnum):
+    """How passages stand in the prompt.
+
+    ``score``: best first. ``document``: those of one document together and in its order, the
+    document with the best passage first. ``reverse``: best last, next to the question.
+    """
+
+    SCORE = "score"
+    DOCUMENT = "document"
+    REVERSE = "reverse"
+
+    def arrange(
+        self,
+        found: Sequence[Passage],
+        *,
+        document_of: Callable[[Passage], Hashable],
+        positions_of: Callable[[Sequence[Passage]], Sequence[int]],
+    ) -> list[Passage]:
+        """Put passages in this order.
+
+        Args:
+            found: The passages, best first.
+            document_of: Names a passage's document; None is a document of that passage alone.
+            positions_of: Tells where passages of one document, given best first, stand in it. At
+                equal positions the better one stays first.
+
+        Returns:
+            The same passages, all of them.
+        """
+        if self is PassageOrder.SCORE:
+            return list(found)
+        if self is PassageOrder.REVERSE:
+            return list(reversed(found))
+        documents: dict[Hashable, list[Passage]] = {}
+        for passage in found:
+            name = document_of(passage)
+            documents.setdefault(object() if name is None else name, []).append(passage)
+        return [
+            passage
+            for together in documents.values()
+            for passage in _sorted(together, positions_of(together))
+        ]
+
+
+def _sorted(passages: Sequence[Passage], positions: Sequence[int]) -> list[Passage]:
+    places = sorted(range(len(passages)), key=positions.__getitem__)
+    return [passages[place] for place in places]
 
 
 @dataclass(frozen=True)
@@ -28,20 +83,10 @@ class Source:
         }
 
 
-class Order(StrEnum):
-    """How passages stand in the prompt."""
-
-    SCORE = "score"
-    DOCUMENT = "document"
-    REVERSE = "reverse"
-
-    def arrange(self, found: Sequence[Source]) -> list[Source]:
-        """Put passages, given best first, in this order."""
-        if self is Order.REVERSE:
-            return list(reversed(found))
-        if self is Order.SCORE:
-            return list(found)
-        documents = list(dict.fromkeys(source.chunk.document_id for source in found))
-        return sorted(
-            found, key=lambda source: (documents.index(source.chunk.document_id), source.position)
-        )
+def arranged(found: Sequence[Source], order: PassageOrder) -> list[Source]:
+    """Return sources, given best first, as they shall stand in the prompt."""
+    return order.arrange(
+        found,
+        document_of=lambda source: source.chunk.document_id,
+        positions_of=lambda sources: [source.position for source in sources],
+    )

@@ -10,9 +10,8 @@ from cacheblend_rag.cli.asking import report_lines
 from cacheblend_rag.prefill.blended import CONTEXT_KEPT
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
-from cacheblend_rag.rag.ordering import Order, Source
+from cacheblend_rag.rag.ordering import PassageOrder
 from cacheblend_rag.report import BlendReport, PhaseSeconds
-from cacheblend_rag.text.chunk import Chunk
 
 
 @pytest.fixture
@@ -111,33 +110,16 @@ def test_selector_and_ratio_reach_the_engine(ask, indexed):
     assert "selector='nonsense'" in outcome.stderr
 
 
-def source(document, position, score):
-    return Source(Chunk(f"{document}{position}", document), position, score)
-
-
-@pytest.mark.parametrize(
-    ("order", "texts"),
-    [
-        (Order.SCORE, ["b1", "a2", "b0", "a0"]),
-        (Order.REVERSE, ["a0", "b0", "a2", "b1"]),
-        (Order.DOCUMENT, ["b0", "b1", "a0", "a2"]),
-    ],
-)
-def test_passages_stand_in_the_order_asked_for(order, texts):
-    found = [source("b", 1, 0.9), source("a", 2, 0.8), source("b", 0, 0.7), source("a", 0, 0.6)]
-    assert [source.chunk.text for source in order.arrange(found)] == texts
-
-
 def test_passages_that_do_not_name_their_subject_are_found_by_their_files_name(asker, indexed):
-    found = asker.retrieve("What is the favourite food of Xaver Mason?", 2, Order.SCORE)
+    found = asker.retrieve("What is the favourite food of Xaver Mason?", 2, PassageOrder.SCORE)
     assert {source.chunk.document_id[:17] for source in found} == {"notes/xaver-mason"}
     assert any("Xaver" not in source.chunk.text for source in found)
-    assert len(asker.retrieve("anything", 1000, Order.SCORE)) > 8
+    assert len(asker.retrieve("anything", 1000, PassageOrder.SCORE)) > 8
 
 
 def test_what_does_not_fit_is_left_out_whole_the_worst_first(asker, indexed, monkeypatch):
     question = indexed[1][0].question
-    sources = asker.retrieve(question, 6, Order.REVERSE)
+    sources = asker.retrieve(question, 6, PassageOrder.REVERSE)
     whole = asker.fit((), question, sources, 16).prompt.encode(asker.engine.tokenizer)
     window = property(lambda engine: len(whole.token_ids) + 10)
     monkeypatch.setattr(type(asker.engine), "context_window", window)

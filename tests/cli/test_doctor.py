@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from cacheblend_rag.cli import doctor
-from cacheblend_rag.cli.doctor_server import namespace_name
 from cacheblend_rag.kv import DiskTier
-from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.observe import diagnosis
 from tests.models import make_model
 from tests.tokenizer_kinds import tokenizer_of
 
@@ -50,7 +48,7 @@ def test_a_model_that_cannot_be_blended_is_named(cli, small_model, tmp_path):
 
 
 def test_a_missing_extra_says_how_to_install_it(cli, small_model, monkeypatch):
-    monkeypatch.setattr(doctor, "EXTRAS", {"demo": {"no-such-package": "no_such_package"}})
+    monkeypatch.setattr(diagnosis, "EXTRAS", {"demo": {"no-such-package": "no_such_package"}})
     extra = cli("doctor", "--model", small_model, "--json").json["extras"]["demo"]
     assert extra["missing"] == ["no-such-package"]
     assert extra["install"] == "pip install 'cacheblend-rag[demo]'"
@@ -76,7 +74,7 @@ def test_report_without_json(cli, small_model, model, tmp_path):
 
 
 def test_report_keeps_the_brackets_of_extras(cli, small_model, monkeypatch):
-    monkeypatch.setattr(doctor, "EXTRAS", {"demo": {"no-such-package": "no_such_package"}})
+    monkeypatch.setattr(diagnosis, "EXTRAS", {"demo": {"no-such-package": "no_such_package"}})
     text = cli("doctor", "--model", small_model).stdout
     assert "cacheblend-rag[demo]" in "".join(text.split())
 
@@ -99,10 +97,3 @@ def test_what_the_tokenizer_allows_is_told(cli, tmp_path):
         assert f"segments are cut {segments}" in cli("doctor", "--model", folder).stdout.replace(
             "\n", " "
         )
-
-
-def test_a_servers_namespace_is_shown_by_its_name_to_who_knows_it():
-    told = namespace_id("acme")
-    assert namespace_name(told, "acme") == "acme"
-    assert namespace_name(told, "default") == f"not 'default' but another, {told}"
-    assert namespace_name("", "default") == ""  # of a server that does not blend

@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-from cacheblend_rag.cli.eval import default_rules, demo_dataset, grid_rules
-from cacheblend_rag.demo.corpus import held_out_names
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, load_dataset
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
+from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.text.chunk import Document
 
 FIELDS = {
@@ -130,63 +128,6 @@ def test_table_without_json(cli, small_model, questions_file):
     assert outcome.code == 0
     assert "notes, fragments: 2 questions" in outcome.stdout
     assert "question_prior" in outcome.stdout
-
-
-def test_default_plan_fits_each_setting():
-    data = demo_dataset([], 1, 1)
-    plans = {setting: default_rules(setting, data.of_setting(setting)) for setting in data.settings}
-    assert list(plans) == ["adjacent", "fragments", "shuffled"]
-    required = {
-        ("instruction", "none", 0.0), ("document", "none", 0.0), ("instruction", "hkvd", 0.15),
-        ("instruction", "prior", 0.15), ("instruction", "random", 0.15),
-    }  # fmt: skip
-    for rules in plans.values():
-        assert required <= {(r.lead_in, r.selector, r.ratio) for r in rules}
-        assert len(rules) == len(set(rules))
-    assert {
-        ("instruction", selector, ratio)
-        for selector in ("prior", "random")
-        for ratio in (0.05, 0.1, 0.15, 0.2, 0.25)
-    } <= {(r.lead_in, r.selector, r.ratio) for r in plans["adjacent"]}
-
-
-def test_any_option_makes_a_grid_of_all_three():
-    rules = grid_rules("0.3", None, None)
-    assert rules is not None
-    assert [(r.lead_in, r.selector, r.ratio) for r in rules] == [
-        (lead_in, selector, ratio)
-        for lead_in in ("instruction", "document")
-        for selector, ratio in (("none", 0.0), ("hkvd", 0.3), ("prior", 0.3), ("random", 0.3))
-    ]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [((None, "guess", None), "selector='guess'"), ((None, None, "preface"), "lead_in='preface'")],
-)
-def test_grids_refuse_unknown_names(options, message):
-    with pytest.raises(ConfigError, match=message):
-        grid_rules(*options)
-
-
-def test_no_option_is_no_grid():
-    assert grid_rules(None, None, None) is None
-
-
-def test_demo_questions_are_about_held_out_subjects_and_round_trip(tmp_path):
-    data = demo_dataset(["adjacent", "fragments"], 5, 1)
-    assert [len(data.of_setting(s)) for s in data.settings] == [5, 5]
-    for question in data.questions:
-        assert any(name in question.question for name in held_out_names())
-        assert set(question.passages) <= {c for d in question.documents for c in d.to_chunks()}
-    assert all(passage.context for q in data.of_setting("fragments") for passage in q.passages)
-    data.save(tmp_path / "demo.json")
-    assert load_dataset(tmp_path / "demo.json") == data
-
-
-def test_demo_questions_refuse_an_unknown_setting():
-    with pytest.raises(ConfigError, match="setting='upright'"):
-        demo_dataset(["upright"], 1, 1)
 
 
 def test_eval_refuses_an_unknown_engine(cli):

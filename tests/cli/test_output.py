@@ -7,7 +7,6 @@ import sys
 import time
 
 import pytest
-import typer
 from rich.console import Console
 
 from cacheblend_rag.cli import output
@@ -25,23 +24,6 @@ def test_reserved_stdout_sends_prints_to_stderr(capsys):
 def test_json_refuses_what_json_cannot_say():
     with pytest.raises(ValueError, match="JSON compliant"):
         output.print_json({"a": float("nan")})
-
-
-def test_lists_of_values():
-    assert output.names(" a, b ,,c") == ("a", "b", "c")
-    assert output.numbers("0.05,.1", "--ratios") == (0.05, 0.1)
-    assert output.layers("1,2", "--check-layers") == (1, 2)
-
-
-@pytest.mark.parametrize("read", [output.numbers, output.layers])
-def test_lists_of_numbers_refuse_words(read):
-    with pytest.raises(typer.BadParameter, match="'one' must hold numbers"):
-        read("one", "--x")
-
-
-def test_layers_are_whole():
-    with pytest.raises(typer.BadParameter, match="layer indices"):
-        output.layers("1.5", "--x")
 
 
 @pytest.mark.parametrize(

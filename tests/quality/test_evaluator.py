@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.base import Generation, SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
-from cacheblend_rag.quality.dataset import EvalQuestion
-from cacheblend_rag.quality.evaluator import Evaluator, Rule
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
+from cacheblend_rag.quality.evaluator import Evaluator, Rule, evaluate_settings, used_lead_ins
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
 from cacheblend_rag.text.chunk import Document
 
@@ -118,3 +120,31 @@ def test_errors_name_what_is_wrong():
     long = EvalQuestion("How long?", ("x",), QUESTIONS[0].passages, DOCUMENTS)
     with pytest.raises(PromptError, match="'How long\\?': too long"):
         evaluator(instruction=RoteEngine()).run([long], [PRIOR])
+
+
+def test_each_setting_is_evaluated_by_its_own_rules():
+    others = tuple(replace(question, setting="fragments") for question in QUESTIONS[:2])
+    data = EvalDataset("notes", (*QUESTIONS, *others))
+    plans = {"fragments": [REUSE], "adjacent": [PRIOR, REUSE]}
+    assert used_lead_ins(plans) == ["document", "instruction"]
+    engines = {"instruction": RoteEngine(), "document": RoteEngine()}
+    told = []
+    found = evaluate_settings(
+        data,
+        plans,
+        engines,
+        base=BlendConfig(min_tokens=0),
+        sampling=SamplingParams(),
+        on_setting=lambda setting, questions: lambda: told.append((setting, questions)),
+    )
+    alone = {
+        setting: Evaluator(
+            {rule.lead_in: RoteEngine() for rule in rules},
+            data.instruction,
+            BlendConfig(min_tokens=0),
+            SamplingParams(),
+        ).run(data.of_setting(setting), rules)
+        for setting, rules in plans.items()
+    }
+    assert dict(found) == alone
+    assert told == [("fragments", 2)] * 2 + [("adjacent", 4)] * 4

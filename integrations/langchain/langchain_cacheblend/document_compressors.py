@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
 
-from cacheblend_rag import Chunk
+from cacheblend_rag import Chunk, PassageOrder
 from langchain_core.callbacks import Callbacks
 from langchain_core.documents import BaseDocumentCompressor, Document
 
 from langchain_cacheblend.hints import publish
 from langchain_cacheblend.options import EngineOptions
 from langchain_cacheblend.sources import checked_documents, document_id, to_hints
-
-Order = Literal["score", "document", "reverse"]
 
 
 class CacheBlendCompressor(EngineOptions, BaseDocumentCompressor):
@@ -22,7 +19,7 @@ class CacheBlendCompressor(EngineOptions, BaseDocumentCompressor):
     Nothing is dropped and no text is changed. Put it last, behind rerankers and filters.
     """
 
-    order: Order = "score"
+    order: PassageOrder = PassageOrder.SCORE
     """``score`` keeps the order given. ``document`` brings chunks of one document together, in its
     own order, the best document first. ``reverse`` puts the best last, next to the question."""
     document_key: str | None = None
@@ -35,18 +32,11 @@ class CacheBlendCompressor(EngineOptions, BaseDocumentCompressor):
         documents = checked_documents(documents)
         self.engine.prefetch([chunk for d in documents if (chunk := self._known(d))])
         publish(to_hints(documents, self.document_key))
-        return self._in_order(documents)
-
-    def _in_order(self, documents: Sequence[Document]) -> list[Document]:
-        if self.order == "score":
-            return list(documents)
-        if self.order == "reverse":
-            return list(reversed(documents))
-        groups: dict[str | int, list[Document]] = {}
-        for index, document in enumerate(documents):
-            source = document_id(document, self.document_key)
-            groups.setdefault(index if source is None else source, []).append(document)
-        return [d for group in groups.values() for d in sorted(group, key=self._place)]
+        return self.order.arrange(
+            documents,
+            document_of=lambda document: document_id(document, self.document_key),
+            positions_of=lambda found: [self._place(document) for document in found],
+        )
 
     def _place(self, document: Document) -> int:
         """Return how many pieces precede the chunk in its document; unknown ones come last."""

@@ -9,12 +9,12 @@ import os
 
 import pytest
 from cacheblend_rag import BlendConfig, SamplingParams, TransformersEngine
-from cacheblend_rag.cli.eval import demo_dataset
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, SETTINGS
 from cacheblend_rag.quality.dataset import EvalQuestion, lead_text
 from cacheblend_rag.quality.evaluator import Evaluator, Rule
 from cacheblend_rag.quality.metrics import exact_match
+from cacheblend_rag.quality.questions import demo_dataset
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda

@@ -36,7 +36,7 @@ def test_chunks_are_read_at_once_and_once_each(engine: InProcessEngine) -> None:
         kv = blender.store.get(key).kv
         assert slow.put(key, StoredChunk(kv, entry.written_at))
     with TieredKVStore([HostTier(None), slow]) as store, pytest.MonkeyPatch.context() as settings:
-        settings.setattr(blender, "store", store)
+        settings.setattr(blender.jobs, "store", store)
         first, second = (engine.generate(prompt, SHORT).report for prompt in PROMPTS)
     assert [chunk.tier for chunk in first.chunks] == ["slow"] * len(CHUNKS)
     assert [chunk.tier for chunk in second.chunks] == ["host"] * len(CHUNKS)

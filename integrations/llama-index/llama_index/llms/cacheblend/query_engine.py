@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from llama_index.core import Settings, StorageContext, VectorStoreIndex
 from llama_index.core.embeddings.utils import EmbedType, resolve_embed_model
@@ -22,6 +22,7 @@ from llama_index.core.schema import BaseNode, Document, TransformComponent
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
+from cacheblend_rag import PassageOrder
 from cacheblend_rag.errors import ConfigError
 from llama_index.llms.cacheblend.documents import checked_nodes
 from llama_index.llms.cacheblend.instruction import CONTEXT_VARIABLES
@@ -29,7 +30,7 @@ from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute, Variant
 from llama_index.llms.cacheblend.prompt_helper import CacheBlendPromptHelper
 from llama_index.llms.cacheblend.vector_store import CacheBlendVectorStore
-from llama_index.postprocessor.cacheblend.postprocessor import CacheBlendPostprocessor, Order
+from llama_index.postprocessor.cacheblend.postprocessor import CacheBlendPostprocessor
 
 
 def cacheblend_query_engine(
@@ -44,7 +45,7 @@ def cacheblend_query_engine(
     response_mode: ResponseMode = ResponseMode.COMPACT,
     similarity_top_k: int = 4,
     node_postprocessors: Sequence[BaseNodePostprocessor] = (),
-    order: Order = "score",
+    order: PassageOrder | str = PassageOrder.SCORE,
     variants: tuple[Variant, ...] = ("llm",),
     collection: str | None = None,
     streaming: bool = False,
@@ -69,7 +70,7 @@ def cacheblend_query_engine(
     llm = _blending(llm)
     if not isinstance(source, BaseIndex):
         source = checked_nodes(source, "documents")
-    _check_choice("order", order, get_args(Order))
+    _check_choice("order", order, list(PassageOrder))
     _check_choice("response_mode", response_mode, [mode.value for mode in ResponseMode])
     _check_count("similarity_top_k", similarity_top_k)
     _check_template("text_qa_template", text_qa_template)
@@ -109,7 +110,7 @@ def cacheblend_query_engine(
         streaming=streaming,
         use_async=use_async,
     )
-    hinting = CacheBlendPostprocessor(llm=llm, order=order)
+    hinting = CacheBlendPostprocessor(llm=llm, order=PassageOrder(order))
     return RetrieverQueryEngine(
         retriever=index.as_retriever(similarity_top_k=similarity_top_k),
         response_synthesizer=synthesizer,

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 from llama_index.core.bridge.pydantic import Field, SerializeAsAny, field_validator
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
-from cacheblend_rag import Chunk, Engine
+from cacheblend_rag import Chunk, Engine, PassageOrder
 from llama_index.llms.cacheblend.documents import bare_text, document_id, shown_text, start_index
 from llama_index.llms.cacheblend.hints import HintedNode, expect
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.settings import CheckedComponent, EngineSettings, checked_llm
-
-Order = Literal["score", "document", "reverse"]
 
 
 class CacheBlendPostprocessor(CheckedComponent, BaseNodePostprocessor):
@@ -27,7 +25,9 @@ class CacheBlendPostprocessor(CheckedComponent, BaseNodePostprocessor):
     """
 
     llm: SerializeAsAny[EngineSettings] = Field(description="The CacheBlendLLM that answers.")
-    order: Order = Field(default="score", description="'score', 'document' or 'reverse'.")
+    order: PassageOrder = Field(
+        default=PassageOrder.SCORE, description="'score', 'document' or 'reverse'."
+    )
 
     @field_validator("llm", mode="before")
     @classmethod
@@ -57,36 +57,31 @@ class CacheBlendPostprocessor(CheckedComponent, BaseNodePostprocessor):
         return self._postprocess_nodes(nodes, query_bundle)
 
 
-def _ordered(nodes: Sequence[NodeWithScore], order: Order, engine: Engine) -> list[NodeWithScore]:
-    best_first = sorted(nodes, key=lambda node: -(node.score or 0.0))
-    if order == "score":
-        return best_first
-    if order == "reverse":
-        return best_first[::-1]
-    documents: dict[str, list[NodeWithScore]] = {}
-    for node in best_first:
-        documents.setdefault(document_id(node.node), []).append(node)
-    return [
-        node
-        for name, found in documents.items()
-        for node in _in_document_order(name, found, engine)
-    ]
-
-
-def _in_document_order(
-    name: str, nodes: list[NodeWithScore], engine: Engine
+def _ordered(
+    nodes: Sequence[NodeWithScore], order: PassageOrder, engine: Engine
 ) -> list[NodeWithScore]:
-    """Sort by place among the document's known chunks, else by offset, else keep the order."""
+    return order.arrange(
+        sorted(nodes, key=lambda node: -(node.score or 0.0)),
+        document_of=lambda node: document_id(node.node),
+        positions_of=lambda found: _positions([node.node for node in found], engine),
+    )
+
+
+def _positions(nodes: Sequence[BaseNode], engine: Engine) -> Sequence[int]:
+    """Return the places of one document's nodes: among its known chunks, or else in its text.
+
+    Where one of them has neither, they keep the order they have.
+    """
+    name = document_id(nodes[0])
     known = {chunk.text: place for place, chunk in enumerate(engine.registry.document(name))}
     for places in (
-        [known.get(shown_text(node.node)) for node in nodes],
-        [start_index(node.node) for node in nodes],
+        [known.get(shown_text(node)) for node in nodes],
+        [start_index(node) for node in nodes],
     ):
-        if None not in places:
-            return [
-                nodes[index] for _, index in sorted(zip(places, range(len(nodes)), strict=True))
-            ]
-    return nodes
+        told = [place for place in places if place is not None]
+        if len(told) == len(nodes):
+            return told
+    return range(len(nodes))
 
 
 def _hinted(node: BaseNode, engine: Engine) -> HintedNode:

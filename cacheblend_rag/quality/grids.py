@@ -1,0 +1,91 @@
+"""Grids: which rules an evaluation compares; a short table that fits a setting, or every mix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import get_args
+
+from cacheblend_rag.blend.selectors import make_selector
+from cacheblend_rag.config import BlendConfig, LeadIn
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.quality.dataset import EvalQuestion
+from cacheblend_rag.quality.evaluator import Rule
+
+DEFAULT_RATIOS = (0.05, 0.1, 0.15)
+DEFAULT_SELECTORS = ("hkvd", "prior", "random")
+DEFAULT_LEAD_INS: tuple[LeadIn, ...] = ("instruction", "document")
+
+Cell = tuple[LeadIn, str, tuple[float, ...]]
+_WHOLE_DOCUMENTS: tuple[Cell, ...] = (
+    ("instruction", "hkvd", (0.15,)),
+    ("instruction", "prior", (0.05, 0.1, 0.15, 0.2, 0.25)),
+    ("instruction", "question", (0.2,)),
+    ("instruction", "question_prior", (0.1, 0.2)),
+    ("instruction", "chunk_head", (0.15,)),
+    ("instruction", "random", (0.05, 0.1, 0.15, 0.2, 0.25)),
+    ("document", "hkvd", (0.15,)),
+    ("document", "prior", (0.15,)),
+)
+_BROKEN_DOCUMENTS: tuple[Cell, ...] = (
+    ("instruction", "hkvd", (0.15,)),
+    ("instruction", "prior", (0.15,)),
+    ("instruction", "random", (0.15,)),
+    ("document", "hkvd", (0.15,)),
+    ("document", "prior", (0.15,)),
+)
+_SINGLE_PASSAGES: tuple[Cell, ...] = (
+    ("instruction", "hkvd", (0.05, 0.1, 0.15)),
+    ("instruction", "question", (0.15,)),
+    ("instruction", "chunk_head", (0.15,)),
+    ("instruction", "random", (0.15,)),
+)
+
+
+def grid_rules(
+    ratios: Sequence[float] | None = None,
+    selectors: Sequence[str] | None = None,
+    lead_ins: Sequence[str] | None = None,
+) -> list[Rule] | None:
+    """Return every lead-in x selector x ratio, or None when none of the three is given.
+
+    What is None or empty beside another is a default. Plain reuse stands first for each lead-in.
+    Raises ConfigError on an unknown name, or a ratio that is none.
+    """
+    if ratios is None and selectors is None and lead_ins is None:
+        return None
+    for ratio in ratios or ():
+        BlendConfig(recompute_ratio=ratio)
+    return _rules(
+        [
+            (lead_in, selector, tuple(ratios or DEFAULT_RATIOS))
+            for lead_in in (_lead_ins(lead_ins) if lead_ins else DEFAULT_LEAD_INS)
+            for selector in selectors or DEFAULT_SELECTORS
+        ]
+    )
+
+
+def default_rules(setting: str, questions: Sequence[EvalQuestion]) -> list[Rule]:
+    """Return the short table that fits a setting; plain reuse stands first for each lead-in."""
+    if all(len(d.chunks) == 1 for question in questions for d in question.documents):
+        return _rules(_SINGLE_PASSAGES)
+    broken = setting in ("fragments", "shuffled")
+    return _rules(_BROKEN_DOCUMENTS if broken else _WHOLE_DOCUMENTS)
+
+
+def _rules(cells: Sequence[Cell]) -> list[Rule]:
+    rules: dict[Rule, None] = {}
+    for lead_in, selector, ratios in cells:
+        make_selector(selector)
+        rules[Rule.reuse(lead_in)] = None
+        for ratio in ratios:
+            if ratio > 0 and selector != "none":
+                rules[Rule(lead_in, selector, ratio)] = None
+    return list(rules)
+
+
+def _lead_ins(names: Sequence[str]) -> tuple[LeadIn, ...]:
+    known = {str(name): name for name in get_args(LeadIn)}
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"lead_in={name!r} must be one of {', '.join(known)}")
+    return tuple(known[name] for name in names)

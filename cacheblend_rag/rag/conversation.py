@@ -1,0 +1,62 @@
+"""Conversation: questions to a collection of which each is asked behind the turns before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from threading import Event
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.rag.answering import AskedTurn, Asker, FittedPrompt, finished
+from cacheblend_rag.rag.ordering import PassageOrder
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Delta, Generation, SamplingParams
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt and its answer."""
+
+    fitted: FittedPrompt
+    answer: Generation
+
+
+class Conversation:
+    """The turns so far, and what became of the last one (``last``, None before any).
+
+    Each question retrieves ``top_k`` passages of its own. Earlier turns stay in the prompt with
+    theirs, until the context window is full: then the oldest turns go.
+    """
+
+    def __init__(
+        self, asker: Asker, sampling: SamplingParams, top_k: int, order: PassageOrder
+    ) -> None:
+        self.last: Answered | None = None
+        self._asker = asker
+        self._sampling = sampling
+        self._top_k = top_k
+        self._order = order
+        self._turns: tuple[AskedTurn, ...] = ()
+
+    def ask(self, question: str, cancel: Event | None = None) -> Iterator[Delta]:
+        """Answer piece by piece; the turn is kept once the stream has been read to its end."""
+        sources = self._asker.retrieve(question, self._top_k, self._order)
+        fitted = self._asker.fit(self._turns, question, sources, self._sampling.max_tokens)
+        deltas: list[Delta] = []
+        for delta in self._asker.stream(fitted, self._sampling, cancel):
+            deltas.append(delta)
+            yield delta
+        self._keep(fitted, finished(deltas))
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self._turns, self.last = (), None
+
+    def _keep(self, fitted: FittedPrompt, answer: Generation) -> None:
+        """Remember the turn if it was answered, and forget those that found no room beside it."""
+        self.last = Answered(fitted, answer)
+        *earlier, asked = fitted.turns
+        text = answer.text.strip()
+        answered = AskedTurn(replace(asked.turn, answer=text), asked.sources)
+        self._turns = (*earlier, answered) if text else tuple(earlier)

@@ -1,0 +1,80 @@
+"""IndexReport: what a run of `index` did, and whether that was anything at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.rag.units import size
+
+if TYPE_CHECKING:
+    from cacheblend_rag.rag.readers import FoundFiles
+
+
+@dataclass
+class IndexReport:
+    """What one run did.
+
+    added, changed, unchanged: files. removed: documents whose files are gone; vanished: such that
+    were kept. unknown: files with an extension that is not read. skipped: files that could not be
+    indexed, and why. computed_chunks, stored_chunks: chunks of files that were read whose KV was
+    computed, or was there already. computed_tokens, compute_seconds, computed_kv_bytes: of the
+    computed ones. refused_chunks: chunks that have no KV, by reason. documents, chunks: all that
+    the collection holds in the end.
+    """
+
+    added: int = 0
+    changed: int = 0
+    unchanged: int = 0
+    removed: int = 0
+    vanished: int = 0
+    unknown: int = 0
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    computed_chunks: int = 0
+    computed_tokens: int = 0
+    computed_kv_bytes: int = 0
+    compute_seconds: float = 0.0
+    stored_chunks: int = 0
+    refused_chunks: dict[str, int] = field(default_factory=dict)
+    documents: int = 0
+    chunks: int = 0
+
+    @property
+    def pace(self) -> str:
+        """How fast KV is computed, and how much there is now."""
+        rate = self.computed_tokens / self.compute_seconds if self.compute_seconds else 0.0
+        return f"{rate:,.0f} tokens a second, {size(self.computed_kv_bytes)} of KV"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    def check(self, paths: Iterable[Path]) -> None:
+        """Raise StoreError when nothing at ``paths`` was, or had been, indexed."""
+        if not (self.added + self.changed + self.unchanged + self.removed + self.vanished):
+            raise _nothing(paths, self.unknown, len(self.skipped))
+
+
+def check_paths(paths: Iterable[Path], found: FoundFiles, known: Sequence[Path]) -> None:
+    """Raise StoreError when a path is not there, or nothing is to be done, before doing anything.
+
+    known: the files of the collection's documents; below a path that is gone, they may be pruned.
+    """
+    paths = list(paths)
+    for path in paths:
+        below = (file for file in known if file.is_relative_to(path.resolve()))
+        if not os.path.lexists(path) and not any(below):
+            raise StoreError(f"{path} does not exist")
+    if not found.files and not known:
+        raise _nothing(paths, found.unknown, 0)
+
+
+def _nothing(paths: Iterable[Path], unknown: int, skipped: int) -> StoreError:
+    return StoreError(
+        f"nothing could be indexed in {', '.join(map(str, paths))}: {skipped} files skipped, "
+        f"{unknown} with an extension that is not text, Markdown, HTML or PDF"
+    )

@@ -1,0 +1,28 @@
+"""Sweeping: removing what a collection's KV holds of no document that it knows."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+from cacheblend_rag.engines.factory import EMBEDDED
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.rag.collection import Collection
+from cacheblend_rag.rag.collection_engine import open_known
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.transformers.engine import TransformersEngine
+
+
+def evict_unregistered(folder: Path) -> int:
+    """Load a collection's model and evict the KV of chunks that it does not know; returns how many.
+
+    Raises StoreError when its KV is in vLLM, and what opening the collection raises.
+    """
+    with Collection.open(folder) as collection:
+        settings = collection.settings
+    if settings.engine != EMBEDDED:
+        raise StoreError(f"{folder} keeps its KV in vLLM: evict documents or namespaces there")
+    with closing(cast("TransformersEngine", open_known(folder, settings, "cpu"))) as engine:
+        return engine.evict_unregistered()
