@@ -15,8 +15,11 @@ from cacheblend_rag.text.prompt import BlendPrompt, Segment
 from cacheblend_rag.text.registry import ChunkRegistry
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import Delta, Engine, Generation, SamplingParams
-    from cacheblend_rag.engines.factory import load_tokenizer, open_engine
+    from cacheblend_rag.engines.answer import Delta, Generation
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.engines.factory import open_engine
+    from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.engines.tokenizer import load_tokenizer
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.rag.ordering import PassageOrder
@@ -29,17 +32,17 @@ _LAZY = {
     "BlendReport": "cacheblend_rag.report",
     "ChunkKV": "cacheblend_rag.kv",
     "ChunkReport": "cacheblend_rag.report",
-    "Delta": "cacheblend_rag.engines.base",
+    "Delta": "cacheblend_rag.engines.answer",
     "Engine": "cacheblend_rag.engines.base",
-    "Generation": "cacheblend_rag.engines.base",
+    "Generation": "cacheblend_rag.engines.answer",
     "KVKey": "cacheblend_rag.kv",
     "PassageOrder": "cacheblend_rag.rag.ordering",
     "PrecomputeReport": "cacheblend_rag.report",
-    "SamplingParams": "cacheblend_rag.engines.base",
+    "SamplingParams": "cacheblend_rag.engines.sampling",
     "TieredKVStore": "cacheblend_rag.kv",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
-    "load_tokenizer": "cacheblend_rag.engines.factory",
+    "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
 }
 

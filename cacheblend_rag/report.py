@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -65,6 +65,30 @@ class PhaseSeconds:
     @property
     def time_to_first_token(self) -> float:
         return self.prepare + self.load + self.selection + self.recompute + self.first_token
+
+
+@dataclass(frozen=True)
+class PrefillReport:
+    """How a prompt's KV came to be.
+
+    reason: why nothing was reused, None when something was. chunks: of the prompt, in order.
+    seconds: by phase, as PhaseSeconds names them. was_run: False when it was given up before.
+    The others are as in BlendReport.
+    """
+
+    reason: str | None = None
+    selector: str = "none"
+    selector_reason: str | None = None
+    ratio: float = 1.0
+    compute_share: float = 1.0
+    chunks: Sequence[ChunkReport] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    was_run: bool = True
+
+    @property
+    def blended(self) -> bool:
+        """Whether any chunk was reused."""
+        return any(chunk.hit for chunk in self.chunks)
 
 
 @dataclass(frozen=True)

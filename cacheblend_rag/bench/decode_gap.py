@@ -22,14 +22,14 @@ from cacheblend_rag.bench.ttft import TtftPlan, check_blend, draw_texts
 from cacheblend_rag.bench.vllm import running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, draw_words
 from cacheblend_rag.config import StoreConfig
-from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import Generation
-    from cacheblend_rag.engines.vllm.client import VLLMClient
+    from cacheblend_rag.engines.answer import Generation
+    from cacheblend_rag.engines.vllm.engine import VLLMEngine
 
 NEIGHBOUR_PROMPT = 16
 TOKENS_AROUND = 8
@@ -40,7 +40,7 @@ BLEND, PIECEWISE, FULL, ALONE = "blend", "chunked prefill", "full prefill", "alo
 class _Neighbour:
     """A request that decodes in a thread until it is stopped, noting when its tokens come."""
 
-    def __init__(self, engine: VLLMClient, prompt: BlendPrompt, tokens: int) -> None:
+    def __init__(self, engine: VLLMEngine, prompt: BlendPrompt, tokens: int) -> None:
         self._arrived: list[float] = []
         self._cancel, self._came = Event(), Event()
         sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
@@ -82,7 +82,7 @@ class _Case:
     """A long request beside a neighbour; ``seconds`` gathers its own times to first token."""
 
     plan: TtftPlan
-    engine: VLLMClient
+    engine: VLLMEngine
     ask: Callable[[int], Generation] | None
     seconds: list[float]
 
@@ -117,13 +117,13 @@ def measure_gaps(plan: TtftPlan, advance: Advance = lambda _: None) -> dict[str,
     room = 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)
     settings = ConnectorSettings(StoreConfig(host_bytes=room))
 
-    def blended(engine: VLLMClient, turn: int) -> Generation:
+    def blended(engine: VLLMEngine, turn: int) -> Generation:
         config = plan.config(ratio).with_changes(min_tokens=turn)  # changes only the salt
         generation = engine.generate(prompt, ONE_TOKEN, config=config)
         check_blend(plan, generation, ratio, "host")
         return generation
 
-    def full(engine: VLLMClient, _turn: int) -> Generation:
+    def full(engine: VLLMEngine, _turn: int) -> Generation:
         return engine.generate_full(prompt, ONE_TOKEN)
 
     with plan.setting.saved_model() as folder:

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.vllm import VLLMSetting, running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, draw_words
-from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import Generation
-    from cacheblend_rag.engines.vllm.client import VLLMClient
+    from cacheblend_rag.engines.answer import Generation
+    from cacheblend_rag.engines.vllm.engine import VLLMEngine
 
 WITH, WITHOUT, AGAIN = "with the connector", "without it", "without it, again"
 QUESTION_TOKENS = 32
@@ -108,19 +108,19 @@ def measure_overhead(plan: OverheadPlan, advance: Advance = lambda _: None) -> d
     }
 
 
-def _first_token(plan: OverheadPlan, engine: VLLMClient, turn: int) -> float:
+def _first_token(plan: OverheadPlan, engine: VLLMEngine, turn: int) -> float:
     answer = _ask(plan, engine, turn, plan.prompt_tokens, ONE_TOKEN)
     return answer.report.seconds.time_to_first_token
 
 
-def _decode(plan: OverheadPlan, engine: VLLMClient, turn: int) -> float:
+def _decode(plan: OverheadPlan, engine: VLLMEngine, turn: int) -> float:
     sampling = SamplingParams(max_tokens=plan.decoded, ignore_eos=True)
     answer = _ask(plan, engine, turn, QUESTION_TOKENS, sampling)
     return answer.report.seconds.decode / (len(answer.token_ids) - 1)
 
 
 def _ask(
-    plan: OverheadPlan, engine: VLLMClient, turn: int, tokens: int, sampling: SamplingParams
+    plan: OverheadPlan, engine: VLLMEngine, turn: int, tokens: int, sampling: SamplingParams
 ) -> Generation:
     words = draw_words(random.Random(turn), tokens, plan.setting.shape.vocabulary)
     return engine.generate(BlendPrompt.of(words), sampling)

@@ -22,14 +22,15 @@ from cacheblend_rag.bench.vllm import VLLMSetting, running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, blend_config, draw_chunks, draw_words
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.config import BlendConfig, StoreConfig
-from cacheblend_rag.engines.base import Generation, SamplingParams
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import CacheBlendError, ConfigError
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.vllm.client import VLLMClient
+    from cacheblend_rag.engines.vllm.engine import VLLMEngine
 
 SHARED_SALT = "prefix-caching"
 WARM_UP_QUESTIONS = 2
@@ -150,9 +151,9 @@ class _Run:
         self.advance("vLLM's prefix caching")
         with running_vllm("vllm", self.folder, options=self._options(), connector=False) as engine:
             for chunk in self.work.chunks:
-                engine.generate_full(BlendPrompt.of(chunk), ONE_TOKEN, salt=SHARED_SALT)
+                engine.generate_full(BlendPrompt.of(chunk), ONE_TOKEN, cache_salt=SHARED_SALT)
             return self._per_second(
-                lambda prompt: engine.generate_full(prompt, self._sampling, salt=SHARED_SALT)
+                lambda prompt: engine.generate_full(prompt, self._sampling, cache_salt=SHARED_SALT)
             )
 
     def blend(self) -> tuple[float, float]:
@@ -168,7 +169,7 @@ class _Run:
             report = engine.precompute(self.work.chunks, progress=False)
             return self._per_second(lambda prompt: self._blended(engine, prompt)), report.seconds
 
-    def _blended(self, engine: VLLMClient, prompt: BlendPrompt) -> Generation:
+    def _blended(self, engine: VLLMEngine, prompt: BlendPrompt) -> Generation:
         generation = engine.generate(prompt, self._sampling)
         report = generation.report
         if not report.blended or not all(chunk.hit for chunk in report.chunks):

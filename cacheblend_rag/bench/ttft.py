@@ -22,7 +22,7 @@ from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, blend_config, draw
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.base import Generation
+from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.vllm.connector.settings import check_attention_mode
 from cacheblend_rag.errors import CacheBlendError, ConfigError

@@ -28,7 +28,7 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.vllm.client import VLLMClient
+    from cacheblend_rag.engines.vllm.engine import VLLMEngine
 
 CACHED_PROMPTS = 4
 FULL, PREFIX_CACHING = "ordinary prefill", "prefix caching"
@@ -53,7 +53,7 @@ def measure_vllm_ttft(
 
 
 @contextmanager
-def _engine(kind: VLLMKind, plan: TtftPlan, folder: Path, tier: str) -> Iterator[VLLMClient]:
+def _engine(kind: VLLMKind, plan: TtftPlan, folder: Path, tier: str) -> Iterator[VLLMEngine]:
     options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS)
     options["max_num_batched_tokens"] = plan.step_tokens
     with tempfile.TemporaryDirectory(prefix="cacheblend-kv-") as kv:
@@ -69,7 +69,7 @@ def _engine(kind: VLLMKind, plan: TtftPlan, folder: Path, tier: str) -> Iterator
 @dataclass
 class _Measurement:
     plan: TtftPlan
-    engine: VLLMClient
+    engine: VLLMEngine
     tier: str
     advance: Advance
 
@@ -116,10 +116,10 @@ class _Measurement:
 
     def _prefix_caching(self, turn: int) -> float:
         for chunk in self.chunks:
-            self.engine.generate_full(BlendPrompt.of(chunk), ONE_TOKEN, salt=SHARED_SALT)
+            self.engine.generate_full(BlendPrompt.of(chunk), ONE_TOKEN, cache_salt=SHARED_SALT)
         prompt = self._prompt(turn)
         started = time.perf_counter()
-        self.engine.generate_full(prompt, ONE_TOKEN, salt=SHARED_SALT)
+        self.engine.generate_full(prompt, ONE_TOKEN, cache_salt=SHARED_SALT)
         return time.perf_counter() - started
 
     def _prompt(self, turn: int) -> BlendPrompt:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,8 +23,9 @@ from cacheblend_rag.bench.workload import LEAD_IN
 from cacheblend_rag.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.vllm.client import VLLMClient
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+    from cacheblend_rag.engines.vllm.engine import VLLMEngine
+    from cacheblend_rag.engines.vllm.transport import Transport
 
 VLLMKind = Literal["vllm", "vllm-server"]
 SPARE_TOKENS = 256
@@ -80,7 +81,7 @@ def running_vllm(
     options: dict[str, Any],
     connector: bool = True,
     settings: ConnectorSettings | None = None,
-) -> Iterator[VLLMClient]:
+) -> Iterator[VLLMEngine]:
     """Yield an engine over vLLM, in process or in a server, which is stopped at the end.
 
     options: engine arguments. connector: False is vLLM as it is. settings: the connector's. Raises
@@ -90,27 +91,29 @@ def running_vllm(
         raise MissingExtraError(f"engine={kind!r}", "vllm")
     _settle_environment()
     if kind == "vllm":
-        from cacheblend_rag.engines.vllm.engine import VLLMEngine
+        from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
 
-        arguments = {"disable_log_stats": True, "settings": settings, **options}
+        arguments = {"disable_log_stats": True, **options}
         if not connector:
             arguments["kv_transfer_config"] = None
-        engine: VLLMClient = VLLMEngine(folder, lead_in=LEAD_IN, **arguments)
-        try:
+        with _engine_over(InProcessVLLM(folder, settings, **arguments)) as engine:
             yield engine
-        finally:
-            engine.close()
     else:
+        from cacheblend_rag.engines.vllm.http import VLLMServer
         from cacheblend_rag.engines.vllm.serve import running_server
-        from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 
         flags = ["--disable-log-stats", *_flags(options)]
-        with running_server(folder, flags=flags, connector=connector, settings=settings) as server:
-            engine = VLLMServerEngine(server.url, model=folder, lead_in=LEAD_IN)
-            try:
-                yield engine
-            finally:
-                engine.close()
+        with (
+            running_server(folder, flags=flags, connector=connector, settings=settings) as server,
+            _engine_over(VLLMServer(server.url, model=folder)) as engine,
+        ):
+            yield engine
+
+
+def _engine_over(transport: Transport) -> closing[VLLMEngine]:
+    from cacheblend_rag.engines.vllm.engine import VLLMEngine
+
+    return closing(VLLMEngine(transport, lead_in=LEAD_IN))
 
 
 def _flags(options: dict[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import random
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.text.chunk import Chunk, Document
 
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)

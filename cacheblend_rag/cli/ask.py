@@ -13,7 +13,8 @@ from cacheblend_rag.rag.collection import DEFAULT_FOLDER
 from cacheblend_rag.rag.ordering import PassageOrder
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import Generation, SamplingParams
+    from cacheblend_rag.engines.answer import Generation
+    from cacheblend_rag.engines.sampling import SamplingParams
 
 
 def ask_command(

@@ -15,7 +15,7 @@ from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.ordering import PassageOrder, Source
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import Delta
+    from cacheblend_rag.engines.answer import Delta
     from cacheblend_rag.report import BlendReport, ChunkReport
 
 TOP_K = 4

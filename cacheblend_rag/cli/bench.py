@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.engines.factory import VLLM
+from cacheblend_rag.config import VLLM
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag import checks

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +12,7 @@ import typer
 from rich.markup import escape
 
 from cacheblend_rag.cli import options, output
+from cacheblend_rag.config import EMBEDDED
 from cacheblend_rag.demo.corpus import INSTRUCTION
 from cacheblend_rag.demo.notes import draw_notes
 from cacheblend_rag.engines.naming import DEMO_MODEL
@@ -58,15 +60,15 @@ def demo_command(
         quiet_libraries()
         from cacheblend_rag.quality.comparison import summarize
 
-        comparison = _set_up(questions, embedding_model)
-        chunks = comparison.index()
-        console.print(f"Indexed {len(comparison.documents)} documents, {chunks} chunks, once.")
-        answered = []
-        for found in comparison.answer_all():
-            answered.append(found)
-            _print_answered(console, found)
-        summaries = [summarize(method, answered) for method in METHODS]
-        _print_tables(console, answered, summaries)
+        with _set_up(questions, embedding_model) as comparison:
+            chunks = comparison.index()
+            console.print(f"Indexed {len(comparison.documents)} documents, {chunks} chunks, once.")
+            answered = []
+            for found in comparison.answer_all():
+                answered.append(found)
+                _print_answered(console, found)
+            summaries = [summarize(method, answered) for method in METHODS]
+            _print_tables(console, answered, summaries)
         real = _measure_real_size() if real_size else None
     if real:
         console.print(_real_size_line(real), soft_wrap=True)
@@ -92,17 +94,21 @@ def _save_documents(folder: Path, questions: int) -> None:
         typer.echo(f"  {item.question}  ({item.answer})")
 
 
-def _set_up(questions: int, embedding_model: str) -> Comparison:
+@contextmanager
+def _set_up(questions: int, embedding_model: str) -> Iterator[Comparison]:
     """Draw the collection, retrieve for each question, and load the demo model."""
     from cacheblend_rag.quality.comparison import Comparison, with_retrieved
-    from cacheblend_rag.quality.engines import open_engines
+    from cacheblend_rag.quality.engines import opened_engines
 
     notes = draw_notes(questions)
     documents = demo_documents(notes.documents)
     retriever = DocumentRetriever(documents, embedding_model)
     asked = with_retrieved(notes.questions, retriever.retrieve)
-    engines = open_engines(DEMO_MODEL, needed_lead_ins(), instruction=lead_text(INSTRUCTION))
-    return Comparison(engines, INSTRUCTION, documents, asked)
+    opened = opened_engines(
+        EMBEDDED, DEMO_MODEL, needed_lead_ins(), instruction=lead_text(INSTRUCTION)
+    )
+    with opened as engines:
+        yield Comparison(engines, INSTRUCTION, documents, asked)
 
 
 def _print_answered(console: Console, found: Answered) -> None:

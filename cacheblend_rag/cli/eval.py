@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.factory import EMBEDDED
+from cacheblend_rag.config import EMBEDDED, BlendConfig
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.quality.dataset import EvalDataset, lead_text
 from cacheblend_rag.quality.questions import DEMO, choose_questions
@@ -76,7 +75,7 @@ def evaluate_command(
         checks.check_selector("hkvd", {"deviation": deviation})
         checks.check_check_layers(base, model)
         checks.check_placement(device, dtype)
-        from cacheblend_rag.engines.base import SamplingParams
+        from cacheblend_rag.engines.sampling import SamplingParams
         from cacheblend_rag.quality.engines import opened_engines
         from cacheblend_rag.quality.evaluator import evaluate_settings, used_lead_ins
         from cacheblend_rag.quality.grids import default_rules

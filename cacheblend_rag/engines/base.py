@@ -1,143 +1,300 @@
-"""The contract every engine keeps: what goes in, what comes out, the report of what was reused."""
+"""Engine: the contract that every engine keeps, and all of it that is the same on every engine.
+
+A subclass says what it is (its facts), begins a request (``_start``), and does a store's verbs
+(``_store``, ``_prefetch``, ``_evict``). Generating, streaming, batches, their asynchronous twins,
+known chunks and reports are made of these here, once.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import asyncio
+import copy
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
 from threading import Event
-from typing import Literal, Protocol
+from typing import Any, ClassVar, Final, Self, cast
 
-from cacheblend_rag.config import BlendConfig
+from tqdm import tqdm
+
+from cacheblend_rag.blend.selectors import make_selector
+from cacheblend_rag.config import BlendConfig, LeadInConfig, check_request, settle
+from cacheblend_rag.engines.answer import Delta, FinishReason, Generation, Request
+from cacheblend_rag.engines.background import CLOSED
+from cacheblend_rag.engines.known_chunks import Item, KnownChunks, whole_documents
+from cacheblend_rag.engines.misses import FirstMiss
+from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.storing import Stored, Tally
+from cacheblend_rag.engines.stream import Cancellation, Stream
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.report import BlendReport, PrecomputeReport
-from cacheblend_rag.text.chat import Message
-from cacheblend_rag.text.chunk import Chunk, Document
-from cacheblend_rag.text.prompt import BlendPrompt
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
+from cacheblend_rag.report import (
+    BlendReport,
+    PhaseSeconds,
+    PrecomputeReport,
+    PrefillReport,
+    reused_and_recomputed,
+)
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.encoder import SegmentEncoder, Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
-FinishReason = Literal["stop", "length", "cancelled"]
+logger = logging.getLogger(__name__)
+
+Hints = Sequence[Chunk | str]
+"""Chunks, or ids of documents, that a prompt is known to hold."""
+
+FORGOTTEN = "forgotten meanwhile"
+"""Of chunks whose KV was dropped again, as another writer no longer has them."""
+UNSUPPORTED: Final = "unsupported model"
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are drawn.
+class Engine(ABC):
+    """A model that answers prompts, and reuses the KV of the chunks in them.
 
-    max_tokens: at most so many new tokens. temperature: 0 is greedy. top_p: (0, 1]. top_k: 0 is
-    off. repetition_penalty: 1 is off. seed: None draws one. stop: strings that end the answer and
-    are cut from it. ignore_eos: go on past the end-of-sequence token (benchmarks).
+    Attributes:
+        name: the kind of engine, as reports name it.
+        model_name: the model's hub name, or its folder's own name.
+        tokenizer: the model's. encoder: how segments of prompts are tokenized by it.
+        config: of requests that bring none. lead_in: what chunks are computed behind.
+        registry: known chunks. instruction: what prompts say before their first chunk.
+
+    Safe to share between threads.
     """
 
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
-        if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
-            raise ConfigError(f"stop={self.stop!r:.100} must hold non-empty strings")
-        object.__setattr__(self, "stop", tuple(stop))
-        for name in ("max_tokens", "top_k"):
-            _check_number(name, getattr(self, name), whole=True)
-        for name in ("temperature", "top_p", "repetition_penalty"):
-            _check_number(name, getattr(self, name))
-        if self.seed is not None:
-            _check_number("seed", self.seed, whole=True)
-        if self.max_tokens < 1:
-            raise ConfigError(f"max_tokens={self.max_tokens!r} must be at least 1")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature!r} must be at least 0")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p!r} must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k!r} must be at least 0")
-        if self.repetition_penalty <= 0:
-            raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} must be above 0")
-
-
-def _check_number(name: str, value: object, *, whole: bool = False) -> None:
-    """Raise ConfigError unless a value is a finite number."""
-    kinds = int if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-        kind = "a whole number" if whole else "a number"
-        raise ConfigError(f"{name}={value!r:.100} must be {kind}")
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One finished answer: ``text`` without stop string, ``token_ids`` without end token."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    prompt_tokens: int
-    report: BlendReport
-
-
-@dataclass(frozen=True)
-class Delta:
-    """One step of a stream: new text (may be empty); the last one carries the whole Generation."""
-
-    text: str
-    generation: Generation | None = None
-
-
-CLOSED = "the engine is closed: open another"
-FULL_PREFILL = "full prefill was asked for"
-
-PromptLike = str | BlendPrompt | Sequence[Message]
-"""A prompt text, ready segments, or chat messages (rendered by the model's chat template)."""
-
-
-class Engine(Protocol):
-    """What the frameworks' classes, the command line and the workflows rely on."""
-
     name: str
-    model_name: str
-    config: BlendConfig
-    registry: ChunkRegistry
-    instruction: str
+    part_chunks: ClassVar[int] = 64
+    """Chunks that are handed on to be stored at once, at least, where there are as many."""
+
+    def __init__(
+        self,
+        *,
+        model_name: str,
+        tokenizer: Any,
+        identity: Mapping[str, Any],
+        config: BlendConfig | None = None,
+        lead_in: LeadInConfig | str | None = None,
+        registry: ChunkRegistry | None = None,
+        instruction: str | Callable[[Tokenizer], str] = "",
+        namespace: str = "default",
+    ) -> None:
+        """Settle what an engine is: the attributes of the same names, None for their defaults.
+
+        Args:
+            model_name: the model's hub name, or its folder's own name.
+            tokenizer: the model's.
+            identity: what the model's KV depends on, but for the lead-in (``model_identity``).
+            config: of requests that bring none.
+            lead_in: what chunks are computed behind, as settings or by its kind's name.
+            registry: known chunks; several engines may share one.
+            instruction: what prompts say before their first chunk; a function is given the
+                tokenizer and returns it.
+            namespace: tenants with different namespaces never share KV.
+
+        Raises:
+            ConfigError: when a setting is out of range.
+        """
+        self.model_name, self.tokenizer, self.namespace = model_name, tokenizer, namespace
+        self.config, lead_in = settled(config, lead_in)
+        self.instruction = instruction if isinstance(instruction, str) else instruction(tokenizer)
+        self._identity = dict(identity)
+        self._closed, self._elder = False, cast("Self | None", None)
+        self._settle(lead_in, ChunkRegistry() if registry is None else registry)
+        if self.encoder.cuts == "nowhere":
+            logger.warning("the tokenizer needs whole texts: no chunk can be reused in a prompt")
+
+    def _settle(self, lead_in: LeadInConfig, registry: ChunkRegistry) -> None:
+        """Make what depends on the lead-in and on the registry."""
+        self.lead_in, self.registry = lead_in, registry
+        self.encoder = SegmentEncoder(
+            self.tokenizer, split_special_tokens=lead_in.split_special_tokens
+        )
+        self._led = LeadIn(
+            self.encoder,
+            lead_in,
+            instruction=self.instruction,
+            identity=self._identity,
+            namespace=self.namespace,
+        )
+        self._known = KnownChunks(registry, self._led, self._evict)
+        self._first_miss = FirstMiss(registry)
+        self._preparer = PromptPreparer(
+            self.tokenizer, self.encoder, registry, self._led, self.context_window
+        )
+
+    # Facts
 
     @property
+    @abstractmethod
     def context_window(self) -> int:
         """Most tokens a prompt and its answer may hold together."""
 
     @property
+    @abstractmethod
+    def blend_refusal(self) -> str | None:
+        """Why nothing is blended: every request is then served by ordinary prefill. Or None."""
+
+    @property
+    def address(self) -> str:
+        """What ``open_engine`` takes to open the like of it: a name, or a server's URL."""
+        return self.name
+
+    @property
+    def dtype(self) -> str | None:
+        """Precision of the model's weights, None where it is not known here."""
+        return None
+
+    @property
     def fingerprint(self) -> str:
-        """What chunk KV is stored under: model, dtype, tokenizer, lead-in, namespace."""
+        """What this engine's chunk KV is stored under: model, tokenizer, lead-in, namespace."""
+        return self._led.fingerprint
 
     @property
     def has_chat_template(self) -> bool:
         """Whether prompts may be chat messages."""
+        return bool(getattr(self.tokenizer, "chat_template", None))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether ``close`` has yet to be called."""
+        return not self._closed and (self._elder is None or self._elder.is_open)
+
+    # Prompts
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of ``text`` as a chunk: what looks like a special token is text."""
+        """Return the tokens of ``text`` as a chunk: what looks like a special token is text.
 
-    def precompute(
-        self, items: Iterable[Chunk | Document | str], *, progress: bool = True
-    ) -> PrecomputeReport:
+        Raises:
+            PromptError: on unpaired surrogates.
+        """
+        return self.encoder.chunk(text)
+
+    def key(self, chunk: Chunk) -> KVKey:
+        """Return what a chunk's KV is stored under; raises PromptError as ``tokenize``."""
+        return self._led.key(chunk)
+
+    def prepare(self, prompt: PromptLike, hints: Hints = ()) -> PreparedPrompt:
+        """Return a prompt's tokens, and the chunks that stand in it with the keys of their KV.
+
+        Raises:
+            PromptError: when it is empty or longer than the context window.
+        """
+        self._check_open()
+        return self._preparer.prepare(prompt, hints)
+
+    # Index time
+
+    def register(self, items: Iterable[Item]) -> None:
+        """Make chunks known without computing anything (after a restart, say).
+
+        Raises:
+            PromptError: on empty text.
+        """
+        self._check_open()
+        self._known.register(items)
+
+    def precompute(self, items: Iterable[Item], *, progress: bool = True) -> PrecomputeReport:
         """Register chunks and store their KV; what is stored already is skipped.
 
-        A Document replaces what was known of its document_id in its collection before this call;
-        several Documents with one document_id in a call are variants of it and stand side by side.
-        """
+        A Document replaces what was known of its document_id in its collection before this call:
+        chunks that it no longer has are forgotten and their KV dropped. Several Documents with one
+        document_id in a call are variants of it and stand side by side. Chunks that are empty or
+        longer than the context window are refused and counted. An interrupted run goes on where it
+        stopped.
 
-    def register(self, items: Iterable[Chunk | Document | str]) -> None:
-        """Make chunks known without computing anything (after a restart, say)."""
+        Args:
+            items: chunks, documents, or texts that stand alone.
+            progress: whether a bar is shown.
+        """
+        self._check_open()
+        started, tally = time.perf_counter(), Tally()
+        chunks, replaced = self._known.replace(items, tally.refused)
+        refusal = self._storing_refusal() if chunks else None
+        with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
+            for part in whole_documents(chunks, self.part_chunks):
+                plans, done = self._admitted(part, refusal)
+                tally.add(done)
+                bar.update(done.chunks)
+                for done in self._store(plans) if plans else ():
+                    tally.add(done)
+                    bar.update(done.chunks)
+                tally.refused[FORGOTTEN] += self._known.drop_forgotten(part)
+        return tally.report(time.perf_counter() - started, replaced)
+
+    def _admitted(
+        self, chunks: Iterable[Chunk], refusal: str | None
+    ) -> tuple[list[ChunkPlan], Stored]:
+        """Return the distinct chunks that can be stored, and what became of the others."""
+        plans: dict[KVKey, ChunkPlan] = {}
+        refused: Counter[str] = Counter()
+        admitted = 0
+        for chunk in chunks:
+            plan = self._led.resolve(chunk)
+            if reason := self._unfit(plan) or refusal:
+                refused[reason] += 1
+            else:
+                plans[plan.key] = plan
+                admitted += 1
+        return list(plans.values()), Stored(skipped=admitted - len(plans), refused=refused)
+
+    def _unfit(self, plan: ChunkPlan) -> str | None:
+        """Say why a chunk cannot be computed, or None."""
+        if not plan.token_ids:
+            return "empty text"
+        behind = plan.context if self._led.name == "document" else ()
+        return None if self._fits(plan, behind) else "longer than the context window"
+
+    def _fits(self, plan: ChunkPlan, behind: tuple[int, ...]) -> bool:
+        return len(plan.lead) + len(behind) + len(plan.token_ids) <= self._longest_run
+
+    @property
+    def _longest_run(self) -> int:
+        """Most tokens of a lead-in, a context and a chunk together."""
+        return self.context_window
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
-        """Start loading these chunks' KV into the fastest tier; returns at once."""
+        """Start loading chunks into the fastest tier; returns at once.
+
+        Args:
+            hints: chunks, or ids of documents, which stand for all their chunks.
+        """
+        self._check_open()
+        if keys := self._known.hinted(hints):
+            self._prefetch(keys)
 
     def evict_document(self, document_id: str, collection: str | None = None) -> int:
         """Forget a document's chunks and drop their KV; returns how many were dropped.
 
-        collection: only what was cut for it; None is all.
+        Args:
+            document_id: the document.
+            collection: only what was cut for it; None is all.
+
+        Raises:
+            StoreError: when the registry cannot be written.
         """
+        self._check_open()
+        return self._known.forget(document_id, collection)
+
+    def evict_unregistered(self) -> int:
+        """Drop the chunk KV of this engine's fingerprint that no registered chunk has.
+
+        Writers that are killed, or change a registry that others index from, can leave some.
+        Returns how many were dropped.
+
+        Raises:
+            ConfigError: when the engine does not tell what it stores.
+            StoreError: when the registry cannot be read.
+        """
+        self._check_open()
+        return self._evict(self._known.unregistered(self._stored_keys()))
+
+    # Question time
 
     def generate(
         self,
@@ -145,10 +302,49 @@ class Engine(Protocol):
         sampling: SamplingParams | None = None,
         *,
         config: BlendConfig | None = None,
-        hints: Sequence[Chunk | str] = (),
+        hints: Hints = (),
         cancel: Event | None = None,
     ) -> Generation:
-        """Answer one prompt."""
+        """Answer one prompt.
+
+        Args:
+            prompt: a text, a BlendPrompt or chat messages.
+            sampling: how tokens are drawn; the defaults for None.
+            config: how KV is fused; the engine's own for None.
+            hints: chunks, or ids of documents, that the prompt is known to hold.
+            cancel: set it to stop the work; what was generated so far is returned.
+
+        Raises:
+            PromptError: when the prompt is empty or longer than the context window.
+            ConfigError: when ``config`` does not suit the model or tells what is an engine's.
+        """
+        request = self._request(prompt, sampling, config, hints, cancel)
+        return _generation(self._start(request).last())
+
+    def generate_full(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None = None,
+        *,
+        hints: Hints = (),
+        cache_salt: str | None = None,
+    ) -> Generation:
+        """Answer by ordinary prefill of the same tokens: the baseline to compare with.
+
+        Args:
+            prompt: as for generate.
+            sampling: as for generate.
+            hints: as given to generate, since they decide where a prompt is cut, hence its tokens.
+            cache_salt: prompts with the same one may share the engine's own prefix cache, where it
+                has one; without, nothing of earlier prompts is reused.
+
+        Raises:
+            PromptError: when the prompt is empty or longer than the context window.
+        """
+        request = self._request(
+            prompt, sampling, None, hints, None, full=True, cache_salt=cache_salt
+        )
+        return _generation(self._start(request).last())
 
     def stream(
         self,
@@ -156,10 +352,12 @@ class Engine(Protocol):
         sampling: SamplingParams | None = None,
         *,
         config: BlendConfig | None = None,
-        hints: Sequence[Chunk | str] = (),
+        hints: Hints = (),
         cancel: Event | None = None,
     ) -> Iterator[Delta]:
-        """Answer one prompt piece by piece; closing the iterator stops the work."""
+        """As generate, piece by piece; closing the iterator stops the work."""
+        request = self._request(prompt, sampling, config, hints, cancel, streamed=True)
+        return iter(self._start(request))
 
     def generate_batch(
         self,
@@ -167,18 +365,19 @@ class Engine(Protocol):
         sampling: SamplingParams | None = None,
         *,
         config: BlendConfig | None = None,
-        hints: Sequence[Chunk | str] = (),
+        hints: Hints = (),
     ) -> list[Generation]:
-        """Answer several prompts, in order."""
+        """Answer several prompts, in order; all are checked before the first is served.
 
-    def generate_full(
-        self,
-        prompt: PromptLike,
-        sampling: SamplingParams | None = None,
-        *,
-        hints: Sequence[Chunk | str] = (),
-    ) -> Generation:
-        """Answer by ordinary prefill of the same tokens: the baseline to compare with."""
+        When one fails the others are given up.
+        """
+        requests = [self._request(prompt, sampling, config, hints, None) for prompt in prompts]
+        answers = [iter(self._start(request)) for request in requests]
+        try:
+            return [_last_of(answer) for answer in answers]
+        finally:
+            for request in requests:
+                request.cancel.set()
 
     async def agenerate(
         self,
@@ -186,19 +385,185 @@ class Engine(Protocol):
         sampling: SamplingParams | None = None,
         *,
         config: BlendConfig | None = None,
-        hints: Sequence[Chunk | str] = (),
+        hints: Hints = (),
     ) -> Generation:
         """As generate, off the event loop; cancelling the task stops the work."""
+        request = await self._arequest(prompt, sampling, config, hints)
+        async with aclosing(self._astart(request)) as deltas:
+            async for delta in deltas:
+                last = delta
+        return _generation(last)
 
-    def astream(
+    async def astream(
         self,
         prompt: PromptLike,
         sampling: SamplingParams | None = None,
         *,
         config: BlendConfig | None = None,
-        hints: Sequence[Chunk | str] = (),
+        hints: Hints = (),
     ) -> AsyncIterator[Delta]:
-        """As stream, off the event loop."""
+        """As stream, off the event loop; leaving the loop over it stops the work."""
+        request = await self._arequest(prompt, sampling, config, hints, streamed=True)
+        async with aclosing(self._astart(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    # Life
+
+    def sibling(self, *, lead_in: LeadInConfig | str) -> Self:
+        """Return an engine with another lead-in around the same model and store.
+
+        It knows no chunks yet, and closes with this one.
+        """
+        self._check_open()
+        younger = copy.copy(self)
+        younger._closed, younger._elder = False, self
+        younger._settle(LeadInConfig.of(lead_in), ChunkRegistry())
+        return younger
 
     def close(self) -> None:
-        """Free what the engine holds."""
+        """Give up what is at work, and free what the engine holds."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._elder is None:
+            self._close()
+
+    # For subclasses
+
+    @abstractmethod
+    def _start(self, request: Request) -> Stream[Delta]:
+        """Begin to answer; the stream's last item carries the Generation."""
+
+    @abstractmethod
+    def _store(self, plans: Sequence[ChunkPlan]) -> Iterator[Stored]:
+        """Compute and store the KV of those chunks that are not stored, a few at a time.
+
+        plans: distinct chunks, whole documents in order.
+        """
+
+    @abstractmethod
+    def _prefetch(self, keys: Sequence[KVKey]) -> None:
+        """Start loading KV into the fastest tier."""
+
+    @abstractmethod
+    def _evict(self, keys: Sequence[KVKey]) -> int:
+        """Drop the KV of keys; returns of how many there was any."""
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Free what this engine and its siblings hold; called once."""
+
+    def _stored_keys(self) -> Iterable[KVKey]:
+        """Return the keys of all KV that is stored under this engine's fingerprint."""
+        raise ConfigError(f"a {self.name} engine does not tell which chunks it stores")
+
+    def _storing_refusal(self) -> str | None:
+        """Say why no chunk's KV can be stored now, or None."""
+        return None if self.blend_refusal is None else UNSUPPORTED
+
+    def _check_config(self, config: BlendConfig) -> None:  # noqa: B027 - most configs suit
+        """Raise ConfigError when a request's config does not suit the model."""
+
+    def _answered(
+        self,
+        request: Request,
+        text: str,
+        token_ids: Iterable[int],
+        finish_reason: FinishReason,
+        prefill: PrefillReport,
+    ) -> Delta:
+        """Return the last piece of a stream's metadata: the whole answer, with its report."""
+        prepared = request.prepared
+        tokens = len(prepared.token_ids)
+        reused, recomputed = reused_and_recomputed(prefill.chunks)
+        answer = Generation(
+            text=text,
+            token_ids=tuple(token_ids),
+            finish_reason=finish_reason,
+            prompt_tokens=tokens,
+            report=BlendReport(
+                engine=self.name,
+                blended=prefill.blended,
+                reason=prefill.reason,
+                prompt_tokens=tokens,
+                reused_tokens=reused,
+                recomputed_tokens=recomputed,
+                computed_tokens=tokens - reused - recomputed if prefill.was_run else 0,
+                recompute_ratio=prefill.ratio,
+                selector=prefill.selector,
+                selector_reason=prefill.selector_reason,
+                lead_in=self._led.name,
+                compute_share=prefill.compute_share,
+                seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),
+                chunks=(*prefill.chunks, *prepared.unmatched),
+            ),
+        )
+        self._first_miss.see(prepared.text, prepared.expects_chunks, answer)
+        return Delta("", answer)
+
+    # Inside
+
+    def _request(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None,
+        config: BlendConfig | None,
+        hints: Hints,
+        cancel: Event | None,
+        **options: Any,
+    ) -> Request:
+        """Check and prepare; raises PromptError and ConfigError before any work is done."""
+        config, sampling = checked(config or self.config), sampling or SamplingParams()
+        self._check_config(config)
+        prepared = self.prepare(prompt, hints)
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, prepared.room))
+        return Request(prepared, sampling, config, cancel=Cancellation(cancel), **options)
+
+    async def _arequest(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None,
+        config: BlendConfig | None,
+        hints: Hints,
+        **options: Any,
+    ) -> Request:
+        return await asyncio.to_thread(
+            self._request, prompt, sampling, config, hints, None, **options
+        )
+
+    def _astart(self, request: Request) -> Any:
+        return aiter(self._start(request))
+
+    def _check_open(self) -> None:
+        """Raise ConfigError once the engine is closed."""
+        if not self.is_open:
+            raise ConfigError(CLOSED)
+
+
+def settled(
+    config: BlendConfig | None, lead_in: LeadInConfig | str | None
+) -> tuple[BlendConfig, LeadInConfig]:
+    """Return an engine's settings, as ``settle`` does; raises ConfigError for a wrong selector."""
+    config, lead_in = settle(config, lead_in)
+    return checked(config), lead_in
+
+
+def checked(config: BlendConfig) -> BlendConfig:
+    """Return a request's config.
+
+    Of what a config holds, the rest is checked when it is made. Raises ConfigError when its
+    selector is none, or when it tells what is an engine's.
+    """
+    check_request(config)
+    make_selector(config.selector, config.selector_options)
+    return config
+
+
+def _last_of(deltas: Iterator[Delta]) -> Generation:
+    *_, last = deltas
+    return _generation(last)
+
+
+def _generation(last: Delta) -> Generation:
+    return cast(Generation, last.generation)

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
 
-from cacheblend_rag.engines.base import FULL_PREFILL, Generation
+from cacheblend_rag.engines.answer import FULL_PREFILL, Generation
 from cacheblend_rag.report import MissReason
 from cacheblend_rag.text.registry import ChunkRegistry
 

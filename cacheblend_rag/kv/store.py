@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
+from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
@@ -96,6 +97,13 @@ class TieredKVStore:
         if disk_path is not None:
             tiers.append(DiskTier(disk_path, disk_bytes))
         return cls(tiers, ttl_seconds=ttl_seconds)
+
+    @classmethod
+    def of(cls, config: StoreConfig) -> TieredKVStore:
+        """Return the store that a StoreConfig describes; raises as ``open``."""
+        return cls.open(
+            host_bytes=config.host_bytes, disk_path=config.kv_path, disk_bytes=config.disk_bytes
+        )
 
     def contains(self, key: KVKey) -> bool:
         """Whether any tier holds the chunk; reads no tensors."""

@@ -6,8 +6,8 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
-from cacheblend_rag.engines.factory import load_tokenizer
 from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.kv.chunk_kv import namespace_id
 
 NOT_TOLD = ("active", "refusal", "identity", "store", "vllm", "cacheblend_rag", "wire")
@@ -33,9 +33,9 @@ def examine_server(url: str, model: str | None, namespace: str) -> dict[str, Any
 
 
 async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, Any]:
-    from cacheblend_rag.engines.vllm.client import status_request
+    from cacheblend_rag.engines.vllm.http import check_vocabulary
+    from cacheblend_rag.engines.vllm.jobs import status_request
     from cacheblend_rag.engines.vllm.protocol import status_of
-    from cacheblend_rag.engines.vllm.server import check_vocabulary
 
     served = await connection.find_model(model)
     if model is not None:

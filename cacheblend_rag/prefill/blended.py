@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, Schedule, plan_schedule
-from cacheblend_rag.blend.passes import Attention, Candidates, synchronize
+from cacheblend_rag.blend.passes import Attention, Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
@@ -20,35 +19,8 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason
-
-
-class Stopwatch:
-    """Adds up seconds by phase; on an accelerator each reading waits for the work queued so far."""
-
-    def __init__(self, device: torch.device, seconds: dict[str, float] | None = None) -> None:
-        self.device = device
-        self.seconds = {} if seconds is None else seconds
-        self.skip()
-
-    def skip(self) -> None:
-        """Charge the time since the last reading to nothing."""
-        self._last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """Charge the time since the last reading to ``phase``."""
-        synchronize(self.device)
-        self._add(phase, time.perf_counter() - self._last)
-        self.skip()
-
-    def move(self, seconds: float, source: str, target: str) -> None:
-        """Charge some of one phase's seconds to another."""
-        self._add(source, -seconds)
-        self._add(target, seconds)
-
-    def _add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
 
 CONTEXT_KEPT = "nothing to recompute: the chunks know their own documents"
 """Of a blend whose every chunk is contextual: fresh KV would forget its document."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cacheblend_rag.report import MissReason
 
+NO_CHUNK = "no known chunk in the prompt"
 NOT_STORED = "no chunk of the prompt is stored"
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from cacheblend_rag.config import LeadIn
 from cacheblend_rag.demo.corpus import DemoQuestion
-from cacheblend_rag.engines.base import Engine, Generation, SamplingParams
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.quality.dataset import EvalQuestion
 from cacheblend_rag.quality.methods import METHODS, Method
 from cacheblend_rag.quality.metrics import exact_match

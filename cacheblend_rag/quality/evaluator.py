@@ -8,7 +8,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cacheblend_rag.config import BlendConfig, LeadIn
-from cacheblend_rag.engines.base import Engine, Generation, SamplingParams
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.metrics import bootstrap_interval, exact_match, rouge_l, token_f1

@@ -26,8 +26,9 @@ from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.prompt import BlendPrompt
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import Delta, Generation, SamplingParams
-    from cacheblend_rag.rag.collection_engine import CollectionEngine
+    from cacheblend_rag.engines.answer import Delta, Generation
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.engines.sampling import SamplingParams
 
 ANSWER_SHARE = 4
 
@@ -105,7 +106,7 @@ class Asker:
         with watcher.phase(f"loading the embedding model {settings.embedding_model}"):
             self._embedder = Embedder(settings.embedding_model, EXTRA)
         with watcher.phase(f"loading the model {settings.model}"):
-            self.engine: CollectionEngine = open_known(folder, settings, device)
+            self.engine: Engine = open_known(folder, settings, device)
 
     def __enter__(self) -> Self:
         return self
@@ -120,7 +121,7 @@ class Asker:
 
     def sampling(self, max_tokens: int, temperature: float) -> SamplingParams:
         """Return how answers are drawn; raises ConfigError."""
-        from cacheblend_rag.engines.base import SamplingParams
+        from cacheblend_rag.engines.sampling import SamplingParams
 
         return SamplingParams(max_tokens, temperature, stop=self._prompt.stop)
 

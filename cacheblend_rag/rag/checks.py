@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.factory import EMBEDDED, VLLM
+from cacheblend_rag.config import EMBEDDED, VLLM, BlendConfig
 from cacheblend_rag.engines.naming import check_source, is_folder, source_of
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError

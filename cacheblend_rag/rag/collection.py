@@ -21,7 +21,7 @@ from typing import Self
 import numpy as np
 from filelock import FileLock, Timeout
 
-from cacheblend_rag.engines.factory import EMBEDDED
+from cacheblend_rag.config import EMBEDDED
 from cacheblend_rag.errors import CacheBlendError, ConfigError, StoreError
 from cacheblend_rag.rag.retrieval import Vectors
 from cacheblend_rag.text.chunk import Document

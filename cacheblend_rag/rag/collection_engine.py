@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from cacheblend_rag.config import EMBEDDED
 from cacheblend_rag.demo import corpus as demo_corpus
-from cacheblend_rag.engines.factory import EMBEDDED, load_tokenizer, open_engine
+from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.collection import KV_NAME, CollectionSettings
 from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt
 from cacheblend_rag.rag.retrieval import BUNDLED
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.transformers import TransformersEngine
-    from cacheblend_rag.engines.vllm.client import VLLMClient
-
-    CollectionEngine = TransformersEngine | VLLMClient
+    from cacheblend_rag.engines.base import Engine
 
 CHUNK_SIZE = 256
 
@@ -88,16 +87,14 @@ def new_settings(choices: Choices) -> CollectionSettings:
 
 def open_new(
     folder: Path, settings: CollectionSettings, device: str | None
-) -> tuple[CollectionSettings, CollectionEngine]:
+) -> tuple[CollectionSettings, Engine]:
     """Open the engine of a collection that is to be made; returns its complete settings too."""
     engine = _open(folder, settings, device)
-    dtype = settings.dtype
-    if settings.engine == EMBEDDED:
-        dtype = str(cast("TransformersEngine", engine).model.dtype).removeprefix("torch.")
+    dtype = engine.dtype or settings.dtype
     return replace(settings, dtype=dtype, fingerprint=engine.fingerprint), engine
 
 
-def open_known(folder: Path, settings: CollectionSettings, device: str | None) -> CollectionEngine:
+def open_known(folder: Path, settings: CollectionSettings, device: str | None) -> Engine:
     """Open the engine of a collection.
 
     Raises ConfigError when the model is no longer the one that the collection was indexed with, or
@@ -114,9 +111,9 @@ def open_known(folder: Path, settings: CollectionSettings, device: str | None) -
     return engine
 
 
-def _open(folder: Path, settings: CollectionSettings, device: str | None) -> CollectionEngine:
+def _open(folder: Path, settings: CollectionSettings, device: str | None) -> Engine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    engine = open_engine(
+    return open_engine(
         settings.engine,
         model=settings.model,
         instruction=settings.lead_in,
@@ -125,4 +122,3 @@ def _open(folder: Path, settings: CollectionSettings, device: str | None) -> Col
         device=device,
         dtype=settings.dtype or None,
     )
-    return cast("CollectionEngine", engine)

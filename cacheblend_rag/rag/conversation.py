@@ -11,7 +11,8 @@ from cacheblend_rag.rag.answering import AskedTurn, Asker, FittedPrompt, finishe
 from cacheblend_rag.rag.ordering import PassageOrder
 
 if TYPE_CHECKING:
-    from cacheblend_rag.engines.base import Delta, Generation, SamplingParams
+    from cacheblend_rag.engines.answer import Delta, Generation
+    from cacheblend_rag.engines.sampling import SamplingParams
 
 
 @dataclass(frozen=True)

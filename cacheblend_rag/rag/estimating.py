@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.config import LeadInConfig
-from cacheblend_rag.engines.factory import EMBEDDED, load_tokenizer
+from cacheblend_rag.config import EMBEDDED, LeadInConfig
+from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import LeadIn

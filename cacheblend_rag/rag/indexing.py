@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from cacheblend_rag.engines.factory import EMBEDDED, VLLM
+from cacheblend_rag.config import EMBEDDED, VLLM
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError, StoreError

@@ -6,7 +6,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from cacheblend_rag.engines.factory import EMBEDDED
+from cacheblend_rag.config import EMBEDDED
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag.collection import Collection
 from cacheblend_rag.rag.collection_engine import open_known

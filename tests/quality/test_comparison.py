@@ -8,7 +8,7 @@ import pytest
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.demo.corpus import DemoQuestion
-from cacheblend_rag.engines.base import Generation
+from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.quality.comparison import RETRIEVED, Comparison, summarize, with_retrieved
 from cacheblend_rag.quality.methods import METHODS, needed_lead_ins
 from cacheblend_rag.report import BlendReport, PhaseSeconds, PrecomputeReport

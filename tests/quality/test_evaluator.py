@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.engines.base import Generation, SamplingParams
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.evaluator import Evaluator, Rule, evaluate_settings, used_lead_ins

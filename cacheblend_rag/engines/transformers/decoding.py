@@ -14,7 +14,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.engines.sampling import SamplingParams
 
 
 class Sampler:

@@ -1,16 +1,16 @@
-"""Loading a model and its tokenizer from a hub name or a local folder, with one-line errors."""
+"""Loading a model from a hub name or a local folder, with one-line errors."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag.engines.identity import weights_in_files, weights_in_memory
-from cacheblend_rag.engines.naming import check_source, is_folder, source_of
+from cacheblend_rag.engines.naming import check_source, source_of
+from cacheblend_rag.engines.tokenizer import first_line, unloaded
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,9 @@ def pick_device(device: str | None) -> torch.device:
         try:
             return torch.empty(0, device=device).device
         except (RuntimeError, AssertionError) as error:
-            raise ConfigError(f"device={device!r} is not to be had here: {_line(error)}") from error
+            raise ConfigError(
+                f"device={device!r} is not to be had here: {first_line(error)}"
+            ) from error
     if torch.cuda.is_available():
         return torch.device("cuda")
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -63,7 +65,7 @@ def load_model(
             source_of(name), dtype=precision, use_safetensors=True
         )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
-        raise ModelLoadError(f"{_unloaded('model', name)}: {_line(error)}") from error
+        raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
     return prepare(model.to(device))
 
 
@@ -83,15 +85,6 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval().requires_grad_(False)
 
 
-def load_tokenizer(name: str | Path) -> Any:
-    """Load the tokenizer that belongs to a model. Raises ModelLoadError."""
-    check_source(name)
-    try:
-        return AutoTokenizer.from_pretrained(source_of(name))
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelLoadError(f"{_unloaded('tokenizer of', name)}: {_line(error)}") from error
-
-
 def weights_identity(model: PreTrainedModel, name: str | Path | None) -> str:
     """Return a hash of a model's weights: from its files where it was loaded by name, so that it is
     what other engines say of them, else from memory.
@@ -108,14 +101,3 @@ def context_window(model: PreTrainedModel) -> int:
     """Return the model's context window in tokens."""
     named = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(named) if named and named > 0 else UNLIMITED
-
-
-def _unloaded(what: str, name: str | Path) -> str:
-    """Say that something could not be loaded; of a hub name, that it is no folder here."""
-    where = "" if is_folder(source_of(name)) else " from a hub, and no folder here is called so"
-    return f"{what} {str(name)!r} could not be loaded{where}"
-
-
-def _line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -12,15 +12,15 @@ from transformers.cache_utils import Cache
 
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.blended import PromptPass, Stopwatch, absence
-from cacheblend_rag.prefill.lead_in import LeadIn, place_chunks
-from cacheblend_rag.report import ChunkReport, MissReason
-from cacheblend_rag.text.prompt import EncodedPrompt
+from cacheblend_rag.prefill.blended import PromptPass, absence
+from cacheblend_rag.prefill.stopwatch import Stopwatch
+from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 
 
 @dataclass
@@ -28,52 +28,40 @@ class Prefilled:
     """A prompt's KV and what is known about how it came to be.
 
     cache: None where the model keeps nothing. logits: (1, vocabulary) float32 of the first new
-    token.
+    token. seconds: by phase, those of ``report``, to which decoding adds its own.
     """
 
     cache: Cache | None
     logits: Tensor
-    blended: bool = False
-    reason: str | None = None
-    selector: str = "none"
-    ratio: float = 1.0
-    chunks: list[ChunkReport] = field(default_factory=list)
-    compute_share: float = 1.0
-    seconds: dict[str, float] = field(default_factory=dict)
-    selector_reason: str | None = None
-
-    @classmethod
-    def nothing(cls) -> Prefilled:
-        """Return what a request cancelled during prefill has to show."""
-        return cls(None, torch.empty(1, 0), reason="cancelled", compute_share=0.0)
+    report: PrefillReport
+    seconds: dict[str, float]
 
 
 def ordinary_prefill(
-    ordinary: OrdinaryPrefill, token_ids: Sequence[int], reserve: int
+    ordinary: OrdinaryPrefill, token_ids: Sequence[int], reserve: int, report: PrefillReport
 ) -> Steps[Prefilled]:
-    """The model's own prefill."""
+    """The model's own prefill; report: why it is asked, and what to say of chunks."""
     watch = Stopwatch(ordinary.model.device)
     cache, logits = ordinary.prefill(token_ids, reserve)
     watch.lap("recompute")
     yield
-    return Prefilled(cache, logits, seconds=watch.seconds)
+    return Prefilled(cache, logits, replace(report, seconds=watch.seconds), watch.seconds)
 
 
 class PromptChunks:
     """The chunks of one prompt and what the store holds of them."""
 
-    def __init__(self, prompt: EncodedPrompt, lead_in: LeadIn, store: TieredKVStore) -> None:
-        self.prompt, self.store = prompt, store
-        self.placed = place_chunks(prompt.spans, lead_in)
+    def __init__(self, prompt: PreparedPrompt, store: TieredKVStore) -> None:
+        self.token_ids, self.placed, self.store = prompt.token_ids, prompt.placed, store
 
     def stored_tokens(self) -> int:
         """Tokens of chunks whose KV the store says it holds."""
-        held = self.store.contains_many(c.key for c in self.placed)
+        held = self.store.contains_many([chunk.key for chunk in self.placed])
         return sum(c.end - c.start for c, there in zip(self.placed, held, strict=True) if there)
 
     def fetch(self) -> Fetch:
-        """Begin to read all of them; whoever asks closes it."""
-        return self.store.fetch(c.key for c in self.placed)
+        """Begin to read them."""
+        return self.store.fetch(chunk.key for chunk in self.placed)
 
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
         """Report every chunk as a miss, for ``reason`` or else as not stored."""
@@ -84,20 +72,18 @@ def blended_prefill(
     stack: TransformersStack, chunks: PromptChunks, fetch: Fetch, config: BlendConfig, reserve: int
 ) -> Steps[Prefilled]:
     """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
-    ids = torch.tensor(chunks.prompt.token_ids, device=stack.geometry.device)
+    ids = torch.tensor(chunks.token_ids, device=stack.geometry.device)
     work = PromptPass(stack, ids, chunks.placed, fetch, config, reserve)
     done = yield from work.steps()
     logits = stack.logits(cast(Tensor, done.hidden))
     work.watch.lap("first_token")
-    return Prefilled(
-        cache=FusedCache(done.fused, ids.numel()),
-        logits=logits,
-        blended=done.blended,
+    report = PrefillReport(
         reason=None if done.blended else "no stored chunk could be read",
         selector=done.selector,
-        ratio=done.ratio,
-        chunks=done.chunks,
-        compute_share=done.compute_share,
-        seconds=done.seconds,
         selector_reason=done.selector_reason,
+        ratio=done.ratio,
+        compute_share=done.compute_share,
+        chunks=done.chunks,
+        seconds=done.seconds,
     )
+    return Prefilled(FusedCache(done.fused, ids.numel()), logits, report, done.seconds)

@@ -8,7 +8,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_rag.engines.vllm.client import LATE, Piece, VLLMRequest
+from cacheblend_rag.engines.vllm.protocol import Late, params_of
+from cacheblend_rag.engines.vllm.transport import Piece, VLLMRequest
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -22,6 +23,8 @@ KEY_VARIABLE = "CACHEBLEND_API_KEY"
 NO_KEY = "none"
 CONNECT_SECONDS = 5.0
 TOLD_CHARACTERS = 200
+LATE = params_of(Late())
+"""Stands for a result that does not come with a stream, and is to be asked for."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,7 @@ class ServerConnection:
         async with await self._create(**_body(model, request), stream=True) as events:
             async for event in self._told(events):
                 for choice in event.choices:
-                    yield _piece(choice, params=None if request.order is None else LATE)
+                    yield _piece(choice, params=None if request.job is None else LATE)
 
     async def close(self) -> None:
         """Close its connections."""
@@ -186,7 +189,7 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
             "repetition_penalty": asked.repetition_penalty,
             "ignore_eos": asked.ignore_eos,
             "cache_salt": request.salt,
-            "kv_transfer_params": request.order.to_params() if request.order else None,
+            "kv_transfer_params": request.job.to_params() if request.job else None,
             "return_token_ids": True,
         },
     }

@@ -1,47 +1,75 @@
-"""VLLMEngine: vLLM started by this process, with the connector in its workers."""
+"""VLLMEngine: CacheBlend on a vLLM that runs the connector, in this process or behind a server."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, cast
 
 from cacheblend_rag.config import BlendConfig, LeadInConfig
-from cacheblend_rag.engines.base import SamplingParams
-from cacheblend_rag.engines.front import settled
-from cacheblend_rag.engines.naming import check_source, public_name, source_of
-from cacheblend_rag.engines.transformers.loading import load_tokenizer
-from cacheblend_rag.engines.vllm.background import BackgroundLoop
-from cacheblend_rag.engines.vllm.client import Piece, VLLMClient, VLLMRequest
-from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.versions import check_version
-from cacheblend_rag.errors import (
-    CacheBlendError,
-    EngineUnavailableError,
-    MissingExtraError,
-    ModelLoadError,
+from cacheblend_rag.engines.answer import FULL_PREFILL, Delta, FinishReason, Request
+from cacheblend_rag.engines.base import Engine, settled
+from cacheblend_rag.engines.storing import Stored
+from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
+from cacheblend_rag.engines.vllm.jobs import Jobs, ask_status
+from cacheblend_rag.engines.vllm.protocol import (
+    BlendJob,
+    BlendResult,
+    Declined,
+    Failed,
+    Late,
+    PrecomputeResult,
+    Result,
+    SentChunk,
+    SentLeadIn,
+    result_of,
 )
+from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
+from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
+from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
+from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
+from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
+from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED, too_little
+from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
+from cacheblend_rag.report import ChunkReport, PrefillReport
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
+logger = logging.getLogger(__name__)
 
-class VLLMEngine(VLLMClient):
-    """CacheBlend on vLLM in process.
+CANCEL_SECONDS = 0.05
+JOBS_AT_ONCE = 8
+PHASES = ("load", "selection", "recompute")
 
-    model: a hub name, a local folder or ``demo`` (the bundled model). settings: the connector's;
-    namespace and replicas are this engine's own. options: further arguments of vLLM's
-    AsyncEngineArgs (``max_model_len``, ``tensor_parallel_size``, ...);
-    ``kv_transfer_config=None`` is vLLM without the connector, which blends nothing.
 
-    Raises MissingExtraError without vLLM, ModelLoadError when vLLM does not start.
+@dataclass(frozen=True)
+class _Sent:
+    """A request on its way: what vLLM is sent, the chunks it is to reuse, or why it reuses none."""
+
+    request: VLLMRequest
+    placed: tuple[PlacedChunk, ...] = ()
+    reason: str | None = None
+
+
+class VLLMEngine(Engine):
+    """An engine over a transport.
+
+    Attributes:
+        transport: the way to vLLM. status: what the connector said of itself when last asked. A
+            vLLM without the connector answers by ordinary prefill, and every report says so.
     """
+
+    part_chunks = 512
 
     def __init__(
         self,
-        model: str | Path,
+        transport: Transport,
         *,
         tokenizer: Any = None,
         config: BlendConfig | None = None,
@@ -49,114 +77,274 @@ class VLLMEngine(VLLMClient):
         instruction: str | Callable[[Tokenizer], str] = "",
         namespace: str = "default",
         lead_in: LeadInConfig | str | None = None,
-        settings: ConnectorSettings | None = None,
-        dtype: str = "auto",
-        **options: Any,
     ) -> None:
-        config, lead_in = settled(config, lead_in)
-        check_source(model)
-        try:
-            from vllm import __version__
-            from vllm.config import KVTransferConfig
-            from vllm.engine.arg_utils import AsyncEngineArgs
-            from vllm.v1.engine.async_llm import AsyncLLM
-        except ImportError as error:
-            raise MissingExtraError("the vLLM engine", "vllm") from error
-        check_version(__version__)
-        settings = (settings or ConnectorSettings()).with_changes(
-            namespace=namespace, replicas=int(options.get("data_parallel_size", 1))
-        )
-        transfer = KVTransferConfig(**settings.to_transfer_config())
-        options.setdefault("kv_transfer_config", transfer)
-        arguments = AsyncEngineArgs(model=source_of(model), dtype=dtype, **options)
-        background = BackgroundLoop("cacheblend-vllm")
+        """Ask whom it talks to; the transport closes with the engine, also when this fails.
 
-        async def start() -> Any:
-            return AsyncLLM.from_engine_args(arguments)
+        Args:
+            transport: InProcessVLLM or VLLMServer.
+            tokenizer: the model's own by default.
+            config: of requests that bring none.
+            registry: known chunks; several engines may share one.
+            instruction: what prompts say before their first chunk.
+            namespace: the one that vLLM was started with.
+            lead_in: what chunks are computed behind, as settings or by its kind's name.
 
+        Raises:
+            ConfigError: when a setting is wrong, or namespace or vocabulary are not vLLM's.
+            ModelLoadError: when there is no tokenizer.
+            EngineUnavailableError: when vLLM does not answer.
+        """
+        self.transport, self.name = transport, transport.name
         try:
-            tokenizer = tokenizer or load_tokenizer(model)
-            self._vllm = background.run(start())
-        except CacheBlendError:
-            background.close()
-            raise
-        except (RuntimeError, ValueError, OSError) as error:
-            background.close()
-            line = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise ModelLoadError(f"vLLM does not start with {str(model)!r}: {line}") from error
-        self._background = background
-        self._window = int(self._vllm.model_config.max_model_len)
-        try:
+            config, lead_in = settled(config, lead_in)
+            tokenizer = tokenizer or transport.load_tokenizer()
+            transport.check_tokenizer(tokenizer)
+            self.status = ask_status(transport)
+            if self.status.namespace not in {"", namespace_id(namespace)}:
+                raise ConfigError(
+                    f"namespace={namespace!r} is not the server's: give the one it was started "
+                    "with (cacheblend-rag serve --namespace)"
+                )
             super().__init__(
-                public_name(str(model)),
-                tokenizer,
+                model_name=transport.model_name,
+                tokenizer=tokenizer,
+                identity={"vllm": self.status.identity or transport.model_name},
                 config=config,
+                lead_in=lead_in,
                 registry=registry,
                 instruction=instruction,
                 namespace=namespace,
-                lead_in=lead_in,
-                background=background,
             )
         except BaseException:
-            self.close()
+            transport.close()
             raise
+
+    def _settle(self, lead_in: LeadInConfig, registry: ChunkRegistry) -> None:
+        super()._settle(lead_in, registry)
+        led = self._led
+        window = led.window if led.name == "document" else 0
+        self._sent_lead_in = SentLeadIn(led.name, chunk_id(led.tokens), window)
+        self._jobs = Jobs(self.transport, self._sent_lead_in, self.status)
+
+    # Facts
+
+    @property
+    def address(self) -> str:
+        """What ``open_engine`` takes to open the like of it: ``vllm``, or the server's URL."""
+        return self.transport.address
 
     @property
     def context_window(self) -> int:
         """Most tokens a prompt and its answer may hold together."""
-        return self._window
+        return self.transport.context_window
 
-    async def _send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
-        from vllm.v1.engine.exceptions import EngineDeadError
+    @property
+    def blend_refusal(self) -> str | None:
+        """Why vLLM blends nothing, as it said when last asked, or None."""
+        return None if self.status.active else self.status.refusal
 
-        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
-        if request.salt is not None:
-            prompt["cache_salt"] = request.salt
-        sampling = _sampling(request)
-        outputs = self._vllm.generate(
-            prompt,
-            sampling,
-            f"cacheblend-{uuid.uuid4().hex}",
-            data_parallel_rank=request.replica,
+    @property
+    def _longest_run(self) -> int:
+        return self.context_window - 2  # a job's request decodes one token behind its prompt
+
+    # A request: a job for the connector, then vLLM's answer
+
+    def _start(self, request: Request) -> Stream[Delta]:
+        answer = self._answer(request, self._sent(request))
+        return PushedStream(answer, request.cancel, self.transport.background)
+
+    def _sent(self, request: Request) -> _Sent:
+        """Return what vLLM is asked: to blend where there is something to reuse."""
+        tokens = request.prepared.token_ids
+        plain = VLLMRequest(tokens, request.sampling)
+        if request.full:
+            salt = request.cache_salt or f"plain-{uuid.uuid4().hex}"  # one that nothing else has
+            return _Sent(replace(plain, salt=salt), reason=FULL_PREFILL)
+        # A prompt's last token is vLLM's: it yields the logits.
+        placed = tuple(chunk for chunk in request.prepared.placed if chunk.end < len(tokens))
+        if not placed:
+            return _Sent(plain, reason=NO_CHUNK)
+        known = sum(chunk.end - chunk.start for chunk in placed)
+        if refused := too_little(known, request.config.min_tokens):
+            return _Sent(plain, placed, refused[0])
+        job = BlendJob(
+            "blend",
+            self._sent_lead_in,
+            tuple(SentChunk(c.start, c.end, c.key.context_id, c.protected) for c in placed),
+            config=request.config,
+            report_id=uuid.uuid4().hex,
         )
-        async with aclosing(outputs) as steps:
+        return _Sent(replace(plain, salt=job.salt(tokens), job=job), placed)
+
+    async def _answer(self, request: Request, sent: _Sent) -> AsyncIterator[Delta]:
+        """Yield text as it comes."""
+        started = time.perf_counter()
+        first = ended = 0.0
+        text, last = "", Piece("", (), "abort")
+        ids: list[int] = []
+        pieces = self.transport.send(sent.request, stream=request.streamed)
+        async with aclosing(cast("AsyncGenerator[Piece]", pieces)):
+            async for piece in _until(pieces, request.cancel):
+                ended = time.perf_counter() - started
+                first = first or ended
+                text, last = text + piece.text, piece
+                ids += piece.token_ids
+                if piece.text:
+                    yield Delta(piece.text)
+        reason = _finish_reason(last.finish_reason)
+        if reason == "stop" and not isinstance(last.ended_by, str):
+            ids = ids[:-1]
+        result = await self._result(sent, last)
+        if last.decode_seconds is not None:
+            first = ended - last.decode_seconds
+        prefill = _prefill_report(sent, reason, result, first, ended - first)
+        yield self._answered(request, text, ids, reason, prefill)
+
+    async def _result(self, sent: _Sent, last: Piece) -> Result | None:
+        """Return the connector's result, which may have to be asked for.
+
+        vLLM looks for stop strings outside its engine core, where the connector is not heard.
+        """
+        result = result_of(last.params)
+        if sent.request.job is not None and (
+            isinstance(last.ended_by, str) or isinstance(result, Late)
+        ):
+            return await self._jobs.late_result(sent.request.job.report_id)
+        return result
+
+    # The store's verbs: jobs that any two tokens carry
+
+    def _storing_refusal(self) -> str | None:
+        """Asked again when vLLM did not blend the last time."""
+        if not self.status.active:
+            self.status = self._jobs.status = ask_status(self.transport)
+        return self.blend_refusal
+
+    def _store(self, plans: Sequence[ChunkPlan]) -> Iterator[Stored]:
+        """The work is done by vLLM's workers, several documents at once."""
+        cancel = Cancellation()
+        work = self._stored(self._runs(plans), cancel)
+        return iter(PushedStream(work, cancel, self.transport.background))
+
+    async def _stored(
+        self, runs: Sequence[DocumentPlan], cancel: Cancellation
+    ) -> AsyncIterator[Stored]:
+        waiting = iter(runs)
+        at_work: dict[asyncio.Task[Result], DocumentPlan] = {}
+        try:
+            while not cancel.is_set():
+                for run in islice(waiting, JOBS_AT_ONCE - len(at_work)):
+                    at_work[asyncio.ensure_future(self._jobs.precompute(run))] = run
+                if not at_work:
+                    return
+                done, _ = await asyncio.wait(
+                    at_work, timeout=CANCEL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                )
+                for task in done:
+                    yield _stored_by(task.result(), at_work.pop(task))
+        finally:
+            for task in at_work:
+                task.cancel()
+
+    def _runs(self, plans: Sequence[ChunkPlan]) -> list[DocumentPlan]:
+        """Group chunks into runs; where a document does not fit, its chunks have no prior."""
+        return document_plans(
+            plan if self._fits(plan, plan.context) else replace(plan, context=()) for plan in plans
+        )
+
+    def _prefetch(self, keys: Sequence[KVKey]) -> None:
+        async def load() -> None:
             try:
-                async for step in steps:
-                    yield _piece(step)
-            except EngineDeadError as error:
-                raise EngineUnavailableError("vLLM has ended with an error; see its log") from error
+                await self._jobs.prefetch(keys)
+            except CacheBlendError as error:
+                logger.warning("chunks were not prefetched: %s", error)
 
-    def close(self) -> None:
-        """Stop vLLM's workers."""
-        if not self.is_open:
+        self.transport.background.start(load())
+
+    def _evict(self, keys: Sequence[KVKey]) -> int:
+        return self.transport.run(self._jobs.evict(keys)) if keys else 0
+
+    def _close(self) -> None:
+        self.transport.close()
+
+
+def _stored_by(result: Result, run: DocumentPlan) -> Stored:
+    match result:
+        case PrecomputeResult():
+            return Stored(result.computed, result.skipped, result.computed_tokens, result.refused)
+        case Failed(error=why):
+            return Stored(refused={why: len(run.members)})
+        case _:
+            return Stored()
+
+
+def _prefill_report(
+    sent: _Sent, finish_reason: FinishReason, result: Result | None, first: float, rest: float
+) -> PrefillReport:
+    """Return what the connector told, with the seconds that were seen from here.
+
+    first: seconds to the first token. rest: seconds of decoding.
+    """
+    done = result if isinstance(result, BlendResult) else BlendResult(_missed(result))
+    told = zip(done.chunks, sent.placed, strict=False)
+    chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in told]
+    phases = {name: done.seconds.get(name, 0.0) for name in PHASES}
+    blended = any(chunk.hit for chunk in chunks)
+    return PrefillReport(
+        reason=None if blended else _reason(sent, finish_reason, result),
+        selector=done.selector,
+        selector_reason=done.selector_reason,
+        ratio=done.ratio,
+        compute_share=done.compute_share,
+        chunks=chunks,
+        seconds={
+            **phases,
+            "first_token": max(0.0, first - sum(phases.values())),
+            "decode": rest,
+        },
+    )
+
+
+def _missed(result: Result | None) -> tuple[ChunkReport, ...]:
+    """Return the chunks of a prompt that was not blended, as far as they are told."""
+    return (result.chunks or ()) if isinstance(result, Declined) else ()
+
+
+def _reason(sent: _Sent, finish_reason: FinishReason, result: Result | None) -> str:
+    """Say why nothing was reused."""
+    if sent.reason:
+        return sent.reason
+    match result:
+        case Failed(error=why) | Declined(reason=why):
+            return why
+        case BlendResult():
+            return NOT_STORED
+        case _ if finish_reason == "cancelled":
+            return "cancelled before it was told"
+        case _:
+            return NO_CONNECTOR
+
+
+def _finish_reason(told: str | None) -> FinishReason:
+    if told == "error":
+        raise EngineUnavailableError("vLLM ended the request with an error; see its log")
+    return cast(FinishReason, {"abort": "cancelled", "length": "length"}.get(told or "", "stop"))
+
+
+async def _until(pieces: AsyncIterator[Piece], cancel: Cancellation) -> AsyncIterator[Piece]:
+    """Pass pieces on until the request is cancelled, which is looked at now and then."""
+    while True:
+        step = asyncio.ensure_future(anext(pieces))
+        try:
+            while not step.done():
+                await asyncio.wait({step}, timeout=CANCEL_SECONDS)
+                if cancel.is_set():
+                    return
+        finally:
+            if not step.done():
+                step.cancel()
+                await asyncio.wait({step})
+        try:
+            yield step.result()
+        except StopAsyncIteration:
             return
-
-        async def stop() -> None:
-            self._vllm.shutdown()
-
-        self._background.give_up()
-        self._run(stop())
-        del self._vllm  # it cleans up after itself, which fails once the interpreter shuts down
-        super().close()
-
-
-def _piece(step: Any) -> Piece:
-    out = step.outputs[0]
-    return Piece(
-        out.text, tuple(out.token_ids), out.finish_reason, out.stop_reason, step.kv_transfer_params
-    )
-
-
-def _sampling(request: VLLMRequest) -> Any:
-    from vllm import SamplingParams as VLLMSamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    asked: SamplingParams = request.sampling
-    plain = asdict(asked)
-    plain["stop"] = list(asked.stop)
-    plain["top_k"] = asked.top_k or -1
-    return VLLMSamplingParams(
-        **plain,
-        output_kind=RequestOutputKind.DELTA,
-        extra_args=({"kv_transfer_params": request.order.to_params()} if request.order else None),
-    )

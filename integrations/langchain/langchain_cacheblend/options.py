@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from cacheblend_rag import BlendConfig, Engine, open_engine
 from cacheblend_rag.arguments import Arguments, check_engine_name, describe
-from cacheblend_rag.engines.factory import ENGINES
+from cacheblend_rag.config import ENGINES
 from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.secret import Secret

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.engines.base import SamplingParams
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
 from cacheblend_rag.errors import ConfigError
 

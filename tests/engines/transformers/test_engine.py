@@ -24,7 +24,8 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.engines.base import Delta, Engine
+from cacheblend_rag.engines.answer import Delta
+from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory
@@ -411,11 +412,11 @@ def test_the_baseline_is_of_the_same_tokens_whatever_is_hinted(make_engine: Engi
     engine = make_engine()
     engine.precompute(["w1 w2 w3 w4", "w3 w4 w5"], progress=False)
     for hints in ([], [Chunk("w3 w4 w5")]):
-        here = engine._prepare("w1 w2 w3 w4 w5 w6", None, None, hints, None)
+        here = engine.prepare("w1 w2 w3 w4 w5 w6", hints)
         full = engine.generate_full("w1 w2 w3 w4 w5 w6", SamplingParams(max_tokens=1), hints=hints)
-        spans = [(span.chunk.text, span.start) for span in here.prompt.spans]
+        spans = [(span.chunk.text, span.start) for span in here.encoded.spans]
         assert spans == ([("w3 w4 w5", 2)] if hints else [("w1 w2 w3 w4", 0)])
-        assert full.prompt_tokens == len(here.prompt.token_ids)
+        assert full.prompt_tokens == len(here.token_ids)
 
 
 def test_a_full_disk_does_not_keep_a_document(

@@ -15,7 +15,7 @@ from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.stack import probe_layer
-from cacheblend_rag.engines.transformers.support import open_stack
+from cacheblend_rag.engines.transformers.compatibility import open_stack
 from tests.models import FAMILIES, VOCABULARY, make_model, make_tokenizer, prompt_of, words
 
 HEAD, CHUNK, QUESTION = 5, 40, 9

@@ -87,7 +87,7 @@ def test_kv_of_another_shape_under_the_right_name_is_refused(make_engine: Engine
     engine = make_engine()
     engine.precompute(CHUNKS, progress=False)
     wrong = torch.zeros(4, 2, 29, 16)
-    engine.store.put(engine._lead_in.key(CHUNKS[0]), ChunkKV(wrong, wrong, 0))
+    engine.store.put(engine.key(CHUNKS[0]), ChunkKV(wrong, wrong, 0))
     reasons = [c.reason for c in engine.generate(TEXT, SHORT).report.chunks]
     assert reasons == ["damaged", None]
 

@@ -32,7 +32,7 @@ def tokens(engine, text: str) -> torch.Tensor:
 
 
 def stored(engine, chunk: Chunk):
-    found = engine.store.get(engine._lead_in.key(chunk)).kv
+    found = engine.store.get(engine.key(chunk)).kv
     assert found is not None
     return found
 
@@ -115,8 +115,8 @@ def test_editing_a_document_recomputes_only_what_follows_the_edit(
             stored(engine, chunk).keys, stored(other, chunk).keys, atol=1e-5, rtol=0
         )
     old = DOCUMENT.to_chunks()
-    assert not engine.store.contains(engine._lead_in.key(old[2]))
-    assert not engine.store.contains(engine._lead_in.key(old[3]))
+    assert not engine.store.contains(engine.key(old[2]))
+    assert not engine.store.contains(engine.key(old[3]))
     assert old[2].text not in engine.registry
 
 
@@ -127,7 +127,7 @@ def test_stored_kv_of_another_shape_is_no_part_of_a_document_pass(
     other.precompute([DOCUMENT], progress=False)
     chunks = DOCUMENT.to_chunks()
     wrong = torch.zeros(4, 2, 3, 16)
-    engine.store.put(engine._lead_in.key(chunks[1]), ChunkKV(wrong, wrong, 0))
+    engine.store.put(engine.key(chunks[1]), ChunkKV(wrong, wrong, 0))
     engine.precompute([DOCUMENT], progress=False)
     for chunk in chunks:
         torch.testing.assert_close(
@@ -187,7 +187,7 @@ def test_one_text_in_two_documents_has_two_kvs_and_hints_choose(make_engine: Eng
     documents = [Document(name, (words(15, i), shared)) for i, name in enumerate("ab", 2)]
     engine.precompute(documents, progress=False)
     chunks = [document.to_chunks()[1] for document in documents]
-    keys = [engine._lead_in.key(chunk) for chunk in chunks]
+    keys = [engine.key(chunk) for chunk in chunks]
     assert keys[0].chunk_id == keys[1].chunk_id
     assert keys[0] != keys[1]
     prompt = f"w3 {shared} w4"
@@ -304,10 +304,10 @@ def test_a_window_depends_on_its_chunk_alone(make_engine: EngineFactory) -> None
     """Not on the chunks asked for before, of which some windows are kept."""
     document = Document("long", tuple(words(1 + i % 9, i) for i in range(300)), separator=" w77 ")
     chunks = document.to_chunks()
-    in_order = make_engine(document_window=44)._lead_in
+    in_order = make_engine(document_window=44)
     found = [in_order.key(chunk) for chunk in chunks]
-    assert [make_engine(document_window=44)._lead_in.key(c) for c in chunks[::50]] == found[::50]
-    again = make_engine(document_window=44)._lead_in
+    assert [make_engine(document_window=44).key(c) for c in chunks[::50]] == found[::50]
+    again = make_engine(document_window=44)
     assert [again.key(chunk) for chunk in reversed(chunks)] == found[::-1]
 
 
@@ -315,7 +315,7 @@ def test_a_documents_keys_cost_what_its_length_does(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def pieces_read(chunks: int) -> int:
-        lead_in = make_engine(document_window=44)._lead_in
+        lead_in = make_engine(document_window=44)._led
         asked: list[str] = []
         tokenize = lead_in._tokenize
 
@@ -379,7 +379,7 @@ def test_two_writers_leave_no_kv_that_no_document_knows(
     monkeypatch.setattr(here.store, "put", put_meanwhile)
     report = here.precompute([older], progress=False)
     assert report.refused == {"forgotten meanwhile": 4}
-    known = {there._lead_in.key(chunk) for chunk in newer.to_chunks()}
+    known = {there.key(chunk) for chunk in newer.to_chunks()}
     assert set(there.store.keys()) == known
     assert there.evict_unregistered() == 0
 
@@ -393,7 +393,7 @@ def test_kv_that_no_document_knows_can_be_dropped(make_engine: EngineFactory) ->
     engine.precompute([lost], progress=False)
     engine.registry.remove_document("lost")
     assert engine.evict_unregistered() == 3
-    kept = {engine._lead_in.key(chunk) for chunk in DOCUMENT.to_chunks()}
+    kept = {engine.key(chunk) for chunk in DOCUMENT.to_chunks()}
     assert {key for key in engine.store.entries() if key.fingerprint == engine.fingerprint} == kept
     assert len(engine.store.keys()) == len(kept) + 1, "others' KV is theirs"
 

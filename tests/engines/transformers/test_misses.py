@@ -102,7 +102,7 @@ def test_nothing_is_said_where_nothing_was_to_be_reused(
 def test_a_second_cutting_of_a_document_is_warned_of_unless_it_has_a_collection(
     make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO, "cacheblend_rag.engines.front")
+    caplog.set_level(logging.INFO, "cacheblend_rag.engines.known_chunks")
     large = tuple(words(24, start) for start in (0, 30, 60))
     small = tuple(
         piece for text in large for piece in (text[: len(text) // 2], text[len(text) // 2 :])

@@ -15,6 +15,7 @@ from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
 from tests.engines.vllm.forking import fork_engines
+from tests.engines.vllm.opening import vllm_in_process
 from tests.models import make_tokenizer, save_model
 
 WITHOUT_VLLM = {
@@ -68,7 +69,7 @@ def open_vllm(model_folder: Callable[[str], Path]) -> Iterator[EngineFactory]:
             "max_model_len": 2048,
             "disable_log_stats": True,
         }
-        engine = VLLMEngine(model_folder(family), **{**arguments, **options})
+        engine = vllm_in_process(model_folder(family), **{**arguments, **options})
         opened.append(engine)
         return engine
 

@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from cacheblend_rag import BlendConfig, SamplingParams
-from cacheblend_rag.engines.vllm.client import VLLMRequest
 from cacheblend_rag.engines.vllm.connector.jobs import evict, prefetch
 from cacheblend_rag.engines.vllm.connector.scheduler import read_job
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX, BlendJob, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv import KVKey, TieredKVStore
 from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine

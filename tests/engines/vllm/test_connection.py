@@ -1,4 +1,4 @@
-"""What goes wrong between VLLMServerEngine and a server, against a server that can do nothing else.
+"""What goes wrong between VLLMEngine and a server, against a server that can do nothing else.
 
 No vLLM is needed: answers are canned.
 """
@@ -21,9 +21,9 @@ import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, open_engine
 from cacheblend_rag.engines.vllm.connection import ServerConnection
+from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.serve import reserved_port
-from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -33,6 +33,7 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.secret import Secret
+from tests.engines.vllm.opening import vllm_server
 from tests.models import make_tokenizer, words
 
 KEY = "sesame"
@@ -146,17 +147,17 @@ def canned() -> Iterator[CannedServer]:
         yield server
 
 
-Open = Callable[..., VLLMServerEngine]
+Open = Callable[..., VLLMEngine]
 
 
 @pytest.fixture
 def connect(canned: CannedServer) -> Iterator[Open]:
-    opened: list[VLLMServerEngine] = []
+    opened: list[VLLMEngine] = []
 
-    def make(**options: Any) -> VLLMServerEngine:
+    def make(**options: Any) -> VLLMEngine:
         given = {"tokenizer": make_tokenizer(), "api_key": KEY, "max_retries": 0}
         config = BlendConfig(min_tokens=0)
-        engine = VLLMServerEngine(
+        engine = vllm_server(
             canned.url, **{"config": config, "lead_in": "none", **given, **options}
         )
         engine.register([CHUNK])
@@ -278,7 +279,7 @@ def test_the_key_may_come_from_the_environment(
     caplog.set_level("DEBUG")
     engine = connect(api_key=None)
     engine.generate(PROMPT, FOUR)
-    assert KEY not in repr(engine) + repr(engine._connection) + caplog.text
+    assert KEY not in repr(engine) + repr(engine.transport._connection) + caplog.text
 
 
 def test_the_key_is_in_no_traceback_and_no_pickle(canned: CannedServer) -> None:
@@ -456,7 +457,7 @@ def test_openai_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vllm_need_not_be_installed() -> None:
-    code = "import sys, cacheblend_rag.engines.vllm.server; assert 'vllm' not in sys.modules"
+    code = "import sys, cacheblend_rag.engines.vllm.http, cacheblend_rag.engines.vllm.engine; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -13,6 +13,7 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from tests.engines.vllm.conftest import EngineFactory
+from tests.engines.vllm.opening import request_of, vllm_in_process
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, logprobs, retrieved
 from tests.engines.vllm.test_protocol import mixed_prompts, same_tokens
 
@@ -44,9 +45,9 @@ def test_a_tiny_cache_preempts_and_answers_stay_right(open_vllm: EngineFactory) 
 
 def test_a_request_without_its_salt_is_not_blended(engine: VLLMEngine) -> None:
     engine.precompute(DOCUMENTS, progress=False)
-    asked = engine._ask(retrieved(), SHORT, REUSE, ())
-    unsalted = replace(asked.request, salt="any")
-    reference = replace(asked.request, salt="other", order=None)
+    asked = request_of(engine, retrieved(), SHORT, REUSE)
+    unsalted = replace(asked, salt="any")
+    reference = replace(asked, salt="other", job=None)
     assert logprobs(engine, unsalted) == logprobs(engine, reference)
 
 
@@ -85,4 +86,4 @@ def test_a_vllm_too_old_is_refused(
 ) -> None:
     monkeypatch.setattr("vllm.__version__", "0.31.2")
     with pytest.raises(EngineUnavailableError, match=r"vLLM 0\.31\.2 is too old, 0\.32 or newer"):
-        VLLMEngine(model_folder("llama"))
+        vllm_in_process(model_folder("llama"))

@@ -16,14 +16,14 @@ from vllm.forward_context import set_forward_context
 from cacheblend_rag import BlendConfig, BlendPrompt, Document, SamplingParams, TransformersEngine
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.blend.stack import probe_layer
-from cacheblend_rag.engines.vllm.client import VLLMClient, VLLMRequest
 from cacheblend_rag.engines.vllm.connector.paged import PLAIN
-from cacheblend_rag.engines.vllm.engine import _sampling
+from cacheblend_rag.engines.vllm.engine import VLLMEngine, VLLMRequest, _sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.prefill import blended
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.one_family import save_family
+from tests.engines.vllm.opening import request_of
 from tests.models import FAMILIES, make_tokenizer, prompt_of, words
 
 DOCUMENTS = (
@@ -59,7 +59,7 @@ def retrieved(count: int = 3, seed: int = 9) -> BlendPrompt:
     return prompt_of(*parts, words(23, seed))
 
 
-def logprobs(engine: VLLMClient, request: VLLMRequest) -> list[float]:
+def logprobs(engine: VLLMEngine, request: VLLMRequest) -> list[float]:
     """Greedy tokens' log-probabilities, as vLLM itself returns them."""
     sampling = _sampling(request)
     sampling.logprobs, sampling.ignore_eos = 1, True
@@ -73,7 +73,7 @@ def logprobs(engine: VLLMClient, request: VLLMRequest) -> list[float]:
             ]
         return found
 
-    return engine._background.run(run())
+    return engine.transport.run(run())
 
 
 def _outputs(engine: Any, request: VLLMRequest, sampling: Any) -> Any:
@@ -83,15 +83,15 @@ def _outputs(engine: Any, request: VLLMRequest, sampling: Any) -> Any:
     return engine._vllm.generate(prompt, sampling, uuid.uuid4().hex)
 
 
-def difference(engine: VLLMClient, prompt: BlendPrompt, ratio: float) -> float:
+def difference(engine: VLLMEngine, prompt: BlendPrompt, ratio: float) -> float:
     """Largest difference of log-probabilities between a blended prompt and ordinary prefill.
 
     Neither is served by vLLM's prefix cache, where blends of the same chunks share a salt.
     """
     config = engine.config.with_changes(recompute_ratio=ratio)
-    asked = engine._ask(prompt, SHORT, config, ())
-    blend = replace(asked.request, salt=SALT_PREFIX + uuid.uuid4().hex)
-    plain = VLLMRequest(asked.request.token_ids, SHORT, uuid.uuid4().hex)
+    asked = request_of(engine, prompt, SHORT, config)
+    blend = replace(asked, salt=SALT_PREFIX + uuid.uuid4().hex)
+    plain = VLLMRequest(asked.token_ids, SHORT, uuid.uuid4().hex)
     pairs = zip(logprobs(engine, blend), logprobs(engine, plain), strict=True)
     return max(abs(a - b) for a, b in pairs)
 
@@ -155,10 +155,10 @@ def test_a_window_in_all_layers_is_always_blended_asynchronously(open_family: Op
     engine = open_family("mistral-sliding", settings={"asynchronous": False})
     check_exact(engine)
     unstored = engine.config.with_changes(min_tokens=10_000)
-    asked = engine._ask(retrieved(seed=11), SHORT, engine.config, ())
-    assert asked.request.order is not None
-    refused = replace(asked.request, order=replace(asked.request.order, config=unstored))
-    plain = VLLMRequest(asked.request.token_ids, SHORT, "plain")
+    asked = request_of(engine, retrieved(seed=11), SHORT, engine.config)
+    assert asked.job is not None
+    refused = replace(asked, job=replace(asked.job, config=unstored))
+    plain = VLLMRequest(asked.token_ids, SHORT, "plain")
     assert logprobs(engine, refused) == logprobs(engine, plain)
 
 
@@ -235,7 +235,7 @@ def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -
     with pytest.MonkeyPatch.context() as settings:
         for mode in ("native", *PLAIN):
             settings.setattr(jobs, "mode", mode)
-            asked = llama._ask(retrieved(), SHORT, config, ()).request
+            asked = request_of(llama, retrieved(), SHORT, config)
             fresh = replace(asked, salt=f"{SALT_PREFIX}{mode}")
             found[mode] = logprobs(llama, fresh)
     for mode in PLAIN:
@@ -273,10 +273,10 @@ def test_both_engines_choose_the_same_rows_and_tokens(
 
 def test_a_plain_request_is_not_served_from_blended_blocks(llama: InProcessEngine) -> None:
     llama.precompute(DOCUMENTS, progress=False)
-    asked = llama._ask(retrieved(), SHORT, llama.config.with_changes(recompute_ratio=0.0), ())
-    fresh = logprobs(llama, VLLMRequest(asked.request.token_ids, SHORT, "fresh"))
-    blended = logprobs(llama, asked.request)
-    after = logprobs(llama, VLLMRequest(asked.request.token_ids, SHORT, "after"))
+    asked = request_of(llama, retrieved(), SHORT, llama.config.with_changes(recompute_ratio=0.0))
+    fresh = logprobs(llama, VLLMRequest(asked.token_ids, SHORT, "fresh"))
+    blended = logprobs(llama, asked)
+    after = logprobs(llama, VLLMRequest(asked.token_ids, SHORT, "after"))
     assert blended != fresh
     assert after == fresh
 

@@ -16,11 +16,12 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams
-from cacheblend_rag.engines.vllm.client import VLLMRequest
-from cacheblend_rag.engines.vllm.engine import _sampling
+from cacheblend_rag.engines.vllm.in_process import _sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
+from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv.store import FETCHED_AHEAD
 from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS
 from tests.kv.samples import until
 from tests.models import prompt_of, words
@@ -57,16 +58,16 @@ def requests_of(engine: InProcessEngine) -> list[VLLMRequest]:
     found = []
     for kind in ("plain", "blended", "missing"):
         for prompt in prompts_of(kind):
-            asked = engine._ask(prompt, sampling, engine.config, ())
-            found.append(asked.request)
-            if asked.request.order is not None:
-                found.append(VLLMRequest(asked.request.token_ids, sampling, "ordinary"))
+            asked = request_of(engine, prompt, sampling, engine.config)
+            found.append(asked)
+            if asked.job is not None:
+                found.append(VLLMRequest(asked.token_ids, sampling, "ordinary"))
     return found
 
 
 def unseen(request: VLLMRequest) -> VLLMRequest:
     """The same work, which vLLM cannot have in its prefix cache."""
-    prefix = SALT_PREFIX if request.order else ""
+    prefix = SALT_PREFIX if request.job else ""
     return replace(request, salt=f"{prefix}{uuid.uuid4().hex}")
 
 
@@ -114,7 +115,7 @@ def engine(
 def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(engine: InProcessEngine) -> None:
     free = engine.free_blocks()
     distinct = requests_of(engine)
-    references = [engine._background.run(answer(engine, request)) for request in distinct]
+    references = [engine.transport.run(answer(engine, request)) for request in distinct]
     preempted: Counter[str] = Counter()
     preempt = engine.scheduler._preempt_request
 
@@ -137,7 +138,7 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(engine: InProc
                 fate: Fate = "done"
                 if index % 5 == 0:
                     fate = "aborted while decoding"
-                elif loads and index % 5 == 1 and request.order is not None:
+                elif loads and index % 5 == 1 and request.job is not None:
                     request = unseen(request)
                     fate = "aborted while loading"
                 if fate != "done":
@@ -148,7 +149,7 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(engine: InProc
 
         await asyncio.gather(*(one(index) for index in range(REQUESTS)))
 
-    engine._background.run(run())
+    engine.transport.run(run())
     assert sum(fates.values()) == REQUESTS
     assert fates["aborted while decoding"] > 20
     assert not loads or fates["aborted while loading"] > 10
@@ -162,5 +163,5 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(engine: InProc
     assert not worker.blender.fetches
     assert until(lambda: worker.blender.store._room_ahead._value == FETCHED_AHEAD)
     # What was blended meanwhile is in no ordinary request's way.
-    again = [engine._background.run(answer(engine, request)) for request in distinct]
+    again = [engine.transport.run(answer(engine, request)) for request in distinct]
     assert again == references

@@ -19,13 +19,12 @@ from cacheblend_rag import (
     SamplingParams,
     TransformersEngine,
 )
-from cacheblend_rag.engines.vllm.client import VLLMClient
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol import PrefetchResult
 from cacheblend_rag.engines.vllm.serve import running_server
-from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 from cacheblend_rag.errors import ConfigError, PromptError
 from tests.engines.vllm.conftest import SERVER_FLAGS
+from tests.engines.vllm.opening import request_of, vllm_in_process, vllm_server
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
 from tests.models import make_tokenizer, prompt_of, words
 
@@ -39,23 +38,23 @@ LONG = SamplingParams(max_tokens=1500)
 @pytest.fixture(scope="module", params=["in process", "server"])
 def engine(
     request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
-) -> Iterator[VLLMClient]:
+) -> Iterator[VLLMEngine]:
     folder = model_folder("llama")
     if request.param == "in process":
-        engine: VLLMClient = VLLMEngine(
+        engine: VLLMEngine = vllm_in_process(
             folder, config=CONFIG, dtype="float32", enforce_eager=True, max_model_len=2048
         )
         yield engine
         engine.close()
         return
     with running_server(folder, flags=(*SERVER_FLAGS, "--max-model-len", "2048")) as server:
-        engine = VLLMServerEngine(server.url, model=folder, config=CONFIG)
+        engine = vllm_server(server.url, model=folder, config=CONFIG)
         yield engine
         engine.close()
 
 
 @pytest.fixture
-def filled(engine: VLLMClient) -> VLLMClient:
+def filled(engine: VLLMEngine) -> VLLMEngine:
     engine.precompute(DOCUMENTS, progress=False)
     return engine
 
@@ -64,7 +63,7 @@ def same_tokens(answers: list[Generation], others: list[Generation]) -> bool:
     return [a.token_ids for a in answers] == [b.token_ids for b in others]
 
 
-def test_it_says_what_it_is(engine: VLLMClient) -> None:
+def test_it_says_what_it_is(engine: VLLMEngine) -> None:
     assert engine.name in {"vllm", "vllm-server"}
     assert (engine.model_name, engine.context_window) == ("llama", 2048)
     assert engine.status.active
@@ -73,13 +72,14 @@ def test_it_says_what_it_is(engine: VLLMClient) -> None:
     assert engine.tokenize("w5 w6") == (5, 6)
 
 
-def test_index_ask_and_evict(filled: VLLMClient) -> None:
+def test_index_ask_and_evict(filled: VLLMEngine) -> None:
     again = filled.precompute(DOCUMENTS, progress=False)
     assert (again.computed, again.skipped) == (0, 4)
     filled.prefetch(["a", DOCUMENTS[1].to_chunks()[0]])
     chunks = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
-    for request in filled._keys_requests("prefetch", chunks):
-        result = filled._run(filled._carry_out(request, everywhere=True))
+    jobs, keys = filled._jobs, [filled.key(chunk) for chunk in chunks]
+    for request in jobs._by_keys("prefetch", keys):
+        result = filled.transport.run(jobs._carry_out(request, everywhere=True))
         assert isinstance(result, PrefetchResult)
 
     prompt = retrieved().text
@@ -98,7 +98,7 @@ def test_index_ask_and_evict(filled: VLLMClient) -> None:
     assert [c.document_id for c in report.chunks] == ["a", "a"]
 
 
-def test_an_edited_document_drops_what_it_no_longer_holds(engine: VLLMClient) -> None:
+def test_an_edited_document_drops_what_it_no_longer_holds(engine: VLLMEngine) -> None:
     first = Document("edited", (words(40, 61), words(50, 62), words(30, 63)))
     second = Document("edited", (words(40, 61), words(45, 64)))
     assert engine.precompute([first], progress=False).computed == 3
@@ -107,13 +107,13 @@ def test_an_edited_document_drops_what_it_no_longer_holds(engine: VLLMClient) ->
     assert engine.registry.document("edited") == tuple(second.to_chunks())
 
 
-def test_what_is_too_long_to_store_is_refused(engine: VLLMClient) -> None:
+def test_what_is_too_long_to_store_is_refused(engine: VLLMEngine) -> None:
     report = engine.precompute([words(3000, 8), "  "], progress=False)
     assert report.refused == {"longer than the context window": 1, "empty text": 1}
 
 
 def test_greedy_answers_are_the_embedded_engines(
-    filled: VLLMClient, model_folder: Callable[[str], Path]
+    filled: VLLMEngine, model_folder: Callable[[str], Path]
 ) -> None:
     embedded = TransformersEngine(
         model_folder("llama"), tokenizer=make_tokenizer(), config=CONFIG, dtype="float32"
@@ -130,7 +130,7 @@ def test_greedy_answers_are_the_embedded_engines(
     assert (full.report.blended, full.report.reason) == (False, "full prefill was asked for")
 
 
-def test_a_stream_joins_to_the_answer_and_brings_the_report(filled: VLLMClient) -> None:
+def test_a_stream_joins_to_the_answer_and_brings_the_report(filled: VLLMEngine) -> None:
     prompt = retrieved(2)
     deltas = list(filled.stream(prompt, SHORT, config=REUSE))
     answer = deltas[-1].generation
@@ -143,7 +143,7 @@ def test_a_stream_joins_to_the_answer_and_brings_the_report(filled: VLLMClient) 
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_one_token_brings_its_report(filled: VLLMClient, streamed: bool) -> None:
+def test_one_token_brings_its_report(filled: VLLMEngine, streamed: bool) -> None:
     prompt = prompt_of(*DOCUMENTS[0].to_chunks()[:1], words(17, 77 + streamed))
     if streamed:
         answer = list(filled.stream(prompt, ONE_TOKEN, config=REUSE))[-1].generation
@@ -154,16 +154,16 @@ def test_one_token_brings_its_report(filled: VLLMClient, streamed: bool) -> None
     assert [chunk.hit for chunk in answer.report.chunks] == [True]
 
 
-def test_a_passage_holds_no_control_token(filled: VLLMClient) -> None:
+def test_a_passage_holds_no_control_token(filled: VLLMEngine) -> None:
     passage = Chunk(f"{words(40, 60)} <bos> {words(40, 61)}")
     assert filled.precompute([passage], progress=False).computed == 1
     prompt = prompt_of("w7 <bos>", passage, words(9, 62))
-    sent = filled._ask(prompt, SHORT, CONFIG, ()).request.token_ids
+    sent = request_of(filled, prompt, SHORT, CONFIG).token_ids
     assert [token for token in sent if token == BOS] == [BOS], "the text's own"
     assert [chunk.hit for chunk in filled.generate(prompt, SHORT).report.chunks] == [True]
 
 
-def test_why_nothing_was_reused_is_always_told(filled: VLLMClient) -> None:
+def test_why_nothing_was_reused_is_always_told(filled: VLLMEngine) -> None:
     plain = filled.generate(words(30, 40), SHORT)
     assert (plain.report.blended, plain.report.reason) == (False, "no known chunk in the prompt")
     stranger = Chunk(words(50, 41))
@@ -178,7 +178,7 @@ def test_why_nothing_was_reused_is_always_told(filled: VLLMClient) -> None:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-def test_a_stop_string_ends_the_answer_and_is_cut(filled: VLLMClient, streamed: bool) -> None:
+def test_a_stop_string_ends_the_answer_and_is_cut(filled: VLLMEngine, streamed: bool) -> None:
     whole = filled.generate(retrieved(), SamplingParams(max_tokens=12))
     stop = whole.text.split()[7]
     sampling = SamplingParams(max_tokens=12, stop=(stop,))
@@ -194,7 +194,7 @@ def test_a_stop_string_ends_the_answer_and_is_cut(filled: VLLMClient, streamed: 
     assert [chunk.hit for chunk in answer.report.chunks] == [True] * 3
 
 
-def test_sampling_is_the_requests_own(filled: VLLMClient) -> None:
+def test_sampling_is_the_requests_own(filled: VLLMEngine) -> None:
     drawn = SamplingParams(max_tokens=8, temperature=1.0, top_p=0.9, top_k=50, seed=3)
     first, second = (filled.generate(retrieved(), drawn) for _ in range(2))
     assert first.token_ids == second.token_ids
@@ -205,7 +205,7 @@ def test_sampling_is_the_requests_own(filled: VLLMClient) -> None:
     assert len(set(ids)) == len(ids)
 
 
-def test_a_cancelled_request_ends_and_the_engine_goes_on(filled: VLLMClient) -> None:
+def test_a_cancelled_request_ends_and_the_engine_goes_on(filled: VLLMEngine) -> None:
     stream = filled.stream(retrieved(), LONG)
     next(stream)
     stream.close()
@@ -246,7 +246,7 @@ def mixed_prompts(count: int) -> list[BlendPrompt]:
     return prompts
 
 
-def test_many_at_once_answer_as_one_after_another(filled: VLLMClient) -> None:
+def test_many_at_once_answer_as_one_after_another(filled: VLLMEngine) -> None:
     prompts = mixed_prompts(32)
     alone = [filled.generate(prompt, SHORT) for prompt in prompts]
     assert same_tokens(alone, filled.generate_batch(prompts, SHORT))
@@ -267,7 +267,7 @@ def test_many_at_once_answer_as_one_after_another(filled: VLLMClient) -> None:
     assert same_tokens(alone, asyncio.run(stream_all()))
 
 
-def test_bad_input_is_one_line(engine: VLLMClient) -> None:
+def test_bad_input_is_one_line(engine: VLLMEngine) -> None:
     with pytest.raises(PromptError, match="context window"):
         engine.generate(words(3000, 1), SHORT)
     with pytest.raises(PromptError, match="empty"):
@@ -278,7 +278,7 @@ def test_bad_input_is_one_line(engine: VLLMClient) -> None:
     assert (len(filling.token_ids), filling.finish_reason) == (8, "length")
 
 
-def test_closing_ends_what_is_at_work(engine: VLLMClient) -> None:
+def test_closing_ends_what_is_at_work(engine: VLLMEngine) -> None:
     """Last: it closes the engine that the others share."""
     stream = engine.stream(words(20, 3), LONG)
     next(stream)

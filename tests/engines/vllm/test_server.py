@@ -30,10 +30,10 @@ from cacheblend_rag.cli.main import app
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol import job
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.serve import RunningServer, reserved_port
-from cacheblend_rag.engines.vllm.server import VLLMServerEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from tests.engines.vllm.conftest import ServerFactory
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
@@ -86,7 +86,7 @@ def server(start: Start) -> Iterator[RunningServer]:
 
 
 @pytest.fixture(scope="module")
-def engine(server: RunningServer) -> Iterator[VLLMServerEngine]:
+def engine(server: RunningServer) -> Iterator[VLLMEngine]:
     opened = open_engine(
         f"{server.url}/v1",
         model="demo",
@@ -95,17 +95,17 @@ def engine(server: RunningServer) -> Iterator[VLLMServerEngine]:
         config=CONFIG,
         instruction=HEAD,
     )
-    assert isinstance(opened, VLLMServerEngine)
+    assert isinstance(opened, VLLMEngine)
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module")
-def indexed(engine: VLLMServerEngine) -> PrecomputeReport:
+def indexed(engine: VLLMEngine) -> PrecomputeReport:
     return engine.precompute(documents(*PROMPTS), progress=False)
 
 
-def test_it_says_what_it_is(engine: VLLMServerEngine, server: RunningServer) -> None:
+def test_it_says_what_it_is(engine: VLLMEngine, server: RunningServer) -> None:
     assert (engine.name, engine.model_name, engine.url) == ("vllm-server", "demo", server.url)
     assert engine.context_window == 4096
     assert engine.has_chat_template
@@ -124,7 +124,7 @@ def test_the_readmes_program_asks_it(server: RunningServer) -> None:
 
 
 def test_answers_are_the_embedded_engines_and_right(
-    engine: VLLMServerEngine, indexed: PrecomputeReport
+    engine: VLLMEngine, indexed: PrecomputeReport
 ) -> None:
     assert indexed.refused == {}
     embedded = TransformersEngine(MODEL_FOLDER, config=CONFIG, instruction=HEAD, dtype="float32")
@@ -141,7 +141,7 @@ def test_answers_are_the_embedded_engines_and_right(
         assert here.report.recomputed_tokens == there.report.recomputed_tokens > 0
 
 
-def test_a_stream_brings_its_report(engine: VLLMServerEngine, indexed: PrecomputeReport) -> None:
+def test_a_stream_brings_its_report(engine: VLLMEngine, indexed: PrecomputeReport) -> None:
     [*_, last] = engine.stream(text(PROMPTS[1]), ANSWER, config=REUSE)
     assert last.generation is not None
     report = last.generation.report
@@ -150,9 +150,7 @@ def test_a_stream_brings_its_report(engine: VLLMServerEngine, indexed: Precomput
     assert report.seconds.load > 0
 
 
-def test_chat_messages_are_rendered_here(
-    engine: VLLMServerEngine, indexed: PrecomputeReport
-) -> None:
+def test_chat_messages_are_rendered_here(engine: VLLMEngine, indexed: PrecomputeReport) -> None:
     body = text(PROMPTS[0]).removeprefix(HEAD)
     answer = engine.generate([{"role": "user", "content": f"{INSTRUCTION}\n\n{body}"}], ANSWER)
     assert len(answer.report.chunks) == len(PROMPTS[0].chunk_texts)
@@ -178,9 +176,7 @@ def metrics(server: RunningServer, name: str) -> list[float]:
     return [float(line.split()[-1]) for line in lines if name in line and not line.startswith("#")]
 
 
-def test_leaving_a_stream_ends_it_at_the_server(
-    engine: VLLMServerEngine, server: RunningServer
-) -> None:
+def test_leaving_a_stream_ends_it_at_the_server(engine: VLLMEngine, server: RunningServer) -> None:
     stream = engine.stream(words(30, 1), SamplingParams(max_tokens=3900, ignore_eos=True))
     next(stream)
     stream.close()
@@ -191,7 +187,7 @@ def test_leaving_a_stream_ends_it_at_the_server(
 
 
 def test_metrics_show_what_blending_did(
-    engine: VLLMServerEngine, server: RunningServer, indexed: PrecomputeReport
+    engine: VLLMEngine, server: RunningServer, indexed: PrecomputeReport
 ) -> None:
     def counted(name: str) -> float:
         return sum(metrics(server, f"vllm:cacheblend_{name}_total{{"))
@@ -313,7 +309,7 @@ def test_a_server_without_the_connector_answers_and_says_so(start_server: Server
 
 
 def test_a_killed_server_is_an_error_and_its_successor_has_its_chunks(
-    engine: VLLMServerEngine, server: RunningServer, start: Start, indexed: PrecomputeReport
+    engine: VLLMEngine, server: RunningServer, start: Start, indexed: PrecomputeReport
 ) -> None:
     """Last: it ends the module's server."""
     raised: list[CacheBlendError] = []

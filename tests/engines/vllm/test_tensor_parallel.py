@@ -21,6 +21,7 @@ from cacheblend_rag.errors import EngineUnavailableError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.failing import TOLD, FailingConnector
 from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
 from tests.models import words
 
@@ -73,7 +74,7 @@ def rows(generation: Generation) -> list[tuple[bool, int]]:
 def answered(engine: Any, selector: str) -> tuple[Generation, list[float]]:
     config = BY_SHARE.with_changes(selector=selector)
     generation = engine.generate(retrieved(), SHORT, config=config)
-    return generation, logprobs(engine, engine._ask(retrieved(), SHORT, config, ()).request)
+    return generation, logprobs(engine, request_of(engine, retrieved(), SHORT, config))
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -106,7 +107,7 @@ def test_many_at_once_answer_as_one_after_another(two_ranks: tuple[VLLMEngine, P
 def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: tuple[VLLMEngine, Path]) -> None:
     engine, folder = two_ranks
     chunk = DOCUMENTS[0].to_chunks()[0]
-    own = engine._lead_in.key(chunk).chunk_id
+    own = engine.key(chunk).chunk_id
     first = sorted(path for path in folder.rglob(f"*{own}*.safetensors"))
     assert len(first) == 2, "each rank stores its half"
     kept = first[1].read_bytes()

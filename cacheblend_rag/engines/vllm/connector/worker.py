@@ -16,8 +16,8 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import set_forward_context
 
+from cacheblend_rag.engines.compatibility import explained
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
-from cacheblend_rag.engines.obstacles import explained
 from cacheblend_rag.engines.vllm.connector.blender import DEVICE_ERRORS, Blender
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,

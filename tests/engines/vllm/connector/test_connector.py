@@ -12,12 +12,13 @@ from prometheus_client import REGISTRY
 
 from cacheblend_rag import BlendConfig, Generation, SamplingParams
 from cacheblend_rag.engines.vllm import protocol
-from cacheblend_rag.engines.vllm.client import VLLMRequest
 from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX
 from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
 from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
+from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
 from tests.models import words
 
@@ -53,19 +54,19 @@ def params_of(engine: InProcessEngine, request: VLLMRequest) -> Mapping[str, Any
 
     async def run() -> Mapping[str, Any]:
         found: Mapping[str, Any] = {}
-        async for piece in engine._send(request, stream=False):
+        async for piece in engine.transport.send(request, stream=False):
             found = piece.params or found
         return found
 
-    result: Mapping[str, Any] = engine._background.run(run())[PARAMETER]
+    result: Mapping[str, Any] = engine.transport.run(run())[PARAMETER]
     return result
 
 
 def asked(engine: InProcessEngine, salt: str = "", **changes: Any) -> VLLMRequest:
     """A request to blend; salt makes it one that was never asked before."""
-    request = engine._ask(f"{retrieved().text} {salt}", SHORT, engine.config, ()).request
-    assert request.order is not None
-    return replace(request, order=replace(request.order, **changes))
+    request = request_of(engine, f"{retrieved().text} {salt}", SHORT, engine.config)
+    assert request.job is not None
+    return replace(request, job=replace(request.job, **changes))
 
 
 def report_order(report_id: str) -> VLLMRequest:
@@ -169,7 +170,7 @@ def test_only_so_many_reports_are_kept(core: InProcessEngine) -> None:
     told = params_of(core, unsalted)
     for index in range(KEPT_REPORTS - 1):
         connector.reports[f"{index:032x}"] = NO_REPORT
-    params_of(core, replace(unsalted, order=replace(unsalted.order, report_id="f" * 32)))
+    params_of(core, replace(unsalted, job=replace(unsalted.job, report_id="f" * 32)))
     assert len(connector.reports) == KEPT_REPORTS
     assert REPORT_ID not in connector.reports
     assert protocol.params_of(connector.reports["f" * 32]) == {PARAMETER: told}

@@ -26,6 +26,7 @@ from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices
 from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, check_exact, difference, retrieved
 from tests.memory import PeakBytes
 from tests.models import words
@@ -211,12 +212,12 @@ def test_a_preempted_request_keeps_its_output(engine: InProcessEngine) -> None:
 def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
     """The most bytes that a blend's pass held, and how many tokens its prompt has."""
     blender = engine.worker_connector.blender
-    request = engine._ask(prompt, SHORT, CONFIG, ()).request
-    assert request.order is not None
-    until = request.order.chunks[-1].end
+    request = request_of(engine, prompt, SHORT, CONFIG)
+    assert request.job is not None
+    until = request.job.chunks[-1].end
     last = blender.trial.blocks - 1
     blocks = tuple(range(last + (-until // blender.cache.block_size), last))
-    job = Allotted("", request.order, request.token_ids, 0, until, blocks)
+    job = Allotted("", request.job, request.token_ids, 0, until, blocks)
     with PeakBytes() as memory:
         for _ in blender.jobs.work(job):
             pass

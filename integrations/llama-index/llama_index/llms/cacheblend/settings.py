@@ -24,7 +24,7 @@ from llama_index.core.schema import BaseComponent
 
 from cacheblend_rag import BlendConfig, Engine, SamplingParams, load_tokenizer, open_engine
 from cacheblend_rag.arguments import Arguments, check_engine_name, describe
-from cacheblend_rag.engines.factory import ENGINES
+from cacheblend_rag.config import ENGINES
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.secret import Secret
 from llama_index.llms.cacheblend.instruction import text_before_context

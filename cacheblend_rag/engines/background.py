@@ -8,10 +8,11 @@ from concurrent.futures import CancelledError, Future
 from threading import Thread
 from typing import Any, TypeVar
 
-from cacheblend_rag.engines.base import CLOSED
 from cacheblend_rag.errors import ConfigError
 
 T = TypeVar("T")
+
+CLOSED = "the engine is closed: open another"
 
 
 class BackgroundLoop:
@@ -56,16 +57,14 @@ class BackgroundLoop:
             future.cancel()
             raise
 
-    def deliver(
-        self, items: AsyncIterator[T], take: Callable[[T | BaseException | None], None]
-    ) -> None:
-        """Hand over items as they come, then None, or the error that ended them."""
+    def deliver(self, items: AsyncIterator[T], take: Callable[[Any], None], end: object) -> None:
+        """Hand over items as they come, then ``end``, or the error that ended them."""
 
         async def work() -> None:
             try:
                 async for item in items:
                     take(item)
-                take(None)
+                take(end)
             except asyncio.CancelledError:
                 take(_closed())
                 raise

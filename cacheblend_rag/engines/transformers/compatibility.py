@@ -18,7 +18,7 @@ from cacheblend_rag.blend.trial import (
     tokens_behind,
     trial_tokens,
 )
-from cacheblend_rag.engines.obstacles import explained
+from cacheblend_rag.engines.compatibility import explained
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.loading import context_window
 from cacheblend_rag.engines.transformers.stack import TransformersStack

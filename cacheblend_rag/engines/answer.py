@@ -1,0 +1,54 @@
+"""Request and Generation: what an engine is asked, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.prepare import PreparedPrompt
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.report import BlendReport
+
+FinishReason = Literal["stop", "length", "cancelled"]
+FULL_PREFILL = "full prefill was asked for"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One finished answer: ``text`` without stop string, ``token_ids`` without end token."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    report: BlendReport
+
+
+@dataclass(frozen=True)
+class Delta:
+    """One step of a stream: new text (may be empty); the last one carries the whole Generation."""
+
+    text: str
+    generation: Generation | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, checked and prepared.
+
+    Args:
+        prepared: its prompt. sampling: as asked, ``max_tokens`` within the context window.
+        config: how its chunks' KV is fused. full: ordinary prefill was asked for.
+        cache_salt: see ``Engine.generate_full``. streamed: whether pieces are wanted as they come.
+        cancel: is set to stop the work.
+    """
+
+    prepared: PreparedPrompt
+    sampling: SamplingParams
+    config: BlendConfig
+    full: bool = False
+    cache_salt: str | None = None
+    streamed: bool = False
+    cancel: Cancellation = field(default_factory=Cancellation)

@@ -1,0 +1,150 @@
+"""KnownChunks: an engine's registry, kept in step with the KV that is stored for it."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from typing import Protocol
+
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.lead_in import LeadIn
+from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.text.registry import ChunkRegistry
+
+logger = logging.getLogger(__name__)
+
+Item = Chunk | Document | str
+"""What may be precomputed and registered; a string is a chunk that stands alone."""
+
+COMPARED = 8
+
+
+class Evict(Protocol):
+    """Drops the KV of keys; returns of how many there was any."""
+
+    def __call__(self, keys: Sequence[KVKey]) -> int: ...
+
+
+class KnownChunks:
+    """Chunks that are registered, and whose KV is dropped once no registered chunk shares it."""
+
+    def __init__(self, registry: ChunkRegistry, lead_in: LeadIn, evict: Evict) -> None:
+        self.registry = registry
+        self._lead_in, self._evict = lead_in, evict
+
+    def register(self, items: Iterable[Item]) -> None:
+        """Make chunks known; raises PromptError on empty text."""
+        self.registry.add_many([chunk for item in items for chunk in chunks_of(item)])
+
+    def replace(self, items: Iterable[Item], refused: Counter[str]) -> tuple[list[Chunk], int]:
+        """Register items, and drop the KV of what newer versions of documents no longer hold.
+
+        Returns the chunks, and of how many KV was dropped; chunks of white space are counted as
+        refused.
+        """
+        given: list[Chunk] = []
+        documents: dict[tuple[str, str], None] = {}
+        for item in items:
+            for chunk in chunks_of(item):
+                if chunk.text.strip():
+                    given.append(chunk)
+                else:
+                    refused["empty text"] += 1
+            if isinstance(item, Document):
+                documents[item.document_id, item.collection] = None
+        current = set(given)
+        stale = [c for one in documents for c in self.registry.document(*one) if c not in current]
+        if stale:
+            self.registry.discard_many(stale)
+        self.registry.add_many(given)
+        replaced = self._drop(stale)
+        if replaced:
+            _log_replaced(replaced, stale, given)
+        return given, replaced
+
+    def forget(self, document_id: str, collection: str | None) -> int:
+        """Forget a document's chunks; returns of how many KV was dropped.
+
+        KV goes first: on a full disk, forgetting needs the room that it leaves.
+        """
+        self.registry.refresh()
+        chunks = self.registry.document(document_id, collection)
+        dropped = self._drop(chunks, besides=frozenset(chunks))
+        self.registry.discard_many(chunks)
+        return dropped + self._drop(chunks)  # what others stored of it in between
+
+    def drop_forgotten(self, chunks: Iterable[Chunk]) -> int:
+        """Drop the KV of those chunks, just stored, that another writer has forgotten meanwhile.
+
+        Nobody else would: the other one dropped what there was before it was stored.
+        """
+        self.registry.refresh()
+        return self._drop(chunks)
+
+    def unregistered(self, keys: Iterable[KVKey]) -> list[KVKey]:
+        """Return those keys that no registered chunk has."""
+        self.registry.refresh()
+        known = {self._lead_in.key(chunk) for chunk in self.registry.chunks()}
+        return [key for key in keys if key not in known]
+
+    def hinted(self, hints: Iterable[Chunk | str]) -> list[KVKey]:
+        """Return the keys of hinted chunks, and of all of documents that are hinted by their id."""
+        chunks = (
+            chunk
+            for hint in hints
+            for chunk in (self.registry.document(hint) if isinstance(hint, str) else (hint,))
+        )
+        return [self._lead_in.key(chunk) for chunk in chunks]
+
+    def _drop(self, chunks: Iterable[Chunk], besides: Collection[Chunk] = ()) -> int:
+        """Drop the KV of those chunks that no registered chunk shares, ``besides`` left out."""
+        alone = [chunk for chunk in chunks if not self._is_shared(chunk, besides)]
+        return self._evict([self._lead_in.key(chunk) for chunk in alone])
+
+    def _is_shared(self, chunk: Chunk, besides: Collection[Chunk]) -> bool:
+        key = self._lead_in.key(chunk)
+        variants = self.registry.variants(chunk.text)
+        return any(self._lead_in.key(one) == key for one in variants if one not in besides)
+
+
+def chunks_of(item: Item) -> list[Chunk]:
+    """Return the chunks of an item."""
+    if isinstance(item, Document):
+        return item.to_chunks()
+    return [Chunk(item) if isinstance(item, str) else item]
+
+
+def whole_documents(chunks: Sequence[Chunk], size: int) -> Iterable[list[Chunk]]:
+    """Cut chunks into parts of at least ``size``, never between a chunk and what precedes it."""
+    part: list[Chunk] = []
+    for chunk in chunks:
+        if len(part) >= size and not chunk.context:
+            yield part
+            part = []
+        part.append(chunk)
+    if part:
+        yield part
+
+
+def _log_replaced(replaced: int, old: Sequence[Chunk], new: Sequence[Chunk]) -> None:
+    """Say that chunks with KV were replaced; as a warning where an index may still hold them."""
+    if _is_cut_otherwise(old, new):
+        logger.warning(
+            "%d chunks were replaced by smaller or larger pieces of the same documents: an index "
+            "that is to keep its own needs a collection= of its own",
+            replaced,
+        )
+    else:
+        logger.info("%d chunks of changed documents were replaced", replaced)
+
+
+def _is_cut_otherwise(old: Sequence[Chunk], new: Sequence[Chunk]) -> bool:
+    """Whether a piece of either kind holds several of the other; a few old ones tell."""
+    for one in old[:COMPARED]:
+        texts = {c.text for c in new if c.document_id == one.document_id} - {one.text}
+        siblings = {c.text for c in old if c.document_id == one.document_id}
+        larger = next((text for text in texts if one.text in text), "")
+        if sum(text in one.text for text in texts) > 1 or sum(s in larger for s in siblings) > 1:
+            return True
+    return False

@@ -1,0 +1,109 @@
+"""PromptPreparer: from a prompt to tokens, and to the chunks in it with the keys of their KV."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cacheblend_rag.errors import PromptError
+from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, place_chunks
+from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.text.chat import Message
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.encoder import SegmentEncoder
+from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
+from cacheblend_rag.text.registry import ChunkRegistry
+
+PromptLike = str | BlendPrompt | Sequence[Message]
+"""A prompt text, ready segments, or chat messages (rendered by the model's chat template)."""
+
+
+@dataclass(frozen=True)
+class PreparedPrompt:
+    """A prompt ready to be served.
+
+    Args:
+        text: the whole prompt. encoded: its tokens, and where chunks stand.
+        placed: the chunks in it, in order, with the keys that their KV is stored under.
+        unmatched: reports of chunks that do not stand in it as such.
+        room: tokens that an answer may have within the context window, at least 1.
+        seconds: what preparing took.
+        expects_chunks: whether known or hinted chunks are to stand in it.
+    """
+
+    text: str
+    encoded: EncodedPrompt
+    placed: tuple[PlacedChunk, ...]
+    unmatched: tuple[ChunkReport, ...]
+    room: int
+    seconds: float
+    expects_chunks: bool
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The prompt's tokens."""
+        return self.encoded.token_ids
+
+
+@dataclass(frozen=True)
+class PromptPreparer:
+    """Cuts prompts at the chunks that a registry knows, and tokenizes them.
+
+    context_window: tokens of a prompt and its answer together.
+    """
+
+    tokenizer: Any
+    encoder: SegmentEncoder
+    registry: ChunkRegistry
+    lead_in: LeadIn
+    context_window: int
+
+    def prepare(self, prompt: PromptLike, hints: Sequence[Chunk | str]) -> PreparedPrompt:
+        """Segment and tokenize; raises PromptError when a prompt is empty or too long."""
+        started = time.perf_counter()
+        segmented = self._segments(prompt, hints)
+        encoded = segmented.encode(self.encoder)
+        if not segmented.segments or not encoded.token_ids:
+            raise PromptError("prompt is empty: give at least one token")
+        return PreparedPrompt(
+            text=segmented.text,
+            encoded=encoded,
+            placed=tuple(place_chunks(encoded.spans, self.lead_in)),
+            unmatched=tuple(self._unmatched(encoded, hints)),
+            room=self._room(len(encoded.token_ids)),
+            seconds=time.perf_counter() - started,
+            expects_chunks=bool(hints or encoded.spans),
+        )
+
+    def _room(self, tokens: int) -> int:
+        if tokens >= self.context_window:
+            raise PromptError(
+                f"prompt holds {tokens} tokens, the context window is "
+                f"{self.context_window}: retrieve fewer chunks or shorten the question"
+            )
+        return self.context_window - tokens
+
+    def _segments(self, prompt: PromptLike, hints: Sequence[Chunk | str]) -> BlendPrompt:
+        if isinstance(prompt, BlendPrompt):
+            return prompt
+        if isinstance(prompt, str):
+            return BlendPrompt.from_text(prompt, self.registry, hints)
+        return BlendPrompt.from_messages(prompt, self.registry, self.tokenizer, hints)
+
+    def _unmatched(self, prompt: EncodedPrompt, hints: Sequence[Chunk | str]) -> list[ChunkReport]:
+        """Report chunks that do not stand in the prompt by themselves, or not word for word."""
+        present = {span.chunk.text for span in prompt.spans}
+        present |= {chunk.text for chunk in prompt.inseparable}
+        reports = [self._missed(chunk, "inseparable") for chunk in prompt.inseparable]
+        for hint in hints:
+            if isinstance(hint, str) or hint.text in present:
+                continue
+            reason: MissReason = "altered text" if hint.text in self.registry else "unknown"
+            reports.append(self._missed(hint, reason))
+        return reports
+
+    def _missed(self, chunk: Chunk, reason: MissReason) -> ChunkReport:
+        key = self.lead_in.key(chunk)
+        return ChunkReport(key.chunk_id, -1, 0, False, reason, document_id=chunk.document_id)

@@ -1,0 +1,137 @@
+"""Stream: an answer on its way, and the one bridge between threads and event loops.
+
+An engine makes its answers in one of two ways: a generator that works whenever the next piece is
+asked for, or an asynchronous one that runs in a background loop. Either is read the same two ways:
+by a thread, or in an event loop, which it never blocks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
+from queue import SimpleQueue
+from threading import Event
+from typing import Any, Generic, TypeVar
+
+from cacheblend_rag.engines.background import BackgroundLoop
+
+T = TypeVar("T")
+
+Arrival = Any
+"""An item; the error that ended a stream; or END."""
+END = object()
+
+
+class Cancellation:
+    """Whether work is to stop: its caller says so, by an event of its own, or we do."""
+
+    def __init__(self, asked: Event | None = None) -> None:
+        self._asked, self._own = asked, Event()
+
+    def set(self) -> None:
+        """Stop the work."""
+        self._own.set()
+
+    def is_set(self) -> bool:
+        """Whether the work is to stop."""
+        return self._own.is_set() or (self._asked is not None and self._asked.is_set())
+
+
+class Stream(ABC, Generic[T]):
+    """Items that are being made. To be read once, in one of both ways; leaving it stops the work.
+
+    cancel: set it to stop the work; what was made until then still comes.
+    """
+
+    def __init__(self, cancel: Cancellation) -> None:
+        self.cancel = cancel
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[T]: ...
+
+    @abstractmethod
+    def __aiter__(self) -> AsyncIterator[T]: ...
+
+    def last(self) -> T:
+        """Read to the end, in this thread; returns the last item."""
+        *_, item = self
+        return item
+
+
+class PulledStream(Stream[T]):
+    """Items that the reading thread makes itself; for an event loop, a thread of ``pool`` does."""
+
+    def __init__(self, items: Iterator[T], cancel: Cancellation, pool: Executor) -> None:
+        super().__init__(cancel)
+        self._items, self._pool = items, pool
+
+    def __iter__(self) -> Iterator[T]:
+        return self._items
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return _arriving_here(self._begin, self.cancel)
+
+    def _begin(self, take: Callable[[Arrival], None]) -> None:
+        def work() -> None:
+            try:
+                for item in self._items:
+                    take(item)
+                take(END)
+            except BaseException as error:
+                take(error)
+
+        self._pool.submit(work)
+
+
+class PushedStream(Stream[T]):
+    """Items that a background loop makes, from when somebody begins to read."""
+
+    def __init__(
+        self, items: AsyncIterator[T], cancel: Cancellation, background: BackgroundLoop
+    ) -> None:
+        super().__init__(cancel)
+        self._items, self._background = items, background
+
+    def __iter__(self) -> Iterator[T]:
+        arrived: SimpleQueue[Arrival] = SimpleQueue()
+        self._background.deliver(self._items, arrived.put, END)
+        return self._arriving(arrived)
+
+    def _arriving(self, arrived: SimpleQueue[Arrival]) -> Iterator[T]:
+        try:
+            while (item := arrived.get()) is not END:
+                yield _item(item)
+        finally:
+            self.cancel.set()
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return _arriving_here(
+            lambda take: self._background.deliver(self._items, take, END), self.cancel
+        )
+
+
+async def _arriving_here(
+    begin: Callable[[Callable[[Arrival], None]], None], cancel: Cancellation
+) -> AsyncIterator[Any]:
+    """Yield in this event loop what another thread hands over."""
+    here = asyncio.get_running_loop()
+    arrived: asyncio.Queue[Arrival] = asyncio.Queue()
+
+    def take(item: Arrival) -> None:
+        if not here.is_closed():
+            here.call_soon_threadsafe(arrived.put_nowait, item)
+
+    begin(take)
+    try:
+        while (item := await arrived.get()) is not END:
+            yield _item(item)
+    finally:
+        cancel.set()
+
+
+def _item(arrived: Arrival) -> Any:
+    if isinstance(arrived, BaseException):
+        raise arrived
+    return arrived

@@ -1,0 +1,132 @@
+"""InProcessVLLM: the way to a vLLM that this process starts, with the connector in its workers."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.engines.background import BackgroundLoop
+from cacheblend_rag.engines.naming import check_source, public_name, source_of
+from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
+from cacheblend_rag.engines.vllm.versions import check_version
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    EngineUnavailableError,
+    MissingExtraError,
+    ModelLoadError,
+)
+
+
+class InProcessVLLM(Transport):
+    """vLLM's asynchronous engine, started here."""
+
+    name = address = "vllm"
+
+    def __init__(
+        self,
+        model: str | Path,
+        settings: ConnectorSettings | None = None,
+        *,
+        dtype: str = "auto",
+        **options: Any,
+    ) -> None:
+        """Start vLLM.
+
+        Args:
+            model: a hub name, a local folder or ``demo`` (the bundled model).
+            settings: the connector's.
+            dtype: precision of the weights.
+            options: further arguments of vLLM's AsyncEngineArgs (``max_model_len``,
+                ``tensor_parallel_size``, ...); ``kv_transfer_config=None`` is vLLM without the
+                connector, which blends nothing.
+
+        Raises:
+            MissingExtraError: without vLLM.
+            EngineUnavailableError: when it is too old.
+            ModelLoadError: when it does not start.
+        """
+        check_source(model)
+        try:
+            from vllm import __version__
+            from vllm.config import KVTransferConfig
+            from vllm.engine.arg_utils import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+        except ImportError as error:
+            raise MissingExtraError("the vLLM engine", "vllm") from error
+        check_version(__version__)
+        replicas = int(options.get("data_parallel_size", 1))
+        settings = (settings or ConnectorSettings()).with_changes(replicas=replicas)
+        options.setdefault("kv_transfer_config", KVTransferConfig(**settings.to_transfer_config()))
+        arguments = AsyncEngineArgs(model=source_of(model), dtype=dtype, **options)
+        self._model, self.model_name = model, public_name(str(model))
+        self.background = BackgroundLoop("cacheblend-vllm")
+
+        async def start() -> Any:
+            return AsyncLLM.from_engine_args(arguments)
+
+        try:
+            self._vllm = self.run(start())
+        except CacheBlendError:
+            self.background.close()
+            raise
+        except (RuntimeError, ValueError, OSError) as error:
+            self.background.close()
+            line = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise ModelLoadError(f"vLLM does not start with {str(model)!r}: {line}") from error
+        self.context_window = int(self._vllm.model_config.max_model_len)
+
+    def load_tokenizer(self) -> Any:
+        """Return the model's tokenizer; raises ModelLoadError."""
+        return load_tokenizer(self._model)
+
+    async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
+        """Answer a request, always piece by piece: nothing is saved by waiting."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
+        if request.salt is not None:
+            prompt["cache_salt"] = request.salt
+        outputs = self._vllm.generate(
+            prompt,
+            _sampling(request),
+            f"cacheblend-{uuid.uuid4().hex}",
+            data_parallel_rank=request.replica,
+        )
+        async with aclosing(outputs) as steps:
+            try:
+                async for step in steps:
+                    yield _piece(step)
+            except EngineDeadError as error:
+                raise EngineUnavailableError("vLLM has ended with an error; see its log") from error
+
+    async def _stop(self) -> None:
+        self._vllm.shutdown()
+        del self._vllm  # it cleans up after itself, which fails once the interpreter shuts down
+
+
+def _piece(step: Any) -> Piece:
+    out = step.outputs[0]
+    return Piece(
+        out.text, tuple(out.token_ids), out.finish_reason, out.stop_reason, step.kv_transfer_params
+    )
+
+
+def _sampling(request: VLLMRequest) -> Any:
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    asked = request.sampling
+    plain = asdict(asked)
+    plain["stop"] = list(asked.stop)
+    plain["top_k"] = asked.top_k or -1
+    return VLLMSamplingParams(
+        **plain,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=({"kv_transfer_params": request.job.to_params()} if request.job else None),
+    )

@@ -1,0 +1,36 @@
+"""Stopwatch: seconds by phase of a request."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from cacheblend_rag.blend.passes import synchronize
+
+
+class Stopwatch:
+    """Adds up seconds by phase; on an accelerator each reading waits for the work queued so far."""
+
+    def __init__(self, device: torch.device, seconds: dict[str, float] | None = None) -> None:
+        self.device = device
+        self.seconds = {} if seconds is None else seconds
+        self.skip()
+
+    def skip(self) -> None:
+        """Charge the time since the last reading to nothing."""
+        self._last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Charge the time since the last reading to ``phase``."""
+        synchronize(self.device)
+        self._add(phase, time.perf_counter() - self._last)
+        self.skip()
+
+    def move(self, seconds: float, source: str, target: str) -> None:
+        """Charge some of one phase's seconds to another."""
+        self._add(source, -seconds)
+        self._add(target, seconds)
+
+    def _add(self, phase: str, seconds: float) -> None:
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds

@@ -1,0 +1,36 @@
+"""Engines over both transports, and what an engine sends for a prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag import BlendConfig, SamplingParams
+from cacheblend_rag.engines.prepare import PromptLike
+from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.http import VLLMServer
+from cacheblend_rag.engines.vllm.transport import VLLMRequest
+
+OF_SERVER = ("model", "api_key", "timeout_seconds", "max_retries")
+OF_ENGINE = ("tokenizer", "config", "registry", "instruction", "namespace", "lead_in")
+
+
+def vllm_server(url: str, **arguments: Any) -> VLLMEngine:
+    """An engine on a server; arguments: of VLLMServer and of VLLMEngine."""
+    own = {name: arguments.pop(name) for name in OF_SERVER if name in arguments}
+    return VLLMEngine(VLLMServer(url, **own), **arguments)
+
+
+def vllm_in_process(model: str | Path, **arguments: Any) -> VLLMEngine:
+    """An engine over a vLLM of its own; arguments: of InProcessVLLM and of VLLMEngine."""
+    from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
+
+    own = {name: arguments.pop(name) for name in OF_ENGINE if name in arguments}
+    return VLLMEngine(InProcessVLLM(model, **arguments), **own)
+
+
+def request_of(
+    engine: VLLMEngine, prompt: PromptLike, sampling: SamplingParams, config: BlendConfig
+) -> VLLMRequest:
+    """What an engine sends to vLLM for a prompt."""
+    return engine._sent(engine._request(prompt, sampling, config, (), None)).request
