@@ -24,8 +24,9 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
-from cacheblend_rag.engines.answer import Delta
+from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.stream import Cancellation, Stream
 from cacheblend_rag.errors import ConfigError, PromptError, StoreError
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory
@@ -206,14 +207,14 @@ def test_async_twins_answer_alike_and_leave_the_loop_free(make_engine: EngineFac
 
 def test_cancelling_a_task_stops_its_work(make_engine: EngineFactory) -> None:
     engine = make_engine()
-    seen: list[threading.Event] = []
-    inner = engine.generate
+    seen: list[Cancellation] = []
+    inner = engine._start
 
-    def watched(*args, cancel, **kwargs):
-        seen.append(cancel)
-        return inner(*args, cancel=cancel, **kwargs)
+    def watched(request: Request) -> Stream[Delta]:
+        seen.append(request.cancel)
+        return inner(request)
 
-    engine.generate = watched
+    engine._start = watched
 
     async def main() -> None:
         task = asyncio.create_task(engine.agenerate(TEXT, SamplingParams(max_tokens=4000)))
