@@ -60,10 +60,15 @@ class Engine(ABC):
 
     Attributes:
         name: the kind of engine, as reports name it.
+        part_chunks: how many chunks are handed on to be stored at once, at least.
         model_name: the model's hub name, or its folder's own name.
-        tokenizer: the model's. encoder: how segments of prompts are tokenized by it.
-        config: of requests that bring none. lead_in: what chunks are computed behind.
-        registry: known chunks. instruction: what prompts say before their first chunk.
+        tokenizer: the model's.
+        encoder: how segments of prompts are tokenized by it.
+        config: of requests that bring none.
+        lead_in: what chunks are computed behind.
+        registry: known chunks.
+        instruction: what prompts say before their first chunk.
+        namespace: tenants with different namespaces never share KV.
 
     Safe to share between threads.
     """
@@ -176,11 +181,19 @@ class Engine(ABC):
         return self.encoder.chunk(text)
 
     def key(self, chunk: Chunk) -> KVKey:
-        """Return what a chunk's KV is stored under; raises PromptError as ``tokenize``."""
+        """Return what a chunk's KV is stored under.
+
+        Raises:
+            PromptError: on unpaired surrogates.
+        """
         return self._led.key(chunk)
 
     def prepare(self, prompt: PromptLike, hints: Hints = ()) -> PreparedPrompt:
         """Return a prompt's tokens, and the chunks that stand in it with the keys of their KV.
+
+        Args:
+            prompt: a text, a BlendPrompt or chat messages.
+            hints: chunks, or ids of documents, that the prompt is known to hold.
 
         Raises:
             PromptError: when it is empty or longer than the context window.
@@ -211,6 +224,9 @@ class Engine(ABC):
         Args:
             items: chunks, documents, or texts that stand alone.
             progress: whether a bar is shown.
+
+        Returns:
+            How many chunks were computed, skipped, refused and replaced.
         """
         self._check_open()
         started, tally = time.perf_counter(), Tally()
@@ -314,6 +330,9 @@ class Engine(ABC):
             hints: chunks, or ids of documents, that the prompt is known to hold.
             cancel: set it to stop the work; what was generated so far is returned.
 
+        Returns:
+            The answer, with the report of what was reused.
+
         Raises:
             PromptError: when the prompt is empty or longer than the context window.
             ConfigError: when ``config`` does not suit the model or tells what is an engine's.
@@ -338,6 +357,9 @@ class Engine(ABC):
             cache_salt: prompts with the same one may share the engine's own prefix cache, where it
                 has one; without, nothing of earlier prompts is reused.
 
+        Returns:
+            The answer, whose report says that full prefill was asked for.
+
         Raises:
             PromptError: when the prompt is empty or longer than the context window.
         """
@@ -355,7 +377,22 @@ class Engine(ABC):
         hints: Hints = (),
         cancel: Event | None = None,
     ) -> Iterator[Delta]:
-        """As generate, piece by piece; closing the iterator stops the work."""
+        """As generate, piece by piece; closing the iterator stops the work.
+
+        Args:
+            prompt: as for generate.
+            sampling: as for generate.
+            config: as for generate.
+            hints: as for generate.
+            cancel: as for generate.
+
+        Returns:
+            The steps; the last one carries the whole answer.
+
+        Raises:
+            PromptError: as generate, before anything is computed.
+            ConfigError: as generate, before anything is computed.
+        """
         request = self._request(prompt, sampling, config, hints, cancel, streamed=True)
         return iter(self._start(request))
 
@@ -370,6 +407,19 @@ class Engine(ABC):
         """Answer several prompts, in order; all are checked before the first is served.
 
         When one fails the others are given up.
+
+        Args:
+            prompts: each as for generate.
+            sampling: of all of them.
+            config: of all of them.
+            hints: chunks, or ids of documents, that any of the prompts is known to hold.
+
+        Returns:
+            An answer a prompt.
+
+        Raises:
+            PromptError: when a prompt is empty or longer than the context window.
+            ConfigError: when ``config`` does not suit the model or tells what is an engine's.
         """
         requests = [self._request(prompt, sampling, config, hints, None) for prompt in prompts]
         answers = [iter(self._start(request)) for request in requests]
@@ -387,7 +437,21 @@ class Engine(ABC):
         config: BlendConfig | None = None,
         hints: Hints = (),
     ) -> Generation:
-        """As generate, off the event loop; cancelling the task stops the work."""
+        """As generate, off the event loop; cancelling the task stops the work.
+
+        Args:
+            prompt: as for generate.
+            sampling: as for generate.
+            config: as for generate.
+            hints: as for generate.
+
+        Returns:
+            The answer, with the report of what was reused.
+
+        Raises:
+            PromptError: as generate.
+            ConfigError: as generate.
+        """
         request = await self._arequest(prompt, sampling, config, hints)
         async with aclosing(self._astart(request)) as deltas:
             async for delta in deltas:
@@ -402,7 +466,21 @@ class Engine(ABC):
         config: BlendConfig | None = None,
         hints: Hints = (),
     ) -> AsyncIterator[Delta]:
-        """As stream, off the event loop; leaving the loop over it stops the work."""
+        """As stream, off the event loop; leaving the loop over it stops the work.
+
+        Args:
+            prompt: as for generate.
+            sampling: as for generate.
+            config: as for generate.
+            hints: as for generate.
+
+        Yields:
+            The steps; the last one carries the whole answer.
+
+        Raises:
+            PromptError: as generate, at the first step.
+            ConfigError: as generate, at the first step.
+        """
         request = await self._arequest(prompt, sampling, config, hints, streamed=True)
         async with aclosing(self._astart(request)) as deltas:
             async for delta in deltas:
@@ -414,6 +492,9 @@ class Engine(ABC):
         """Return an engine with another lead-in around the same model and store.
 
         It knows no chunks yet, and closes with this one.
+
+        Args:
+            lead_in: what it computes chunks behind, as settings or by its kind's name.
         """
         self._check_open()
         younger = copy.copy(self)

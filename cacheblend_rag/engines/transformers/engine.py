@@ -70,7 +70,8 @@ class TransformersEngine(Engine):
     same model. Nothing else may use the model meanwhile.
 
     Attributes:
-        model: the loaded model. store: where chunk KV is kept.
+        model: the loaded model.
+        store: where chunk KV is kept.
     """
 
     name = "transformers"
