@@ -6,14 +6,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, cast
 
 from cacheblend_rag.config import BlendConfig, LeadInConfig
-from cacheblend_rag.engines.answer import FULL_PREFILL, Delta, FinishReason, Request
+from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import Engine, settled
 from cacheblend_rag.engines.storing import Stored
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
@@ -178,6 +178,9 @@ class VLLMEngine(Engine):
 
     async def _answer(self, request: Request, sent: _Sent) -> AsyncIterator[Delta]:
         """Yield text as it comes."""
+        if request.cancel.is_set():
+            yield self._answered(request, "", (), "cancelled", CANCELLED)
+            return
         started = time.perf_counter()
         first = ended = 0.0
         text, last = "", Piece("", (), "abort")
@@ -191,7 +194,8 @@ class VLLMEngine(Engine):
                 ids += piece.token_ids
                 if piece.text:
                     yield Delta(piece.text)
-        reason = _finish_reason(last.finish_reason)
+        told = last.finish_reason or ("abort" if request.cancel.is_set() else None)
+        reason = _finish_reason(told)
         if reason == "stop" and not isinstance(last.ended_by, str):
             ids = ids[:-1]
         result = await self._result(sent, last)
@@ -220,11 +224,11 @@ class VLLMEngine(Engine):
             self.status = self._jobs.status = ask_status(self.transport)
         return self.blend_refusal
 
-    def _store(self, plans: Sequence[ChunkPlan]) -> Iterator[Stored]:
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """The work is done by vLLM's workers, several documents at once."""
         cancel = Cancellation()
         work = self._stored(self._runs(plans), cancel)
-        return iter(PushedStream(work, cancel, self.transport.background))
+        yield from PushedStream(work, cancel, self.transport.background)
 
     async def _stored(
         self, runs: Sequence[DocumentPlan], cancel: Cancellation
