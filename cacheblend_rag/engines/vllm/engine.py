@@ -37,7 +37,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
-from cacheblend_rag.report import ChunkReport, PrefillReport
+from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -50,11 +50,15 @@ PHASES = ("load", "selection", "recompute")
 
 @dataclass(frozen=True)
 class _Sent:
-    """A request on its way: what vLLM is sent, the chunks it is to reuse, or why it reuses none."""
+    """A request on its way: what vLLM is sent, the chunks it is to reuse, or why it reuses none.
+
+    missed: what to say of chunks that it is not asked to reuse.
+    """
 
     request: VLLMRequest
     placed: tuple[PlacedChunk, ...] = ()
     reason: str | None = None
+    missed: MissReason | None = None
 
 
 class VLLMEngine(Engine):
@@ -166,7 +170,7 @@ class VLLMEngine(Engine):
             return _Sent(plain, reason=NO_CHUNK)
         known = sum(chunk.end - chunk.start for chunk in placed)
         if refused := too_little(known, request.config.min_tokens):
-            return _Sent(plain, placed, refused[0])
+            return _Sent(plain, placed, *refused)
         job = BlendJob(
             "blend",
             self._sent_lead_in,
@@ -289,7 +293,7 @@ def _prefill_report(
 
     first: seconds to the first token. rest: seconds of decoding.
     """
-    done = result if isinstance(result, BlendResult) else BlendResult(_missed(result))
+    done = result if isinstance(result, BlendResult) else BlendResult(_missed(sent, result))
     told = zip(done.chunks, sent.placed, strict=False)
     chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in told]
     phases = {name: done.seconds.get(name, 0.0) for name in PHASES}
@@ -309,8 +313,10 @@ def _prefill_report(
     )
 
 
-def _missed(result: Result | None) -> tuple[ChunkReport, ...]:
+def _missed(sent: _Sent, result: Result | None) -> tuple[ChunkReport, ...]:
     """Return the chunks of a prompt that was not blended, as far as they are told."""
+    if sent.missed:
+        return tuple(chunk.report(sent.missed) for chunk in sent.placed)
     return (result.chunks or ()) if isinstance(result, Declined) else ()
 
 
