@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ BYTE_UNITS: Mapping[str, int] = {
     "": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
+SECOND_UNITS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def names_of(settings: type[Any]) -> frozenset[str]:
@@ -100,7 +102,7 @@ class LeadInConfig(Settings):
 class StoreConfig(Settings):
     """Where an engine keeps chunk KV.
 
-    Sizes may be given as text, such as ``"8GiB"``.
+    Sizes and times may be given as text, such as ``"8GiB"`` and ``"12h"``.
 
     Args:
         kv_path: folder for chunk KV and the registry of known chunks, shared between processes and
@@ -108,6 +110,7 @@ class StoreConfig(Settings):
         host_bytes: memory for chunk KV, in each process that computes; None is without limit, 0
             keeps none there.
         disk_bytes: room for chunk KV in ``kv_path``; None is without limit.
+        ttl_seconds: age since it was first stored at which a chunk is gone; None is never.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -118,6 +121,7 @@ class StoreConfig(Settings):
     kv_path: str | None = None
     host_bytes: int | None = 4 << 30
     disk_bytes: int | None = None
+    ttl_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.kv_path is not None:
@@ -125,6 +129,7 @@ class StoreConfig(Settings):
             object.__setattr__(self, "kv_path", os.fspath(self.kv_path))
         for name in ("host_bytes", "disk_bytes"):
             object.__setattr__(self, name, _bytes(name, getattr(self, name)))
+        object.__setattr__(self, "ttl_seconds", _seconds("ttl_seconds", self.ttl_seconds))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
@@ -404,11 +409,27 @@ def _check_path(name: str, value: object) -> None:
 def _bytes(name: str, value: object) -> int | None:
     """Return a size in bytes; text may name a unit, such as ``"8GiB"``."""
     if isinstance(value, str):
-        found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", value)
-        unit = BYTE_UNITS.get(found[2].lower()) if found else None
-        if found is None or unit is None:
-            raise ConfigError(f"{name}={value!r:.100} must be a size, such as 8GiB")
-        return int(float(found[1]) * unit)
+        return int(_quantity(name, value, BYTE_UNITS, "a size, such as 8GiB"))
     if value is not None:
         _check_int(name, value, 0)
     return value  # type: ignore[return-value]
+
+
+def _seconds(name: str, value: object) -> float | None:
+    """Return a time above 0 in seconds; text may name a unit, such as ``"12h"``."""
+    if isinstance(value, str):
+        value = _quantity(name, value, SECOND_UNITS, "a time, such as 12h")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ConfigError(f"{name}={value!r:.100} must be a number above 0")
+    return value
+
+
+def _quantity(name: str, text: str, units: Mapping[str, int], wanted: str) -> float:
+    """Read a number with one of ``units`` behind it."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    unit = units.get(found[2].lower()) if found else None
+    if found is None or unit is None:
+        raise ConfigError(f"{name}={text!r:.100} must be {wanted}")
+    return float(found[1]) * unit

@@ -179,6 +179,9 @@ def test_a_request_tells_nothing_of_the_lead_in(given: dict[str, Any]) -> None:
         ("disk_bytes", "much", "a size, such as 8GiB"),
         ("disk_bytes", "8 parsecs", "a size, such as 8GiB"),
         ("kv_path", 3, "a folder"),
+        ("ttl_seconds", 0, "above 0"),
+        ("ttl_seconds", float("inf"), "above 0"),
+        ("ttl_seconds", "soon", "a time, such as 12h"),
         ("kv_path", "", "a folder"),
     ],
 )
@@ -193,6 +196,11 @@ def test_a_bad_setting_of_a_store_is_refused_by_name(field: str, value: Any, mes
 )
 def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
     assert StoreConfig(host_bytes=text).host_bytes == size  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("12h", 43200), ("1.5 m", 90), ("2d", 172800)])
+def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
+    assert StoreConfig(ttl_seconds=text).ttl_seconds == seconds  # type: ignore[arg-type]
 
 
 def test_a_store_is_the_same_again_from_plain_values(tmp_path: Path) -> None:

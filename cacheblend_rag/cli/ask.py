@@ -10,6 +10,7 @@ from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.rag.answering import Asker, FittedPrompt, clean_question, finished
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
+from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder
 
 if TYPE_CHECKING:
@@ -32,13 +33,15 @@ def ask_command(
     ] = False,
     engine: options.EngineOption = None,
     device: options.DeviceOption = None,
+    store: options.StoreOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Answer a question from a collection, reusing the stored KV of its passages."""
     text = clean_question(_one(question))
+    placement = Placement(device, options.collection_store(store))
     with (
         output.stdout_reserved(as_json),
-        asking.opened(folder, device, engine, ratio, selector) as asker,
+        asking.opened(folder, placement, engine, ratio, selector) as asker,
     ):
         sampling = asker.sampling(max_tokens, temperature)
         sources = asker.retrieve(text, top_k, order)

@@ -12,6 +12,7 @@ import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.rag.answering import Asker
+from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.ordering import PassageOrder, Source
 
 if TYPE_CHECKING:
@@ -55,11 +56,15 @@ OrderOption = Annotated[
 
 
 def opened(
-    folder: Path, device: str | None, engine: str | None, ratio: float | None, selector: str | None
+    folder: Path,
+    placement: Placement,
+    engine: str | None,
+    ratio: float | None,
+    selector: str | None,
 ) -> Asker:
     """Open a collection, and show what is loaded for it; see Asker."""
     with output.progress_bar() as bar:
-        return Asker(folder, device, engine, ratio=ratio, selector=selector, watcher=bar)
+        return Asker(folder, placement, engine, ratio=ratio, selector=selector, watcher=bar)
 
 
 def written(deltas: Iterable[Delta]) -> Iterator[Delta]:

@@ -15,6 +15,7 @@ from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.rag.answering import clean_question
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
+from cacheblend_rag.rag.collection_engine import Placement
 from cacheblend_rag.rag.conversation import Answered, Conversation
 from cacheblend_rag.rag.ordering import PassageOrder
 
@@ -33,13 +34,15 @@ def chat_command(
     order: asking.OrderOption = PassageOrder.SCORE,
     engine: options.EngineOption = None,
     device: options.DeviceOption = None,
+    store: options.StoreOption = None,
 ) -> None:
     """Talk with a collection: a question a line, from the terminal or a pipe.
 
     /sources and /report tell of the last answer, /reset forgets all turns, /exit or the end of
     input ends. Ctrl-C stops an answer.
     """
-    with asking.opened(folder, device, engine, ratio, selector) as asker:
+    placement = Placement(device, options.collection_store(store))
+    with asking.opened(folder, placement, engine, ratio, selector) as asker:
         sampling = asker.sampling(max_tokens, temperature)
         conversation = Conversation(asker, sampling, top_k, order)
         for line in _lines():

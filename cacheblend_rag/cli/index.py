@@ -13,7 +13,7 @@ from cacheblend_rag.cli import options, output
 from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, known_paths, sole_writer
-from cacheblend_rag.rag.collection_engine import CHUNK_SIZE, Choices, resolved_name
+from cacheblend_rag.rag.collection_engine import CHUNK_SIZE, Choices, Placement, resolved_name
 from cacheblend_rag.rag.index_report import IndexReport, check_paths
 from cacheblend_rag.rag.indexing import Indexing
 from cacheblend_rag.rag.readers import EXTRA, find_files
@@ -86,6 +86,7 @@ def index_command(
     engine: options.EngineOption = None,
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = None,
+    store: options.StoreOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """Index text, Markdown, HTML and PDF files: split, embed, and precompute chunk KV.
@@ -105,6 +106,7 @@ def index_command(
     }
     asked = {name: value for name, value in given.items() if value is not None}
     _check_choices(Choices(**asked), device)
+    placement = Placement(device, options.collection_store(store))
     with output.stdout_reserved(as_json):
         found = find_files(paths, leave_out=into)
         check_paths(paths, found, () if rebuild else known_paths(into))
@@ -112,7 +114,7 @@ def index_command(
         with (
             nullcontext() if dry_run else sole_writer(into),
             output.progress_bar() as bar,
-            Indexing(into, asked, bar, device=device, rebuild=rebuild) as indexing,
+            Indexing(into, asked, bar, placement=placement, rebuild=rebuild) as indexing,
         ):
             try:
                 if dry_run or max_gib is not None:

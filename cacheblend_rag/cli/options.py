@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.engines.naming import check_source, source_of
-from cacheblend_rag.errors import ModelLoadError, StoreError
+from cacheblend_rag.errors import ConfigError, ModelLoadError, StoreError
 from cacheblend_rag.rag.checks import DTYPES
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
 
@@ -34,6 +36,39 @@ JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON object on stdout and nothing else there."),
 ]
+
+StoreOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--store",
+        metavar="NAME=VALUE",
+        help="A setting of the KV store, such as host_bytes=8GiB; to be given several times.",
+    ),
+]
+
+
+def store_settings(given: Sequence[str] | None, **flags: Any) -> StoreConfig:
+    """Read settings of a store; flags: of options of their own, None where they are not given.
+
+    Raises ConfigError for a setting that is none, wrong or given twice.
+    """
+    settings = {name: value for name, value in flags.items() if value is not None}
+    for text in given or ():
+        name, is_setting, value = text.partition("=")
+        if not is_setting:
+            raise ConfigError(f"--store {text!r} must be NAME=VALUE, such as host_bytes=8GiB")
+        if name in settings:
+            raise ConfigError(f"--store {name} is given twice: give it once")
+        settings[name] = None if value == "none" else value
+    return StoreConfig.from_dict(settings)
+
+
+def collection_store(given: Sequence[str] | None) -> StoreConfig:
+    """Read settings of a collection's store, which has its own folder; raises ConfigError."""
+    settings = store_settings(given)
+    if settings.kv_path is not None:
+        raise ConfigError("--store kv_path: a collection keeps its KV in its own folder")
+    return settings
 
 
 def finite(value: float | None) -> float | None:

@@ -12,7 +12,6 @@ from typing import Annotated, cast
 import typer
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.connector.settings import (
@@ -51,11 +50,14 @@ def serve_command(
         typer.Option(help="Folder that keeps chunk KV.", show_default="memory only"),
     ] = None,
     host_gib: Annotated[
-        float,
+        float | None,
         typer.Option(
-            min=0, callback=options.finite, help="Memory for chunk KV, in each worker, in GiB."
+            min=0,
+            callback=options.finite,
+            help="Memory for chunk KV, in each worker, in GiB.",
+            show_default="4",
         ),
-    ] = 4.0,
+    ] = None,
     disk_gib: Annotated[
         float | None,
         typer.Option(
@@ -65,6 +67,7 @@ def serve_command(
             show_default="no limit",
         ),
     ] = None,
+    store: options.StoreOption = None,
     namespace: Annotated[str, typer.Option(help="Of all KV here; clients name the same.")] = (
         "default"
     ),
@@ -102,22 +105,23 @@ def serve_command(
         raise ConfigError(
             f"{model!r} stands before the model: give serve MODEL first, options after"
         )
-    if kv_path is None and disk_gib is not None:
+    kept = options.store_settings(
+        store, kv_path=kv_path, host_bytes=_bytes(host_gib), disk_bytes=_bytes(disk_gib)
+    )
+    if kept.kv_path is None and kept.disk_bytes is not None:
         raise ConfigError("--disk-gib is room in a folder: give --kv-path too")
-    if kv_path is None and host_gib == 0:
+    if kept.kv_path is None and kept.host_bytes == 0:
         raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
     checks.check_model(model)
+    if kept.kv_path is not None:
+        kept = kept.with_changes(kv_path=_made(Path(kept.kv_path)))
     command = serve.server_command(
         source_of(model),
         host=host,
         port=port,
         flags=context.args,
         settings=ConnectorSettings(
-            StoreConfig(
-                kv_path=None if kv_path is None else str(_made(kv_path)),
-                host_bytes=int(host_gib * GIB),
-                disk_bytes=None if disk_gib is None else int(disk_gib * GIB),
-            ),
+            kept,
             namespace=namespace,
             asynchronous=not synchronous,
             slice_seconds=slice_seconds,
@@ -125,7 +129,7 @@ def serve_command(
             attention=cast(AttentionMode, attention),
         ),
     )
-    if kv_path is None:
+    if kept.kv_path is None:
         output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")
     has_key = serve.flag_value(context.args, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
     if not (has_key or _is_loopback(host)):
@@ -136,6 +140,10 @@ def serve_command(
     logger.info("starting %s", shlex.join(command[: len(command) - len(context.args)]))
     environment = {**os.environ, BODY_VARIABLE: str(max_body_mib)}
     os.execve(command[0], command, environment)  # noqa: S606  # signals and exit code: vLLM's own
+
+
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * GIB)
 
 
 def _is_loopback(host: str) -> bool:

@@ -102,7 +102,10 @@ class TieredKVStore:
     def of(cls, config: StoreConfig) -> TieredKVStore:
         """Return the store that a StoreConfig describes; raises as ``open``."""
         return cls.open(
-            host_bytes=config.host_bytes, disk_path=config.kv_path, disk_bytes=config.disk_bytes
+            host_bytes=config.host_bytes,
+            disk_path=config.kv_path,
+            disk_bytes=config.disk_bytes,
+            ttl_seconds=config.ttl_seconds,
         )
 
     def contains(self, key: KVKey) -> bool:

@@ -15,7 +15,7 @@ from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import Collection, CollectionSettings
-from cacheblend_rag.rag.collection_engine import open_known
+from cacheblend_rag.rag.collection_engine import Placement, open_known
 from cacheblend_rag.rag.foreign import first_foreign, foreign_warning
 from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
@@ -60,9 +60,9 @@ class FittedPrompt:
 class Asker:
     """Answers questions from a collection.
 
-    engine: instead of the collection's own, such as the URL that its server has now. ratio,
-    selector: how answers are blended, where given. watcher: is told what is loaded. What is wrong
-    is told before models are loaded.
+    placement: where the engine runs. engine: instead of the collection's own, such as the URL that
+    its server has now. ratio, selector: how answers are blended, where given. watcher: is told what
+    is loaded. What is wrong is told before models are loaded.
 
     Raises StoreError when there is none or it is damaged, ConfigError when its models are not those
     it was indexed with, ModelLoadError, MissingExtraError.
@@ -71,20 +71,20 @@ class Asker:
     def __init__(
         self,
         folder: Path,
-        device: str | None = None,
+        placement: Placement | None = None,
         engine: str | None = None,
         *,
         ratio: float | None = None,
         selector: str | None = None,
         watcher: Watcher | None = None,
     ) -> None:
-        watcher = watcher or Watcher()
+        watcher, placement = watcher or Watcher(), placement or Placement()
         with Collection.open(folder) as collection:
             settings = replace(collection.settings, engine=engine or collection.settings.engine)
             stored = collection.load()
-        _check(settings, device, ratio, selector)
+        _check(settings, placement.device, ratio, selector)
         _warn_of_foreign(settings.model, stored.documents, watcher)
-        self._load(folder, settings, device, watcher)
+        self._load(folder, settings, placement, watcher)
         self._chunks = [
             (chunk, position)
             for document in stored.documents
@@ -99,14 +99,14 @@ class Asker:
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
 
     def _load(
-        self, folder: Path, settings: CollectionSettings, device: str | None, watcher: Watcher
+        self, folder: Path, settings: CollectionSettings, placement: Placement, watcher: Watcher
     ) -> None:
         with watcher.phase("loading the libraries"):
             quiet_libraries()
         with watcher.phase(f"loading the embedding model {settings.embedding_model}"):
             self._embedder = Embedder(settings.embedding_model, EXTRA)
         with watcher.phase(f"loading the model {settings.model}"):
-            self.engine: Engine = open_known(folder, settings, device)
+            self.engine: Engine = open_known(folder, settings, placement)
 
     def __enter__(self) -> Self:
         return self

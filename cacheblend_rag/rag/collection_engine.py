@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.config import EMBEDDED
+from cacheblend_rag.config import EMBEDDED, EngineConfig, StoreConfig
 from cacheblend_rag.demo import corpus as demo_corpus
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.naming import DEMO_MODEL
@@ -48,6 +48,17 @@ class Choices:
             )
 
 
+@dataclass(frozen=True)
+class Placement:
+    """What a run settles of a collection's engine, and the collection does not.
+
+    device: None is the best one. store: how chunk KV is kept; where, is the collection's.
+    """
+
+    device: str | None = None
+    store: StoreConfig = field(default_factory=StoreConfig)
+
+
 def resolved_name(name: str) -> str:
     """Return a model's name, made absolute when it is a folder, so that it holds everywhere."""
     if name in {DEMO_MODEL, BUNDLED} or not Path(name).is_dir():
@@ -86,22 +97,22 @@ def new_settings(choices: Choices) -> CollectionSettings:
 
 
 def open_new(
-    folder: Path, settings: CollectionSettings, device: str | None
+    folder: Path, settings: CollectionSettings, placement: Placement
 ) -> tuple[CollectionSettings, Engine]:
     """Open the engine of a collection that is to be made; returns its complete settings too."""
-    engine = _open(folder, settings, device)
+    engine = _open(folder, settings, placement)
     dtype = engine.dtype or settings.dtype
     return replace(settings, dtype=dtype, fingerprint=engine.fingerprint), engine
 
 
-def open_known(folder: Path, settings: CollectionSettings, device: str | None) -> Engine:
+def open_known(folder: Path, settings: CollectionSettings, placement: Placement) -> Engine:
     """Open the engine of a collection.
 
     Raises ConfigError when the model is no longer the one that the collection was indexed with, or
     an engine of another kind.
     """
     quiet_libraries()
-    engine = _open(folder, settings, device)
+    engine = _open(folder, settings, placement)
     if engine.fingerprint != settings.fingerprint:
         engine.close()
         raise ConfigError(
@@ -111,14 +122,16 @@ def open_known(folder: Path, settings: CollectionSettings, device: str | None) -
     return engine
 
 
-def _open(folder: Path, settings: CollectionSettings, device: str | None) -> Engine:
+def _open(folder: Path, settings: CollectionSettings, placement: Placement) -> Engine:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return open_engine(
-        settings.engine,
-        model=settings.model,
-        instruction=settings.lead_in,
-        namespace=settings.namespace,
-        kv_path=folder / KV_NAME,
-        device=device,
-        dtype=settings.dtype or None,
+        EngineConfig(
+            engine=settings.engine,
+            model=settings.model,
+            instruction=settings.lead_in,
+            namespace=settings.namespace,
+            store=placement.store.with_changes(kv_path=folder / KV_NAME),
+            device=placement.device,
+            dtype=settings.dtype or None,
+        )
     )

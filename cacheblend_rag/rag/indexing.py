@@ -33,6 +33,7 @@ from cacheblend_rag.rag.collection import (
 )
 from cacheblend_rag.rag.collection_engine import (
     Choices,
+    Placement,
     default_instruction,
     new_settings,
     open_known,
@@ -79,13 +80,13 @@ class Indexing:
         asked: Mapping[str, Any],
         watcher: Watcher,
         *,
-        device: str | None = None,
+        placement: Placement | None = None,
         rebuild: bool = False,
     ) -> None:
         self.report = IndexReport()
         self._folder = folder
         self._watcher = watcher
-        self._device = device
+        self._placement = placement or Placement()
         self._rebuild = rebuild
         self._reader = FileReader()
         self._collection: Collection | None = None
@@ -136,7 +137,7 @@ class Indexing:
             from cacheblend_rag.rag.estimating import Estimator
 
             settings = self._collection.settings if self._collection else None
-            estimator = Estimator(settings or new_settings(self._choices), self._device)
+            estimator = Estimator(settings or new_settings(self._choices), self._placement.device)
         for new in self._new_files(found.files):
             try:
                 estimator.add(_document(new, estimator.split))
@@ -279,14 +280,14 @@ class Indexing:
             if self._rebuild:
                 clear(self._folder)
             with self._watcher.phase(f"loading the model {settings.model}"):
-                settings, engine = open_new(self._folder, settings, self._device)
+                settings, engine = open_new(self._folder, settings, self._placement)
             self._models = self._load(engine, settings)
             self._collection = Collection.create(self._folder, settings)
         else:
             settings = self._collection.settings
             checks.check_model(settings.model)
             with self._watcher.phase(f"loading the model {settings.model}"):
-                engine = open_known(self._folder, settings, self._device)
+                engine = open_known(self._folder, settings, self._placement)
             self._models = self._load(engine, settings)
         return self._collection, self._models
 
@@ -296,7 +297,7 @@ class Indexing:
             embedder = Embedder(settings.embedding_model, EXTRA)
         split = make_splitter(engine.tokenize, settings.chunk_size, settings.chunk_overlap)
         config = text_config(settings.model)
-        dtype = served_dtype(config, settings.dtype, self._device)
+        dtype = served_dtype(config, settings.dtype, self._placement.device)
         return _Models(engine, embedder, split, kv_bytes_per_token(config, dtype))
 
 

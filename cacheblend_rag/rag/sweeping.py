@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 from cacheblend_rag.config import EMBEDDED
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag.collection import Collection
-from cacheblend_rag.rag.collection_engine import open_known
-
-if TYPE_CHECKING:
-    from cacheblend_rag.engines.transformers.engine import TransformersEngine
+from cacheblend_rag.rag.collection_engine import Placement, open_known
 
 
 def evict_unregistered(folder: Path) -> int:
@@ -24,5 +20,5 @@ def evict_unregistered(folder: Path) -> int:
         settings = collection.settings
     if settings.engine != EMBEDDED:
         raise StoreError(f"{folder} keeps its KV in vLLM: evict documents or namespaces there")
-    with closing(cast("TransformersEngine", open_known(folder, settings, "cpu"))) as engine:
+    with closing(open_known(folder, settings, Placement("cpu"))) as engine:
         return engine.evict_unregistered()

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 
 import huggingface_hub.constants
 import pytest
+from transformers import AutoTokenizer
 
 from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.cli import serve
@@ -105,6 +106,12 @@ WRONG = {
     # servers and stores
     ("serve", "demo", "--disk-gib", "1"): "give --kv-path too",
     ("serve", "demo", "--host-gib", "0"): "--host-gib 0",
+    ("serve", "demo", "--store", "host_bytes"): "must be NAME=VALUE",
+    ("serve", "demo", "--store", "host_byte=1"): "did you mean host_bytes?",
+    ("serve", "demo", "--store", "host_bytes=much"): "a size, such as 8GiB",
+    ("serve", "demo", "--host-gib", "1", "--store", "host_bytes=1"): "given twice",
+    ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",
+    ("ask", "Who?", "--from", "{collection}", "--store", "disk_bytes=-1"): "disk_bytes='-1'",
     ("serve", "--dtype", "float32", "demo"): "stands before the model",
     ("store", "stats", "--path", "{nothing}"): "is no folder",
     ("store", "verify", "--path", "{notes}"): "is no store of chunk KV",
@@ -128,7 +135,7 @@ def _nothing_is_loaded(monkeypatch):
 
     for owner, name in (
         (loading, "load_model"),
-        (loading, "load_tokenizer"),
+        (AutoTokenizer, "from_pretrained"),
         (ModelShape, "build_model"),
         (retrieval, "_load_embedding_model"),
         (retrieval, "VectorSearch"),

@@ -105,7 +105,7 @@ def test_documents_of_one_id_in_a_call_are_variants_and_a_later_call_replaces_th
 
     engine.precompute([titled], progress=False)
     assert engine.registry.document("report") == tuple(titled.to_chunks())
-    assert engine.store.contains_many([engine._lead_in.key(c) for c in DOCUMENT.to_chunks()]) == [
+    assert engine.store.contains_many([engine.key(c) for c in DOCUMENT.to_chunks()]) == [
         False,
         False,
     ]

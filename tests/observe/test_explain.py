@@ -11,12 +11,12 @@ DOCUMENT = Document("clara", ("Clara Berg is a teacher. " * 8, "She plays the vi
 
 def test_only_a_document_lead_in_whose_context_is_whole_keeps_it():
     for lead_in, kept in (("document", True), ("instruction", False)):
-        config = BlendConfig(lead_in=lead_in, min_tokens=0)
-        engine = TransformersEngine(MODEL_FOLDER, config=config)
+        config = BlendConfig(min_tokens=0)
+        engine = TransformersEngine(MODEL_FOLDER, config=config, lead_in=lead_in)
         engine.precompute([DOCUMENT])
         prompt = BlendPrompt.of(DOCUMENT.to_chunks()[1], "Question: What does she play?")
         report = engine.generate(prompt).report
         engine.close()
         assert report.blended
         assert keeps_context(report) is kept
-        assert not keeps_context(replace(report, selector="hkvd"))
+        assert not keeps_context(replace(report, selector_reason=None))

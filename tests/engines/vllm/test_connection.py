@@ -457,8 +457,8 @@ def test_openai_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_vllm_need_not_be_installed() -> None:
-    rooms = "cacheblend_rag.engines.vllm.http, cacheblend_rag.engines.vllm.engine"
-    code = f"import sys, {rooms}; assert 'vllm' not in sys.modules"
+    modules = ", ".join(f"cacheblend_rag.engines.vllm.{name}" for name in ("http", "engine"))
+    code = f"import sys, {modules}; assert 'vllm' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

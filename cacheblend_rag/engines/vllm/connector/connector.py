@@ -20,11 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from cacheblend_rag.engines.vllm.connector.compatibility import drops_blocks, refusal_of
 from cacheblend_rag.engines.vllm.connector.metadata import StepJobs, StepResults
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.connector.scheduler import ConnectorScheduler
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.connector.support import drops_blocks, refusal_of
 from cacheblend_rag.engines.vllm.connector.worker import ConnectorWorker
 from cacheblend_rag.engines.vllm.versions import check_version
 

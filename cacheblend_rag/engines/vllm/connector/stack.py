@@ -33,8 +33,8 @@ from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry, Reduction
+from cacheblend_rag.engines.vllm.connector.compatibility import check_attention
 from cacheblend_rag.engines.vllm.connector.compiled import CompiledOps
-from cacheblend_rag.engines.vllm.connector.support import check_attention
 from cacheblend_rag.errors import UnsupportedModelError
 
 KEPT_ROTATIONS = 64

@@ -98,11 +98,7 @@ class ConnectorWorker:
         return Blender(
             self._vllm_config,
             self._kv_cache_config,
-            TieredKVStore.open(
-                host_bytes=settings.store.host_bytes,
-                disk_path=settings.store.kv_path,
-                disk_bytes=settings.store.disk_bytes,
-            ),
+            TieredKVStore.of(settings.store),
             self._identity,
             namespace=settings.namespace,
             mode=settings.attention,

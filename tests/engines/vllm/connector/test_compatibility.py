@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from cacheblend_rag.engines.vllm.connector.support import check_attention, refusal_of
+from cacheblend_rag.engines.vllm.connector.compatibility import check_attention, refusal_of
 from cacheblend_rag.errors import UnsupportedModelError
 from tests.models import SHAPE
 
