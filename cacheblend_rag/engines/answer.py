@@ -9,10 +9,12 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.report import BlendReport
+from cacheblend_rag.report import BlendReport, PrefillReport
 
 FinishReason = Literal["stop", "length", "cancelled"]
 FULL_PREFILL = "full prefill was asked for"
+CANCELLED = PrefillReport("cancelled", compute_share=0.0, was_run=False)
+"""Of a request that was cancelled before its prefill was done."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,16 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, closing
 from dataclasses import replace
 from threading import Event
 from typing import Any, ClassVar, Final, Self, cast
@@ -234,14 +242,22 @@ class Engine(ABC):
         refusal = self._storing_refusal() if chunks else None
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in whole_documents(chunks, self.part_chunks):
-                plans, done = self._admitted(part, refusal)
-                tally.add(done)
-                bar.update(done.chunks)
-                for done in self._store(plans) if plans else ():
-                    tally.add(done)
-                    bar.update(done.chunks)
+                with closing(self._work_on(part, refusal)) as steps:  # an interrupt ends it, too
+                    for done in steps:
+                        tally.add(done)
+                        bar.update(done.chunks)
+                        self._check_open()
                 tally.refused[FORGOTTEN] += self._known.drop_forgotten(part)
         return tally.report(time.perf_counter() - started, replaced)
+
+    def _work_on(
+        self, chunks: Iterable[Chunk], refusal: str | None
+    ) -> Generator[Stored, None, None]:
+        """Store chunks; yields what became of them, a few at a time."""
+        plans, done = self._admitted(chunks, refusal)
+        yield done
+        if plans:
+            yield from self._store(plans)
 
     def _admitted(
         self, chunks: Iterable[Chunk], refusal: str | None
@@ -422,8 +438,8 @@ class Engine(ABC):
             ConfigError: when ``config`` does not suit the model or tells what is an engine's.
         """
         requests = [self._request(prompt, sampling, config, hints, None) for prompt in prompts]
-        answers = [iter(self._start(request)) for request in requests]
         try:
+            answers = [iter(self._start(request)) for request in requests]
             return [_last_of(answer) for answer in answers]
         finally:
             for request in requests:
@@ -517,10 +533,10 @@ class Engine(ABC):
         """Begin to answer; the stream's last item carries the Generation."""
 
     @abstractmethod
-    def _store(self, plans: Sequence[ChunkPlan]) -> Iterator[Stored]:
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """Compute and store the KV of those chunks that are not stored, a few at a time.
 
-        plans: distinct chunks, whole documents in order.
+        plans: distinct chunks, whole documents in order. Closing the generator stops the work.
         """
 
     @abstractmethod
@@ -554,7 +570,11 @@ class Engine(ABC):
         finish_reason: FinishReason,
         prefill: PrefillReport,
     ) -> Delta:
-        """Return the last piece of a stream's metadata: the whole answer, with its report."""
+        """Return the last piece of a stream's metadata: the whole answer, with its report.
+
+        Raises ConfigError when the engine was closed meanwhile.
+        """
+        self._check_open()
         prepared = request.prepared
         tokens = len(prepared.token_ids)
         reused, recomputed = reused_and_recomputed(prefill.chunks)
@@ -599,7 +619,8 @@ class Engine(ABC):
         self._check_config(config)
         prepared = self.prepare(prompt, hints)
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, prepared.room))
-        return Request(prepared, sampling, config, cancel=Cancellation(cancel), **options)
+        stop = Cancellation(cancel, lambda: not self.is_open)
+        return Request(prepared, sampling, config, cancel=stop, **options)
 
     async def _arequest(
         self,
