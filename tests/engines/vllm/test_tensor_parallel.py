@@ -17,6 +17,7 @@ from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.serving import transfer_config
 from cacheblend_rag.engines.vllm.worker import RANK_FAILED
 from cacheblend_rag.errors import EngineUnavailableError
+from cacheblend_rag.kv.chunk_kv import chunk_id
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.failing import TOLD, FailingConnector
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -105,7 +106,7 @@ def test_many_at_once_answer_as_one_after_another(two_ranks: tuple[VLLMEngine, P
 def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: tuple[VLLMEngine, Path]) -> None:
     engine, folder = two_ranks
     chunk = DOCUMENTS[0].to_chunks()[0]
-    own = engine._lead_in.key(chunk).chunk_id
+    own = chunk_id(engine.tokenizer(chunk.text, add_special_tokens=False)["input_ids"])
     first = sorted(path for path in folder.rglob(f"*{own}*.safetensors"))
     assert len(first) == 2, "each rank stores its half"
     kept = first[1].read_bytes()
