@@ -8,7 +8,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test lint format help
+.PHONY: setup demo test mutants lint format help
 
 setup: $(READY) ## make .venv with the tested versions of everything
 
@@ -41,6 +41,14 @@ test: $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebook
 	for folder in $(INTEGRATIONS); do \
 		$(MAKE) -C $$folder test integration_tests server_tests BIN=$(CURDIR)/$(BIN) || exit 1; \
 	done
+
+# A sample is as random as its seed says: another SEED is another sample.
+SAMPLE ?= 300
+SEED ?= 1
+
+mutants: export OMP_NUM_THREADS := 1
+mutants: $(READY) ## change the core in SAMPLE small ways, one at a time; show what no test notices
+	$(BIN)/python -m tests.mutants --sample $(SAMPLE) --seed $(SEED)
 
 lint: $(READY) ## check style, types and the layers between modules
 	$(BIN)/ruff check .

@@ -7,7 +7,7 @@ rows that may be chosen before layer 0, so that no layer computes all tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -210,7 +210,7 @@ class BlendPass:
     def _check(self, layer: int, ratio: float) -> None:
         """Compare fresh with cached KV, keep all fresh KV of this layer, narrow the rows."""
         with _Timer(self.stats, self._device):
-            calls = [call for _, call in self._probe(layer)]
+            calls = [self._probe(layer, block) for block in self._blocks]
             keys = torch.cat([call.key for call in calls], 2)
             values = torch.cat([call.value for call in calls], 2)
             self.stats.work += self.stack.costs[layer].probe(len(self._rows))
@@ -236,13 +236,14 @@ class BlendPass:
         computed = self._rows
         only_last = self.needs_hidden and len(computed) == 1
         if len(computed) and not only_last:
-            for block, call in self._probe(layer):
+            for block in self._blocks:
                 if block.here.start:
                     yield
+                call = self._probe(layer, block)
                 self.fused.write(layer, block.rows, call.key, call.value)
                 if self.observer is not None:
                     self.observer(call, block.rows, self.fused.layer(layer)[0])
-            self.stats.work += self.stack.costs[layer].probe(len(computed) - self.needs_hidden)
+            self.stats.work += self.stack.costs[layer].probe(len(computed))
         if not self.needs_hidden:
             return
         self.hidden = self.hidden[:, -1:]
@@ -251,10 +252,8 @@ class BlendPass:
         yield from self._run(layer)
         self.observer, self._computed = observer, computed
 
-    def _probe(self, layer: int) -> Iterator[tuple[_Block, AttentionCall]]:
-        for block in self._blocks:
-            hidden = self.hidden[:, block.here]
-            yield block, probe_layer(self.stack, layer, hidden, block.position_inputs)
+    def _probe(self, layer: int, block: _Block) -> AttentionCall:
+        return probe_layer(self.stack, layer, self.hidden[:, block.here], block.position_inputs)
 
     def _mask_of(self, rows: Rows) -> Mask:
         mask = np.zeros_like(self._cached)

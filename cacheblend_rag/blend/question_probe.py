@@ -35,8 +35,10 @@ def probe_question(
     """
     upper = stack.geometry.layers // 2
     masses: list[Tensor] = []
+    work = 0.0
 
     def observe(call: AttentionCall, rows: Rows, keys: Tensor) -> None:
+        nonlocal work
         first = int(np.searchsorted(rows.host, question_start))
         if call.layer < upper or first == len(rows):
             return
@@ -45,10 +47,13 @@ def probe_question(
             scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
         )  # fmt: skip
         masses.append(shares.sum(1).amax(0))
+        # Query by key once more, over all keys, and no values: half of what a pair costs.
+        work += stack.costs[call.layer].per_pair / 2 * shares.shape[1] * shares.shape[2]
 
     probe = BlendPass(stack, token_ids, fused, candidates, REUSE_ONLY, observer=observe)
     yield from probe.steps()
+    work += probe.stats.work
     if not masses:
-        return torch.zeros(token_ids.numel()), probe.stats.work
+        return torch.zeros(token_ids.numel()), work
     mass = stack.all_reduce(torch.stack(masses), "max").sum(0)
-    return mass.cpu(), probe.stats.work
+    return mass.cpu(), work

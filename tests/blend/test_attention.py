@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from cacheblend_rag.blend.attention import attend_rows, attention_mass
+from cacheblend_rag.blend import attention
+from cacheblend_rag.blend.attention import attend_rows, attention_bytes, attention_mass
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
@@ -125,3 +126,60 @@ def test_the_cost_of_all_rows_is_the_cost_of_prefill(window: int | None) -> None
     assert cost.run(every) == prefill_cost((cost,), TOKENS)
     assert cost.run(every.part(4, 5)) == 10.0 + 2.0 * 5
     assert cost.probe(TOKENS) == 3.0 * TOKENS
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (6, 1)])
+def test_attention_says_what_memory_it_takes_at_most(heads: int, kv_heads: int) -> None:
+    """A mask for each head that shares a KV head, with what it is made of; logits three times."""
+    tokens, rows, copies = 1_000, 64, heads // kv_heads
+    mask = tokens * rows * (copies * 2 + 4 + 2)
+    assert attention_bytes(tokens, heads, kv_heads, CPU, 2, in_steps=False) == mask
+    logits = 3 * tokens * rows * heads * 4
+    assert attention_bytes(tokens, heads, kv_heads, CPU, 2, in_steps=True) == mask + logits
+    short = attention_bytes(10, heads, kv_heads, CPU, 2, in_steps=False)
+    assert short == 10 * 10 * (copies * 2 + 4 + 2)
+    there = torch.device("cuda")
+    many = attention_bytes(9_000, heads, kv_heads, there, 2, in_steps=False)
+    assert many == 9_000 * 1024 * (copies * 2 + 4 + 2)
+
+
+def test_logits_laid_out_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer rows attend at a time; what they get stays the same."""
+    asked: list[int] = []
+    in_steps = attention._in_steps
+
+    def noted(query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        asked.append(query.shape[2])
+        return in_steps(query, *rest, **named)
+
+    monkeypatch.setattr(attention, "_in_steps", noted)
+    query, keys, values = inputs()
+    every = Rows.at(torch.arange(TOKENS).numpy(), CPU)
+    whole = attend_rows(query, keys, values, every, scaling=0.3, softcap=2.0)
+    assert set(asked) == {64 * 2, (TOKENS % 64) * 2}
+    assert len(asked) == -(-TOKENS // 64)
+    for most, rows in ((HEADS * TOKENS * 7, 7), (1, 1)):
+        asked.clear()
+        monkeypatch.setattr(attention, "LARGEST_LOGITS", most)
+        found = attend_rows(query, keys, values, every, scaling=0.3, softcap=2.0)
+        torch.testing.assert_close(found, whole, atol=1e-5, rtol=0)
+        assert asked[0] == rows * 2
+        assert len(asked) == -(-TOKENS // rows)
+
+
+def test_a_row_with_a_window_looks_at_the_keys_in_it_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    fused = torch.nn.functional.scaled_dot_product_attention
+
+    def noted(query: torch.Tensor, keys: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        seen.append(keys.shape[2])
+        return fused(query, keys, *rest, **named)
+
+    monkeypatch.setattr(attention.functional, "scaled_dot_product_attention", noted)
+    query, keys, values = inputs()
+    rows = Rows.at(torch.tensor([5, 200, 290]).numpy(), CPU)
+    monkeypatch.setattr(attention, "BLOCK_ROWS", 1)
+    for window, lengths in ((None, [6, 201, 291]), (50, [6, 50, 50]), (1, [1, 1, 1])):
+        seen.clear()
+        attend_rows(query[:, :, rows.device], keys, values, rows, scaling=0.3, window=window)
+        assert seen == lengths

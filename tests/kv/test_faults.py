@@ -17,6 +17,7 @@ from filelock import FileLock
 
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, StoredChunk, TieredKVStore, codec
 from cacheblend_rag.kv.tiers import disk as disk_module
+from cacheblend_rag.kv.tiers.base import Usage
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 from .samples import OTHER_FINGERPRINT, chunk_files, make_key, make_kv, same
@@ -484,3 +485,18 @@ def test_a_chunk_from_the_future_expires(disk, tmp_path):
         disk.put(KEY, StoredChunk(make_kv(), time.time() + ahead))
         assert (store.get(KEY).kv is not None) == found
     store.close()
+
+
+def test_a_quarantine_takes_one_chunk_off_the_count(disk):
+    """Of several, so that a count that went wrong cannot hide behind its least."""
+    for number in range(3):
+        assert disk.put(make_key(number), StoredChunk(make_kv(number), time.time()))
+    before = disk.usage()
+    size = disk.entry(make_key(1)).nbytes
+    disk.quarantine(make_key(1), "as a test asks")
+    assert disk.usage() == Usage(before.entries - 1, before.nbytes - size) == disk._scan()
+    disk.quarantine(make_key(1), "a second time, when it is gone")
+    assert disk.usage() == Usage(2, before.nbytes - size)
+    assert disk.evict(make_key(0))
+    assert disk.usage() == disk._scan()
+    assert disk.usage().entries == 1

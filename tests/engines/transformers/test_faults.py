@@ -29,7 +29,7 @@ from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEng
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from tests.engines.transformers.conftest import EngineFactory
+from tests.engines.transformers.conftest import EngineFactory, keys_of
 from tests.models import SHAPE, VOCABULARY, make_model, make_tokenizer, words
 
 CHUNKS = [Chunk(words(30, seed)) for seed in range(2)]
@@ -87,7 +87,7 @@ def test_kv_of_another_shape_under_the_right_name_is_refused(make_engine: Engine
     engine = make_engine()
     engine.precompute(CHUNKS, progress=False)
     wrong = torch.zeros(4, 2, 29, 16)
-    engine.store.put(engine.key(CHUNKS[0]), ChunkKV(wrong, wrong, 0))
+    engine.store.put(keys_of(engine, CHUNKS[0])[0], ChunkKV(wrong, wrong, 0))
     reasons = [c.reason for c in engine.generate(TEXT, SHORT).report.chunks]
     assert reasons == ["damaged", None]
 

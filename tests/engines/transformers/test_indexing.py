@@ -7,17 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill import precompute
 from cacheblend_rag.prefill.blended import CONTEXT_KEPT
-from cacheblend_rag.prefill.lead_in import DocumentWindow, next_window
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
-from tests.engines.transformers.conftest import EngineFactory
+from tests.engines.transformers.conftest import EngineFactory, keys_of
 from tests.engines.transformers.test_exactness import ordinary_kv
 from tests.models import words
 
@@ -32,7 +29,8 @@ def tokens(engine, text: str) -> torch.Tensor:
 
 
 def stored(engine, chunk: Chunk):
-    found = engine.store.get(engine.key(chunk)).kv
+    (key,) = keys_of(engine, chunk)
+    found = engine.store.get(key).kv
     assert found is not None
     return found
 
@@ -100,6 +98,7 @@ def test_editing_a_document_recomputes_only_what_follows_the_edit(
     engine = make_engine(instruction=INSTRUCTION)
     engine.precompute([DOCUMENT], progress=False)
     before = [stored(engine, chunk) for chunk in DOCUMENT.to_chunks()]
+    gone = [keys_of(engine, chunk)[0] for chunk in DOCUMENT.to_chunks()[2:]]
     edited = Document("doc", (*PIECES[:2], words(9, 70), PIECES[3]), DOCUMENT.separator)
     rows = computed_rows(monkeypatch)
     report = engine.precompute([edited], progress=False)
@@ -115,8 +114,7 @@ def test_editing_a_document_recomputes_only_what_follows_the_edit(
             stored(engine, chunk).keys, stored(other, chunk).keys, atol=1e-5, rtol=0
         )
     old = DOCUMENT.to_chunks()
-    assert not engine.store.contains(engine.key(old[2]))
-    assert not engine.store.contains(engine.key(old[3]))
+    assert [engine.store.contains(key) for key in gone] == [False, False]
     assert old[2].text not in engine.registry
 
 
@@ -127,7 +125,7 @@ def test_stored_kv_of_another_shape_is_no_part_of_a_document_pass(
     other.precompute([DOCUMENT], progress=False)
     chunks = DOCUMENT.to_chunks()
     wrong = torch.zeros(4, 2, 3, 16)
-    engine.store.put(engine.key(chunks[1]), ChunkKV(wrong, wrong, 0))
+    engine.store.put(keys_of(other, chunks[1])[0], ChunkKV(wrong, wrong, 0))
     engine.precompute([DOCUMENT], progress=False)
     for chunk in chunks:
         torch.testing.assert_close(
@@ -189,9 +187,8 @@ def test_one_text_in_two_documents_has_two_kvs_and_hints_choose(make_engine: Eng
     documents = [Document(name, (words(15, i), shared)) for i, name in enumerate("ab", 2)]
     engine.precompute(documents, progress=False)
     chunks = [document.to_chunks()[1] for document in documents]
-    keys = [engine.key(chunk) for chunk in chunks]
-    assert keys[0].chunk_id == keys[1].chunk_id
-    assert keys[0] != keys[1]
+    assert keys_of(engine, chunks[0]) == keys_of(engine, chunks[1])
+    assert len(set(keys_of(engine, chunks[0]))) == 2
     prompt = f"w3 {shared} w4"
     for name, chunk in zip("ab", chunks, strict=True):
         for hint in (name, chunk):
@@ -290,49 +287,6 @@ def test_long_documents_are_computed_within_a_window(
     torch.testing.assert_close(kv.keys, keys[:, :, kv.position :], atol=1e-5, rtol=0)
 
 
-@given(st.lists(st.integers(1, 30), max_size=40), st.integers(1, 60))
-@settings(max_examples=100, deadline=None)
-def test_a_window_never_holds_more_than_it_may(lengths: list[int], window: int) -> None:
-    kept: DocumentWindow = ()
-    for index, length in enumerate(lengths):
-        kept = next_window(kept, (index,) * length, window)
-    assert sum(map(len, kept)) <= window
-    start = len(lengths) - len(kept)
-    assert [len(piece) for piece in kept] == lengths[start:]
-    assert (start == 0) == (sum(lengths) <= window or not lengths)
-
-
-def test_a_window_depends_on_its_chunk_alone(make_engine: EngineFactory) -> None:
-    """Not on the chunks asked for before, of which some windows are kept."""
-    document = Document("long", tuple(words(1 + i % 9, i) for i in range(300)), separator=" w77 ")
-    chunks = document.to_chunks()
-    in_order = make_engine(document_window=44)
-    found = [in_order.key(chunk) for chunk in chunks]
-    assert [make_engine(document_window=44).key(c) for c in chunks[::50]] == found[::50]
-    again = make_engine(document_window=44)
-    assert [again.key(chunk) for chunk in reversed(chunks)] == found[::-1]
-
-
-def test_a_documents_keys_cost_what_its_length_does(
-    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def pieces_read(chunks: int) -> int:
-        lead_in = make_engine(document_window=44)._led
-        asked: list[str] = []
-        tokenize = lead_in._tokenize
-
-        def counted(text: str) -> tuple[int, ...]:
-            asked.append(text)
-            return tokenize(text)
-
-        monkeypatch.setattr(lead_in, "_tokenize", counted)
-        for chunk in Document("long", tuple(words(3, i) for i in range(chunks))).to_chunks():
-            lead_in.key(chunk)
-        return len(asked)
-
-    assert pieces_read(200) == 2 * pieces_read(100) + 2
-
-
 def test_context_that_the_prompt_lacks_is_protected(make_engine: EngineFactory) -> None:
     engine = make_engine(selector="chunk_head", recompute_ratio=0.5)
     engine.precompute([DOCUMENT], progress=False)
@@ -381,21 +335,22 @@ def test_two_writers_leave_no_kv_that_no_document_knows(
     monkeypatch.setattr(here.store, "put", put_meanwhile)
     report = here.precompute([older], progress=False)
     assert report.refused == {"forgotten meanwhile": 4}
-    known = {there.key(chunk) for chunk in newer.to_chunks()}
-    assert set(there.store.keys()) == known
+    alone = make_engine(lead_in="document")
+    alone.precompute([newer], progress=False)
+    assert set(there.store.keys()) == set(alone.store.keys())
     assert there.evict_unregistered() == 0
 
 
 def test_kv_that_no_document_knows_can_be_dropped(make_engine: EngineFactory) -> None:
     engine = make_engine(lead_in="document")
     engine.precompute([DOCUMENT], progress=False)
+    kept = set(engine.store.keys())
     foreign = make_engine(lead_in="document", store=engine.store, namespace="other")
     foreign.precompute(["w1 w2 w3"], progress=False)
     lost = Document("lost", tuple(words(8, seed) for seed in range(3)))
     engine.precompute([lost], progress=False)
     engine.registry.remove_document("lost")
     assert engine.evict_unregistered() == 3
-    kept = {engine.key(chunk) for chunk in DOCUMENT.to_chunks()}
     assert {key for key in engine.store.entries() if key.fingerprint == engine.fingerprint} == kept
     assert len(engine.store.keys()) == len(kept) + 1, "others' KV is theirs"
 

@@ -1,0 +1,126 @@
+"""The buffer of a prompt's KV: what is laid down, written, read and cut out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+from tests.blend.fake_stack import HEAD_DIM, KV_HEADS, LAYERS, FakeStack, Reference, plain_kv
+
+CPU = torch.device("cpu")
+TOKENS = 20
+
+
+def numbered() -> FusedKV:
+    fused = FusedKV(FakeStack().geometry, TOKENS, reserve=3)
+    fused.keys[:] = torch.arange(fused.keys.numel()).view_as(fused.keys)
+    fused.values[:] = -fused.keys
+    return fused
+
+
+def test_its_size() -> None:
+    fused = FusedKV(FakeStack().geometry, TOKENS, reserve=3)
+    assert fused.keys.shape == fused.values.shape == (LAYERS, KV_HEADS, TOKENS + 3, HEAD_DIM)
+    assert fused.tokens == TOKENS
+    whole = FusedKV(FakeStack().geometry, TOKENS)
+    held = whole.keys.untyped_storage().nbytes() + whole.values.untyped_storage().nbytes()
+    assert FusedKV.bytes_for(FakeStack().geometry, TOKENS) == held
+    keys, values = fused.layer(2)
+    assert keys.shape == values.shape == (1, KV_HEADS, TOKENS, HEAD_DIM)
+    assert keys.data_ptr() == fused.keys[2].data_ptr()
+    assert values.data_ptr() == fused.values[2].data_ptr()
+
+
+@pytest.mark.parametrize("start", [0, 4, 11])
+def test_a_chunk_is_laid_where_it_stands(start: int) -> None:
+    """Its first layer's keys, which depend on nothing else, are those computed there."""
+    stack, ids = FakeStack(), torch.arange(TOKENS) * 7 % 50
+    keys, values, _ = plain_kv(stack, ids[start - 2 if start else 0 : start + 6])
+    lead = 2 if start else 0
+    kv = ChunkKV(keys[:, :, lead:].clone(), values[:, :, lead:].clone(), lead)
+    fused = numbered()
+    before = fused.keys.clone()
+    fused.place(stack, kv, start)
+    here = slice(start, start + kv.tokens)
+    there = Reference(stack, ids, torch.zeros(LAYERS, KV_HEADS, TOKENS, HEAD_DIM), keys).fresh(0)
+    torch.testing.assert_close(fused.keys[0, :, here], there[0][:, here], atol=1e-5, rtol=0)
+    torch.testing.assert_close(fused.values[0, :, here], there[1][:, here], atol=1e-5, rtol=0)
+    assert torch.equal(fused.values[:, :, here], kv.values)
+    assert torch.equal(fused.keys[:, :, : here.start], before[:, :, : here.start])
+    assert torch.equal(fused.keys[:, :, here.stop :], before[:, :, here.stop :])
+
+
+def test_a_chunk_that_stays_where_it_was_is_not_turned() -> None:
+    stack = FakeStack()
+    keys, values, _ = plain_kv(stack, torch.arange(8))
+    kv, fused = ChunkKV(keys[:, :, 3:].clone(), values[:, :, 3:].clone(), 3), numbered()
+    stack.rotation = None  # type: ignore[assignment,method-assign]
+    fused.place(stack, kv, 3)
+    assert torch.equal(fused.keys[:, :, 3:8], kv.keys)
+
+
+@pytest.mark.parametrize("positions", [(3, 4, 5), (3,), (0, 7, 19), (1, 2, 5)], ids=str)
+def test_rows_are_written_in_one_layer_and_nowhere_else(positions: tuple[int, ...]) -> None:
+    fused, wanted = numbered(), numbered()
+    keys, values = torch.rand(2, 1, KV_HEADS, len(positions), HEAD_DIM).unbind()
+    fused.write(1, Rows.at(torch.tensor(positions).numpy(), CPU), keys, values)
+    for index, position in enumerate(positions):
+        wanted.keys[1, :, position] = keys[0, :, index]
+        wanted.values[1, :, position] = values[0, :, index]
+    assert torch.equal(fused.keys, wanted.keys)
+    assert torch.equal(fused.values, wanted.values)
+
+
+def test_a_slice_is_a_copy_that_knows_its_place() -> None:
+    fused = numbered()
+    kv = fused.slice(4, 9)
+    assert (kv.tokens, kv.position, kv.prior) == (5, 4, None)
+    assert torch.equal(kv.keys, fused.keys[:, :, 4:9])
+    assert torch.equal(kv.values, fused.values[:, :, 4:9])
+    assert kv.keys.untyped_storage().nbytes() == kv.keys.numel() * 4
+
+
+def test_kv_of_another_shape_or_type_does_not_fit() -> None:
+    fused = numbered()
+    shape = (LAYERS, KV_HEADS, 5, HEAD_DIM)
+
+    def fits(*shape: int, dtype: torch.dtype = torch.float32) -> bool:
+        zeros = torch.zeros(shape, dtype=dtype)
+        return fused.fits(ChunkKV(zeros, zeros, 0), 5)
+
+    assert fits(*shape)
+    for axis in range(4):
+        assert not fits(*(n + (i == axis) for i, n in enumerate(shape)))
+    assert not fits(*shape, dtype=torch.float16)
+
+
+# Rows
+
+
+def test_rows_know_their_bounds_runs_and_pairs() -> None:
+    rows = Rows.where(torch.tensor([0, 1, 0, 1, 1, 0, 1, 0], dtype=torch.bool).numpy(), CPU)
+    assert rows.host.tolist() == rows.device.tolist() == [1, 3, 4, 6]
+    assert (len(rows), rows.first, rows.last, rows.is_run) == (4, 1, 6, False)
+    assert rows.part(1, 3).is_run
+    assert rows.part(0, 9) is rows
+    assert rows.part(0, 3).host.tolist() == rows.part(0, 3).device.tolist() == [1, 3, 4]
+    assert rows.part(1, 4).host.tolist() == rows.part(1, 4).device.tolist() == [3, 4, 6]
+    assert rows.pairs(None) == rows.pairs(None) == 2 + 4 + 5 + 7
+    assert rows.pairs(4) == 2 + 4 + 4 + 4
+    assert rows.pairs(4) == sum(min(i + 1, 4) for i in (1, 3, 4, 6))
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 10, 11])
+@pytest.mark.parametrize("count", [0, 1, 9, 10])
+def test_blocks_are_even_and_no_larger_than_asked(most: int, count: int) -> None:
+    rows = Rows.at((torch.arange(count) * 3).numpy(), CPU)
+    blocks = list(rows.blocks(most))
+    lengths = [len(part) for _, part in blocks]
+    assert len(blocks) == -(-count // most)
+    assert [i for _, part in blocks for i in part.host.tolist()] == rows.host.tolist()
+    assert [start for start, _ in blocks] == [sum(lengths[:i]) for i in range(len(blocks))]
+    assert max(lengths, default=0) <= most
+    assert max(lengths, default=0) - min(lengths, default=0) <= 1

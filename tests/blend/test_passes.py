@@ -1,0 +1,507 @@
+"""BlendPass over a fake stack: which rows run, what is written, what is read, for every selector.
+
+Whatever the pass makes is held against dense layers of which the causal mask is laid out, and rows
+that were picked by sorting a list.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.blend import BlendPass, FusedKV, passes, plan_schedule
+from cacheblend_rag.blend.attention import attend_rows
+from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.selectors import SELECTORS, Evidence, make_selector
+from cacheblend_rag.blend.stack import AttentionCall, NoAttentionError, probe_layer
+from tests.blend.fake_stack import (
+    HIDDEN,
+    KV_HEADS,
+    LAYERS,
+    VOCABULARY,
+    WINDOWS,
+    Event,
+    FakeStack,
+    Reference,
+    WatchedKV,
+    plain_kv,
+)
+
+LENGTHS = {"head": 3, "a": 7, "between": 2, "b": 6, "c": 8, "question": 4}
+ENDS = dict(zip(LENGTHS, torch.tensor(list(LENGTHS.values())).cumsum(0).tolist(), strict=True))
+SPANS = {name: (ENDS[name] - length, ENDS[name]) for name, length in LENGTHS.items()}
+TOKENS = sum(LENGTHS.values())
+CHECKS: tuple[dict[str, Any], ...] = (
+    {},
+    {"check_layers": (0,)},
+    {"check_layers": (LAYERS - 1,)},
+    {"check_layers": (0, 2), "recompute_ratios": (0.6, 0.25)},
+    {"check_layers": (1, 2, 3), "recompute_ratios": (0.9, 0.5, 0.1)},
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Text, three chunks and a question. hits: chunks with cached KV. protected: never recomputed.
+
+    whole: there is nothing behind the last chunk, whose last token yields the logits.
+    """
+
+    hits: str = "abc"
+    protected: str = ""
+    whole: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return SPANS["c"][1] if self.whole else TOKENS
+
+    @property
+    def ids(self) -> Tensor:
+        draw = torch.Generator().manual_seed(4)
+        return torch.randint(VOCABULARY, (TOKENS,), generator=draw)[: self.tokens]
+
+    @property
+    def candidates(self) -> Candidates:
+        known = Candidates.none(TOKENS)
+        known.eligible = known.cached.clone()
+        draw = torch.Generator().manual_seed(9)
+        known.prior, known.question_attention = torch.rand(2, TOKENS, generator=draw).unbind()
+        for name in self.hits:
+            here = slice(*SPANS[name])
+            known.cached[here] = True
+            known.eligible[here] = name not in self.protected
+            known.offsets[here] = torch.arange(LENGTHS[name])
+        return known.first(self.tokens)
+
+    def laid(self, fused: FusedKV) -> FusedKV:
+        """Put cached KV where there is some: any KV, so that it deviates in every layer."""
+        draw = torch.Generator().manual_seed(6)
+        for kv in (fused.keys, fused.values):
+            drawn = torch.randn(kv.shape, generator=draw)
+            kv[:, :, self.candidates.cached] = drawn[:, :, self.candidates.cached]
+        return fused
+
+
+PROMPTS = {
+    "all stored": Prompt(),
+    "one missing": Prompt(hits="ac"),
+    "one protected": Prompt(protected="b"),
+    "missing and protected": Prompt(hits="bc", protected="c"),
+    "none stored": Prompt(hits=""),
+    "ends with a chunk": Prompt(whole=True),
+}
+
+
+@dataclass
+class Case:
+    """One pass, as it was run. first: the fused buffer before it."""
+
+    prompt: Prompt
+    config: BlendConfig
+    stack: FakeStack
+    run: BlendPass
+    first: FusedKV
+
+    @classmethod
+    def of(cls, prompt: Prompt, config: BlendConfig, **options: Any) -> Case:
+        stack = options.pop("stack", None) or FakeStack()
+        first, fused = (prompt.laid(WatchedKV(stack, prompt.tokens)) for _ in range(2))
+        schedule = plan_schedule(config, LAYERS)
+        run = BlendPass(stack, prompt.ids, fused, prompt.candidates, schedule, **options)
+        run.run()
+        return cls(prompt, config, stack, run, first)
+
+
+class Slow:
+    """What a pass should make, and on which rows.
+
+    probed: of each check layer, the rows that came there. rows: of each layer, those that ran on.
+    """
+
+    def __init__(self, case: Case) -> None:
+        config, known = case.config, case.prompt.candidates
+        self.known, self.needs_hidden = known, case.run.needs_hidden
+        self.selector = make_selector(config.selector, config.selector_options)
+        self.reference = Reference(
+            case.stack,
+            case.prompt.ids,
+            case.first.keys.nan_to_num(),
+            case.first.values.nan_to_num(),
+        )
+        self.last = case.prompt.tokens - 1
+        self.always = set((~known.cached).nonzero()[:, 0].tolist())
+        self.always |= {self.last} if self.needs_hidden else set()
+        self.eligible = set(known.eligible.nonzero()[:, 0].tolist())
+        self.probed: dict[int, list[int]] = {}
+        self.rows: list[list[int]] = []
+        self._run(config)
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.reference.hidden[self.last]
+
+    @property
+    def recomputed(self) -> list[bool]:
+        kept = set(self.rows[-1])
+        return [cached and i in kept for i, cached in enumerate(self.known.cached.tolist())]
+
+    def _run(self, config: BlendConfig) -> None:
+        checks = dict(zip(config.check_layers, map(config.ratio_at, range(9)), strict=False))
+        ratio = self.selector.fixed_ratio
+        ratio = config.recompute_ratio if ratio is None else ratio
+        if not self.selector.needs_fresh_kv or set(checks.values()) in ({0}, {1}):
+            ratio = max(checks.values()) if self.selector.needs_fresh_kv else ratio
+            checks, rows = {}, self._kept(self.eligible, ratio, {})
+        else:
+            rows = sorted(self.always | self.eligible)
+        for layer in range(LAYERS):
+            if layer in checks:
+                self.probed[layer] = rows
+                rows = self._checked(layer, rows, checks[layer])
+            self.reference.write(layer, rows)
+            self.reference.advance(layer, rows)
+            self.rows.append(rows)
+
+    def _checked(self, layer: int, rows: Sequence[int], ratio: float) -> list[int]:
+        keys, values = self.reference.fresh(layer)
+        among = sorted(self.eligible & set(rows) - self.always)
+        fresh = {
+            "fresh_keys": keys[:, among],
+            "fresh_values": values[:, among],
+            "cached_keys": self.reference.keys[layer][:, among],
+            "cached_values": self.reference.values[layer][:, among],
+        }
+        kept = self._kept(set(among), ratio, fresh)
+        self.reference.write(layer, rows)
+        return kept
+
+    def _kept(self, among: set[int], ratio: float, fresh: dict[str, Tensor]) -> list[int]:
+        """Those always computed, and the share of the eligible that scores best among some."""
+        order = sorted(among - self.always)
+        if ratio == 1 and not fresh:
+            return sorted(self.always | set(order))
+        if ratio == 0 or not order:
+            return sorted(self.always)
+        seen = (self.known.offsets, self.known.prior, self.known.question_attention)
+        scores = self.selector.score(Evidence(*(part[order] for part in seen), **fresh)).tolist()  # type: ignore[index,arg-type]
+        best = sorted(zip(scores, order, strict=True), key=lambda pair: (-pair[0], pair[1]))
+        count = math.ceil(Fraction(str(ratio)) * len(self.eligible))
+        return sorted(self.always | {i for score, i in best[:count] if score > -math.inf})
+
+
+def every_schedule() -> Iterator[Any]:
+    """Each selector that the registry names, with the schedules that mean something to it."""
+    for name, kind in SELECTORS.items():
+        for settings in CHECKS if kind.needs_fresh_kv else ({},):
+            for ratio in (0.0, 0.3, 1.0) if kind.fixed_ratio is None and not settings else (0.3,):
+                config = BlendConfig(selector=name, recompute_ratio=ratio, **settings)
+                layers = "" if not settings else "-" + "".join(map(str, config.check_layers))
+                yield pytest.param(config, id=f"{name}{layers}-{ratio}")
+
+
+EVERY_SCHEDULE = pytest.mark.parametrize("config", list(every_schedule()))
+WAYS: dict[str, dict[str, Any]] = {
+    "at once": {},
+    "in blocks": {"row_block": 4},
+    "KV only": {"row_block": 4, "needs_hidden": False},
+}
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return WAYS[request.param]
+
+
+@pytest.fixture(scope="module", params=PROMPTS)
+def prompt(request: pytest.FixtureRequest) -> Prompt:
+    return PROMPTS[request.param]
+
+
+@pytest.fixture(scope="module", params=list(every_schedule()))
+def both(request: pytest.FixtureRequest, prompt: Prompt, way: dict[str, Any]) -> tuple[Case, Slow]:
+    """A pass that was run, and what it should have made."""
+    case = Case.of(prompt, request.param, **way)
+    return case, Slow(case)
+
+
+def test_a_pass_makes_what_dense_layers_make(both: tuple[Case, Slow]) -> None:
+    case, slow = both
+    fused = case.run.fused
+    torch.testing.assert_close(fused.keys, slow.reference.keys, atol=1e-4, rtol=0)
+    torch.testing.assert_close(fused.values, slow.reference.values, atol=1e-4, rtol=0)
+    assert case.run.stats.recomputed.tolist() == slow.recomputed
+    if slow.needs_hidden:
+        assert case.run.hidden.shape == (1, 1, HIDDEN)
+        torch.testing.assert_close(case.run.hidden[0, 0], slow.hidden, atol=1e-4, rtol=0)
+    for layer in range(LAYERS):
+        kept = torch.ones(case.prompt.tokens, dtype=torch.bool)
+        kept[flat(case.stack.log, "write", layer)] = False
+        for now, then in ((fused.keys, case.first.keys), (fused.values, case.first.values)):
+            assert torch.equal(now[layer][:, kept], then[layer][:, kept])
+
+
+def test_a_layer_runs_and_writes_its_rows_and_no_other(both: tuple[Case, Slow]) -> None:
+    case, slow = both
+    log, most = case.stack.log, case.run.row_block or TOKENS
+    for layer, rows in enumerate(slow.rows):
+        came = slow.probed.get(layer, [])
+        if layer < LAYERS - 1:
+            ran, probed, written = rows, came, came + rows
+        else:
+            ran = [slow.last] if slow.needs_hidden else []
+            rest = [] if rows == ran else rows  # of which only the KV is wanted
+            probed, written = came + rest, came + rest + ran
+        assert flat(log, "run", layer) == ran
+        assert flat(log, "probe", layer) == probed
+        assert flat(log, "write", layer) == written
+        here = [event for event in log if event.layer == layer]
+        blocks = [event.rows for event in here if event.kind == "run"]
+        assert len(blocks) == -(-len(ran) // most)
+        assert max(map(len, blocks), default=0) <= most
+        assert sum(event.kind == "read" for event in here) == len(blocks)
+
+
+def flat(log: Sequence[Event], kind: str, layer: int) -> list[int]:
+    return [row for event in log for row in event.rows if event[:2] == (kind, layer)]
+
+
+def test_the_order_of_a_pass_with_two_check_layers() -> None:
+    """Written out once: what comes to a check layer is written before what goes on is run."""
+    config = BlendConfig(check_layers=(1, 2), recompute_ratios=(0.5, 0.25))
+    case = Case.of(Prompt(hits="a"), config)
+    every, ten, eight = (tuple(Slow(case).rows[layer]) for layer in (0, 1, 2))
+    assert (len(every), len(ten), len(eight)) == (TOKENS, TOKENS - 7 + 4, TOKENS - 7 + 2)
+    last = (TOKENS - 1,)
+    assert case.stack.log == [
+        Event("write", 0, every), Event("read", 0, ()), Event("run", 0, every),
+        Event("probe", 1, every), Event("write", 1, every),
+        Event("write", 1, ten), Event("read", 1, ()), Event("run", 1, ten),
+        Event("probe", 2, ten), Event("write", 2, ten),
+        Event("write", 2, eight), Event("read", 2, ()), Event("run", 2, eight),
+        Event("probe", 3, eight), Event("write", 3, eight),
+        Event("write", 3, last), Event("read", 3, ()), Event("run", 3, last),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("prompt", [p for p in PROMPTS.values() if not p.protected], ids=str)
+def test_ratio_one_is_plain_computation(prompt: Prompt) -> None:
+    """To the last bit: the layers driven once, over their own keys and values.
+
+    But for the last row in the last layer, which is run alone, by other kernels.
+    """
+    case = Case.of(prompt, BlendConfig(recompute_ratio=1.0))
+    every = Rows.where(torch.ones(prompt.tokens, dtype=torch.bool).numpy(), torch.device("cpu"))
+    stack, keys, values = FakeStack(), [], []
+
+    def attend(call: AttentionCall) -> Tensor:
+        keys.append(call.key[0])
+        values.append(call.value[0])
+        laid_out = call.key.contiguous(), call.value.contiguous()
+        return attend_rows(call.query, *laid_out, every, scaling=call.scaling, window=call.window)
+
+    hidden, inputs = stack.embed(prompt.ids[None]), stack.position_inputs(every.device[None])
+    for layer in range(LAYERS):
+        hidden = stack.run_layer(layer, hidden, inputs, attend)
+    for found, wanted in ((case.run.fused.keys, keys), (case.run.fused.values, values)):
+        assert torch.equal(found[:-1], torch.stack(wanted[:-1]))
+        assert torch.equal(found[-1, :, :-1], wanted[-1][:, :-1])
+        torch.testing.assert_close(found[-1, :, -1], wanted[-1][:, -1], atol=1e-5, rtol=0)
+    torch.testing.assert_close(case.run.hidden, hidden[:, -1:], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_first_layers_alone(layers: int) -> None:
+    """For their KV: no layer behind them is touched, none of them runs on for its own sake."""
+    seen: list[int] = []
+    case = Case.of(
+        Prompt(), BlendConfig(recompute_ratio=0.0), needs_hidden=False, layers=layers,
+        on_layer=lambda layer, _: seen.append(layer),
+    )  # fmt: skip
+    slow = Slow(case)
+    fused = case.run.fused
+    assert seen == list(range(layers))
+    assert {event.layer for event in case.stack.log} == set(seen)
+    assert flat(case.stack.log, "run", layers - 1) == []
+    torch.testing.assert_close(fused.keys[:layers], slow.reference.keys[:layers], atol=1e-5, rtol=0)
+    behind = slice(layers, None)
+    torch.testing.assert_close(
+        fused.keys[behind], case.first.keys[behind], equal_nan=True, atol=0, rtol=0
+    )
+
+
+@pytest.mark.parametrize("row_block", [None, 4], ids=["at once", "in blocks"])
+def test_a_layer_is_told_of_once_its_kv_is_final(row_block: int | None) -> None:
+    told: list[tuple[int, Tensor]] = []
+    config = BlendConfig(check_layers=(1, 2), recompute_ratios=(0.5, 0.25))
+    case = Case.of(
+        Prompt(), config, row_block=row_block,
+        on_layer=lambda layer, fused: told.append((layer, fused.keys[layer].clone())),
+    )  # fmt: skip
+    assert [layer for layer, _ in told] == list(range(LAYERS))
+    for layer, keys in told:
+        assert torch.equal(keys, case.run.fused.keys[layer])
+
+
+@EVERY_SCHEDULE
+def test_a_step_is_one_block_of_rows(config: BlendConfig) -> None:
+    """Others wait for a block of a layer, whatever is selected.
+
+    A check goes with its layer's first block, and the last token's own run with the last one.
+    """
+    stack, prompt, again = FakeStack(), Prompt(), Case.of(Prompt(), config)
+    fused = prompt.laid(WatchedKV(stack, TOKENS))
+    schedule = plan_schedule(config, LAYERS)
+    run = BlendPass(stack, prompt.ids, fused, prompt.candidates, schedule, row_block=4)
+    steps = []
+    for _ in run.steps():
+        steps.append(stack.log.copy())
+        stack.log.clear()
+    assert stack.log == []
+    for events in steps:
+        ran = [event for event in events if event.kind == "run"]
+        probed = [event for event in events if event.kind == "probe"]
+        layer = events[0].layer
+        assert {event.layer for event in events} == {layer}
+        checked = layer in schedule.checks
+        if layer < LAYERS - 1:
+            assert len(ran) == 1
+            assert checked or not probed
+        else:
+            assert checked or len(probed) <= 1
+            assert [event.rows for event in ran] in ([], [(TOKENS - 1,)])
+    layers = [events[0].layer for events in steps]
+    blocks = [max(1, -(-len(Slow(again).rows[layer]) // 4)) for layer in range(LAYERS)]
+    assert layers == [layer for layer in range(LAYERS) for _ in range(blocks[layer])]
+
+
+# What it costs
+
+
+def test_work_is_that_of_the_rows_of_each_layer(both: tuple[Case, Slow]) -> None:
+    case, _ = both
+    work = 0.0
+    for event in case.stack.log:
+        cost = case.stack.costs[event.layer]
+        if event.kind == "run":
+            window = WINDOWS[event.layer] or TOKENS
+            work += sum(cost.per_row + cost.per_pair * min(i + 1, window) for i in event.rows)
+        elif event.kind == "probe":
+            work += cost.per_row_probe * len(event.rows)
+    assert case.run.stats.work == work
+    plain = sum(
+        cost.per_row + cost.per_pair * min(i + 1, cost.window or TOKENS)
+        for cost in case.stack.costs
+        for i in range(case.prompt.tokens)
+    )
+    assert case.run.compute_share == work / plain
+
+
+def test_selection_is_timed_at_each_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(0, 1000, 3))
+    monkeypatch.setattr(passes.time, "perf_counter", lambda: next(ticks))
+    for config, choices in (
+        (BlendConfig(check_layers=(1, 2), recompute_ratios=(0.5, 0.25)), 2),
+        (BlendConfig(selector="random"), 1),
+        (BlendConfig(selector="none"), 0),
+        (BlendConfig(recompute_ratio=1.0), 0),
+    ):
+        assert Case.of(Prompt(), config).run.stats.selection_seconds == 3 * choices
+
+
+# Ranks
+
+
+@pytest.mark.parametrize("config", [BlendConfig(), BlendConfig(selector="random")], ids=str)
+def test_rows_are_those_that_the_first_rank_scored_best(config: BlendConfig) -> None:
+    def others(scores: Tensor) -> Tensor:
+        return torch.arange(len(scores)).float()
+
+    case = Case.of(Prompt(), config, stack=FakeStack(first=others))
+    eligible = case.prompt.candidates.eligible.nonzero()[:, 0].tolist()
+    count = math.ceil(Fraction("0.16") * len(eligible))
+    assert case.run.stats.recomputed.nonzero()[0].tolist() == eligible[-count:]
+
+
+def test_deviation_is_that_of_all_ranks_heads() -> None:
+    asked: list[str] = []
+
+    def summed(part: Tensor, how: str) -> Tensor:
+        asked.append(how)
+        return part + 1000.0 * torch.arange(len(part))
+
+    case = Case.of(Prompt(), BlendConfig(check_layers=(1, 2)), stack=FakeStack(reduced=summed))
+    eligible = case.prompt.candidates.eligible.nonzero()[:, 0].tolist()
+    count = math.ceil(Fraction("0.16") * len(eligible))
+    assert asked == ["sum", "sum"]
+    assert case.run.stats.recomputed.nonzero()[0].tolist() == eligible[-count:]
+
+
+# The observer, another attention, a probe
+
+
+def test_an_observer_sees_each_layer_once_with_the_keys_its_rows_see() -> None:
+    seen: list[tuple[int, list[int], Tensor]] = []
+
+    def observe(call: AttentionCall, rows: Rows, keys: Tensor) -> None:
+        assert call.key.shape == (1, KV_HEADS, len(rows), keys.shape[-1])
+        seen.append((call.layer, rows.host.tolist(), keys[0].clone()))
+
+    case = Case.of(Prompt(hits="ab"), BlendConfig(recompute_ratio=0.0), observer=observe)
+    computed = Slow(case).rows[0]
+    assert [(layer, rows) for layer, rows, _ in seen] == [(i, computed) for i in range(LAYERS)]
+    for layer, _, keys in seen:
+        torch.testing.assert_close(keys, case.run.fused.keys[layer], atol=1e-5, rtol=0)
+    assert case.run.observer is observe, "as it was given"
+
+
+def test_rows_may_attend_in_another_way() -> None:
+    asked: list[tuple[int, list[int]]] = []
+
+    def nothing(call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
+        buffers.add(fused)
+        asked.append((call.layer, rows.host.tolist()))
+        return torch.zeros_like(call.query).transpose(1, 2)
+
+    buffers: set[FusedKV] = set()
+    case = Case.of(Prompt(), BlendConfig(recompute_ratio=0.0), attention=nothing, row_block=4)
+    assert [pair for pair in asked if pair[0] == 0] == [
+        (0, list(event.rows)) for event in case.stack.log if event[:2] == ("run", 0)
+    ]
+    assert not any(event.kind == "read" for event in case.stack.log)
+    assert buffers == {case.run.fused}
+
+
+def test_a_probe_stops_at_attention() -> None:
+    stack = FakeStack()
+    inputs = stack.position_inputs(torch.arange(5)[None])
+    hidden = stack.embed(torch.arange(5)[None])
+    call = probe_layer(stack, 2, hidden, inputs)
+    assert stack.log == [Event("probe", 2, (0, 1, 2, 3, 4))]
+    keys, _, _ = plain_kv(stack, torch.arange(5))
+    torch.testing.assert_close(
+        call.key[0], Reference(stack, torch.arange(5), keys, keys).fresh(2)[0]
+    )
+    stack.run_layer = lambda *_: hidden  # type: ignore[method-assign]
+    with pytest.raises(NoAttentionError, match="layer 2 never calls attention"):
+        probe_layer(stack, 2, hidden, inputs)
+
+
+def test_what_is_known_of_the_first_tokens() -> None:
+    known = Prompt().candidates
+    first = known.first(9)
+    for name in ("cached", "eligible", "offsets", "prior", "question_attention"):
+        assert torch.equal(getattr(first, name), getattr(known, name)[:9])
+    bare = replace(known, prior=None, question_attention=None)
+    assert (bare.first(9).prior, bare.first(9).question_attention) == (None, None)
+    evidence = bare.evidence(torch.tensor([3, 11]).numpy())
+    assert (evidence.prior, evidence.question_attention) == (None, None)
+    assert evidence.offsets.tolist() == [0, int(known.offsets[11])]

@@ -1,0 +1,105 @@
+"""ChunkKV and KVKey: sizes, what is refused, what is related."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cacheblend_rag.kv import ChunkKV, KVKey, chunk_id, fingerprint
+from cacheblend_rag.kv.chunk_kv import namespace_id, prefix_ids
+from tests.kv.samples import make_kv
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)])
+def test_bytes_are_those_of_the_tensors_prior_included(dtype, size):
+    bare, scored = make_kv(dtype=dtype, prior=False), make_kv(dtype=dtype)
+    assert bare.nbytes == 2 * (2 * 1 * 4 * 8) * size
+    assert scored.nbytes == bare.nbytes + 4 * 4
+    assert scored.nbytes == sum(p.untyped_storage().nbytes() for p in tensors(scored))
+
+
+def tensors(kv):
+    return kv.keys.clone(), kv.values.clone(), kv.prior.clone()
+
+
+def test_a_copy_on_a_device_is_whole():
+    for kv in (make_kv(), make_kv(prior=False)):
+        moved = kv.to("meta")
+        assert (moved.position, moved.tokens) == (kv.position, kv.tokens)
+        assert {moved.keys.device.type, moved.values.device.type} == {"meta"}
+        assert moved.prior is None if kv.prior is None else moved.prior.is_meta
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.zeros(2, 1, 4)}, r"keys are torch.float32 \(2, 1, 4\), want float"),
+        ({"keys": torch.zeros(2, 0, 4, 8)}, "none of them 0"),
+        ({"keys": torch.zeros(2, 1, 4, 8, dtype=torch.int32)}, "keys are torch.int32"),
+        ({"values": torch.zeros(2, 1, 5, 8)}, r"values are torch.float32 \(2, 1, 5, 8\)"),
+        ({"values": torch.zeros(2, 1, 4, 8, dtype=torch.float16)}, "values are torch.float16"),
+        ({"prior": torch.zeros(5)}, r"prior is torch.float32 \(5,\), want float32 \(4,\)"),
+        ({"prior": torch.zeros(4, dtype=torch.float64)}, "prior is torch.float64"),
+        ({"position": -1}, "position=-1 must be at least 0"),
+        ({"prior": torch.tensor([0, 1, torch.nan, 0])}, "holds NaN or infinity"),
+    ],
+)
+def test_what_is_no_chunk_kv_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(make_kv(), **change).validate()
+
+
+def test_what_is_as_promised_passes():
+    replace(make_kv(), position=0).validate()
+    huge = torch.full((2, 1, 4, 8), 3e38)  # whose sum is no number
+    ChunkKV(huge, huge, 0).validate()
+
+
+def test_ids_of_prefixes_are_the_ids_of_their_tokens():
+    tokens = [5, 300, 70_000, 9]
+    assert prefix_ids(tokens, [0, 1, 1, 4]) == [
+        "", chunk_id([5]), chunk_id([5]), chunk_id(tokens),
+    ]  # fmt: skip
+    assert chunk_id([1, 2]) != chunk_id([2, 1])
+    assert chunk_id([256]) != chunk_id([1])
+    assert len(chunk_id([])) == 32
+
+
+def test_a_fingerprint_begins_with_its_namespace():
+    one = fingerprint({"model": "a"}, "ours")
+    assert len(one) == 64
+    assert one.startswith(namespace_id("ours"))
+    assert one == fingerprint({"model": "a"}, "ours")
+    assert one != fingerprint({"model": "b"}, "ours")
+    assert one[32:] != fingerprint({"model": "a"}, "theirs")[32:]
+    assert fingerprint({"a": 1, "b": 2}) == fingerprint({"b": 2, "a": 1}, "default")
+
+
+def test_a_relative_is_another_models_in_the_same_namespace():
+    def key(model, namespace="ours", chunk=1):
+        return KVKey(chunk_id([chunk]), fingerprint({"model": model}, namespace))
+
+    assert key("a").is_relative(key("b"))
+    assert not key("a").is_relative(key("a"))
+    assert not key("a").is_relative(key("b", "theirs"))
+    assert not key("a").is_relative(key("b", chunk=2))
+
+
+def test_an_older_versions_key_is_known_as_such():
+    old = KVKey(chunk_id([1]), "0" * 16)
+    assert old.is_old
+    assert not KVKey(chunk_id([1]), "0" * 64).is_old
+    assert KVKey.parse(str(old)) == old
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        (("x" * 32, "0" * 64), "chunk_id='x{32}' must be 32 hex digits"),
+        (("0" * 32, "0" * 63), "fingerprint='0{63}' must be 64 hex digits"),
+        (("0" * 32, "0" * 64, "0" * 31), "context_id='0{31}' must be 32 hex digits or empty"),
+    ],
+)
+def test_a_part_that_is_no_hash_is_named(parts, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        KVKey(*parts)

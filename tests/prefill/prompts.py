@@ -1,0 +1,127 @@
+"""A prompt over the fake stack: chunks stored, chunks placed in it, and ranks that agree."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag import BlendConfig, TieredKVStore
+from cacheblend_rag.blend.stack import Reduction
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
+from cacheblend_rag.prefill.blended import FusedPrompt, PromptPass
+from cacheblend_rag.prefill.lead_in import PlacedChunk
+from tests.blend.fake_stack import VOCABULARY, FakeStack, plain_kv
+
+T = TypeVar("T")
+FINGERPRINT = fingerprint({"model": "fake"})
+LEAD = 2
+"""Tokens that chunks are computed behind."""
+SPANS = {"a": (3, 10), "b": (12, 18), "c": (18, 26)}
+TOKENS, QUESTION = 30, 26
+
+
+def prompt_ids(seed: int = 4) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(VOCABULARY, (TOKENS,), generator=draw)
+
+
+def placed(protected: str = "", names: str = "abc") -> list[PlacedChunk]:
+    ids = prompt_ids()
+    return [
+        PlacedChunk(
+            KVKey(chunk_id(ids[start:end].tolist()), FINGERPRINT),
+            start, end, name in protected, f"doc {name}",
+        )
+        for name, (start, end) in SPANS.items()
+        if name in names
+    ]  # fmt: skip
+
+
+def chunk_kv(stack: FakeStack, chunk: PlacedChunk, *, prior: bool = True) -> ChunkKV:
+    """A chunk's KV behind two other tokens, and a prior that is drawn."""
+    own = prompt_ids()[chunk.start : chunk.end]
+    keys, values, _ = plain_kv(stack, torch.cat((torch.tensor([1, 2]), own)))
+    draw = torch.Generator().manual_seed(chunk.start)
+    scores = torch.rand(len(own), generator=draw) if prior else None
+    return ChunkKV(keys[:, :, LEAD:].clone(), values[:, :, LEAD:].clone(), LEAD, scores)
+
+
+def filled(chunks: Sequence[PlacedChunk], *, prior: bool = True) -> TieredKVStore:
+    store = TieredKVStore.open()
+    for chunk in chunks:
+        store.put(chunk.key, chunk_kv(FakeStack(), chunk, prior=prior))
+    return store
+
+
+def prompt_pass(
+    store: TieredKVStore,
+    chunks: Sequence[PlacedChunk],
+    stack: FakeStack | None = None,
+    options: dict[str, Any] | None = None,
+    **config: Any,
+) -> PromptPass:
+    fetch = store.fetch(chunk.key for chunk in chunks)
+    return PromptPass(
+        stack or FakeStack(), prompt_ids(), chunks, fetch, BlendConfig(**config), **(options or {})
+    )
+
+
+def finished(work: PromptPass) -> FusedPrompt:
+    return run(work.steps())
+
+
+def run(steps: Any) -> Any:
+    """What a generator returns in the end."""
+    while True:
+        try:
+            next(steps)
+        except StopIteration as done:
+            return done.value
+
+
+class Ranks:
+    """Two ranks, each a thread: what one asks the other, it waits for, as real ones do."""
+
+    def __init__(self) -> None:
+        self._met = threading.Barrier(2, timeout=20)
+        self._parts: list[Any] = [None, None]
+
+    def stack(self, rank: int) -> FakeStack:
+        def reduced(part: Tensor, how: Reduction) -> Tensor:
+            both = torch.stack(self._exchanged(rank, part))
+            return both.sum(0) if how == "sum" else both.amax(0)
+
+        return FakeStack(reduced=reduced, first=lambda part: self._exchanged(rank, part)[0])
+
+    def run(self, work: Callable[[int, FakeStack], T]) -> list[T]:
+        """Have both do their work at a time; raises what one of them raises."""
+        found: list[Any] = [None, None]
+
+        def of(rank: int) -> None:
+            try:
+                found[rank] = work(rank, self.stack(rank))
+            except BaseException as error:
+                found[rank] = error
+                self._met.abort()
+
+        threads = [threading.Thread(target=of, args=(rank,)) for rank in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        errors = [each for each in found if isinstance(each, BaseException)]
+        errors.sort(key=lambda error: isinstance(error, threading.BrokenBarrierError))
+        if errors:
+            raise errors[0]
+        return found
+
+    def _exchanged(self, rank: int, part: Tensor) -> list[Tensor]:
+        self._parts[rank] = part.clone()
+        self._met.wait()
+        both = list(self._parts)
+        self._met.wait()
+        return both

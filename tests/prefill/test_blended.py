@@ -1,0 +1,279 @@
+"""The pass over a prompt's stored chunks, over the fake stack: hits, misses, rows, ranks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, TieredKVStore
+from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
+from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.question_probe import probe_question
+from cacheblend_rag.blend.rotary import rotated
+from cacheblend_rag.blend.selectors import SELECTORS
+from cacheblend_rag.blend.stack import on_all_ranks
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
+from cacheblend_rag.prefill import stopwatch
+from cacheblend_rag.prefill.blended import CONTEXT_KEPT, FusedPrompt, PromptPass
+from cacheblend_rag.prefill.stopwatch import Stopwatch
+from tests.blend.fake_stack import LAYERS, FakeStack, plain_kv
+from tests.prefill.prompts import (
+    LEAD,
+    QUESTION,
+    SPANS,
+    TOKENS,
+    Ranks,
+    chunk_kv,
+    filled,
+    finished,
+    placed,
+    prompt_ids,
+    prompt_pass,
+    run,
+)
+
+
+def by_hand(config: BlendConfig, hits: str = "abc", protected: str = "", **options: Any) -> Any:
+    """The same prompt put together here: chunks laid down, and one blend pass over them."""
+    stack, fused = FakeStack(), FusedKV(FakeStack().geometry, TOKENS)
+    known = Candidates.none(TOKENS)
+    known.eligible, known.prior = known.cached.clone(), torch.zeros(TOKENS)
+    for chunk, name in zip(placed(), SPANS, strict=True):
+        if name in hits:
+            kv, here = chunk_kv(stack, chunk), slice(chunk.start, chunk.end)
+            moved = rotated(kv.keys, stack.rotation(chunk.start - LEAD))
+            fused.keys[:, :, here], fused.values[:, :, here] = moved, kv.values
+            known.cached[here], known.eligible[here] = True, name not in protected
+            known.offsets[here], known.prior[here] = torch.arange(kv.tokens), kv.prior  # type: ignore[assignment]
+    schedule, work = plan_schedule(config, LAYERS), 0.0
+    if schedule.selector.needs_question:
+        ids = prompt_ids()
+        known.question_attention, work = run(probe_question(stack, ids, fused, known, QUESTION))
+    done = BlendPass(stack, prompt_ids(), fused, known, schedule, **options)
+    done.run()
+    done.stats.work += work
+    return done
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("hits", ["abc", "ac"])
+def test_a_prompt_is_its_chunks_laid_down_and_one_pass(selector: str, hits: str) -> None:
+    config = BlendConfig(selector=selector, recompute_ratio=0.3)
+    found = finished(prompt_pass(filled(placed(names=hits)), placed(), **vars_of(config)))
+    wanted = by_hand(config, hits)
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert torch.equal(found.fused.values, wanted.fused.values)
+    assert found.hidden is not None
+    assert torch.equal(found.hidden, wanted.hidden)
+    assert found.compute_share == wanted.compute_share
+    assert (found.selector, found.ratio) == (selector, wanted.schedule.ratio)
+    assert found.blended
+    for report, name in zip(found.chunks, SPANS, strict=True):
+        start, end = SPANS[name]
+        assert (report.start, report.tokens, report.hit) == (start, end - start, name in hits)
+        assert report.tier == ("host" if report.hit else None)
+        assert report.reason == (None if report.hit else "not stored")
+        assert report.document_id == f"doc {name}"
+        assert report.recomputed == int(wanted.stats.recomputed[start:end].sum())
+
+
+def vars_of(config: BlendConfig) -> dict[str, Any]:
+    return {"selector": config.selector, "recompute_ratio": config.recompute_ratio}
+
+
+def test_nothing_stored_is_ordinary_prefill() -> None:
+    found = finished(prompt_pass(TieredKVStore.open(), placed()))
+    keys, values, hidden = plain_kv(FakeStack(), prompt_ids())
+    torch.testing.assert_close(found.fused.keys, keys, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.fused.values, values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.hidden[0, 0], hidden[-1], atol=1e-5, rtol=0)  # type: ignore[index]
+    assert not found.blended
+    assert [chunk.reason for chunk in found.chunks] == ["not stored"] * 3
+
+
+def test_only_the_first_tokens_are_computed_until_as_many_as_are_wanted() -> None:
+    """The scheduler of a server keeps the last token; its slot in the buffer stays untouched."""
+    stack, until = FakeStack(), TOKENS - 1
+    found = finished(
+        prompt_pass(
+            filled(placed()), placed(), stack,
+            {"until": until, "needs_hidden": False, "reserve": 5}, recompute_ratio=0.0,
+        )
+    )  # fmt: skip
+    assert found.hidden is None
+    assert max(row for event in stack.log for row in event.rows) == until - 1
+    assert found.fused.tokens == TOKENS
+    assert found.fused.keys.shape[2] == TOKENS + 5
+    whole = by_hand(BlendConfig(recompute_ratio=0.0), needs_hidden=False)
+    first = slice(0, until)
+    torch.testing.assert_close(
+        found.fused.keys[:, :, first], whole.fused.keys[:, :, first], atol=1e-5, rtol=0
+    )
+    share = BlendPass(
+        stack, prompt_ids()[:until], found.fused, Candidates.none(until),
+        plan_schedule(BlendConfig(recompute_ratio=1.0), LAYERS), needs_hidden=False,
+    )  # fmt: skip
+    share.run()
+    assert 0 < found.compute_share < share.compute_share
+
+
+# What is known of chunks
+
+
+def test_protected_chunks_are_never_recomputed_unless_all_is() -> None:
+    store, chunks = filled(placed()), placed(protected="b")
+    for config in ({"selector": "random"}, {"selector": "hkvd"}, {"selector": "prior"}):
+        found = finished(prompt_pass(store, chunks, recompute_ratio=0.6, **config))
+        wanted = by_hand(BlendConfig(recompute_ratio=0.6, **config), protected="b")
+        assert torch.equal(found.fused.keys, wanted.fused.keys)
+        assert [chunk.recomputed > 0 for chunk in found.chunks] == [True, False, True]
+    unprotected = finished(
+        prompt_pass(store, chunks, recompute_ratio=0.6, selector="random", protect_context=False)
+    )
+    assert unprotected.chunks[1].recomputed > 0
+    everything = finished(prompt_pass(store, chunks, recompute_ratio=1.0))
+    assert [chunk.recomputed for chunk in everything.chunks] == [7, 6, 8]
+    assert everything.selector == "hkvd"
+
+
+def test_where_every_chunk_knows_its_document_nothing_is_recomputed() -> None:
+    found = finished(prompt_pass(filled(placed()), placed(protected="abc"), selector="hkvd"))
+    wanted = by_hand(BlendConfig(recompute_ratio=0.0))
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert (found.selector, found.selector_reason) == ("none", CONTEXT_KEPT)
+    assert found.ratio == 0.0
+
+
+@pytest.mark.parametrize("selector", ["prior", "question_prior"])
+def test_without_a_prior_the_heads_of_chunks_are_taken(selector: str) -> None:
+    store, chunks = filled(placed(), prior=False), placed()
+    found = finished(prompt_pass(store, chunks, selector=selector, recompute_ratio=0.3))
+    wanted = by_hand(BlendConfig(selector="chunk_head", recompute_ratio=0.3))
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert found.selector == "chunk_head"
+    assert found.selector_reason == f"no prior stored for {selector}"
+    one = filled(placed(names="ac"), prior=False)
+    one.put(chunks[1].key, chunk_kv(FakeStack(), chunks[1]))
+    some = finished(prompt_pass(one, chunks, selector=selector, recompute_ratio=0.2))
+    assert (some.selector, some.selector_reason) == (selector, None)
+    assert [chunk.recomputed for chunk in some.chunks] == [0, 5, 0]
+
+
+def test_kv_of_another_shape_is_damage_and_that_of_another_model_is_named() -> None:
+    chunks = placed()
+    store = filled(chunks[2:])
+    cut = chunk_kv(FakeStack(), chunks[0])
+    store.put(chunks[0].key, ChunkKV(cut.keys[:, :, 1:], cut.values[:, :, 1:], LEAD))
+    other = KVKey(chunks[1].key.chunk_id, fingerprint({"model": "another"}))
+    store.put(other, cut)
+    found = finished(prompt_pass(store, chunks, recompute_ratio=0.3))
+    assert [chunk.reason for chunk in found.chunks] == ["damaged", "other model", None]
+    assert torch.equal(found.fused.keys, by_hand(BlendConfig(recompute_ratio=0.3), "c").fused.keys)
+
+
+def test_a_question_is_what_follows_the_last_chunk_or_the_last_token() -> None:
+    stack = FakeStack()
+    chunks = [*placed(names="ab"), replace(placed()[2], end=TOKENS)]
+    found = finished(prompt_pass(filled(placed(names="ab")), chunks, stack, selector="question"))
+    assert found.selector == "question"
+    assert found.chunks[2].reason == "not stored"
+
+
+# Steps
+
+
+def test_a_step_is_the_buffer_or_a_chunk_or_a_block() -> None:
+    stack, told = FakeStack(row_block=4), []
+    work = prompt_pass(
+        filled(placed()), placed(), stack,
+        {"on_layer": lambda layer, fused: told.append((layer, fused.keys[layer].clone()))},
+        selector="question", recompute_ratio=0.0001,
+    )  # fmt: skip
+    steps, before = work.steps(), 0
+    while not stack.log:
+        next(steps)
+        before += 1
+    assert before - 1 == 1 + len(SPANS)
+    done = run(steps)
+    assert [layer for layer, _ in told] == list(range(LAYERS))
+    for layer, keys in told:
+        assert torch.equal(keys, done.fused.keys[layer])
+
+
+def test_seconds_are_charged_to_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(ticks))
+    watch = Stopwatch(torch.device("cpu"), {"load": 10.0})
+    watch.lap("load")
+    watch.skip()
+    watch.lap("recompute")
+    watch.move(0.25, "recompute", "selection")
+    assert watch.seconds == {"load": 11.0, "recompute": 0.75, "selection": 0.25}
+    assert Stopwatch(torch.device("cpu")).seconds == {}
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_every_phase_of_a_prompt_is_timed(selector: str) -> None:
+    work = prompt_pass(filled(placed()), placed(), selector=selector, recompute_ratio=0.3)
+    found = finished(work)
+    assert found.seconds is work.watch.seconds
+    assert set(found.seconds) == {"load", "recompute", "selection"}
+    chooses = SELECTORS[selector].fixed_ratio is None
+    assert (found.seconds["selection"] > 0) == chooses
+    assert min(found.seconds["load"], found.seconds["recompute"]) > 0
+
+
+# Ranks
+
+
+def test_what_one_rank_lacks_is_a_miss_on_both() -> None:
+    """Neither blends what the other has not: they would wait for each other in the midst."""
+    stores = [filled(placed(names="abc")), filled(placed(names="ac"))]
+
+    def of(rank: int, stack: FakeStack) -> FusedPrompt:
+        return finished(prompt_pass(stores[rank], placed(), stack, recompute_ratio=0.3))
+
+    both = Ranks().run(of)
+    wanted = by_hand(BlendConfig(recompute_ratio=0.3), "ac")
+    for found in both:
+        assert [chunk.hit for chunk in found.chunks] == [True, False, True]
+        assert [chunk.reason for chunk in found.chunks] == [None, "not stored", None]
+        assert [chunk.tier for chunk in found.chunks] == ["host", None, "host"]
+        assert torch.equal(found.fused.keys, wanted.fused.keys)
+    stores.reverse()
+    assert [chunk.hit for chunk in Ranks().run(of)[0].chunks] == [True, False, True]
+
+
+def test_a_prior_that_one_rank_lacks_is_none() -> None:
+    stores = [filled(placed()), filled(placed(names="ac"))]
+    stores[1].put(placed()[1].key, chunk_kv(FakeStack(), placed()[1], prior=False))
+
+    def of(rank: int, stack: FakeStack) -> FusedPrompt:
+        return finished(
+            prompt_pass(stores[rank], placed(), stack, selector="prior", recompute_ratio=0.3)
+        )
+
+    one, other = Ranks().run(of)
+    assert torch.equal(one.fused.keys, other.fused.keys)
+    assert [chunk.recomputed for chunk in one.chunks] == [c.recomputed for c in other.chunks]
+    assert one.chunks[1].recomputed == 0
+    stores[0] = filled(placed(), prior=False)
+    named = [(found.selector, found.selector_reason) for found in Ranks().run(of)]
+    assert named == [("chunk_head", "no prior stored for prior")] * 2
+
+
+def test_all_ranks_hold_what_each_holds() -> None:
+    held = [[True, True, False, False], [True, False, True, False]]
+    found = Ranks().run(lambda rank, stack: on_all_ranks(stack, held[rank]))
+    assert found == [[True, False, False, False]] * 2
+    assert on_all_ranks(FakeStack(), held[0]) == held[0]
+
+
+def test_a_prompt_pass_needs_no_more_than_its_parts() -> None:
+    work = PromptPass(FakeStack(), prompt_ids(), [], TieredKVStore.open().fetch(()), BlendConfig())
+    found = finished(work)
+    assert (found.chunks, found.blended) == ([], False)
+    assert found.hidden is not None
