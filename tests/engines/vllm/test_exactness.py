@@ -17,8 +17,10 @@ from cacheblend_rag import BlendConfig, BlendPrompt, Document, SamplingParams, T
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.vllm.connector.paged import PLAIN
-from cacheblend_rag.engines.vllm.engine import VLLMEngine, VLLMRequest, _sampling
+from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.in_process import _sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
+from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill import blended
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -78,9 +80,9 @@ def logprobs(engine: VLLMEngine, request: VLLMRequest) -> list[float]:
 
 def _outputs(engine: Any, request: VLLMRequest, sampling: Any) -> Any:
     if isinstance(engine, InProcessEngine):
-        return engine.outputs(request, sampling)
+        return engine.vllm.outputs(request, sampling)
     prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
-    return engine._vllm.generate(prompt, sampling, uuid.uuid4().hex)
+    return engine.transport._vllm.generate(prompt, sampling, uuid.uuid4().hex)
 
 
 def difference(engine: VLLMEngine, prompt: BlendPrompt, ratio: float) -> float:

@@ -73,7 +73,7 @@ def unseen(request: VLLMRequest) -> VLLMRequest:
 
 async def answer(engine: InProcessEngine, request: VLLMRequest, name: str = "") -> tuple[int, ...]:
     ids: list[int] = []
-    async with aclosing(engine.outputs(request, _sampling(request), name)) as steps:
+    async with aclosing(engine.vllm.outputs(request, _sampling(request), name)) as steps:
         async for step in steps:
             ids += step.outputs[0].token_ids
     return tuple(ids)
