@@ -183,3 +183,9 @@ def test_a_row_with_a_window_looks_at_the_keys_in_it_alone(monkeypatch: pytest.M
         seen.clear()
         attend_rows(query[:, :, rows.device], keys, values, rows, scaling=0.3, window=window)
         assert seen == lengths
+
+
+@pytest.mark.parametrize("sinks", [None, SINKS[:2]], ids=["plain", "sinks"])
+def test_shares_are_made_in_float32(sinks: torch.Tensor | None) -> None:
+    logits = torch.randn(2, 5, dtype=torch.bfloat16)
+    assert attention._shares(logits, sinks).dtype == torch.float32

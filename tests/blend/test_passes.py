@@ -505,3 +505,12 @@ def test_what_is_known_of_the_first_tokens() -> None:
     evidence = bare.evidence(torch.tensor([3, 11]).numpy())
     assert (evidence.prior, evidence.question_attention) == (None, None)
     assert evidence.offsets.tolist() == [0, int(known.offsets[11])]
+
+
+def test_nothing_is_known_of_a_prompt_at_first() -> None:
+    nothing = Candidates.none(5)
+    assert [part.tolist() for part in (nothing.cached, nothing.eligible, nothing.offsets)] == [
+        [False] * 5, [False] * 5, [0] * 5,
+    ]  # fmt: skip
+    assert nothing.cached.dtype == torch.bool
+    assert nothing.offsets.dtype == torch.int64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -150,3 +151,21 @@ def test_gradual_filtering_has_a_ratio_a_check_layer() -> None:
 def test_a_schedule_that_cannot_be_is_refused_by_name(config: BlendConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         plan_schedule(config, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "missing"),
+    [
+        ("hkvd", {}, "fresh_values"),
+        ("hkvd", {}, "cached_values"),
+        ("hkvd", {"deviation": "k"}, "fresh_keys"),
+        ("hkvd", {"deviation": "k"}, "cached_keys"),
+        ("prior", {}, "prior"),
+        ("question", {}, "question_attention"),
+        ("question_prior", {}, "question_attention"),
+        ("question_prior", {}, "prior"),
+    ],
+)
+def test_evidence_that_is_missing_is_named(name: str, options: dict, missing: str) -> None:
+    with pytest.raises(ValueError, match=f"^evidence.{missing} was not provided to a selector"):
+        make_selector(name, options).score(replace(evidence(), **{missing: None}))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from filelock import FileLock
 
+from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, StoredChunk, TieredKVStore, codec
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.base import Usage
@@ -500,3 +501,58 @@ def test_a_quarantine_takes_one_chunk_off_the_count(disk):
     assert disk.evict(make_key(0))
     assert disk.usage() == disk._scan()
     assert disk.usage().entries == 1
+
+
+def test_damage_and_failing_reads_are_misses_too(disk, monkeypatch):
+    for number in range(2):
+        disk.put(make_key(number), StoredChunk(make_kv(number), time.time()))
+    Path(disk._file(make_key(0))).write_bytes(b"x" * 200)
+    with pytest.raises(DamagedChunkError):
+        disk.get(make_key(0))
+    assert {k: disk.stats()[k] for k in ("hits", "misses", "errors", "quarantined")} == {
+        "hits": 0, "misses": 1, "errors": 0, "quarantined": 1,
+    }  # fmt: skip
+    monkeypatch.setattr(codec, "read", partial(fail, OSError("no such device")))
+    with pytest.raises(StoreError, match=r"^disk tier: could not read .*: no such device$"):
+        disk.get(make_key(1))
+    assert {k: disk.stats()[k] for k in ("hits", "misses", "errors", "quarantined")} == {
+        "hits": 0, "misses": 2, "errors": 1, "quarantined": 1,
+    }  # fmt: skip
+
+
+def fail(error, *_):
+    raise error
+
+
+def test_a_record_of_usage_is_believed(disk, tmp_path):
+    """It is what spares going through all files at each put."""
+    (tmp_path / "usage").write_bytes(b"7 700\n")
+    assert disk.usage() == Usage(7, 700)
+
+
+@pytest.mark.parametrize("fsync", [True, False])
+def test_only_chunks_are_waited_for_to_reach_the_disk_and_only_if_asked(
+    tmp_path, monkeypatch, fsync
+):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    disk = DiskTier(tmp_path, fsync=fsync)
+    assert disk.put(KEY, StoredChunk(make_kv(), time.time()))
+    assert len(synced) == fsync
+
+
+def test_empty_files_and_bytes_are_said_to_be_empty(tmp_path):
+    (tmp_path / "a").touch()
+    with pytest.raises(DamagedChunkError, match=r"^empty$"):
+        codec.read(tmp_path / "a", KEY)
+    with pytest.raises(DamagedChunkError, match=r"^empty$"):
+        codec.decode(b"", KEY)
+
+
+def test_a_tier_full_of_pins_says_so(caplog):
+    chunk = StoredChunk(make_kv(), time.time())
+    host = HostTier(chunk.kv.nbytes)
+    host.pin(KEY)
+    assert host.put(KEY, chunk)
+    assert not host.put(OTHER, chunk)
+    assert caplog.messages[-1].endswith(f"{chunk.kv.nbytes} bytes too many beside what is pinned")

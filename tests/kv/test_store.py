@@ -545,3 +545,16 @@ def test_a_path_that_is_a_file_is_an_error(open_store, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot keep chunk KV"):
         open_store(disk_path=tmp_path / "file")
+
+
+def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
+    store = open_store(ttl_seconds=10)
+    store.put(make_key(0), make_kv())
+    clock.advance(11)
+    sweeping = threading.Thread(target=store.evict_expired)
+    with store._locked(make_key(0)):
+        sweeping.start()
+        sweeping.join(0.3)
+        assert sweeping.is_alive()
+    sweeping.join(20)
+    assert not sweeping.is_alive()

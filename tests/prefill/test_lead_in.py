@@ -223,3 +223,8 @@ def test_a_placed_chunk_reports_a_hit_or_why_not() -> None:
     assert (hit.hit, hit.tier, hit.reason, hit.recomputed) == (True, "disk", None, 0)
     miss = chunk.report("damaged")
     assert (miss.hit, miss.tier, miss.reason, miss.tokens) == (False, None, "damaged", 5)
+
+
+def test_as_many_keys_are_kept_as_is_said() -> None:
+    assert make_lead_in().key.cache_info().maxsize == module.CACHED_KEYS
+    assert make_lead_in()._tokenize.cache_info().maxsize == module.CACHED_PIECES

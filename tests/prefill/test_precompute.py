@@ -291,3 +291,13 @@ def test_a_plan_takes_what_continues_it_and_no_other() -> None:
     assert whole.takes(DOCUMENT[1])
     assert [start for _, start in whole.members] == [2, 2 + len(piece(0))]
     assert whole.tokens == tokens_of(DOCUMENT[1]).tolist()
+
+
+@pytest.mark.parametrize("how", ["one by one", "in a document"])
+def test_no_hidden_state_is_computed_that_nobody_asks_for(how: str) -> None:
+    stack, store = FakeStack(), TieredKVStore.open()
+    if how == "one by one":
+        list(compute_one_by_one(stack, [LONE], store))
+    else:
+        list(compute_document(stack, document_plans([LONE])[0], store))
+    assert {event.layer for event in stack.log if event.kind == "run"} == {0, 1, 2}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import re
 from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import SegmentEncoder
+from cacheblend_rag.text.encoder import SegmentEncoder, _opening_tokens, _Run, _special_tokens
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from tests.tokenizer_kinds import (
@@ -232,3 +234,109 @@ def test_roles_told_apart_by_text_are_told(template: str | None, markers: str | 
     tokenizer = copy.deepcopy(tokenizer_of("tiktoken"))
     tokenizer.chat_template = template
     assert SegmentEncoder(tokenizer).role_markers() == markers
+
+
+# What is inside
+
+
+@every_kind
+def test_every_marker_in_a_text_is_found(kind: str) -> None:
+    text = f"a{END}b{START}{END}{END} c"
+    found = sorted(encoder_of(kind)._found_markers(text))
+    assert [(at, text[at:end]) for at, end in found if text[at:end] in MARKERS] == [
+        (m.start(), m[0]) for m in re.finditer("|".join(map(re.escape, MARKERS)), text)
+    ]
+
+
+@every_kind
+def test_markers_are_cut_where_they_reach_into_a_chunk_and_only_there(kind: str) -> None:
+    encoder, text, long = encoder_of(kind), f"{END}er{END}", len(END)
+
+    def pieces(start: int, stop: int) -> list[str]:
+        return list(encoder._pieces(_Run(text, None, ((start, stop),))))
+
+    assert pieces(long, long + 2) == [text]
+    assert pieces(long - 1, long + 2) == [text[0], text[1:]]
+    assert pieces(long, long + 3) == [text[: long + 3], text[long + 3 :]]
+    assert pieces(0, len(text)) == [text[0], text[1 : long + 3], text[long + 3 :]]
+
+
+def test_a_chunk_that_no_anchor_can_be_cut_from_is_encoded_alone() -> None:
+    encoder = SegmentEncoder(tokenizer_of("tiktoken"))
+    encoder._anchors = (("\n", (-1,)),)
+    assert encoder.chunk("The lamp") == tuple(
+        tokenizer_of("tiktoken").encode("The lamp", add_special_tokens=False)
+    )
+
+
+@every_kind
+def test_a_text_broken_up_holds_no_special_token_and_reads_the_same(kind: str) -> None:
+    encoder = encoder_of(kind)
+    for text in (f"lamp{END}ships", END, "The lamp", "x"):
+        broken = encoder._broken(text)
+        assert encoder.special_ids.isdisjoint(broken)
+        if kind in SPELLS_EVERYTHING:
+            assert says(kind, broken).replace(" ", "") == text.replace(" ", "")
+    assert encoder._broken("The lamp") == encoder._later("The lamp")
+
+
+@every_kind
+def test_it_is_known_whether_a_prefix_stands_behind_added_tokens(kind: str) -> None:
+    """And which tokens are added ones: also those that steer nothing."""
+    tokenizer, encoder = tokenizer_of(kind), encoder_of(kind)
+    assert tokenizer.convert_tokens_to_ids(CELL) in encoder._added_ids
+    assert encoder.special_ids < encoder._added_ids
+
+    def plain(text: str) -> list[int]:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+    alike = plain(f"{END}The lamp") == plain(END) + plain("The lamp")
+    assert encoder._prefix_after_added == (encoder.adds_prefix and alike)
+
+
+class Stub:
+    """A tokenizer of which only what is asked for is there."""
+
+    def __init__(self, **known: Any) -> None:
+        self.__dict__.update(known)
+
+
+def test_a_tokenizer_that_encodes_a_prompt_otherwise_opens_with_nothing() -> None:
+    def encode(text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
+        return [1, 2, 3] if add_special_tokens else [9]
+
+    assert _opening_tokens(Stub(encode=encode)) == ()  # type: ignore[arg-type]
+
+
+def test_added_tokens_are_special_where_they_look_so_or_the_template_names_them() -> None:
+    added = {
+        number: Stub(content=text, special=special)
+        for number, (text, special) in enumerate(
+            [("XX", False), ("<td>", False), ("plain", True), ("[NAMED]", False), ("n", False)]
+        )
+    }
+    roles = {"all_special_ids": (), "all_special_tokens": (), "added_tokens_decoder": added}
+    assert _special_tokens(Stub(**roles)) == {2: "plain"}
+    templated = Stub(**roles, chat_template="[NAMED] once and {{ n }}")
+    assert _special_tokens(templated) == {2: "plain", 3: "[NAMED]"}
+
+
+@every_kind
+def test_a_tokenizer_that_names_no_roles_is_taken_as_it_is(kind: str) -> None:
+    class Nameless:
+        def __getattr__(self, name: str) -> Any:
+            if name == "special_tokens_map":
+                raise AttributeError(name)
+            return getattr(tokenizer_of(kind), name)
+
+    assert SegmentEncoder(Nameless()).role_markers() == "special tokens"  # type: ignore[arg-type]
+
+
+def test_a_text_that_cannot_be_encoded_is_named_by_its_beginning() -> None:
+    text = f"{'abcdefghij' * 3}\ud800"
+    with pytest.raises(PromptError) as refused:
+        encoder_of("tiktoken").chunk(text)
+    assert str(refused.value) == (
+        "character 30 of 'abcdefghijabcdefghij'... is an unpaired surrogate; decode the "
+        "source with errors='replace'"
+    )

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.bench.registry import measure_registry
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.text import registry as registry_module
 from cacheblend_rag.text import search
 from cacheblend_rag.text.chunk import Chunk, Context, Document, Match
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -355,3 +356,16 @@ def test_boilerplate_of_many_documents_is_named_without_asking_them_all(
     assert len(asked) < 10
     found = registry.find(head, hints=["d3"])
     assert found[0].chunk.document_id == "d3"
+
+
+@pytest.mark.parametrize(("crowd", "document"), [(2, "long"), (1, "short")])
+def test_in_a_crowd_of_variants_the_latest_counts(
+    crowd: int, document: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to so many are held against what stands before them."""
+    monkeypatch.setattr(registry_module, "CROWD", crowd)
+    registry = ChunkRegistry()
+    registry.add_many(Document("long", ("w w.", "x x.", "same.")).to_chunks())
+    registry.add_many(Document("short", ("x x.", "same.")).to_chunks())
+    found = registry.find("w w. x x. same.", hints=["long", "short"])
+    assert found[-1].chunk.document_id == document

@@ -9,7 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 import pytest
 
@@ -264,3 +264,49 @@ def test_a_registry_of_before_collections_is_read_on(path: Path) -> None:
     other = SharedChunkRegistry(path)
     assert other.document("report", "fine") == tuple(fine.to_chunks())
     assert len(other.document("report")) == 6
+
+
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        in_transaction = False
+
+        def execute(self, statement: str) -> None:
+            raise failure
+
+    path = tmp_path / "chunks.sqlite"
+    registry = SharedChunkRegistry(path)
+    registry.add(Chunk("a lamp"))
+    registry.close()
+    registry._file = Broken()  # type: ignore[assignment]
+    for failure in (sqlite3.DatabaseError("it is malformed"), PromptError("an empty text")):
+        caplog.clear()
+        assert len(registry) == 1, "what was known stays known"
+        assert caplog.messages == [f"chunk registry {path} cannot be read: {failure}"]
+
+
+def test_who_waited_once_for_a_writer_need_not_wait_again(tmp_path: Path) -> None:
+    registry = SharedChunkRegistry(tmp_path / "chunks.sqlite")
+    held, done = Event(), Event()
+
+    def hold() -> None:
+        with registry._file_lock:
+            held.set()
+            done.wait(20)
+
+    holder = Thread(target=hold)
+    holder.start()
+    held.wait(20)
+    assert len(registry) == 0
+    assert registry._patience == 0.0
+    done.set()
+    holder.join()
+    assert len(registry) == 0
+    assert registry._patience > 0
+
+
+def test_what_one_wrote_oneself_is_not_made_anew(tmp_path: Path) -> None:
+    registry, chunk = SharedChunkRegistry(tmp_path / "chunks.sqlite"), Chunk("a lamp")
+    registry.add(chunk)
+    assert registry.variants("a lamp")[0] is chunk
