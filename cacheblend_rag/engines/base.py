@@ -18,6 +18,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from threading import Event
 from typing import Any, ClassVar, Final, Self, cast
+from weakref import WeakMethod
 
 from tqdm import tqdm
 
@@ -122,7 +123,8 @@ class Engine(ABC):
             identity=self._identity,
             namespace=self.namespace,
         )
-        self._known = KnownChunks(registry, self._led, self._evict)
+        evict = WeakMethod(self._evict)  # an engine that is dropped frees its model at once
+        self._known = KnownChunks(registry, self._led, lambda keys: evict()(keys))  # type: ignore[misc]
         self._first_miss = FirstMiss(registry)
         self._preparer = PromptPreparer(
             self.tokenizer, self.encoder, registry, self._led, self.context_window
