@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -36,6 +36,20 @@ class Arguments:
     known: frozenset[str]
     inside: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def holding(
+        cls, kind: str, known: Iterable[str], settings: Mapping[str, type[Any]]
+    ) -> Arguments:
+        """Return arguments of which some are settings, each with its dataclass."""
+        names = frozenset(known)
+        inside = {
+            one.name: outer
+            for outer in settings.keys() & names
+            for one in fields(settings[outer])
+            if one.name not in names
+        }
+        return cls(kind, names, inside)
+
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by their own names. No error tells a value.
 
@@ -45,6 +59,10 @@ class Arguments:
             if self._own(name) not in self.known:
                 raise ConfigError(self._refusal(name))
         return self.renamed(given)
+
+    def told(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """As read, without the arguments that are None: they leave what is settled."""
+        return {name: value for name, value in self.read(given).items() if value is not None}
 
     def renamed(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by their own names, and unknown ones as they are.
@@ -91,7 +109,7 @@ def check_engine_name(engine: str, kinds: Sequence[str]) -> None:
         raise ConfigError(f"engine={engine!r} must be {', '.join(kinds)} or a server's URL")
 
 
-def describe(errors: Iterable[Mapping[str, Any]]) -> str:
+def describe_errors(errors: Iterable[Mapping[str, Any]]) -> str:
     """Return in one line what pydantic finds wrong with arguments, without their values."""
     found: dict[str, list[str]] = {}
     for error in errors:
