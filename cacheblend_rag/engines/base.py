@@ -18,7 +18,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from threading import Event
 from typing import Any, ClassVar, Final, Self, cast
-from weakref import WeakMethod
+from weakref import ref
 
 from tqdm import tqdm
 
@@ -123,8 +123,13 @@ class Engine(ABC):
             identity=self._identity,
             namespace=self.namespace,
         )
-        evict = WeakMethod(self._evict)  # an engine that is dropped frees its model at once
-        self._known = KnownChunks(registry, self._led, lambda keys: evict()(keys))  # type: ignore[misc]
+        me = ref(self)  # held by what it holds, a dropped engine would keep its model for a while
+
+        def evict(keys: Sequence[KVKey]) -> int:
+            engine = me()
+            return engine._evict(keys) if engine else 0
+
+        self._known = KnownChunks(registry, self._led, evict)
         self._first_miss = FirstMiss(registry)
         self._preparer = PromptPreparer(
             self.tokenizer, self.encoder, registry, self._led, self.context_window
