@@ -45,7 +45,7 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """Build settings from plain values (JSON, TOML).
+        """Return settings made of plain values (JSON, TOML).
 
         Raises:
             ConfigError: for a name that is none of them, or a value out of range.
@@ -201,7 +201,15 @@ class BlendConfig(Settings):
 
     @classmethod
     def preset(cls, name: Preset, **overrides: Any) -> BlendConfig:
-        """Return the preset ``quality`` (0.25), ``balanced`` (0.16) or ``speed`` (0.10)."""
+        """Return the preset ``quality`` (0.25), ``balanced`` (0.16) or ``speed`` (0.10).
+
+        Args:
+            name: which preset.
+            **overrides: other fields, by name.
+
+        Raises:
+            ConfigError: when there is no such preset, or a field is out of range.
+        """
         if name not in PRESET_RATIOS:
             raise ConfigError(f"preset={name!r} must be one of {', '.join(PRESET_RATIOS)}")
         return cls(**{"recompute_ratio": PRESET_RATIOS[name], **overrides})
@@ -226,7 +234,7 @@ class BlendConfig(Settings):
         return self.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
 
     def ratio_at(self, check: int) -> float:
-        """Recompute ratio in force after the ``check``-th check layer."""
+        """Return the recompute ratio in force after the ``check``-th check layer."""
         return (
             self.recompute_ratio if self.recompute_ratios is None else self.recompute_ratios[check]
         )
@@ -287,8 +295,9 @@ class EngineConfig(Settings):
             A function is given the model's tokenizer and returns it.
         namespace: tenants with different namespaces share neither KV nor known chunks.
         blend: of requests that bring no config of their own.
-        lead_in: what chunks are computed behind. store: where their KV is kept; a server has a
-            store of its own, and only the registry in ``kv_path`` is used with a URL.
+        lead_in: what chunks are computed behind.
+        store: where their KV is kept; a server has a store of its own, and only the registry in
+            ``kv_path`` is used with a URL.
         device, dtype: where and how precise the model runs; a server has settled both.
         api_key: what a server asks for, the environment's CACHEBLEND_API_KEY by default; it is in
             no representation, and in nothing that is serialized.
@@ -362,7 +371,11 @@ class EngineConfig(Settings):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        """As for all settings; nested ones may be plain values, too."""
+        """Return settings made of plain values; nested ones may be such, too.
+
+        Raises:
+            ConfigError: for a name that is none of them, or a value out of range.
+        """
         nested: dict[str, type[Settings]] = {
             "blend": BlendConfig, "lead_in": LeadInConfig, "store": StoreConfig
         }  # fmt: skip

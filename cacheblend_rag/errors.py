@@ -10,7 +10,12 @@ class ConfigError(CacheBlendError, ValueError):
 
 
 class MissingExtraError(CacheBlendError, ImportError):
-    """A feature needs an optional dependency; the message names the extra to install."""
+    """A feature needs an optional dependency; the message names the extra to install.
+
+    Args:
+        feature: what needs it.
+        extra: the extra of this package that brings it.
+    """
 
     def __init__(self, feature: str, extra: str) -> None:
         super().__init__(f"{feature} needs an extra: pip install 'cacheblend-rag[{extra}]'")

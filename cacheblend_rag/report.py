@@ -24,9 +24,15 @@ MissReason = Literal[
 class ChunkReport:
     """What became of one chunk of a prompt.
 
-    start: index of its first token in the prompt. tokens: its length. hit: whether its KV was
-    reused. reason: why not, None on a hit. tier: where the KV was found ("host", "disk"), None on
-    a miss. recomputed: how many of its tokens were computed afresh.
+    Args:
+        chunk_id: hash of its token ids, 32 hex digits.
+        start: index of its first token in the prompt; -1 where it does not stand there as such.
+        tokens: its length; 0 where it does not stand there as such.
+        hit: whether its KV was reused.
+        reason: why not, None on a hit.
+        tier: where the KV was found ("host", "disk"), None on a miss.
+        document_id: the document it was cut from, None where it stands alone.
+        recomputed: how many of its tokens were computed afresh.
     """
 
     chunk_id: str
@@ -50,9 +56,13 @@ def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:
 class PhaseSeconds:
     """Wall-clock seconds a phase. ``time_to_first_token`` is their sum without ``decode``.
 
-    prepare: segmentation and tokenization. load: fetching and re-rotating KV. selection: probes,
-    scoring. recompute: running layers (all of prefill when nothing was reused). first_token:
-    last norm, logits, sampling. decode: all later tokens.
+    Args:
+        prepare: segmentation and tokenization.
+        load: fetching and re-rotating KV.
+        selection: probes, scoring.
+        recompute: running layers (all of prefill when nothing was reused).
+        first_token: last norm, logits, sampling.
+        decode: all later tokens.
     """
 
     prepare: float = 0.0
@@ -95,13 +105,25 @@ class PrefillReport:
 class BlendReport:
     """What one request did.
 
-    blended: False when the prompt was served by ordinary prefill; ``reason`` says why.
-    prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens, where reused tokens kept
-    their cached KV, recomputed tokens are chunk tokens that had cached KV but were computed
-    afresh, and computed tokens had none (text segments, missing chunks).
-    selector: the rule that chose the recomputed tokens, ``none`` where none was to choose;
-    selector_reason says why where it is not the rule that was asked for, None where it is.
-    compute_share: floating-point work of the pass, probes included, as a share of full prefill's.
+    ``prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens``.
+
+    Args:
+        engine: the kind of engine that served it.
+        blended: False when the prompt was served by ordinary prefill.
+        reason: why nothing was reused, None when something was.
+        prompt_tokens: length of the prompt.
+        reused_tokens: those that kept their cached KV.
+        recomputed_tokens: chunk tokens that had cached KV but were computed afresh.
+        computed_tokens: those that had none (text segments, missing chunks).
+        recompute_ratio: share of chunk tokens that was asked for, 1 where nothing was reused.
+        selector: the rule that chose the recomputed tokens, ``none`` where none was to choose.
+        lead_in: kind of what chunks are computed behind.
+        compute_share: floating-point work of the pass, probes included, as a share of full
+            prefill's.
+        seconds: how long each phase took.
+        chunks: what became of each chunk: those of the prompt, in order, then those that were
+            expected but do not stand in it.
+        selector_reason: why ``selector`` is not the rule that was asked for, None where it is.
     """
 
     engine: str
@@ -129,9 +151,15 @@ class BlendReport:
 
 @dataclass(frozen=True)
 class PrecomputeReport:
-    """What precompute did: chunks computed, skipped (already stored) and refused, with reasons.
+    """What precompute did.
 
-    replaced: of how many chunks that documents no longer have the KV was dropped.
+    Args:
+        computed: chunks whose KV was computed and stored.
+        skipped: chunks whose KV was stored already.
+        computed_tokens: tokens of the chunks that were computed.
+        seconds: what all of it took.
+        refused: how many chunks were not stored, by reason.
+        replaced: of how many chunks that documents no longer have the KV was dropped.
     """
 
     computed: int = 0

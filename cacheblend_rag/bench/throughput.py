@@ -170,7 +170,7 @@ class _Run:
             return self._per_second(lambda prompt: self._blended(engine, prompt)), report.seconds
 
     def _blended(self, engine: VLLMEngine, prompt: BlendPrompt) -> Generation:
-        generation = engine.generate(prompt, self._sampling)
+        generation = engine.generate(prompt, self._sampling, config=self.plan.config())
         report = generation.report
         if not report.blended or not all(chunk.hit for chunk in report.chunks):
             raise CacheBlendError(f"a question was not blended: {report.reason or 'a miss'}")

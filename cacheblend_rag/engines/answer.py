@@ -9,15 +9,25 @@ from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.report import BlendReport
+from cacheblend_rag.report import BlendReport, PrefillReport
 
 FinishReason = Literal["stop", "length", "cancelled"]
 FULL_PREFILL = "full prefill was asked for"
+CANCELLED = PrefillReport("cancelled", compute_share=0.0, was_run=False)
+"""Of a request that was cancelled before its prefill was done."""
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One finished answer: ``text`` without stop string, ``token_ids`` without end token."""
+    """One finished answer.
+
+    Args:
+        text: the answer, without the stop string that ended it.
+        token_ids: its tokens, without the end token.
+        finish_reason: ``stop`` (an end token or stop string), ``length`` or ``cancelled``.
+        prompt_tokens: length of the prompt.
+        report: what was reused, and why the rest was not.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -28,7 +38,12 @@ class Generation:
 
 @dataclass(frozen=True)
 class Delta:
-    """One step of a stream: new text (may be empty); the last one carries the whole Generation."""
+    """One step of a stream.
+
+    Args:
+        text: what is new; may be empty.
+        generation: the whole answer on the last step, None on all others.
+    """
 
     text: str
     generation: Generation | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeVar
 
 from cacheblend_rag.errors import ConfigError
@@ -22,19 +22,21 @@ class BackgroundLoop:
         self.loop = asyncio.new_event_loop()
         self._thread = Thread(target=self.loop.run_forever, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._starting, self._closed = Lock(), False
         self._thread.start()
 
     @property
     def is_open(self) -> bool:
         """Whether ``close`` has yet to be called."""
-        return self._thread.is_alive()
+        return self._thread.is_alive() and not self._closed
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin ``work``."""
-        if not self.is_open:
-            work.close()
-            raise _closed()
-        return asyncio.run_coroutine_threadsafe(self._known(work), self.loop)
+        """Begin ``work``; none begins while the loop closes, which would leave it at that."""
+        with self._starting:
+            if self.is_open:
+                return asyncio.run_coroutine_threadsafe(self._known(work), self.loop)
+        work.close()
+        raise _closed()
 
     async def _known(self, work: Coroutine[Any, Any, T]) -> T:
         """Do ``work`` as a task that ``give_up`` knows of."""
@@ -80,9 +82,11 @@ class BackgroundLoop:
 
     def close(self) -> None:
         """End what is at work, then the thread."""
-        if not self.is_open:
-            return
-        self.run(_cancel(asyncio.all_tasks))
+        with self._starting:
+            if not self.is_open:
+                return
+            self._closed = True
+        asyncio.run_coroutine_threadsafe(_cancel(asyncio.all_tasks), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()

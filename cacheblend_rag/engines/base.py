@@ -13,8 +13,16 @@ import logging
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import aclosing, closing
 from dataclasses import replace
 from threading import Event
 from typing import Any, ClassVar, Final, Self, cast
@@ -61,10 +69,15 @@ class Engine(ABC):
 
     Attributes:
         name: the kind of engine, as reports name it.
+        part_chunks: how many chunks are handed on to be stored at once, at least.
         model_name: the model's hub name, or its folder's own name.
-        tokenizer: the model's. encoder: how segments of prompts are tokenized by it.
-        config: of requests that bring none. lead_in: what chunks are computed behind.
-        registry: known chunks. instruction: what prompts say before their first chunk.
+        tokenizer: the model's.
+        encoder: how segments of prompts are tokenized by it.
+        config: of requests that bring none.
+        lead_in: what chunks are computed behind.
+        registry: known chunks.
+        instruction: what prompts say before their first chunk.
+        namespace: tenants with different namespaces never share KV.
 
     Safe to share between threads.
     """
@@ -183,11 +196,19 @@ class Engine(ABC):
         return self.encoder.chunk(text)
 
     def key(self, chunk: Chunk) -> KVKey:
-        """Return what a chunk's KV is stored under; raises PromptError as ``tokenize``."""
+        """Return what a chunk's KV is stored under.
+
+        Raises:
+            PromptError: on unpaired surrogates.
+        """
         return self._led.key(chunk)
 
     def prepare(self, prompt: PromptLike, hints: Hints = ()) -> PreparedPrompt:
         """Return a prompt's tokens, and the chunks that stand in it with the keys of their KV.
+
+        Args:
+            prompt: a text, a BlendPrompt or chat messages.
+            hints: chunks, or ids of documents, that the prompt is known to hold.
 
         Raises:
             PromptError: when it is empty or longer than the context window.
@@ -218,6 +239,9 @@ class Engine(ABC):
         Args:
             items: chunks, documents, or texts that stand alone.
             progress: whether a bar is shown.
+
+        Returns:
+            How many chunks were computed, skipped, refused and replaced.
         """
         self._check_open()
         started, tally = time.perf_counter(), Tally()
@@ -225,14 +249,22 @@ class Engine(ABC):
         refusal = self._storing_refusal() if chunks else None
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in whole_documents(chunks, self.part_chunks):
-                plans, done = self._admitted(part, refusal)
-                tally.add(done)
-                bar.update(done.chunks)
-                for done in self._store(plans) if plans else ():
-                    tally.add(done)
-                    bar.update(done.chunks)
+                with closing(self._work_on(part, refusal)) as steps:  # an interrupt ends it, too
+                    for done in steps:
+                        tally.add(done)
+                        bar.update(done.chunks)
+                        self._check_open()
                 tally.refused[FORGOTTEN] += self._known.drop_forgotten(part)
         return tally.report(time.perf_counter() - started, replaced)
+
+    def _work_on(
+        self, chunks: Iterable[Chunk], refusal: str | None
+    ) -> Generator[Stored, None, None]:
+        """Store chunks; yields what became of them, a few at a time."""
+        plans, done = self._admitted(chunks, refusal)
+        yield done
+        if plans:
+            yield from self._store(plans)
 
     def _admitted(
         self, chunks: Iterable[Chunk], refusal: str | None
@@ -321,6 +353,9 @@ class Engine(ABC):
             hints: chunks, or ids of documents, that the prompt is known to hold.
             cancel: set it to stop the work; what was generated so far is returned.
 
+        Returns:
+            The answer, with the report of what was reused.
+
         Raises:
             PromptError: when the prompt is empty or longer than the context window.
             ConfigError: when ``config`` does not suit the model or tells what is an engine's.
@@ -345,6 +380,9 @@ class Engine(ABC):
             cache_salt: prompts with the same one may share the engine's own prefix cache, where it
                 has one; without, nothing of earlier prompts is reused.
 
+        Returns:
+            The answer, whose report says that full prefill was asked for.
+
         Raises:
             PromptError: when the prompt is empty or longer than the context window.
         """
@@ -362,7 +400,22 @@ class Engine(ABC):
         hints: Hints = (),
         cancel: Event | None = None,
     ) -> Iterator[Delta]:
-        """As generate, piece by piece; closing the iterator stops the work."""
+        """As generate, piece by piece; closing the iterator stops the work.
+
+        Args:
+            prompt: as for generate.
+            sampling: as for generate.
+            config: as for generate.
+            hints: as for generate.
+            cancel: as for generate.
+
+        Returns:
+            The steps; the last one carries the whole answer.
+
+        Raises:
+            PromptError: as generate, before anything is computed.
+            ConfigError: as generate, before anything is computed.
+        """
         request = self._request(prompt, sampling, config, hints, cancel, streamed=True)
         return iter(self._start(request))
 
@@ -377,10 +430,23 @@ class Engine(ABC):
         """Answer several prompts, in order; all are checked before the first is served.
 
         When one fails the others are given up.
+
+        Args:
+            prompts: each as for generate.
+            sampling: of all of them.
+            config: of all of them.
+            hints: chunks, or ids of documents, that any of the prompts is known to hold.
+
+        Returns:
+            An answer a prompt.
+
+        Raises:
+            PromptError: when a prompt is empty or longer than the context window.
+            ConfigError: when ``config`` does not suit the model or tells what is an engine's.
         """
         requests = [self._request(prompt, sampling, config, hints, None) for prompt in prompts]
-        answers = [iter(self._start(request)) for request in requests]
         try:
+            answers = [iter(self._start(request)) for request in requests]
             return [_last_of(answer) for answer in answers]
         finally:
             for request in requests:
@@ -394,7 +460,21 @@ class Engine(ABC):
         config: BlendConfig | None = None,
         hints: Hints = (),
     ) -> Generation:
-        """As generate, off the event loop; cancelling the task stops the work."""
+        """As generate, off the event loop; cancelling the task stops the work.
+
+        Args:
+            prompt: as for generate.
+            sampling: as for generate.
+            config: as for generate.
+            hints: as for generate.
+
+        Returns:
+            The answer, with the report of what was reused.
+
+        Raises:
+            PromptError: as generate.
+            ConfigError: as generate.
+        """
         request = await self._arequest(prompt, sampling, config, hints)
         async with aclosing(self._astart(request)) as deltas:
             async for delta in deltas:
@@ -409,7 +489,21 @@ class Engine(ABC):
         config: BlendConfig | None = None,
         hints: Hints = (),
     ) -> AsyncIterator[Delta]:
-        """As stream, off the event loop; leaving the loop over it stops the work."""
+        """As stream, off the event loop; leaving the loop over it stops the work.
+
+        Args:
+            prompt: as for generate.
+            sampling: as for generate.
+            config: as for generate.
+            hints: as for generate.
+
+        Yields:
+            The steps; the last one carries the whole answer.
+
+        Raises:
+            PromptError: as generate, at the first step.
+            ConfigError: as generate, at the first step.
+        """
         request = await self._arequest(prompt, sampling, config, hints, streamed=True)
         async with aclosing(self._astart(request)) as deltas:
             async for delta in deltas:
@@ -421,6 +515,9 @@ class Engine(ABC):
         """Return an engine with another lead-in around the same model and store.
 
         It knows no chunks yet, and closes with this one.
+
+        Args:
+            lead_in: what it computes chunks behind, as settings or by its kind's name.
         """
         self._check_open()
         younger = copy.copy(self)
@@ -443,10 +540,10 @@ class Engine(ABC):
         """Begin to answer; the stream's last item carries the Generation."""
 
     @abstractmethod
-    def _store(self, plans: Sequence[ChunkPlan]) -> Iterator[Stored]:
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """Compute and store the KV of those chunks that are not stored, a few at a time.
 
-        plans: distinct chunks, whole documents in order.
+        plans: distinct chunks, whole documents in order. Closing the generator stops the work.
         """
 
     @abstractmethod
@@ -480,7 +577,11 @@ class Engine(ABC):
         finish_reason: FinishReason,
         prefill: PrefillReport,
     ) -> Delta:
-        """Return the last piece of a stream's metadata: the whole answer, with its report."""
+        """Return the last piece of a stream's metadata: the whole answer, with its report.
+
+        Raises ConfigError when the engine was closed meanwhile.
+        """
+        self._check_open()
         prepared = request.prepared
         tokens = len(prepared.token_ids)
         reused, recomputed = reused_and_recomputed(prefill.chunks)
@@ -525,7 +626,8 @@ class Engine(ABC):
         self._check_config(config)
         prepared = self.prepare(prompt, hints)
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, prepared.room))
-        return Request(prepared, sampling, config, cancel=Cancellation(cancel), **options)
+        stop = Cancellation(cancel, lambda: not self.is_open)
+        return Request(prepared, sampling, config, cancel=stop, **options)
 
     async def _arequest(
         self,

@@ -10,12 +10,13 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from queue import SimpleQueue
 from threading import Event
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
-from cacheblend_rag.engines.background import BackgroundLoop
+from cacheblend_rag.engines.background import CLOSED, BackgroundLoop
+from cacheblend_rag.errors import ConfigError
 
 T = TypeVar("T")
 
@@ -25,10 +26,15 @@ END = object()
 
 
 class Cancellation:
-    """Whether work is to stop: its caller says so, by an event of its own, or we do."""
+    """Whether work is to stop: its caller says so, by an event of its own, or we do.
 
-    def __init__(self, asked: Event | None = None) -> None:
-        self._asked, self._own = asked, Event()
+    is_over: whether nobody is left to work for, such as once an engine is closed.
+    """
+
+    def __init__(
+        self, asked: Event | None = None, is_over: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._asked, self._own, self._is_over = asked, Event(), is_over
 
     def set(self) -> None:
         """Stop the work."""
@@ -36,7 +42,8 @@ class Cancellation:
 
     def is_set(self) -> bool:
         """Whether the work is to stop."""
-        return self._own.is_set() or (self._asked is not None and self._asked.is_set())
+        asked = self._asked is not None and self._asked.is_set()
+        return asked or self._own.is_set() or self._is_over()
 
 
 class Stream(ABC, Generic[T]):
@@ -82,7 +89,14 @@ class PulledStream(Stream[T]):
             except BaseException as error:
                 take(error)
 
-        self._pool.submit(work)
+        def see(done: Future[None]) -> None:
+            if done.cancelled():  # the pool was shut down before a thread was free
+                take(ConfigError(CLOSED))
+
+        try:
+            self._pool.submit(work).add_done_callback(see)
+        except RuntimeError as error:
+            raise ConfigError(CLOSED) from error
 
 
 class PushedStream(Stream[T]):
@@ -97,10 +111,14 @@ class PushedStream(Stream[T]):
     def __iter__(self) -> Iterator[T]:
         arrived: SimpleQueue[Arrival] = SimpleQueue()
         self._background.deliver(self._items, arrived.put, END)
-        return self._arriving(arrived)
+        items = self._arriving(arrived)
+        next(items)
+        return items
 
     def _arriving(self, arrived: SimpleQueue[Arrival]) -> Iterator[T]:
+        """Yield nothing, then what arrives: left before its first item, it stops the work, too."""
         try:
+            yield cast(T, None)
             while (item := arrived.get()) is not END:
                 yield _item(item)
         finally:

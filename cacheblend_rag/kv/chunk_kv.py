@@ -61,12 +61,13 @@ def _int_bytes(token_ids: Sequence[int]) -> bytes:
 class KVKey:
     """The name of one chunk KV in a store.
 
-    chunk_id: hash of the chunk's token ids, 32 hex digits.
-    fingerprint: what ``fingerprint`` returned, 64 hex digits; 16 where an older version stored.
-    context_id: chunk_id() of the document tokens the chunk was computed behind; "" without.
+    Args:
+        chunk_id: hash of the chunk's token ids, 32 hex digits.
+        fingerprint: what ``fingerprint`` returned, 64 hex digits; 16 where an older version stored.
+        context_id: chunk_id() of the document tokens the chunk was computed behind; "" without.
 
-    Raises ValueError on construction when a part is no such hash: a key is always safe as a
-    file name.
+    Raises:
+        ValueError: when a part is no such hash: a key is always safe as a file name.
     """
 
     chunk_id: str
@@ -100,7 +101,11 @@ class KVKey:
 
     @classmethod
     def parse(cls, text: str) -> KVKey:
-        """Read back what ``str(key)`` wrote; raises ValueError on anything else."""
+        """Return the key that ``str(key)`` wrote.
+
+        Raises:
+            ValueError: on anything else.
+        """
         parts = text.split("-")
         if len(parts) not in (2, 3) or text.endswith("-"):
             raise ValueError(f"{text!r} is no KV key")
@@ -111,11 +116,12 @@ class KVKey:
 class ChunkKV:
     """One chunk's KV.
 
-    keys, values: (layers, kv_heads, tokens, head_dim), finite, keys rotated at positions
-        ``position .. position + tokens - 1``; contiguous, same dtype, any device.
-    position: position of the first token when the KV was computed (the lead-in's length).
-    prior: (tokens,) float32, how much each token's KV depends on what precedes the chunk in its
-        document; None for a chunk that stands alone.
+    Args:
+        keys, values: (layers, kv_heads, tokens, head_dim), finite, keys rotated at positions
+            ``position .. position + tokens - 1``; contiguous, same dtype, any device.
+        position: position of the first token when the KV was computed (the lead-in's length).
+        prior: (tokens,) float32, how much each token's KV depends on what precedes the chunk in
+            its document; None for a chunk that stands alone.
     """
 
     keys: Tensor
@@ -135,7 +141,11 @@ class ChunkKV:
         return 2 * self.keys.numel() * self.keys.element_size() + prior
 
     def validate(self) -> None:
-        """Raise ValueError unless shapes, dtypes and numbers are those the class promises."""
+        """Check shapes, dtypes and numbers.
+
+        Raises:
+            ValueError: when they are not those the class promises.
+        """
         keys, values, prior = self.keys, self.values, self.prior
         if keys.dim() != 4 or 0 in keys.shape or not keys.is_floating_point():
             raise ValueError(

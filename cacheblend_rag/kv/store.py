@@ -52,10 +52,18 @@ class TieredKVStore:
     A get tries the tiers in order and keeps what it found lower down in the tiers before, a put
     writes to all of them, but for tiers that say otherwise (``keeps_found``, ``takes_puts``). No
     method that a request needs raises because of storage: damage, a full disk or a foreign file is
-    a miss or a failed put; and none lists a tier.
+    a miss or a failed put; and none lists a tier. Pins hold in this process: they exempt a chunk
+    from eviction by capacity and by age.
 
-    ttl_seconds: age since it was first stored at which a chunk is gone, None is never. Pins hold
-    in this process: they exempt a chunk from eviction by capacity and by age.
+    Args:
+        tiers: from fastest to slowest, each with a name of its own.
+        ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
+
+    Raises:
+        StoreError: when there is no tier, two have one name, or the age is not above 0.
+
+    Attributes:
+        tiers, ttl_seconds: as given.
     """
 
     def __init__(self, tiers: Sequence[Tier], *, ttl_seconds: float | None = None) -> None:
@@ -85,11 +93,14 @@ class TieredKVStore:
     ) -> TieredKVStore:
         """Return a store in memory, on disk, or both.
 
-        host_bytes: memory for chunk KV; None is without limit, 0 keeps nothing in memory.
-        disk_path: folder shared between processes and runs; None keeps nothing on disk.
-        disk_bytes: room for chunk KV there; None is without limit.
+        Args:
+            host_bytes: memory for chunk KV; None is without limit, 0 keeps nothing in memory.
+            disk_path: folder shared between processes and runs; None keeps nothing on disk.
+            disk_bytes: room for chunk KV there; None is without limit.
+            ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
 
-        Raises StoreError when there is neither memory nor disk, or the folder is unusable.
+        Raises:
+            StoreError: when there is neither memory nor disk, or the folder is unusable.
         """
         tiers: list[Tier] = []
         if host_bytes != 0:
@@ -100,7 +111,11 @@ class TieredKVStore:
 
     @classmethod
     def of(cls, config: StoreConfig) -> TieredKVStore:
-        """Return the store that a StoreConfig describes; raises as ``open``."""
+        """Return the store that a StoreConfig describes.
+
+        Raises:
+            StoreError: when there is neither memory nor disk, or the folder is unusable.
+        """
         return cls.open(
             host_bytes=config.host_bytes,
             disk_path=config.kv_path,
@@ -120,7 +135,11 @@ class TieredKVStore:
         return any(tier.has_relative(key) for tier in self.tiers)
 
     def contains_many(self, keys: Iterable[KVKey]) -> list[bool]:
-        """As contains, for many keys at once, in their order: each tier is asked once."""
+        """As contains, for many keys at once: each tier is asked once.
+
+        Returns:
+            Whether each is stored, in the order of the keys.
+        """
         wanted = list(keys)
         held = self._held(wanted)
         return [key in held for key in wanted]
@@ -133,8 +152,13 @@ class TieredKVStore:
     def get(self, key: KVKey, *, promote: bool = True) -> Lookup:
         """Read one chunk from the fastest tier that has it; the tensors must not be written to.
 
-        promote: keep a copy found lower down in the tiers before that keep such; without it nothing
-        is retained.
+        Args:
+            key: the chunk to read.
+            promote: keep a copy found lower down in the tiers before that keep such; without it
+                nothing is retained.
+
+        Returns:
+            The chunk and its tier, or the reason why there is none.
         """
         return self.get_many([key], promote=promote)[0]
 
@@ -168,9 +192,17 @@ class TieredKVStore:
         return Fetch(keys, lambda key: self._begin_look(key, promote), self._room_ahead)
 
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
-        """Store a chunk in every tier that takes puts, fastest first; returns whether any did.
+        """Store a chunk in every tier that takes puts, fastest first.
 
-        Raises ValueError when the tensors are not as ChunkKV promises.
+        Args:
+            key: the name it is stored under.
+            kv: the chunk KV; its tensors must not be written to afterwards.
+
+        Returns:
+            Whether any tier took it.
+
+        Raises:
+            ValueError: when the tensors are not as ChunkKV promises.
         """
         kv.validate()
         chunk = StoredChunk(kv, time.time())
@@ -218,8 +250,12 @@ class TieredKVStore:
     def demote(self, key: KVKey) -> bool:
         """Drop a chunk from the fastest tier, storing it below first where it is not.
 
-        Returns whether it is below and no longer in the fastest tier; a chunk that no lower tier
-        takes stays where it is.
+        Returns:
+            Whether it is below and no longer in the fastest tier; a chunk that no lower tier takes
+            stays where it is.
+
+        Raises:
+            StoreError: when the fastest tier cannot read it.
         """
         fastest, lower = self.tiers[0], self.tiers[1:]
         with self._locked(key):
@@ -260,8 +296,11 @@ class TieredKVStore:
         }
 
     def stats(self) -> dict[str, dict[str, int | None]]:
-        """Return by tier: entries, bytes, capacity_bytes, and this process's hits, misses,
-        evictions, expired, quarantined, refused, errors.
+        """Return numbers by tier.
+
+        Returns:
+            Under each tier's name: entries, bytes, capacity_bytes, and this process's hits, misses,
+            evictions, expired, quarantined, refused, errors.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 
@@ -270,7 +309,12 @@ class TieredKVStore:
     ) -> VerifyReport:
         """Read every object in durable tiers through, after removing expired ones.
 
-        repair: quarantine what is damaged. progress: called with objects done and in all.
+        Args:
+            repair: quarantine what is damaged.
+            progress: called with objects done and in all.
+
+        Returns:
+            How many were read and expired, and which are damaged.
         """
         expired = self.evict_expired()
         durable = [tier for tier in self.tiers if tier.durable]

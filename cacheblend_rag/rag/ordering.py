@@ -19,8 +19,11 @@ Passage = TypeVar("Passage")
 class PassageOrder(StrEnum):
     """How passages stand in the prompt.
 
-    ``score``: best first. ``document``: those of one document together and in its order, the
-    document with the best passage first. ``reverse``: best last, next to the question.
+    Attributes:
+        SCORE: best first.
+        DOCUMENT: those of one document together and in its order, the document with the best
+            passage first.
+        REVERSE: best last, next to the question.
     """
 
     SCORE = "score"
@@ -37,9 +40,9 @@ class PassageOrder(StrEnum):
         """Put passages in this order.
 
         Args:
-            found: The passages, best first.
-            document_of: Names a passage's document; None is a document of that passage alone.
-            positions_of: Tells where passages of one document, given best first, stand in it. At
+            found: the passages, best first.
+            document_of: names a passage's document; None is a document of that passage alone.
+            positions_of: tells where passages of one document, given best first, stand in it. At
                 equal positions the better one stays first.
 
         Returns:

@@ -108,12 +108,13 @@ EMPTY = Context._make(None, "")
 class Chunk:
     """A passage as indexed.
 
-    text: the passage, verbatim as it will stand in prompts.
-    document_id: the document it was cut from, or None when it stands alone.
-    context: what precedes it in that document, in pieces, each of which is one tokenization unit
-        (an earlier chunk's text or the separator between two chunks). Empty for the first chunk of
-        a document and for chunks that stand alone.
-    collection: which of several indexes over the same documents it was cut for.
+    Args:
+        text: the passage, verbatim as it will stand in prompts.
+        document_id: the document it was cut from, or None when it stands alone.
+        context: what precedes it in that document, in pieces, each of which is one tokenization
+            unit (an earlier chunk's text or the separator between two chunks). Empty for the first
+            chunk of a document and for chunks that stand alone.
+        collection: which of several indexes over the same documents it was cut for.
     """
 
     text: str
@@ -127,10 +128,15 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """A document cut into chunks, in order, joined by ``separator``.
+    """A document cut into chunks.
 
-    collection: the index that the chunks are for. Another index over the same documents, cut
-    otherwise, needs another one: within a collection, a document's new chunks replace its old ones.
+    Args:
+        document_id: what names it.
+        chunks: its texts, in order.
+        separator: what stands between two of them.
+        collection: the index that the chunks are for. Another index over the same documents, cut
+            otherwise, needs another one: within a collection, a document's new chunks replace its
+            old ones.
     """
 
     document_id: str

@@ -18,7 +18,12 @@ from cacheblend_rag.text.registry import ChunkRegistry
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A run of a prompt: ``chunk`` is None for text (instructions, separators, question)."""
+    """A run of a prompt.
+
+    Args:
+        text: what stands there.
+        chunk: the chunk that it is, None for text (instructions, separators, question).
+    """
 
     text: str
     chunk: Chunk | None = None
@@ -51,7 +56,13 @@ class BlendPrompt:
     """A prompt cut into segments; their texts, joined, are the prompt.
 
     Adjacent text segments are merged and empty ones dropped on construction, since where text is
-    cut changes its tokens. Raises PromptError when a segment's text is not its chunk's.
+    cut changes its tokens.
+
+    Args:
+        segments: runs of text and chunks, in order.
+
+    Raises:
+        PromptError: when a segment's text is not its chunk's.
     """
 
     segments: tuple[Segment, ...]
@@ -61,9 +72,13 @@ class BlendPrompt:
 
     @classmethod
     def of(cls, *parts: str | Chunk) -> BlendPrompt:
-        """Make a prompt of explicit parts: strings are text, chunks are chunks.
+        """Return a prompt made of explicit parts.
 
-        Strings are not searched for chunks. Raises PromptError on a part of another type.
+        Args:
+            *parts: strings are text, and not searched for chunks; chunks are chunks.
+
+        Raises:
+            PromptError: on a part of another type.
         """
         return cls(tuple(_segment_of(part, index) for index, part in enumerate(parts)))
 
@@ -71,7 +86,13 @@ class BlendPrompt:
     def from_text(
         cls, text: str, registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
     ) -> BlendPrompt:
-        """Cut ``text`` at the registered chunks that stand in it (see ChunkRegistry.find)."""
+        """Return ``text``, cut at the registered chunks that stand in it.
+
+        Args:
+            text: the whole prompt.
+            registry: known chunks.
+            hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
+        """
         return cls(segment(text, registry, hints))
 
     @classmethod
@@ -83,10 +104,18 @@ class BlendPrompt:
         hints: Sequence[Chunk | str] = (),
         add_generation_prompt: bool = True,
     ) -> BlendPrompt:
-        """Render chat messages with the tokenizer's template and cut the result at known chunks.
+        """Return chat messages as the tokenizer's template renders them, cut at known chunks.
 
-        Raises PromptError when a message is malformed, the tokenizer has no chat template, or the
-        template refuses the messages.
+        Args:
+            messages: the chat so far.
+            registry: known chunks.
+            tokenizer: the one whose chat template is used.
+            hints: chunks, or document ids, that are expected (see ChunkRegistry.find).
+            add_generation_prompt: whether the prompt ends where the answer begins.
+
+        Raises:
+            PromptError: when a message is malformed, the tokenizer has no chat template, or the
+                template refuses the messages.
         """
         text = render_messages(messages, tokenizer, add_generation_prompt)
         return cls.from_text(text, registry, hints)
@@ -99,9 +128,15 @@ class BlendPrompt:
     def encode(self, tokenizer: Tokenizer | SegmentEncoder) -> EncodedPrompt:
         """Tokenize the segments, apart from each other as far as the tokenizer can tell them apart.
 
-        A tokenizer is tried for each call; give its SegmentEncoder where that costs too much. A
-        chunk that yields no token (its characters normalized away) gets no span. Raises PromptError
-        when a text holds an unpaired surrogate.
+        Args:
+            tokenizer: is tried for each call; give its SegmentEncoder where that costs too much.
+
+        Returns:
+            The tokens, and where chunks stand. A chunk that has no token (its characters
+            normalized away) gets no span.
+
+        Raises:
+            PromptError: when a text holds an unpaired surrogate.
         """
         encoder = tokenizer if isinstance(tokenizer, SegmentEncoder) else SegmentEncoder(tokenizer)
         done = encoder.encode([(s.text, s.chunk is not None) for s in self.segments])

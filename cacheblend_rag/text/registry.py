@@ -26,6 +26,9 @@ class ChunkRegistry:
     One text may stand in several documents: each such chunk is a *variant* of it, with a context
     (and so a KV) of its own. Texts are compared character for character; nothing is normalized.
     Safe to search and change from several threads.
+
+    Args:
+        chunks: what is known from the start.
     """
 
     def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
@@ -50,12 +53,17 @@ class ChunkRegistry:
     def add(self, chunk: Chunk) -> None:
         """Register a chunk; one that is known already becomes the most recently added.
 
-        Raises PromptError when its text is empty or only white space.
+        Raises:
+            PromptError: when its text is empty or only white space.
         """
         self.add_many([chunk])
 
     def add_many(self, chunks: Iterable[Chunk]) -> None:
-        """Register chunks in order; searches may run in between. Raises as ``add``."""
+        """Register chunks in order; searches may run in between.
+
+        Raises:
+            PromptError: when a text is empty or only white space.
+        """
         for chunk in chunks:
             self.check(chunk)
             self._remember(chunk)
@@ -81,7 +89,9 @@ class ChunkRegistry:
     def document(self, document_id: str, collection: str | None = None) -> tuple[Chunk, ...]:
         """Return a document's chunks, in the order of their registration; empty when unknown.
 
-        collection: only those that were cut for it; None is all.
+        Args:
+            document_id: the document.
+            collection: only those that were cut for it; None is all.
         """
         with self._lock:
             chunks = self._chunks_of(document_id)
@@ -104,13 +114,17 @@ class ChunkRegistry:
     def find(self, text: str, hints: Sequence[Chunk | str] = ()) -> list[Match]:
         """Return the registered chunks that stand in ``text``, in order, without overlaps.
 
-        hints: chunks, or document ids, that are expected. The texts of hinted chunks are matched
-        first, and so win over any overlapping text that is not hinted. Within the hinted, then
-        within the others, the longest text wins, then the leftmost.
+        The texts of hinted chunks are matched first, and so win over any overlapping text that is
+        not hinted. Within the hinted, then within the others, the longest text wins, then the
+        leftmost.
 
         Which variant of a text is returned: a hinted one (an equal chunk, else one of a hinted
         document); then the one whose document, as far as the latest chunks of it found earlier in
         ``text`` show, precedes it here as in its context; then the most recently added.
+
+        Args:
+            text: what is searched.
+            hints: chunks, or document ids, that are expected.
         """
         found = list(windows(text))
         with self._lock:
@@ -131,7 +145,11 @@ class ChunkRegistry:
 
     @staticmethod
     def check(chunk: Chunk) -> None:
-        """Raise PromptError when the chunk's text is empty or only white space."""
+        """Refuse a chunk that no text can be searched for.
+
+        Raises:
+            PromptError: when the chunk's text is empty or only white space.
+        """
         if not chunk.text or chunk.text.isspace():
             raise PromptError(
                 f"chunk text {chunk.text[:20]!r} of document {chunk.document_id!r} is empty or "

@@ -55,9 +55,16 @@ class SharedChunkRegistry(ChunkRegistry):
     Chunks that another process adds or forgets are found or gone at the next call. While the file
     is being written to, calls that only read go on with what is in memory. Should it become
     unreadable later, they do so, too, and a warning is logged; adding and forgetting wait for each
-    other, and raise StoreError.
+    other, and fail then.
 
-    Raises StoreError when the file cannot be opened or is no registry of this version.
+    Args:
+        path: the file; it and its folder are made where they are not there.
+
+    Raises:
+        StoreError: when the file cannot be opened or is no registry of this version.
+
+    Attributes:
+        path: the file.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -94,7 +101,9 @@ class SharedChunkRegistry(ChunkRegistry):
     def add_many(self, chunks: Iterable[Chunk]) -> None:
         """Register chunks in order, all of them or, on an error, none.
 
-        Raises PromptError on empty text, StoreError when the file cannot be written.
+        Raises:
+            PromptError: on empty text.
+            StoreError: when the file cannot be written.
         """
         chunks = list(dict.fromkeys(reversed(list(chunks))))[::-1]  # the last of equal ones counts
         for chunk in chunks:
@@ -106,13 +115,21 @@ class SharedChunkRegistry(ChunkRegistry):
                     self._insert_row(chunk)
 
     def discard_many(self, chunks: Iterable[Chunk]) -> None:
-        """Forget those of the chunks that are registered. Raises StoreError."""
+        """Forget those of the chunks that are registered.
+
+        Raises:
+            StoreError: when the file cannot be written.
+        """
         with self._writing():
             for chunk in dict.fromkeys(chunks):
                 self._delete_row(chunk)
 
     def remove_document(self, document_id: str) -> list[Chunk]:
-        """Forget a document's chunks and return them, in the order of their registration."""
+        """Forget a document's chunks and return them, in the order of their registration.
+
+        Raises:
+            StoreError: when the file cannot be written.
+        """
         chunks = list(self.document(document_id))
         self.discard_many(chunks)
         return chunks
@@ -128,7 +145,11 @@ class SharedChunkRegistry(ChunkRegistry):
         return super().chunks()
 
     def refresh(self) -> None:
-        """Take in what others wrote, waiting for whoever is writing. Raises StoreError."""
+        """Take in what others wrote, waiting for whoever is writing.
+
+        Raises:
+            StoreError: when the file cannot be read.
+        """
         with self._writing():
             pass
 

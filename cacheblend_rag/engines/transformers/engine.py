@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.config import BlendConfig, LeadInConfig
-from cacheblend_rag.engines.answer import FULL_PREFILL, Delta, FinishReason, Request
+from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import UNSUPPORTED, Engine, settled
 from cacheblend_rag.engines.exiting import working
 from cacheblend_rag.engines.identity import model_identity
@@ -70,7 +70,8 @@ class TransformersEngine(Engine):
     same model. Nothing else may use the model meanwhile.
 
     Attributes:
-        model: the loaded model. store: where chunk KV is kept.
+        model: the loaded model.
+        store: where chunk KV is kept.
     """
 
     name = "transformers"
@@ -276,7 +277,7 @@ class TransformersEngine(Engine):
 
     # The store's verbs
 
-    def _store(self, plans: Sequence[ChunkPlan]) -> Iterator[Stored]:
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """Each chunk is stored as soon as it is computed."""
         yield Stored(skipped=sum(self.store.contains_many([plan.key for plan in plans])))
         for computed in self._taking_turns(self._compute(plans)):
@@ -321,10 +322,6 @@ class TransformersEngine(Engine):
     def _close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
-
-
-CANCELLED = PrefillReport("cancelled", compute_share=0.0, was_run=False)
-"""Of a request that was cancelled during prefill."""
 
 
 def _lock_of(model: PreTrainedModel) -> threading.RLock:

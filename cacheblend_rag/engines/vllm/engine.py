@@ -6,14 +6,14 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, cast
 
 from cacheblend_rag.config import BlendConfig, LeadInConfig
-from cacheblend_rag.engines.answer import FULL_PREFILL, Delta, FinishReason, Request
+from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import Engine, settled
 from cacheblend_rag.engines.storing import Stored
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
@@ -37,7 +37,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
-from cacheblend_rag.report import ChunkReport, PrefillReport
+from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -50,11 +50,15 @@ PHASES = ("load", "selection", "recompute")
 
 @dataclass(frozen=True)
 class _Sent:
-    """A request on its way: what vLLM is sent, the chunks it is to reuse, or why it reuses none."""
+    """A request on its way: what vLLM is sent, the chunks it is to reuse, or why it reuses none.
+
+    missed: what to say of chunks that it is not asked to reuse.
+    """
 
     request: VLLMRequest
     placed: tuple[PlacedChunk, ...] = ()
     reason: str | None = None
+    missed: MissReason | None = None
 
 
 class VLLMEngine(Engine):
@@ -166,7 +170,7 @@ class VLLMEngine(Engine):
             return _Sent(plain, reason=NO_CHUNK)
         known = sum(chunk.end - chunk.start for chunk in placed)
         if refused := too_little(known, request.config.min_tokens):
-            return _Sent(plain, placed, refused[0])
+            return _Sent(plain, placed, *refused)
         job = BlendJob(
             "blend",
             self._sent_lead_in,
@@ -178,6 +182,9 @@ class VLLMEngine(Engine):
 
     async def _answer(self, request: Request, sent: _Sent) -> AsyncIterator[Delta]:
         """Yield text as it comes."""
+        if request.cancel.is_set():
+            yield self._answered(request, "", (), "cancelled", CANCELLED)
+            return
         started = time.perf_counter()
         first = ended = 0.0
         text, last = "", Piece("", (), "abort")
@@ -191,7 +198,8 @@ class VLLMEngine(Engine):
                 ids += piece.token_ids
                 if piece.text:
                     yield Delta(piece.text)
-        reason = _finish_reason(last.finish_reason)
+        told = last.finish_reason or ("abort" if request.cancel.is_set() else None)
+        reason = _finish_reason(told)
         if reason == "stop" and not isinstance(last.ended_by, str):
             ids = ids[:-1]
         result = await self._result(sent, last)
@@ -220,11 +228,11 @@ class VLLMEngine(Engine):
             self.status = self._jobs.status = ask_status(self.transport)
         return self.blend_refusal
 
-    def _store(self, plans: Sequence[ChunkPlan]) -> Iterator[Stored]:
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """The work is done by vLLM's workers, several documents at once."""
         cancel = Cancellation()
         work = self._stored(self._runs(plans), cancel)
-        return iter(PushedStream(work, cancel, self.transport.background))
+        yield from PushedStream(work, cancel, self.transport.background)
 
     async def _stored(
         self, runs: Sequence[DocumentPlan], cancel: Cancellation
@@ -285,7 +293,7 @@ def _prefill_report(
 
     first: seconds to the first token. rest: seconds of decoding.
     """
-    done = result if isinstance(result, BlendResult) else BlendResult(_missed(result))
+    done = result if isinstance(result, BlendResult) else BlendResult(_missed(sent, result))
     told = zip(done.chunks, sent.placed, strict=False)
     chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in told]
     phases = {name: done.seconds.get(name, 0.0) for name in PHASES}
@@ -305,8 +313,10 @@ def _prefill_report(
     )
 
 
-def _missed(result: Result | None) -> tuple[ChunkReport, ...]:
+def _missed(sent: _Sent, result: Result | None) -> tuple[ChunkReport, ...]:
     """Return the chunks of a prompt that was not blended, as far as they are told."""
+    if sent.missed:
+        return tuple(chunk.report(sent.missed) for chunk in sent.placed)
     return (result.chunks or ()) if isinstance(result, Declined) else ()
 
 

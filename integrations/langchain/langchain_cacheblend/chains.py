@@ -58,20 +58,28 @@ def create_cacheblend_chain(
 ) -> Runnable[str | Values, Values]:
     """Return a chain from a question to ``input``, ``context``, ``answer`` and ``report``.
 
-    documents_or_retriever: split Documents, which are precomputed and put into an in-memory vector
-        store, or a retriever over Documents that CacheBlendTransformer has seen.
-    llm: where neither its engine is open nor its ``instruction`` given, it takes the instruction
-        from ``prompt``: what prompts say before their first passage.
-    prompt: takes ``context`` (the passages' text) and ``input`` (the question).
-    embedding, k: how Documents are embedded and how many are retrieved; only with Documents.
-    document_prompt, document_separator: how passages are printed and joined. Text around
-        ``page_content`` is computed, ``page_content`` itself is reused.
-    order, document_key: as in CacheBlendCompressor. collection: as in CacheBlendTransformer.
+    Args:
+        documents_or_retriever: split Documents, which are precomputed and put into an in-memory
+            vector store, or a retriever over Documents that CacheBlendTransformer has seen.
+        llm: where neither its engine is open nor its ``instruction`` given, it takes the
+            instruction from ``prompt``: what prompts say before their first passage.
+        prompt: takes ``context`` (the passages' text) and ``input`` (the question).
+        embedding: how Documents are embedded; only with Documents.
+        k: how many are retrieved; only with Documents.
+        document_prompt: how passages are printed. Text around ``page_content`` is computed,
+            ``page_content`` itself is reused.
+        document_separator: what joins them.
+        order: as in CacheBlendCompressor.
+        document_key: as in CacheBlendCompressor.
+        collection: as in CacheBlendTransformer.
 
-    The chain takes a question, or a dict with ``input`` and what else the prompt asks for. Its
-    ``answer`` is text, streamed piece by piece; ``report`` comes last. Raises ConfigError, before a
-    model is loaded, for an argument of another kind, for a prompt that takes no ``context``, and
-    for Documents without an ``embedding``.
+    Returns:
+        A chain that takes a question, or a dict with ``input`` and what else the prompt asks for.
+        Its ``answer`` is text, streamed piece by piece; ``report`` comes last.
+
+    Raises:
+        ConfigError: before a model is loaded, for an argument of another kind, for a prompt that
+            takes no ``context``, and for Documents without an ``embedding``.
     """
     checked_llm(llm)
     source = _checked_source(documents_or_retriever, embedding)

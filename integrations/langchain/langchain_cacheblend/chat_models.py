@@ -59,14 +59,17 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     )
 
     max_tokens: int = 256
+    """At most so many new tokens."""
     temperature: float = 0.0
     """0 is greedy."""
     top_p: float = 1.0
+    """Above 0 and at most 1."""
     top_k: int = 0
     """0 is off."""
     repetition_penalty: float = 1.0
     """1 is off."""
     seed: int | None = None
+    """None draws one."""
     stop: list[str] = Field(default_factory=list)
     """Strings, or one, that end an answer and are cut from it."""
     streaming: bool = False

@@ -35,6 +35,7 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
     collection: str = ""
     """Several indexes over the same documents, split in other ways, each need one of their own."""
     show_progress: bool = False
+    """Whether a bar is shown."""
 
     def transform_documents(
         self, documents: Sequence[Document], **kwargs: Any
@@ -56,7 +57,14 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
     def evict(self, document_ids: str | Iterable[str]) -> int:
         """Forget the collection's part of source documents and drop its KV.
 
-        Returns how many chunks were dropped.
+        Args:
+            document_ids: one or several.
+
+        Returns:
+            How many chunks were dropped.
+
+        Raises:
+            ConfigError: for an id that is no text.
         """
         ids = [document_ids] if isinstance(document_ids, str) else list(document_ids)
         for name in ids:

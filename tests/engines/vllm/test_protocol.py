@@ -1,4 +1,4 @@
-"""What both vLLM engines must do as Engines: in this process, and on a server."""
+"""What vLLM engines do beyond the contract: in this process, and on a server."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from threading import Event
 
 import pytest
 
@@ -14,7 +13,6 @@ from cacheblend_rag import (
     BlendConfig,
     BlendPrompt,
     Chunk,
-    Document,
     Generation,
     SamplingParams,
     TransformersEngine,
@@ -22,7 +20,6 @@ from cacheblend_rag import (
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol import PrefetchResult
 from cacheblend_rag.engines.vllm.serve import running_server
-from cacheblend_rag.errors import ConfigError, PromptError
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.opening import request_of, vllm_in_process, vllm_server
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
@@ -31,8 +28,6 @@ from tests.models import make_tokenizer, prompt_of, words
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
 REUSE = CONFIG.with_changes(recompute_ratio=0.0)
 BOS = 1
-ONE_TOKEN = SamplingParams(max_tokens=1)
-LONG = SamplingParams(max_tokens=1500)
 
 
 @pytest.fixture(scope="module", params=["in process", "server"])
@@ -98,20 +93,6 @@ def test_index_ask_and_evict(filled: VLLMEngine) -> None:
     assert [c.document_id for c in report.chunks] == ["a", "a"]
 
 
-def test_an_edited_document_drops_what_it_no_longer_holds(engine: VLLMEngine) -> None:
-    first = Document("edited", (words(40, 61), words(50, 62), words(30, 63)))
-    second = Document("edited", (words(40, 61), words(45, 64)))
-    assert engine.precompute([first], progress=False).computed == 3
-    report = engine.precompute([second], progress=False)
-    assert (report.computed, report.skipped) == (1, 1)
-    assert engine.registry.document("edited") == tuple(second.to_chunks())
-
-
-def test_what_is_too_long_to_store_is_refused(engine: VLLMEngine) -> None:
-    report = engine.precompute([words(3000, 8), "  "], progress=False)
-    assert report.refused == {"longer than the context window": 1, "empty text": 1}
-
-
 def test_greedy_answers_are_the_embedded_engines(
     filled: VLLMEngine, model_folder: Callable[[str], Path]
 ) -> None:
@@ -130,30 +111,6 @@ def test_greedy_answers_are_the_embedded_engines(
     assert (full.report.blended, full.report.reason) == (False, "full prefill was asked for")
 
 
-def test_a_stream_joins_to_the_answer_and_brings_the_report(filled: VLLMEngine) -> None:
-    prompt = retrieved(2)
-    deltas = list(filled.stream(prompt, SHORT, config=REUSE))
-    answer = deltas[-1].generation
-    assert answer is not None
-    assert len(deltas) > 2
-    assert "".join(delta.text for delta in deltas) == answer.text
-    assert answer.report.blended
-    assert [chunk.hit for chunk in answer.report.chunks] == [True] * 2
-    assert answer.token_ids == filled.generate(prompt, SHORT, config=REUSE).token_ids
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_one_token_brings_its_report(filled: VLLMEngine, streamed: bool) -> None:
-    prompt = prompt_of(*DOCUMENTS[0].to_chunks()[:1], words(17, 77 + streamed))
-    if streamed:
-        answer = list(filled.stream(prompt, ONE_TOKEN, config=REUSE))[-1].generation
-    else:
-        answer = filled.generate(prompt, ONE_TOKEN, config=REUSE)
-    assert answer is not None
-    assert len(answer.token_ids) == 1
-    assert [chunk.hit for chunk in answer.report.chunks] == [True]
-
-
 def test_a_passage_holds_no_control_token(filled: VLLMEngine) -> None:
     passage = Chunk(f"{words(40, 60)} <bos> {words(40, 61)}")
     assert filled.precompute([passage], progress=False).computed == 1
@@ -161,37 +118,6 @@ def test_a_passage_holds_no_control_token(filled: VLLMEngine) -> None:
     sent = request_of(filled, prompt, SHORT, CONFIG).token_ids
     assert [token for token in sent if token == BOS] == [BOS], "the text's own"
     assert [chunk.hit for chunk in filled.generate(prompt, SHORT).report.chunks] == [True]
-
-
-def test_why_nothing_was_reused_is_always_told(filled: VLLMEngine) -> None:
-    plain = filled.generate(words(30, 40), SHORT)
-    assert (plain.report.blended, plain.report.reason) == (False, "no known chunk in the prompt")
-    stranger = Chunk(words(50, 41))
-    filled.register([stranger])
-    report = filled.generate(prompt_of(stranger, words(9, 42)), SHORT).report
-    assert (report.blended, report.reason) == (False, "no chunk of the prompt is stored")
-    assert [chunk.reason for chunk in report.chunks] == ["not stored"]
-    few = CONFIG.with_changes(min_tokens=10_000)
-    report = filled.generate(retrieved(), SHORT, config=few).report
-    assert not report.blended
-    assert "min_tokens=10000" in str(report.reason)
-
-
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_stop_string_ends_the_answer_and_is_cut(filled: VLLMEngine, streamed: bool) -> None:
-    whole = filled.generate(retrieved(), SamplingParams(max_tokens=12))
-    stop = whole.text.split()[7]
-    sampling = SamplingParams(max_tokens=12, stop=(stop,))
-    if streamed:
-        deltas = list(filled.stream(retrieved(), sampling))
-        answer = deltas[-1].generation
-        assert answer is not None
-        assert "".join(delta.text for delta in deltas) == answer.text
-    else:
-        answer = filled.generate(retrieved(), sampling)
-    assert answer.finish_reason == "stop"
-    assert answer.text == whole.text.partition(stop)[0]
-    assert [chunk.hit for chunk in answer.report.chunks] == [True] * 3
 
 
 def test_sampling_is_the_requests_own(filled: VLLMEngine) -> None:
@@ -203,32 +129,6 @@ def test_sampling_is_the_requests_own(filled: VLLMEngine) -> None:
     apart = SamplingParams(max_tokens=12, repetition_penalty=50.0)
     ids = filled.generate(retrieved(), apart).token_ids
     assert len(set(ids)) == len(ids)
-
-
-def test_a_cancelled_request_ends_and_the_engine_goes_on(filled: VLLMEngine) -> None:
-    stream = filled.stream(retrieved(), LONG)
-    next(stream)
-    stream.close()
-
-    cancel = Event()
-    cancel.set()
-    stopped = filled.generate(retrieved(), LONG, cancel=cancel)
-    assert stopped.finish_reason == "cancelled"
-    assert not stopped.report.blended
-    assert stopped.report.reason
-
-    async def give_up() -> None:
-        task = asyncio.create_task(filled.agenerate(retrieved(), LONG))
-        await asyncio.sleep(0.05)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        deltas = filled.astream(retrieved(), LONG)
-        await anext(deltas)
-        await deltas.aclose()  # type: ignore[attr-defined]
-
-    asyncio.run(give_up())
-    assert len(filled.generate(retrieved(), SHORT).token_ids) == SHORT.max_tokens
 
 
 def mixed_prompts(count: int) -> list[BlendPrompt]:
@@ -265,26 +165,3 @@ def test_many_at_once_answer_as_one_after_another(filled: VLLMEngine) -> None:
         return await asyncio.gather(*map(last, prompts))
 
     assert same_tokens(alone, asyncio.run(stream_all()))
-
-
-def test_bad_input_is_one_line(engine: VLLMEngine) -> None:
-    with pytest.raises(PromptError, match="context window"):
-        engine.generate(words(3000, 1), SHORT)
-    with pytest.raises(PromptError, match="empty"):
-        engine.generate("", SHORT)
-    with pytest.raises(ConfigError, match="max_tokens"):
-        SamplingParams(max_tokens=0)
-    filling = engine.generate(words(2040, 1), SamplingParams(max_tokens=50))
-    assert (len(filling.token_ids), filling.finish_reason) == (8, "length")
-
-
-def test_closing_ends_what_is_at_work(engine: VLLMEngine) -> None:
-    """Last: it closes the engine that the others share."""
-    stream = engine.stream(words(20, 3), LONG)
-    next(stream)
-    engine.close()
-    engine.close()
-    with pytest.raises(ConfigError, match="closed"):
-        list(stream)
-    with pytest.raises(ConfigError, match="closed"):
-        engine.generate(words(20, 3), SHORT)

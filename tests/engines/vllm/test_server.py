@@ -106,7 +106,7 @@ def indexed(engine: VLLMEngine) -> PrecomputeReport:
 
 
 def test_it_says_what_it_is(engine: VLLMEngine, server: RunningServer) -> None:
-    assert (engine.name, engine.model_name, engine.url) == ("vllm-server", "demo", server.url)
+    assert (engine.name, engine.model_name, engine.address) == ("vllm-server", "demo", server.url)
     assert engine.context_window == 4096
     assert engine.has_chat_template
     assert KEY not in repr(engine)

@@ -17,7 +17,11 @@ _dispatcher = get_dispatcher(__name__)
 
 
 class CacheBlendReportEvent(BaseEvent):
-    """One answer was generated; ``report`` says what was reused (``BlendReport.to_dict()``)."""
+    """One answer was generated.
+
+    Args:
+        report: what was reused (``BlendReport.to_dict()``).
+    """
 
     report: dict[str, Any]
 
@@ -28,7 +32,11 @@ class CacheBlendReportEvent(BaseEvent):
 
 @contextmanager
 def collect_reports() -> Iterator[list[dict[str, Any]]]:
-    """Collect the reports of every call made inside, in threads' and tasks' own context."""
+    """Collect the reports of every call made inside, in threads' and tasks' own context.
+
+    Yields:
+        The reports so far, one an answer (``BlendReport.to_dict()``).
+    """
     reports: list[dict[str, Any]] = []
     token = _collecting.set((*_collecting.get(), reports))
     try:

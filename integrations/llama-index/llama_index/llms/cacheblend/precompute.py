@@ -34,16 +34,17 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     precedes it there. Nodes of a document replace all that was known of it in their collection. A
     node without text is skipped; so is one that no tokenizer can encode.
 
-    collection: several indexes over the same documents, cut by different node parsers, each need
-    one of their own.
-
-    variants: which texts of a node get KV: ``llm`` (with metadata, what most prompts hold) or
-    ``bare`` (without it, what CitationQueryEngine shows). The other is only made known, so that a
-    report can name it.
-
     With ``num_workers`` every worker opens its own engine: give ``kv_path``, which they share.
     An IngestionCache hit skips this step. KV that is missing afterwards is computed with the
     prompt; call the step itself, ``precompute(nodes)``, to store it again.
+
+    Args:
+        variants: which texts of a node get KV: ``llm`` (with metadata, what most prompts hold) or
+            ``bare`` (without it, what CitationQueryEngine shows). The other is only made known, so
+            that a report can name it.
+        collection: several indexes over the same documents, cut by different node parsers, each
+            need one of their own.
+        show_progress: whether bars are shown.
 
     Example:
         ```python
@@ -66,7 +67,12 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     def from_llm(cls, llm: EngineSettings, **fields: Any) -> CacheBlendPrecompute:
         """Return a step that shares ``llm``'s engine, which outlives it.
 
-        fields: variants, collection, show_progress. Raises ConfigError for what ``llm`` settled.
+        Args:
+            llm: the CacheBlendLLM that will answer.
+            **fields: variants, collection, show_progress.
+
+        Raises:
+            ConfigError: for what ``llm`` settled.
         """
         settled = cls._read(fields).keys() & checked_llm(llm).settings().keys()
         if settled:

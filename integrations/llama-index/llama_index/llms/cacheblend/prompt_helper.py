@@ -34,6 +34,10 @@ class CacheBlendPromptHelper(PromptHelper):
     A chunk that does not fit even alone is split as LlamaIndex splits it; its parts are computed
     as ordinary text.
 
+    Args:
+        registry: the chunks at whose boundaries texts are cut; the other arguments are those of
+            PromptHelper.
+
     Example:
         ```python
         Settings.prompt_helper = CacheBlendPromptHelper.from_llm(llm)
@@ -64,7 +68,8 @@ class CacheBlendPromptHelper(PromptHelper):
     def from_llm(cls, llm: CacheBlendLLM) -> CacheBlendPromptHelper:
         """Return a helper that knows ``llm``'s window, tokenizer and chunks.
 
-        Raises ConfigError when ``llm`` is no CacheBlendLLM.
+        Raises:
+            ConfigError: when ``llm`` is no CacheBlendLLM.
         """
         if not isinstance(llm, CacheBlendLLM):
             raise ConfigError(f"llm is a {type(llm).__name__}: give a CacheBlendLLM")
@@ -88,7 +93,21 @@ class CacheBlendPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[BaseTool] | None = None,
     ) -> list[str]:
-        """Fill as few prompts as whole chunks allow; raises ValueError where nothing fits."""
+        """Fill as few prompts as whole chunks allow.
+
+        Args:
+            prompt: the template that the texts go into.
+            text_chunks: texts, which may hold chunks.
+            padding: tokens to leave free in each prompt.
+            llm: the model that is asked; its system prompt takes room.
+            tools: what the model may call; their descriptions take room.
+
+        Returns:
+            A text a prompt.
+
+        Raises:
+            ValueError: where nothing fits.
+        """
         splitter = self.get_text_splitter_given_prompt(prompt, 1, padding, llm=llm, tools=tools)
         room, gap = splitter.chunk_size, self._tokens(SEPARATOR)
         packs: list[list[str]] = []
@@ -115,7 +134,18 @@ class CacheBlendPromptHelper(PromptHelper):
         llm: LLM | None = None,
         tools: list[BaseTool] | None = None,
     ) -> list[str]:
-        """Keep of each text as many whole chunks as fit into its share of the prompt."""
+        """Keep of each text as many whole chunks as fit into its share of the prompt.
+
+        Args:
+            prompt: as for repack.
+            text_chunks: as for repack.
+            padding: as for repack.
+            llm: as for repack.
+            tools: as for repack.
+
+        Returns:
+            What is kept of each text.
+        """
         if not text_chunks:
             return []
         splitter = self.get_text_splitter_given_prompt(

@@ -53,18 +53,30 @@ def cacheblend_query_engine(
 ) -> RetrieverQueryEngine:
     """Return a query engine over ``source`` whose retrieved chunks are reused, not read again.
 
-    source: documents, indexed here in a vector store that evicts the KV of what is deleted from
-        it, or an index there is, whose nodes are precomputed as far as they are not stored yet.
-    llm: by default ``Settings.llm``. Unless it has an instruction, or was opened before, chunks
-        are precomputed behind the head of the template.
-    transformations: what turns documents into nodes; by default those of ``Settings``.
-    text_qa_template, summary_template: by default LlamaIndex's own. response_mode, streaming and
-        use_async are as for any synthesizer. node_postprocessors run before the one that hints.
-    order, variants: see CacheBlendPostprocessor and CacheBlendPrecompute. collection: as there; by
-        default documents that are cut by other transformations are in another one, so that two
-        indexes over the same documents keep their chunks.
+    Args:
+        source: documents, indexed here in a vector store that evicts the KV of what is deleted from
+            it, or an index there is, whose nodes are precomputed as far as they are not stored yet.
+        llm: by default ``Settings.llm``. Unless it has an instruction, or was opened before, chunks
+            are precomputed behind the head of the template.
+        transformations: what turns documents into nodes; by default those of ``Settings``.
+        embed_model: how documents are embedded; by default that of ``Settings``.
+        vector_store: keeps the vectors of documents; by default this process' memory.
+        text_qa_template: by default LlamaIndex's own.
+        summary_template: by default LlamaIndex's own.
+        response_mode: as for any synthesizer.
+        similarity_top_k: how many nodes are retrieved.
+        node_postprocessors: run before the one that hints.
+        order: as in CacheBlendPostprocessor.
+        variants: as in CacheBlendPrecompute.
+        collection: as in CacheBlendPrecompute; by default documents that are cut by other
+            transformations are in another one, so that two indexes over the same documents keep
+            their chunks.
+        streaming: as for any synthesizer.
+        use_async: as for any synthesizer.
+        show_progress: whether bars are shown.
 
-    Raises ConfigError, before a model is loaded, for an argument of another kind.
+    Raises:
+        ConfigError: before a model is loaded, for an argument of another kind.
     """
     llm = _blending(llm)
     if not isinstance(source, BaseIndex):

@@ -28,10 +28,15 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
     An index updates and deletes documents through its vector store (``delete_ref_doc``,
     ``update_ref_doc``, ``refresh_ref_docs``), and so does an IngestionPipeline with upserts.
 
-    vector_store: keeps the vectors. blend: the CacheBlendLLM or CacheBlendPrecompute whose engine
-    keeps the KV.
-
     ``delete_nodes`` leaves KV in place: it goes when the node's document does.
+
+    Args:
+        vector_store: keeps the vectors.
+        blend: the CacheBlendLLM or CacheBlendPrecompute whose engine keeps the KV.
+        collection: only what was cut for it is evicted; None is all.
+
+    Raises:
+        ConfigError: when one of them is of another kind.
     """
 
     vector_store: SerializeAsAny[BasePydanticVectorStore]
@@ -126,6 +131,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         return await self.vector_store.aquery(query, **kwargs)
 
     def persist(self, persist_path: str, fs: fsspec.AbstractFileSystem | None = None) -> None:
+        """Write the vectors to a file; where KV is kept is the engine's to settle."""
         self.vector_store.persist(persist_path, fs)
 
     def _documents(self) -> set[str]:

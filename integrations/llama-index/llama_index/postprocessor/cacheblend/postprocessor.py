@@ -19,9 +19,11 @@ from llama_index.llms.cacheblend.settings import CheckedComponent, EngineSetting
 class CacheBlendPostprocessor(CheckedComponent, BaseNodePostprocessor):
     """Put it last: what leaves it is what prompts will hold.
 
-    llm: the CacheBlendLLM that will answer. order: ``score`` (best first), ``reverse`` (best last,
-    next to the question) or ``document`` (nodes of one document together and in its order, the
-    document with the best node first).
+    Args:
+        llm: the CacheBlendLLM that will answer.
+        order: ``score`` (best first), ``reverse`` (best last, next to the question) or ``document``
+            (nodes of one document together and in its order, the document with the best node
+            first).
     """
 
     llm: SerializeAsAny[EngineSettings] = Field(description="The CacheBlendLLM that answers.")

@@ -1,0 +1,946 @@
+"""EngineContract: every promise of Engine. Subclassed once an engine, with a fixture ``engine``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import zlib
+from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import (
+    BlendConfig,
+    BlendPrompt,
+    Chunk,
+    Document,
+    Engine,
+    Generation,
+    LeadInConfig,
+    SamplingParams,
+)
+from cacheblend_rag.engines import base
+from cacheblend_rag.engines.answer import Delta, Request
+from cacheblend_rag.engines.storing import Stored, Tally
+from cacheblend_rag.errors import ConfigError, PromptError
+from tests.models import make_tokenizer, prompt_of, words
+
+CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
+"""What an engine under test is opened with, around the words of ``make_tokenizer``."""
+REUSE = CONFIG.with_changes(recompute_ratio=0.0)
+ALL = CONFIG.with_changes(recompute_ratio=1.0)
+SHORT = SamplingParams(max_tokens=6)
+LONG = SamplingParams(max_tokens=1500)
+"""So long that whoever stops it stops it before its end."""
+PATIENCE = 60.0
+"""Seconds after which a test that waits has failed; none waits so long otherwise."""
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+CLOSED = "the engine is closed: open another"
+
+
+class Texts:
+    """Texts that no other test has: engines are shared, and so is what they store."""
+
+    def __init__(self, test: str) -> None:
+        self._seeds = count(zlib.crc32(test.encode()))
+
+    def text(self, tokens: int) -> str:
+        return words(tokens, next(self._seeds))
+
+    def chunks(self, *tokens: int) -> list[Chunk]:
+        """Chunks that stand alone."""
+        return [Chunk(self.text(n)) for n in tokens]
+
+    def document(self, *tokens: int, name: str = "", **fields: Any) -> Document:
+        """A document, called as no other one is unless ``name`` says how."""
+        pieces = tuple(self.text(n) for n in tokens)
+        return Document(name or f"d{next(self._seeds)}", pieces, separator=" w77 ", **fields)
+
+    def asking(self, *chunks: Chunk) -> BlendPrompt:
+        """A prompt around chunks; never the same one twice, which an engine may remember."""
+        parts = [part for chunk in chunks for part in (chunk, "w7")]
+        return prompt_of(self.text(5), *parts, self.text(9))
+
+
+class Watched:
+    """What an engine is asked and how it ends: requests in the order they began, reasons."""
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[Request] = []
+        self.reasons: SimpleQueue[str] = SimpleQueue()
+        start, answered = engine._start, engine._answered
+
+        def watched_start(request: Request) -> Any:
+            self.begun.append(request)
+            return start(request)
+
+        def watched_answer(request: Request, *told: Any) -> Delta:
+            self.reasons.put(told[2])
+            return answered(request, *told)
+
+        monkeypatch.setattr(engine, "_start", watched_start)
+        monkeypatch.setattr(engine, "_answered", watched_answer)
+
+
+class Gate:
+    """Work waits at it, in the thread that does the work, until it is opened."""
+
+    def __init__(self, engine: Engine, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.arrived, self.open = Event(), Event()
+        self.was_opened: list[bool] = []
+        work = getattr(engine, method)
+
+        def waiting(*arguments: Any) -> Any:
+            self.arrived.set()
+            self.was_opened.append(self.open.wait(PATIENCE))
+            return work(*arguments)
+
+        monkeypatch.setattr(engine, method, waiting)
+
+
+class EngineContract:
+    """The promises. The last test closes the engine, which the others may share.
+
+    tells_what_it_stores: whether KV that no registered chunk has can be found.
+    """
+
+    tells_what_it_stores = True
+
+    def at_work(self, engine: Any) -> int:
+        """How many requests an engine's own threads or processes are busy with."""
+        return 0
+
+    @pytest.fixture
+    def texts(self, request: pytest.FixtureRequest) -> Texts:
+        return Texts(request.node.name)
+
+    @pytest.fixture
+    def watched(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Watched:
+        return Watched(engine, monkeypatch)
+
+    # Facts
+
+    def test_it_says_what_it_is(self, engine: Engine) -> None:
+        assert engine.is_open
+        assert engine.name
+        assert engine.model_name
+        assert engine.address
+        assert engine.dtype is None or "float" in engine.dtype
+        assert engine.context_window > LONG.max_tokens
+        assert engine.blend_refusal is None
+        assert len(engine.fingerprint) == 64
+        assert engine.namespace == "default"
+        assert engine.config == CONFIG
+        assert engine.lead_in == LeadInConfig()
+        assert engine.instruction == ""
+
+    def test_a_texts_tokens_are_those_it_has_in_prompts(self, engine: Engine, texts: Texts) -> None:
+        assert engine.tokenize("w5 w6") == (5, 6)
+        with pytest.raises(PromptError, match="surrogate"):
+            engine.tokenize("\ud800")
+        chunk = texts.chunks(12)[0]
+        prepared = engine.prepare(texts.asking(chunk))
+        [span] = prepared.encoded.spans
+        assert prepared.token_ids[span.start : span.end] == engine.tokenize(chunk.text)
+
+    def test_a_key_names_tokens_fingerprint_and_context(self, engine: Engine, texts: Texts) -> None:
+        document = texts.document(8, 9)
+        first, second = document.to_chunks()
+        assert engine.key(first).fingerprint == engine.fingerprint
+        assert engine.key(first) == engine.key(Chunk(first.text)), "nothing precedes either"
+        assert engine.key(second) != engine.key(Chunk(second.text))
+        assert engine.key(second).chunk_id == engine.key(Chunk(second.text)).chunk_id
+        assert engine.key(first).chunk_id != engine.key(second).chunk_id
+
+    def test_messages_need_a_template(
+        self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chunks = texts.chunks(20)
+        engine.precompute(chunks, progress=False)
+        prompt = texts.asking(*chunks).text
+        messages = [{"role": "user", "content": prompt}]
+        assert not engine.has_chat_template
+        with pytest.raises(PromptError, match="template"):
+            engine.generate(messages, SHORT)
+        monkeypatch.setattr(engine.tokenizer, "chat_template", TEMPLATE)
+        assert engine.has_chat_template
+        answer = engine.generate(messages, SHORT)
+        assert [chunk.hit for chunk in answer.report.chunks] == [True]
+        assert answer.token_ids == engine.generate(prompt, SHORT).token_ids
+
+    # Preparing
+
+    def test_a_prepared_prompt_is_what_is_served(self, engine: Engine, texts: Texts) -> None:
+        document = texts.document(10, 20, 15)
+        chunks = document.to_chunks()
+        engine.register([document])
+        prompt = texts.asking(chunks[2], chunks[0])
+        by_text, by_parts = engine.prepare(prompt.text), engine.prepare(prompt)
+        ids = tuple(make_tokenizer()(prompt.text)["input_ids"])
+        for prepared in (by_text, by_parts):
+            assert prepared.text == prompt.text
+            assert prepared.token_ids == ids
+            assert [(span.start, span.end) for span in prepared.encoded.spans] == [
+                (5, 20),
+                (21, 31),
+            ]
+            assert [(placed.start, placed.end) for placed in prepared.placed] == [(5, 20), (21, 31)]
+            assert [placed.key for placed in prepared.placed] == [
+                engine.key(chunks[2]),
+                engine.key(chunks[0]),
+            ]
+            assert [placed.document_id for placed in prepared.placed] == [document.document_id] * 2
+            assert prepared.room == engine.context_window - len(ids)
+            assert prepared.expects_chunks
+            assert prepared.unmatched == ()
+        assert engine.generate(prompt, SHORT).prompt_tokens == len(ids)
+
+    def test_a_plain_prompt_expects_no_chunk(self, engine: Engine, texts: Texts) -> None:
+        prepared = engine.prepare(texts.text(11))
+        assert (prepared.placed, prepared.unmatched, prepared.expects_chunks) == ((), (), False)
+
+    # One answer
+
+    def test_an_answer_has_text_tokens_and_a_reason(self, engine: Engine, texts: Texts) -> None:
+        prompt = texts.text(14)
+        answer = engine.generate(prompt, SHORT)
+        assert len(answer.token_ids) == SHORT.max_tokens
+        assert answer.finish_reason == "length"
+        assert answer.prompt_tokens == 14
+        assert answer.text.split() == engine.tokenizer.decode(answer.token_ids).split()
+        assert answer.token_ids == engine.generate(prompt, SHORT).token_ids
+        longer = engine.generate(prompt, SamplingParams(max_tokens=9))
+        assert longer.token_ids[: SHORT.max_tokens] == answer.token_ids
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_a_stop_string_ends_the_answer_and_is_cut(
+        self, engine: Engine, texts: Texts, streamed: bool
+    ) -> None:
+        chunks = texts.chunks(30, 20)
+        engine.precompute(chunks, progress=False)
+        prompt = texts.asking(*chunks)
+        whole = engine.generate(prompt, SamplingParams(max_tokens=12)).text
+        stop = whole.split()[7]
+        sampling = SamplingParams(max_tokens=12, stop=("never said", stop))
+        if streamed:
+            answer = joined(engine.stream(prompt, sampling))
+        else:
+            answer = engine.generate(prompt, sampling)
+        assert answer.finish_reason == "stop"
+        assert answer.text == whole.partition(stop)[0]
+        assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
+
+    def test_a_seed_decides_what_is_drawn(self, engine: Engine, texts: Texts) -> None:
+        prompt = texts.text(14)
+
+        def drawn(seed: int) -> tuple[int, ...]:
+            sampling = SamplingParams(max_tokens=12, temperature=2.0, seed=seed)
+            return engine.generate(prompt, sampling).token_ids
+
+        assert drawn(3) == drawn(3)
+        assert drawn(3) != drawn(4)
+
+    def test_an_answer_ends_at_the_context_window(self, engine: Engine, texts: Texts) -> None:
+        prompt = texts.text(engine.context_window - 3)
+        answer = engine.generate(prompt, SamplingParams(max_tokens=50))
+        assert (len(answer.token_ids), answer.finish_reason) == (3, "length")
+
+    # What is reused
+
+    def test_the_report_adds_up(self, engine: Engine, texts: Texts) -> None:
+        chunks = texts.chunks(40, 30, 50, 20)
+        engine.precompute(chunks[:3], progress=False)
+        config = CONFIG.with_changes(recompute_ratio=0.2)
+        answer = engine.generate(texts.asking(*chunks), SHORT, config=config)
+        report = answer.report
+        assert (report.blended, report.reason) == (True, None)
+        assert [chunk.hit for chunk in report.chunks] == [True, True, True, False]
+        assert [chunk.reason for chunk in report.chunks] == [None, None, None, "not stored"]
+        assert [chunk.tier is None for chunk in report.chunks] == [False, False, False, True]
+        assert [chunk.start for chunk in report.chunks] == [5, 46, 77, 128]
+        assert [chunk.tokens for chunk in report.chunks] == [40, 30, 50, 20]
+        assert report.prompt_tokens == answer.prompt_tokens == 5 + 41 + 31 + 51 + 21 + 9
+        assert report.recomputed_tokens == sum(chunk.recomputed for chunk in report.chunks) == 24
+        assert report.reused_tokens == 40 + 30 + 50 - 24
+        assert report.computed_tokens == 5 + 20 + 4 + 9
+        assert report.recompute_ratio == 0.2
+        assert report.engine == engine.name
+        assert report.lead_in == engine.lead_in.kind
+        assert 0 < report.compute_share <= 1
+        assert all(seconds >= 0 for seconds in vars(report.seconds).values())
+        assert json.loads(json.dumps(report.to_dict()))["chunks"][3]["reason"] == "not stored"
+
+    def test_full_prefill_is_the_answer_at_ratio_1(self, engine: Engine, texts: Texts) -> None:
+        document = texts.document(40, 30, 50)
+        engine.precompute([document], progress=False)
+        prompt = texts.asking(*reversed(document.to_chunks()))
+        blended = engine.generate(prompt, SHORT, config=ALL)
+        full = engine.generate_full(prompt, SHORT)
+        assert blended.report.blended
+        assert (blended.report.reused_tokens, blended.report.recomputed_tokens) == (0, 120)
+        assert blended.token_ids == full.token_ids
+        assert blended.text == full.text
+
+    def test_full_prefill_reuses_nothing_and_says_so(self, engine: Engine, texts: Texts) -> None:
+        chunks = texts.chunks(40)
+        engine.precompute(chunks, progress=False)
+        report = engine.generate_full(texts.asking(*chunks), SHORT).report
+        assert (report.blended, report.reason) == (False, "full prefill was asked for")
+        assert (report.reused_tokens, report.recomputed_tokens) == (0, 0)
+        assert report.computed_tokens == report.prompt_tokens
+        assert report.compute_share == 1.0
+
+    def test_full_prefill_takes_a_salt(self, engine: Engine, texts: Texts) -> None:
+        prompt = texts.text(40)
+        wanted = engine.generate_full(prompt, SHORT).token_ids
+        for _ in range(2):
+            answer = engine.generate_full(prompt, SHORT, cache_salt="shared")
+            assert answer.token_ids == wanted
+
+    def test_missing_chunks_are_computed(self, engine: Engine, texts: Texts) -> None:
+        stored, missing = texts.chunks(30, 40)
+        engine.precompute([stored], progress=False)
+        for chunks in ([missing], [stored, missing]):
+            prompt = texts.asking(*chunks)
+            answer = engine.generate(prompt, SHORT, config=ALL)
+            assert [chunk.hit for chunk in answer.report.chunks] == [c is stored for c in chunks]
+            assert answer.token_ids == engine.generate_full(prompt, SHORT).token_ids
+
+    def test_every_miss_has_a_reason(self, engine: Engine, texts: Texts) -> None:
+        plain = engine.generate(texts.text(30), SHORT).report
+        assert (plain.blended, plain.reason) == (False, "no known chunk in the prompt")
+        assert plain.computed_tokens == plain.prompt_tokens == 30
+
+        stored, stranger = texts.chunks(20, 30)
+        engine.precompute([stored], progress=False)
+        engine.register([stranger])
+        report = engine.generate(texts.asking(stranger), SHORT).report
+        assert (report.blended, report.reason) == (False, "no chunk of the prompt is stored")
+        assert [chunk.reason for chunk in report.chunks] == ["not stored"]
+
+        few = CONFIG.with_changes(min_tokens=21)
+        report = engine.generate(texts.asking(stored), SHORT, config=few).report
+        assert not report.blended
+        assert report.reason == "20 reusable tokens are fewer than min_tokens=21"
+        assert [(chunk.hit, chunk.reason) for chunk in report.chunks] == [(False, "too short")]
+        assert report.chunks[0].tokens == 20
+        enough = CONFIG.with_changes(min_tokens=20)
+        assert engine.generate(texts.asking(stored), SHORT, config=enough).report.blended
+
+    def test_hints_that_do_not_stand_in_the_prompt_are_told(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        stored, altered = texts.chunks(20, 30)
+        engine.precompute([stored, altered], progress=False)
+        prompt = f"{stored.text} {altered.text[:-4]} {texts.text(9)}"
+        stranger = Chunk("never registered", "somewhere")
+        hints = [stored, altered, stranger, "no such document"]
+        report = engine.generate(prompt, SHORT, hints=hints).report
+        told = [(c.hit, c.reason, c.start, c.document_id) for c in report.chunks]
+        assert told == [
+            (True, None, 0, None),
+            (False, "altered text", -1, None),
+            (False, "unknown", -1, "somewhere"),
+        ]
+        assert report.computed_tokens + report.recomputed_tokens + report.reused_tokens == (
+            report.prompt_tokens
+        )
+
+    def test_hints_tell_which_document_a_text_is_of(self, engine: Engine, texts: Texts) -> None:
+        shared = texts.text(20)
+        documents = [
+            Document(f"{name}{texts.text(1)}", (texts.text(15), shared), separator=" w77 ")
+            for name in "ab"
+        ]
+        engine.precompute(documents, progress=False)
+        for document in documents:
+            for hint in (document.document_id, document.to_chunks()[1]):
+                prompt = f"{texts.text(5)} {shared} {texts.text(9)}"
+                found = engine.generate(prompt, SHORT, hints=[hint]).report.chunks
+                assert [(c.hit, c.document_id) for c in found] == [(True, document.document_id)]
+
+    def test_hints_count_for_full_prefill_too(self, engine: Engine) -> None:
+        """They decide at which of two overlapping chunks a prompt is cut, hence its tokens."""
+        engine.register(["w1 w2 w3 w4", "w3 w4 w5"])
+        prompt = "w1 w2 w3 w4 w5 w6"
+        for hints, found in (((), ("w1 w2 w3 w4", 0)), ([Chunk("w3 w4 w5")], ("w3 w4 w5", 2))):
+            prepared = engine.prepare(prompt, hints)
+            assert [(s.chunk.text, s.start) for s in prepared.encoded.spans] == [found]
+            full = engine.generate_full(prompt, SHORT, hints=hints)
+            assert full.prompt_tokens == len(prepared.token_ids)
+
+    # Streams
+
+    def test_pieces_join_to_the_answer(self, engine: Engine, texts: Texts) -> None:
+        chunks = texts.chunks(30, 20)
+        engine.precompute(chunks, progress=False)
+        prompt = texts.asking(*chunks)
+        deltas = list(engine.stream(prompt, SHORT, config=REUSE))
+        assert len(deltas) > 2
+        assert all(delta.generation is None for delta in deltas[:-1])
+        answer = joined(deltas)
+        assert answer.finish_reason == "length"
+        assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
+        assert answer.report.reused_tokens == 50
+        assert answer.token_ids == engine.generate(prompt, SHORT, config=REUSE).token_ids
+
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_one_token_brings_its_report(
+        self, engine: Engine, texts: Texts, streamed: bool
+    ) -> None:
+        chunks = texts.chunks(30)
+        engine.precompute(chunks, progress=False)
+        one = SamplingParams(max_tokens=1)
+        prompt = texts.asking(*chunks)
+        answer = joined(engine.stream(prompt, one)) if streamed else engine.generate(prompt, one)
+        assert len(answer.token_ids) == 1
+        assert [chunk.hit for chunk in answer.report.chunks] == [True]
+
+    def test_closing_a_stream_stops_the_work(
+        self, engine: Engine, texts: Texts, watched: Watched
+    ) -> None:
+        cancel = Event()
+        stream = engine.stream(texts.text(20), LONG, cancel=cancel)
+        next(stream)
+        stream.close()  # type: ignore[attr-defined]
+        self._wait_until_idle(engine)
+        assert not cancel.is_set(), "it is its owner's"
+        assert len(engine.generate(texts.text(20), SHORT).token_ids) == SHORT.max_tokens
+        assert [*taken(watched.reasons)] in (["length"], ["cancelled", "length"])
+
+    def test_a_stream_that_nobody_reads_is_stopped(
+        self, engine: Engine, texts: Texts, watched: Watched
+    ) -> None:
+        stream = engine.stream(texts.text(20), LONG)
+        stream.close()  # type: ignore[attr-defined]
+        engine.generate(texts.text(20), SHORT)
+        self._wait_until_idle(engine)
+        reasons = [*taken(watched.reasons)]
+        assert sorted(reasons) in (["length"], ["cancelled", "length"])
+
+    # Batches
+
+    def test_a_batch_answers_in_order(self, engine: Engine, texts: Texts) -> None:
+        chunks = texts.chunks(30, 20, 40)
+        engine.precompute(chunks[:2], progress=False)
+        prompts = [
+            texts.text(12),
+            *(texts.asking(*chosen) for chosen in (chunks[:1], chunks, chunks[2:])),
+            texts.asking(*chunks[:2]).text,
+        ]
+        alone = [engine.generate(prompt, SHORT).token_ids for prompt in prompts]
+        assert len({*alone}) == len(alone)
+        together = engine.generate_batch(prompts, SHORT)
+        assert [answer.token_ids for answer in together] == alone
+        told = [[chunk.hit for chunk in answer.report.chunks] for answer in together]
+        assert [len(hits) for hits in told] == [0, 1, 3, 1, 2]
+        assert engine.generate_batch([], SHORT) == []
+
+    def test_a_batch_is_checked_before_it_is_served(
+        self, engine: Engine, texts: Texts, watched: Watched
+    ) -> None:
+        with pytest.raises(PromptError, match="empty"):
+            engine.generate_batch([texts.text(9), texts.text(9), ""], SHORT)
+        assert watched.begun == []
+
+    def test_when_one_of_a_batch_fails_the_others_are_given_up(
+        self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun: list[Request] = []
+
+        def fail(request: Request, *told: Any) -> Delta:
+            raise RuntimeError("broken")
+
+        start = engine._start
+        monkeypatch.setattr(engine, "_start", lambda one: begun.append(one) or start(one))  # type: ignore[func-returns-value]
+        monkeypatch.setattr(engine, "_answered", fail)
+        with pytest.raises(RuntimeError, match="broken"):
+            engine.generate_batch([texts.text(9), texts.text(8)], SHORT)
+        assert [request.cancel.is_set() for request in begun] == [True, True]
+        self._wait_until_idle(engine)
+
+    # Asynchronous twins
+
+    def test_async_twins_answer_alike(self, engine: Engine, texts: Texts) -> None:
+        chunks = texts.chunks(30)
+        engine.precompute(chunks, progress=False)
+        prompt = texts.asking(*chunks).text
+        wanted = engine.generate(prompt, SHORT, hints=chunks)
+
+        async def main() -> None:
+            options: dict[str, Any] = {"config": CONFIG, "hints": chunks}
+            answer = await engine.agenerate(prompt, SHORT, **options)
+            deltas = [delta async for delta in engine.astream(prompt, SHORT, **options)]
+            assert len(deltas) > 2
+            for one in (answer, joined(deltas)):
+                assert (one.token_ids, one.text) == (wanted.token_ids, wanted.text)
+                assert one.prompt_tokens == wanted.prompt_tokens
+
+        asyncio.run(main())
+
+    @pytest.mark.parametrize("step", ["prepare", "_answered"])
+    @pytest.mark.parametrize("streamed", [False, True])
+    def test_the_event_loop_goes_on_meanwhile(
+        self,
+        engine: Engine,
+        texts: Texts,
+        monkeypatch: pytest.MonkeyPatch,
+        step: str,
+        streamed: bool,
+    ) -> None:
+        """The loop itself opens the gate that the work waits at."""
+        gate = Gate(engine, step, monkeypatch)
+
+        async def ask() -> Generation:
+            if streamed:
+                return joined([delta async for delta in engine.astream(texts.text(9), SHORT)])
+            return await engine.agenerate(texts.text(9), SHORT)
+
+        async def main() -> Generation:
+            task = asyncio.create_task(ask())
+            await until(gate.arrived.is_set)
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not task.done()
+            gate.open.set()
+            return await task
+
+        assert asyncio.run(main()).finish_reason == "length"
+        assert gate.was_opened == [True]
+
+    def test_cancelling_a_task_stops_its_work(
+        self, engine: Engine, texts: Texts, watched: Watched
+    ) -> None:
+        async def main() -> None:
+            task = asyncio.create_task(engine.agenerate(texts.text(20), LONG))
+            await until(lambda: bool(watched.begun))
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(main())
+        assert watched.reasons.get(timeout=PATIENCE) == "cancelled"
+        self._wait_until_idle(engine)
+
+    def test_leaving_an_asynchronous_stream_stops_its_work(
+        self, engine: Engine, texts: Texts, watched: Watched
+    ) -> None:
+        async def main() -> None:
+            deltas = engine.astream(texts.text(20), LONG)
+            await anext(deltas)
+            await deltas.aclose()  # type: ignore[attr-defined]
+
+        asyncio.run(main())
+        assert watched.reasons.get(timeout=PATIENCE) == "cancelled"
+        self._wait_until_idle(engine)
+
+    def test_many_threads_and_event_loops_at_once(self, engine: Engine, texts: Texts) -> None:
+        chunks = texts.chunks(30, 20, 40)
+        engine.precompute(chunks[:2], progress=False)
+        draws = [(), chunks[:1], chunks[1:], chunks, (), chunks[:2]]
+        prompts = [texts.asking(*chosen) for chosen in draws]
+        alone = [engine.generate(prompt, SHORT).token_ids for prompt in prompts]
+
+        async def in_a_loop() -> list[Generation]:
+            async def streamed(prompt: BlendPrompt) -> Generation:
+                return joined([delta async for delta in engine.astream(prompt, SHORT)])
+
+            first, rest = prompts[:3], prompts[3:]
+            asked = [engine.agenerate(prompt, SHORT) for prompt in first]
+            return await asyncio.gather(*asked, *map(streamed, rest))
+
+        ways: list[Callable[[], list[Generation]]] = [
+            lambda: asyncio.run(in_a_loop()),
+            lambda: [engine.generate(prompt, SHORT) for prompt in prompts],
+            lambda: [joined(engine.stream(prompt, SHORT)) for prompt in prompts],
+            lambda: engine.generate_batch(prompts, SHORT),
+            lambda: asyncio.run(in_a_loop()),
+        ]
+        others = texts.chunks(*range(10, 26))
+        with ThreadPoolExecutor(len(ways) + 1) as pool:
+            indexed = pool.submit(engine.precompute, others, progress=False)
+            at_once = list(pool.map(lambda way: way(), ways))
+        assert [[a.token_ids for a in answers] for answers in at_once] == [alone] * len(ways)
+        assert indexed.result().computed == len(others)
+
+    # Cancelling by an event
+
+    def test_an_event_that_is_set_stops_the_work_before_it_begins(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        cancel = Event()
+        cancel.set()
+        answer = engine.generate(texts.text(20), LONG, cancel=cancel)
+        assert (answer.finish_reason, answer.text) == ("cancelled", "")
+        assert answer.token_ids == ()
+        assert (answer.report.blended, answer.report.reason) == (False, "cancelled")
+        assert (answer.report.computed_tokens, answer.report.compute_share) == (0, 0.0)
+        streamed = joined(engine.stream(texts.text(20), LONG, cancel=cancel))
+        assert streamed.finish_reason == "cancelled"
+        self._wait_until_idle(engine)
+
+    def test_an_event_stops_the_work_meanwhile(
+        self, engine: Engine, texts: Texts, watched: Watched
+    ) -> None:
+        cancel = Event()
+        deltas: list[Delta] = []
+        for delta in engine.stream(texts.text(20), LONG, cancel=cancel):
+            deltas.append(delta)
+            cancel.set()
+        answer = joined(deltas)
+        assert answer.finish_reason == "cancelled"
+        assert 0 < len(answer.token_ids) < LONG.max_tokens
+        assert answer.text.split() == engine.tokenizer.decode(answer.token_ids).split()
+        self._wait_until_idle(engine)
+
+    def test_a_users_event_is_the_users(self, engine: Engine, texts: Texts) -> None:
+        """One event may stand for many requests; the end of one must not end the others."""
+        cancel = Event()
+        engine.generate(texts.text(20), SHORT, cancel=cancel)
+        joined(engine.stream(texts.text(20), SHORT, cancel=cancel))
+        left = engine.stream(texts.text(20), LONG, cancel=cancel)
+        next(left)
+        left.close()  # type: ignore[attr-defined]
+        self._wait_until_idle(engine)
+        assert not cancel.is_set()
+
+    # Index time
+
+    def test_what_is_registered_is_known_and_not_stored(self, engine: Engine, texts: Texts) -> None:
+        document = texts.document(10, 20)
+        engine.register([document, *texts.chunks(9), texts.text(8)])
+        assert engine.registry.document(document.document_id) == tuple(document.to_chunks())
+        prompt = texts.asking(*document.to_chunks()).text
+        reasons = [chunk.reason for chunk in engine.generate(prompt, SHORT).report.chunks]
+        assert reasons == ["not stored"] * 2
+        with pytest.raises(PromptError, match="empty"):
+            engine.register([""])
+
+    def test_each_chunk_is_counted_once(self, engine: Engine, texts: Texts) -> None:
+        document = texts.document(30, 20, 10)
+        stands_alone = Chunk(texts.text(15))
+        items = [
+            document,
+            stands_alone,
+            texts.text(12),
+            "  \n",
+            texts.text(engine.context_window + 1),
+        ]
+        report = engine.precompute(iter(items), progress=False)
+        assert (report.computed, report.computed_tokens) == (5, 30 + 20 + 10 + 15 + 12)
+        assert (report.skipped, report.replaced) == (0, 0)
+        assert report.refused == {"empty text": 1, "longer than the context window": 1}
+        assert report.seconds > 0
+        again = engine.precompute([*items, stands_alone], progress=False)
+        assert (again.computed, again.computed_tokens, again.skipped) == (0, 0, 6)
+        assert again.refused == report.refused
+        assert engine.precompute([], progress=False).computed == 0
+        twice = texts.chunks(9) * 2
+        report = engine.precompute(twice, progress=False)
+        assert (report.computed, report.skipped) == (1, 1)
+
+    def test_an_edited_document_drops_what_it_no_longer_holds(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        first = texts.document(30, 20, 25)
+        edited = Document(first.document_id, (first.chunks[0], texts.text(22)), separator=" w77 ")
+        elsewhere = Document(first.document_id, first.chunks, " w77 ", collection="fine")
+        assert engine.precompute([first], progress=False).computed == 3
+        report = engine.precompute([edited], progress=False)
+        assert (report.computed, report.skipped, report.replaced) == (1, 1, 2)
+        assert engine.registry.document(first.document_id) == tuple(edited.to_chunks())
+        gone = engine.generate(texts.asking(*first.to_chunks()), SHORT).report.chunks
+        assert [chunk.hit for chunk in gone] == [True, False, False]
+        beside = engine.precompute([elsewhere], progress=False)
+        assert (beside.computed, beside.skipped, beside.replaced) == (2, 1, 0)
+
+    def test_several_variants_of_a_document_stand_side_by_side(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        first = texts.document(10, 12)
+        second = texts.document(11, 13, name=first.document_id)
+        assert engine.precompute([first, second], progress=False).computed == 4
+        assert len(engine.registry.document(first.document_id)) == 4
+
+    def test_an_interrupted_run_goes_on_where_it_stopped(
+        self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chunks = texts.chunks(*range(10, 70))
+
+        class Interrupted(Tally):
+            def add(self, done: Stored) -> None:
+                super().add(done)
+                if self.report(0.0, 0).computed:
+                    raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(base, "Tally", Interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                engine.precompute(chunks, progress=False)
+        self._wait_until_idle(engine)
+        report = engine.precompute(chunks, progress=False)
+        assert report.refused == {}
+        assert report.computed + report.skipped == len(chunks)
+        assert report.computed > 0, "the interrupt ended the work, too"
+        assert report.skipped > 0
+        answer = engine.generate(texts.asking(*chunks[:3]), SHORT)
+        assert [chunk.hit for chunk in answer.report.chunks] == [True] * 3
+
+    def test_items_that_fail_leave_an_engine_that_works(self, engine: Engine, texts: Texts) -> None:
+        chunk = texts.chunks(12)[0]
+
+        def failing() -> Iterator[Chunk]:
+            yield chunk
+            raise OSError("the reader broke")
+
+        with pytest.raises(OSError, match="the reader broke"):
+            engine.precompute(failing(), progress=False)
+        assert engine.precompute([chunk], progress=False).computed == 1
+
+    def test_a_prefetch_changes_no_answer(self, engine: Engine, texts: Texts) -> None:
+        document = texts.document(30, 20)
+        chunks = document.to_chunks()
+        stranger = texts.chunks(9)[0]
+        engine.precompute([document], progress=False)
+        prompt = texts.asking(*chunks)
+        wanted = engine.generate(prompt, SHORT).token_ids
+        engine.prefetch([document.document_id, chunks[1], stranger, "no such document"])
+        engine.prefetch([])
+        answer = engine.generate(prompt, SHORT)
+        assert answer.token_ids == wanted
+        assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
+
+    def test_an_evicted_document_is_forgotten(self, engine: Engine, texts: Texts) -> None:
+        document, other = texts.document(30, 20), texts.document(25)
+        engine.precompute([document, other], progress=False)
+        prompt = texts.asking(*document.to_chunks(), *other.to_chunks())
+        assert engine.evict_document(document.document_id) == 2
+        assert engine.registry.document(document.document_id) == ()
+        found = engine.generate(prompt.text, SHORT).report.chunks
+        assert [(c.hit, c.document_id) for c in found] == [(True, other.document_id)]
+        asked = texts.asking(*document.to_chunks(), *other.to_chunks())
+        reasons = [chunk.reason for chunk in engine.generate(asked, SHORT).report.chunks]
+        assert reasons == ["not stored", "not stored", None]
+        assert engine.evict_document(document.document_id) == 0
+        assert engine.evict_document("no such document") == 0
+        assert engine.precompute([document], progress=False).computed == 2
+
+    def test_a_document_can_be_evicted_from_one_collection(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        coarse = texts.document(30, collection="coarse")
+        fine = texts.document(14, 15, name=coarse.document_id, collection="fine")
+        engine.precompute([coarse, fine], progress=False)
+        assert engine.evict_document(fine.document_id, "none such") == 0
+        assert engine.evict_document(fine.document_id, "fine") == 2
+        assert engine.registry.document(coarse.document_id) == tuple(coarse.to_chunks())
+        hits = engine.generate(texts.asking(*coarse.to_chunks()), SHORT).report.chunks
+        assert [chunk.hit for chunk in hits] == [True]
+
+    def test_kv_that_another_document_shares_is_kept(self, engine: Engine, texts: Texts) -> None:
+        first = texts.document(20, 15)
+        second = Document(f"{first.document_id}b", (first.chunks[0], texts.text(12)), " w77 ")
+        assert engine.precompute([first, second], progress=False).computed == 3
+        assert engine.evict_document(first.document_id) == 1
+        prompt = f"{texts.text(5)} {first.chunks[0]} {texts.text(9)}"
+        found = engine.generate(prompt, SHORT).report.chunks
+        assert [(c.hit, c.document_id) for c in found] == [(True, second.document_id)]
+
+    def test_kv_that_no_document_knows_can_be_dropped(self, engine: Engine, texts: Texts) -> None:
+        lost, kept = texts.document(10, 20), texts.document(12)
+        engine.precompute([lost, kept], progress=False)
+        engine.registry.remove_document(lost.document_id)
+        if not self.tells_what_it_stores:
+            with pytest.raises(ConfigError, match="does not tell which chunks it stores"):
+                engine.evict_unregistered()
+            return
+        assert engine.evict_unregistered() == 2
+        assert engine.evict_unregistered() == 0
+        hits = engine.generate(texts.asking(*kept.to_chunks()), SHORT).report.chunks
+        assert [chunk.hit for chunk in hits] == [True]
+        assert engine.precompute([lost], progress=False).computed == 2
+
+    # Siblings
+
+    def test_a_sibling_shares_model_and_store(self, engine: Engine, texts: Texts) -> None:
+        chunks = texts.chunks(30, 20)
+        engine.precompute(chunks, progress=False)
+        one, twin = engine.sibling(lead_in="none"), engine.sibling(lead_in=LeadInConfig("none"))
+        assert one.lead_in == LeadInConfig("none")
+        assert engine.lead_in == LeadInConfig()
+        assert one.fingerprint == twin.fingerprint != engine.fingerprint
+        assert len(one.registry) == 0
+        prompt = texts.asking(*chunks)
+        assert one.generate_full(prompt, SHORT).token_ids == (
+            engine.generate_full(prompt, SHORT).token_ids
+        )
+        assert not one.generate(texts.asking(*chunks), SHORT).report.blended
+        assert one.precompute(chunks, progress=False).computed == 2
+        assert twin.precompute(chunks, progress=False).skipped == 2
+        report = one.generate(texts.asking(*chunks), SHORT, config=REUSE).report
+        assert (report.reused_tokens, report.lead_in) == (50, "none")
+        assert engine.precompute(chunks, progress=False).skipped == 2
+        with pytest.raises(ConfigError, match="lead_in="):
+            engine.sibling(lead_in="nonsense")
+
+    def test_a_siblings_end_is_its_own(self, engine: Engine, texts: Texts) -> None:
+        sibling, other = engine.sibling(lead_in="none"), engine.sibling(lead_in="bos")
+        grandchild = sibling.sibling(lead_in="bos")
+        stream = sibling.stream(texts.text(20), LONG)
+        next(stream)
+        sibling.close()
+        with pytest.raises(ConfigError, match=CLOSED):
+            list(stream)
+        for closed in (sibling, grandchild):
+            assert not closed.is_open
+            self._refuses_everything(closed)
+        self._wait_until_idle(engine)
+        for open_ in (engine, other):
+            assert open_.is_open
+            assert len(open_.generate(texts.text(9), SHORT).token_ids) == SHORT.max_tokens
+
+    # Errors
+
+    def test_prompts_that_cannot_be_served_are_refused(
+        self, engine: Engine, watched: Watched
+    ) -> None:
+        window = engine.context_window
+        for prompt, message in (
+            ("", "prompt is empty: give at least one token"),
+            (BlendPrompt.of(), "prompt is empty"),
+            (words(window, 1), f"holds {window} tokens, the context window is {window}: "),
+            ("w5 \ud800", "surrogate"),
+            ([{"content": "no role"}], "role"),
+        ):
+            for ask in ways_to_ask(engine, prompt):
+                with pytest.raises(PromptError, match=message) as caught:
+                    ask()
+                assert "\n" not in str(caught.value)
+            with pytest.raises(PromptError, match=message):
+                engine.prepare(prompt)
+        assert watched.begun == []
+
+    @pytest.mark.parametrize(
+        ("fields", "message"),
+        [
+            ({"selector": "nonsense"}, "nonsense"),
+            ({"selector_options": {"no_such": 1}}, "no_such"),
+            ({"lead_in": "none"}, r"lead_in in a request's config: .*lead_in=LeadInConfig"),
+            ({"document_window": 9}, "document_window in a request's config"),
+        ],
+    )
+    def test_a_config_that_is_wrong_is_refused(
+        self, engine: Engine, watched: Watched, fields: dict[str, Any], message: str
+    ) -> None:
+        config = CONFIG.with_changes(**fields)
+        for ask in ways_to_ask(engine, "w5 w6", config=config):
+            with pytest.raises(ConfigError, match=message) as caught:
+                ask()
+            assert "\n" not in str(caught.value)
+        assert watched.begun == []
+
+    # The end
+
+    def test_closing_ends_what_is_at_work_and_what_follows(
+        self, engine: Engine, texts: Texts, watched: Watched
+    ) -> None:
+        """Last: it closes the engine that the others may share."""
+        sibling = engine.sibling(lead_in="none")
+        checked = engine._request(texts.text(20), SHORT, None, (), None)
+        streams = [one.stream(texts.text(20), LONG) for one in (engine, sibling)]
+        for stream in streams:
+            next(stream)
+        asked = 40
+
+        async def main() -> list[Any]:
+            """More at once than any pool has threads."""
+            tasks = [
+                asyncio.create_task(engine.agenerate(texts.text(20), LONG)) for _ in range(asked)
+            ]
+            await until(lambda: len(watched.begun) > asked)
+            await asyncio.to_thread(engine.close)
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+        for error in asyncio.run(main()):
+            assert isinstance(error, ConfigError)
+            assert str(error) == CLOSED
+        for stream in streams:
+            with pytest.raises(ConfigError, match=CLOSED):
+                list(stream)
+        for late in (
+            engine._start(checked).last,
+            lambda: asyncio.run(read(engine._start(checked))),
+        ):
+            with pytest.raises(ConfigError, match=CLOSED):
+                late()
+        engine.close()
+        for closed in (engine, sibling):
+            assert not closed.is_open
+            self._refuses_everything(closed)
+            closed.close()
+
+    def _refuses_everything(self, engine: Engine) -> None:
+        calls: list[Callable[[], object]] = [
+            *ways_to_ask(engine, "w1"),
+            lambda: engine.prepare("w1"),
+            lambda: engine.precompute(["w1"], progress=False),
+            lambda: engine.register(["w1"]),
+            lambda: engine.prefetch(["any"]),
+            lambda: engine.evict_document("any"),
+            engine.evict_unregistered,
+            lambda: engine.sibling(lead_in="none"),
+        ]
+        for call in calls:
+            with pytest.raises(ConfigError, match=CLOSED):
+                call()
+
+    def _wait_until_idle(self, engine: Engine) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while self.at_work(engine) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert self.at_work(engine) == 0
+
+
+def joined(deltas: Iterable[Delta]) -> Generation:
+    """The answer that a stream ends with, whose text its pieces are."""
+    deltas = list(deltas)
+    answer = deltas[-1].generation
+    assert answer is not None
+    assert "".join(delta.text for delta in deltas) == answer.text
+    return answer
+
+
+def taken(queue: SimpleQueue[str]) -> Iterator[str]:
+    while not queue.empty():
+        yield queue.get()
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Let the event loop go round until something is so."""
+    async with asyncio.timeout(PATIENCE):
+        while not is_so():
+            await asyncio.sleep(0.001)
+
+
+async def read(deltas: AsyncIterable[Delta]) -> None:
+    async for _ in deltas:
+        pass
+
+
+def ways_to_ask(engine: Engine, prompt: Any, **options: Any) -> Sequence[Callable[[], object]]:
+    """Every way to ask an engine; with options, those that take them."""
+
+    ways: list[Callable[[], object]] = [
+        lambda: engine.generate(prompt, SHORT, **options),
+        lambda: engine.stream(prompt, SHORT, **options),
+        lambda: engine.generate_batch([prompt], SHORT, **options),
+        lambda: asyncio.run(engine.agenerate(prompt, SHORT, **options)),
+        lambda: asyncio.run(read(engine.astream(prompt, SHORT, **options))),
+    ]
+    return ways if options else [*ways, lambda: engine.generate_full(prompt, SHORT)]

@@ -1,0 +1,111 @@
+"""ToyEngine: what a third engine costs. Its model is a hash, its KV of a token is a number."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.storing import Stored
+from cacheblend_rag.engines.stream import PulledStream, Stream
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
+from cacheblend_rag.report import PrefillReport
+
+KV = tuple[int, ...]
+LAST_WORD = 256
+
+
+class ToyEngine(Engine):
+    """Answers what follows from the KV of all tokens of the prompt, computed or reused."""
+
+    name = "toy"
+    context_window = 2048
+    blend_refusal = None
+
+    def __init__(self, tokenizer: Any, **settings: Any) -> None:
+        self._kv: dict[KVKey, KV] = {}
+        self._pool = ThreadPoolExecutor()
+        super().__init__(
+            model_name="hash", tokenizer=tokenizer, identity={"toy": "hash"}, **settings
+        )
+
+    # A request
+
+    def _start(self, request: Request) -> Stream[Delta]:
+        return PulledStream(self._answer(request), request.cancel, self._pool)
+
+    def _answer(self, request: Request) -> Iterator[Delta]:
+        if request.cancel.is_set():
+            yield self._answered(request, "", (), "cancelled", CANCELLED)
+            return
+        kv, report = self._prefilled(request)
+        sampling, text, ids = request.sampling, "", list[int]()
+        held_back = max(map(len, sampling.stop), default=1) - 1
+        reason: FinishReason = "length"
+        sent = 0
+        while len(ids) < sampling.max_tokens and reason == "length":
+            drawn = sampling.seed if sampling.temperature else None
+            ids.append(2 + hash((kv, drawn, *ids)) % (LAST_WORD - 2))
+            text = self.tokenizer.decode(ids)
+            ends = [text.index(stop) for stop in sampling.stop if stop in text]
+            if ends:
+                text, reason = text[: min(ends)], "stop"
+            elif request.cancel.is_set():
+                reason = "cancelled"
+            elif len(text) - held_back > sent:
+                yield Delta(text[sent : len(text) - held_back])
+                sent = len(text) - held_back
+        last = self._answered(request, text, ids, reason, report)
+        yield replace(last, text=text[sent:])
+
+    def _prefilled(self, request: Request) -> tuple[KV, PrefillReport]:
+        """Return the KV of all tokens, and what was reused of it."""
+        prepared, config = request.prepared, request.config
+        kv = _computed(prepared.token_ids)
+        if request.full or not prepared.placed:
+            return kv, PrefillReport(FULL_PREFILL if request.full else NO_CHUNK)
+        found = [self._kv.get(chunk.key) for chunk in prepared.placed]
+        refused = too_little(sum(len(one or ()) for one in found), config.min_tokens)
+        if refused:
+            chunks = [chunk.report(refused[1] or "not stored") for chunk in prepared.placed]
+            return kv, PrefillReport(refused[0], chunks=chunks)
+        chunks = []
+        for chunk, one in zip(prepared.placed, found, strict=True):
+            if one is None:
+                chunks.append(chunk.report("not stored"))
+                continue
+            fresh = round(config.recompute_ratio * len(one))
+            kv = kv[: chunk.start + fresh] + one[fresh:] + kv[chunk.end :]
+            chunks.append(replace(chunk.report(None, "host"), recomputed=fresh))
+        return kv, PrefillReport(selector="first", ratio=config.recompute_ratio, chunks=chunks)
+
+    # The store's verbs
+
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+        for plan in plans:
+            if plan.key in self._kv:
+                yield Stored(skipped=1)
+            else:
+                self._kv[plan.key] = _computed(plan.token_ids)
+                yield Stored(computed=1, computed_tokens=len(plan.token_ids))
+
+    def _prefetch(self, keys: Sequence[KVKey]) -> None:
+        """There is no slower tier."""
+
+    def _evict(self, keys: Sequence[KVKey]) -> int:
+        return sum(self._kv.pop(key, None) is not None for key in keys)
+
+    def _stored_keys(self) -> Iterable[KVKey]:
+        return [key for key in self._kv if key.fingerprint == self.fingerprint]
+
+    def _close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _computed(token_ids: Iterable[int]) -> KV:
+    return tuple(hash((token,)) for token in token_ids)
