@@ -25,11 +25,12 @@ KIND = "Input should be "
 
 @dataclass(frozen=True)
 class Arguments:
-    """The names that something takes.
+    """The names that something takes; ALIASES of known ones are taken, too.
 
-    kind: what each is, as in "x is no {kind}". known: the names. inside: names that belong inside
-    of an argument that is a dict, each with that argument's name. ALIASES of known names are taken,
-    too.
+    Args:
+        kind: what each is, as in "x is no {kind}".
+        known: the names.
+        inside: names that belong inside of an argument that is a dict, each with that argument's.
     """
 
     kind: str
@@ -40,7 +41,13 @@ class Arguments:
     def holding(
         cls, kind: str, known: Iterable[str], settings: Mapping[str, type[Any]]
     ) -> Arguments:
-        """Return arguments of which some are settings, each with its dataclass."""
+        """Return arguments of which some are settings.
+
+        Args:
+            kind: what each argument is.
+            known: their names.
+            settings: those that are settings, if they are known, each with its dataclass.
+        """
         names = frozenset(known)
         inside = {
             one.name: outer
@@ -53,7 +60,8 @@ class Arguments:
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by their own names. No error tells a value.
 
-        Raises ConfigError for a name that is not known, and for two names of one argument.
+        Raises:
+            ConfigError: for a name that is not known, and for two names of one argument.
         """
         for name in given:
             if self._own(name) not in self.known:
@@ -61,14 +69,16 @@ class Arguments:
         return self.renamed(given)
 
     def told(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """As read, without the arguments that are None: they leave what is settled."""
+        """Return what ``read`` does but arguments that are None: they leave what is settled."""
         return {name: value for name, value in self.read(given).items() if value is not None}
 
     def renamed(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by their own names, and unknown ones as they are.
 
-        An alias that holds None is left out: it is other libraries' way to say nothing. Raises
-        ConfigError for two names of one argument.
+        An alias that holds None is left out: it is other libraries' way to say nothing.
+
+        Raises:
+            ConfigError: for two names of one argument.
         """
         names: dict[str, str] = {}
         for name, value in given.items():

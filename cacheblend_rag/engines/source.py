@@ -91,7 +91,7 @@ class EngineSource:
             return engine
 
     async def aopen(self, settings: Callable[[], EngineConfig]) -> Engine:
-        """As open; loading happens off the event loop."""
+        """Return the engine as ``open`` does; loading happens off the event loop."""
         if self._engine is not None:
             return self._engine
         return await asyncio.to_thread(self.open, settings)

@@ -164,7 +164,11 @@ class Match:
 
 
 def read_hints(given: Chunk | str | Iterable[Chunk | str]) -> tuple[Chunk | str, ...]:
-    """Return hints, of which one alone needs no list; raises ConfigError on any other kind."""
+    """Return hints, of which one alone needs no list.
+
+    Raises:
+        ConfigError: for a hint that is neither a chunk nor a document's id.
+    """
     hints = given if isinstance(given, list | tuple) else (given,)
     for hint in hints:
         if not isinstance(hint, str | Chunk):

@@ -78,7 +78,9 @@ class EngineOptions(_Stored):
     lead_in: InstanceOf[LeadInConfig] | None = None
     """What passages are computed behind: a LeadInConfig, its fields or its kind."""
     device: str | None = None
+    """Where the model runs."""
     dtype: str | None = None
+    """Precision of the model's weights."""
     api_key: SecretStr | None = Field(
         default_factory=secret_from_env("CACHEBLEND_API_KEY", default=None), exclude=True
     )
@@ -132,8 +134,11 @@ class EngineOptions(_Stored):
     def engine(self) -> Engine:
         """The engine, opened on first use.
 
-        Raises ModelLoadError, MissingExtraError, EngineUnavailableError or ConfigError, each with
-        one line that says what to change.
+        Raises:
+            ModelLoadError: when the model cannot be loaded.
+            MissingExtraError: when the engine's library is not installed.
+            EngineUnavailableError: when a server does not answer.
+            ConfigError: when options do not suit each other, or a server.
         """
         return self._source.open(self._engine_config)
 

@@ -196,11 +196,15 @@ class EngineSettings(_Stored):
         return self._source.is_open
 
     def open(self) -> Engine:
-        """Return the engine, opened on first use; raises a CacheBlendError of one line."""
+        """Return the engine, opened on first use.
+
+        Raises:
+            CacheBlendError: when it cannot be opened, in one line.
+        """
         return self._source.open(self._engine_config)
 
     async def aopen(self) -> Engine:
-        """As open; loading happens off the event loop."""
+        """Return the engine as ``open`` does; loading happens off the event loop."""
         return await self._source.aopen(self._engine_config)
 
     def settings(self) -> dict[str, Any]:
