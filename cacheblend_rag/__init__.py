@@ -1,7 +1,9 @@
 """cacheblend-rag: reuse retrieved passages' KV caches, computed once, and answer sooner.
 
-The names below are the public interface; anything else may change without notice. Names that need
-PyTorch are imported on first use, so that importing the package stays quick.
+The names below are the public interface; anything else may change without notice. The last of them
+are for components of other frameworks, such as those of ``integrations/``, which take options and
+open an engine by them. Names that need PyTorch are imported on first use, so that importing the
+package stays quick.
 """
 
 from __future__ import annotations
@@ -9,8 +11,23 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.config import BlendConfig, EngineConfig, LeadInConfig, StoreConfig
-from cacheblend_rag.text.chunk import Chunk, Document
+from cacheblend_rag.arguments import Arguments, describe_errors
+from cacheblend_rag.config import BlendConfig, EngineConfig, LeadInConfig, StoreConfig, names_of
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    DamagedChunkError,
+    DatasetError,
+    EngineUnavailableError,
+    ForeignChunkError,
+    MissingExtraError,
+    ModelLoadError,
+    PromptError,
+    StoreError,
+    UnsupportedModelError,
+)
+from cacheblend_rag.secret import Secret
+from cacheblend_rag.text.chunk import Chunk, Document, read_hints
 from cacheblend_rag.text.prompt import BlendPrompt, Segment
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -18,7 +35,10 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.factory import open_engine
+    from cacheblend_rag.engines.naming import public_name
+    from cacheblend_rag.engines.option_fields import store_fields
     from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.engines.source import EngineSource
     from cacheblend_rag.engines.tokenizer import load_tokenizer
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
@@ -34,6 +54,7 @@ _LAZY = {
     "ChunkReport": "cacheblend_rag.report",
     "Delta": "cacheblend_rag.engines.answer",
     "Engine": "cacheblend_rag.engines.base",
+    "EngineSource": "cacheblend_rag.engines.source",
     "Generation": "cacheblend_rag.engines.answer",
     "KVKey": "cacheblend_rag.kv",
     "PassageOrder": "cacheblend_rag.rag.ordering",
@@ -44,33 +65,55 @@ _LAZY = {
     "TransformersEngine": "cacheblend_rag.engines.transformers",
     "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
+    "public_name": "cacheblend_rag.engines.naming",
+    "store_fields": "cacheblend_rag.engines.option_fields",
 }
 
 __all__ = [
     "BlendConfig",
     "BlendPrompt",
     "BlendReport",
+    "CacheBlendError",
     "Chunk",
     "ChunkKV",
     "ChunkRegistry",
     "ChunkReport",
+    "ConfigError",
+    "DamagedChunkError",
+    "DatasetError",
     "Delta",
     "Document",
     "Engine",
     "EngineConfig",
+    "EngineUnavailableError",
+    "ForeignChunkError",
     "Generation",
     "KVKey",
     "LeadInConfig",
+    "MissingExtraError",
+    "ModelLoadError",
     "PassageOrder",
     "PrecomputeReport",
+    "PromptError",
     "SamplingParams",
     "Segment",
     "SharedChunkRegistry",
     "StoreConfig",
+    "StoreError",
     "TieredKVStore",
     "TransformersEngine",
+    "UnsupportedModelError",
     "load_tokenizer",
     "open_engine",
+    # For components of other frameworks:
+    "Arguments",
+    "EngineSource",
+    "Secret",
+    "describe_errors",
+    "names_of",
+    "public_name",
+    "read_hints",
+    "store_fields",
 ]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,32 +25,60 @@ KIND = "Input should be "
 
 @dataclass(frozen=True)
 class Arguments:
-    """The names that something takes.
+    """The names that something takes; ALIASES of known ones are taken, too.
 
-    kind: what each is, as in "x is no {kind}". known: the names. inside: names that belong inside
-    of an argument that is a dict, each with that argument's name. ALIASES of known names are taken,
-    too.
+    Args:
+        kind: what each is, as in "x is no {kind}".
+        known: the names.
+        inside: names that belong inside of an argument that is a dict, each with that argument's.
     """
 
     kind: str
     known: frozenset[str]
     inside: Mapping[str, str] = field(default_factory=dict)
 
+    @classmethod
+    def holding(
+        cls, kind: str, known: Iterable[str], settings: Mapping[str, type[Any]]
+    ) -> Arguments:
+        """Return arguments of which some are settings.
+
+        Args:
+            kind: what each argument is.
+            known: their names.
+            settings: those that are settings, if they are known, each with its dataclass.
+        """
+        names = frozenset(known)
+        inside = {
+            one.name: outer
+            for outer in settings.keys() & names
+            for one in fields(settings[outer])
+            if one.name not in names
+        }
+        return cls(kind, names, inside)
+
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by their own names. No error tells a value.
 
-        Raises ConfigError for a name that is not known, and for two names of one argument.
+        Raises:
+            ConfigError: for a name that is not known, and for two names of one argument.
         """
         for name in given:
             if self._own(name) not in self.known:
                 raise ConfigError(self._refusal(name))
         return self.renamed(given)
 
+    def told(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what ``read`` does but arguments that are None: they leave what is settled."""
+        return {name: value for name, value in self.read(given).items() if value is not None}
+
     def renamed(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by their own names, and unknown ones as they are.
 
-        An alias that holds None is left out: it is other libraries' way to say nothing. Raises
-        ConfigError for two names of one argument.
+        An alias that holds None is left out: it is other libraries' way to say nothing.
+
+        Raises:
+            ConfigError: for two names of one argument.
         """
         names: dict[str, str] = {}
         for name, value in given.items():
@@ -91,7 +119,7 @@ def check_engine_name(engine: str, kinds: Sequence[str]) -> None:
         raise ConfigError(f"engine={engine!r} must be {', '.join(kinds)} or a server's URL")
 
 
-def describe(errors: Iterable[Mapping[str, Any]]) -> str:
+def describe_errors(errors: Iterable[Mapping[str, Any]]) -> str:
     """Return in one line what pydantic finds wrong with arguments, without their values."""
     found: dict[str, list[str]] = {}
     for error in errors:

@@ -131,6 +131,21 @@ class StoreConfig(Settings):
             object.__setattr__(self, name, _bytes(name, getattr(self, name)))
         object.__setattr__(self, "ttl_seconds", _seconds("ttl_seconds", self.ttl_seconds))
 
+    @classmethod
+    def spread(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options with what a whole ``store`` among them tells by its own names.
+
+        Raises:
+            ConfigError: for a setting that is given beside ``store``, too.
+        """
+        given = dict(options)
+        store = given.pop("store", None)
+        if store is None:
+            return given
+        if loose := names_of(cls) & given.keys():
+            raise ConfigError(f"{', '.join(sorted(loose))}: give it as a setting of store=, too")
+        return {**given, **cls.of(store).to_dict()}
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)
@@ -213,6 +228,10 @@ class BlendConfig(Settings):
     def for_requests(self) -> BlendConfig:
         """Return a copy without what is an engine's."""
         return self.with_changes(**dict.fromkeys(_LEAD_IN_FIELDS))
+
+    def with_ratio(self, recompute_ratio: float) -> BlendConfig:
+        """Return a copy with one ratio, in force after every check layer."""
+        return self.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
 
     def ratio_at(self, check: int) -> float:
         """Return the recompute ratio in force after the ``check``-th check layer."""
@@ -323,12 +342,9 @@ class EngineConfig(Settings):
             ConfigError: for an option that is none, and for one that is given twice.
         """
         inside = names_of(StoreConfig)
-        given = Arguments(cls._noun, names_of(cls) | inside).read(options)
-        loose = {name: given.pop(name) for name in inside & given.keys()}
-        store = given.get("store")
-        if loose and store is not None:
-            raise ConfigError(f"{', '.join(sorted(loose))}: give it as a setting of store=, too")
-        return cls(**given if store is not None else {**given, "store": StoreConfig(**loose)})
+        given = StoreConfig.spread(Arguments(cls._noun, names_of(cls) | inside).read(options))
+        store = {name: given.pop(name) for name in inside & given.keys()}
+        return cls(**given, store=StoreConfig(**store))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, without the key.

@@ -7,7 +7,7 @@ import re
 import pytest
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from cacheblend_rag.arguments import Arguments, check_engine_name, describe
+from cacheblend_rag.arguments import Arguments, check_engine_name, describe_errors
 from cacheblend_rag.errors import ConfigError
 
 TAKEN = Arguments(
@@ -130,7 +130,7 @@ class Options(BaseModel):
 def test_what_pydantic_finds_is_told_in_a_line(given: dict[str, object], told: str) -> None:
     with pytest.raises(ValidationError) as raised:
         Options(**given)  # type: ignore[arg-type]
-    line = describe(raised.value.errors())
+    line = describe_errors(raised.value.errors())
     assert re.match(told, line), line
     assert "\n" not in line
     assert "s3cret" not in line

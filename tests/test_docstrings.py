@@ -35,8 +35,6 @@ PACKAGES = (
     "llama_index.llms.cacheblend",
     "llama_index.postprocessor.cacheblend",
 )
-# What these define is inherited by public classes; their docstrings follow.
-NOT_HELD_YET = ("langchain_cacheblend.options", "llama_index.llms.cacheblend.settings")
 HEADER = re.compile(r"(Args|Returns|Yields|Raises|Attributes|Example):$")
 ENTRY = re.compile(r" {4}(\*{0,2}\w+(?:, \w+)*): \S")
 SAYS_WHAT_RETURNS = re.compile(r"\b(returns?|yields?|whether)\b", re.IGNORECASE)
@@ -160,8 +158,7 @@ def entries(section: str, texts: Iterable[str]) -> set[str]:
 
 
 def is_ours(cls: type[Any]) -> bool:
-    ours = any(cls.__module__.startswith(package) for package in (*PACKAGES, __name__))
-    return ours and cls.__module__ not in NOT_HELD_YET
+    return any(cls.__module__.startswith(package) for package in (*PACKAGES, __name__))
 
 
 def function_of(member: Any) -> Callable[..., Any] | None:

@@ -26,6 +26,7 @@ from contextlib import aclosing, closing
 from dataclasses import replace
 from threading import Event
 from typing import Any, ClassVar, Final, Self, cast
+from weakref import ref
 
 from tqdm import tqdm
 
@@ -135,7 +136,13 @@ class Engine(ABC):
             identity=self._identity,
             namespace=self.namespace,
         )
-        self._known = KnownChunks(registry, self._led, self._evict)
+        me = ref(self)  # held by what it holds, a dropped engine would keep its model for a while
+
+        def evict(keys: Sequence[KVKey]) -> int:
+            engine = me()
+            return engine._evict(keys) if engine else 0
+
+        self._known = KnownChunks(registry, self._led, evict)
         self._first_miss = FirstMiss(registry)
         self._preparer = PromptPreparer(
             self.tokenizer, self.encoder, registry, self._led, self.context_window

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
+from cacheblend_rag.errors import ConfigError
+
 
 class Context(Sequence[str]):
     """Pieces of a document, in order. Long ones that begin alike share their beginnings.
@@ -159,3 +161,16 @@ class Match:
     start: int
     end: int
     chunk: Chunk
+
+
+def read_hints(given: Chunk | str | Iterable[Chunk | str]) -> tuple[Chunk | str, ...]:
+    """Return hints, of which one alone needs no list.
+
+    Raises:
+        ConfigError: for a hint that is neither a chunk nor a document's id.
+    """
+    hints = given if isinstance(given, list | tuple) else (given,)
+    for hint in hints:
+        if not isinstance(hint, str | Chunk):
+            raise ConfigError(f"hints hold a {type(hint).__name__}: give Chunks or document ids")
+    return tuple(hints)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -195,3 +197,16 @@ def test_public_names_hide_folders(tmp_path: Path) -> None:
     assert public_name("org/model-7b") == "org/model-7b"
     assert public_name(str(tmp_path / "secret" / "my-model")) == "my-model"
     assert public_name("./models/my-model") == "my-model"
+
+
+def test_an_engine_that_nobody_holds_is_freed_at_once() -> None:
+    engine = open_engine("transformers", model="demo")
+    engine.precompute(["A chunk."], progress=False)
+    held = weakref.ref(engine)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert held() is None
+    finally:
+        gc.enable()

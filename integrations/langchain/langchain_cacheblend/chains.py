@@ -6,8 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any, cast
 
-from cacheblend_rag import PassageOrder
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import ConfigError, PassageOrder
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.prompts import (

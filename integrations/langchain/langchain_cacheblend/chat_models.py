@@ -8,16 +8,23 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass
 from typing import Any, Self
 
-from cacheblend_rag import BlendConfig, Chunk, Delta, Engine, Generation, SamplingParams
-from cacheblend_rag.arguments import Arguments
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import (
+    Arguments,
+    BlendConfig,
+    Chunk,
+    ConfigError,
+    Delta,
+    Engine,
+    Generation,
+    SamplingParams,
+    read_hints,
+)
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models import BaseChatModel, LangSmithParams
 from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
 from langchain_core.outputs import Generation as CachedGeneration
-from langchain_core.runnables import run_in_executor
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from langchain_cacheblend.hints import current_hints
@@ -139,7 +146,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        engine = await self._open_engine()
+        engine = await self._source.aopen(self._engine_config)
         call = self._call(engine, messages, stop, kwargs)
         return self._result(
             await engine.agenerate(
@@ -171,7 +178,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         run_manager: AsyncCallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> AsyncIterator[ChatGenerationChunk]:
-        engine = await self._open_engine()
+        engine = await self._source.aopen(self._engine_config)
         call = self._call(engine, messages, stop, kwargs)
         deltas = engine.astream(call.prompt, call.sampling, config=call.config, hints=call.hints)
         async with aclosing(deltas):  # type: ignore[type-var]
@@ -193,10 +200,6 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
             hit.message = hit.message.model_copy(update={"response_metadata": told})
         return found
 
-    async def _open_engine(self) -> Engine:
-        """Return the engine; where it has yet to be opened, off the event loop."""
-        return self.engine if self.is_open else await run_in_executor(None, lambda: self.engine)
-
     def _blend_config(self) -> BlendConfig:
         """Return the config of calls that change nothing; opens nothing."""
         if self.blend_config is not None:
@@ -212,10 +215,10 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     ) -> _Call:
         """Return what to ask the engine; raises ConfigError for an option that is none."""
         given = {name: value for name, value in options.items() if name not in CORE_FIELDS}
-        options = _given(CALL.read(_with_stop(given, stop)))
+        options = CALL.told(_with_stop(given, stop))
         config, ratio = self._blend_config(), options.get("recompute_ratio")
         if ratio is not None:
-            config = config.with_changes(recompute_ratio=ratio, recompute_ratios=None)
+            config = config.with_ratio(ratio)
         hints = options.get("hints")
         if hints is None:
             hints = current_hints()
@@ -225,7 +228,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
             else plain_text(messages),
             sampling=self._sampling(options),
             config=config,
-            hints=_hints(hints),
+            hints=read_hints(hints),
         )
 
     def _sampling(self, options: Mapping[str, Any]) -> SamplingParams:
@@ -289,11 +292,6 @@ def _usage(generation: Generation) -> UsageMetadata:
     )
 
 
-def _given(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was given: None leaves the model's own."""
-    return {name: value for name, value in options.items() if value is not None}
-
-
 def _with_stop(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
     return {**options} if stop is None else {**options, "stop": stop}
 
@@ -302,16 +300,8 @@ def _told(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str,
     """Return options by their own names, hinted chunks by hashes: traces and keys need no text."""
     told = CALL.renamed(_with_stop(options, stop))
     if told.get("hints"):
-        told["hints"] = [_hint_name(hint) for hint in _hints(told["hints"])]
+        told["hints"] = [_hint_name(hint) for hint in read_hints(told["hints"])]
     return told
-
-
-def _hints(given: Chunk | str | Sequence[Chunk | str]) -> tuple[Chunk | str, ...]:
-    hints = given if isinstance(given, list | tuple) else (given,)
-    for hint in hints:
-        if not isinstance(hint, str | Chunk):
-            raise ConfigError(f"hints hold a {type(hint).__name__}: give Chunks or document ids")
-    return tuple(hints)
 
 
 def _hint_name(hint: Chunk | str) -> str:

@@ -6,8 +6,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from cacheblend_rag import PrecomputeReport
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import ConfigError, PrecomputeReport
 from langchain_core.documents import BaseDocumentTransformer, Document
 
 from langchain_cacheblend.options import EngineOptions

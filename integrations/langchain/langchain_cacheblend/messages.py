@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 
-from cacheblend_rag.errors import PromptError
+from cacheblend_rag import PromptError
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage, SystemMessage
 
 SEPARATOR = "\n\n"

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from copy import copy
 from functools import cache, partial
 from pathlib import Path
-from threading import Lock
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from cacheblend_rag import BlendConfig, Engine, open_engine
-from cacheblend_rag.arguments import Arguments, check_engine_name, describe
-from cacheblend_rag.config import ENGINES
-from cacheblend_rag.engines.naming import public_name
-from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.secret import Secret
+from cacheblend_rag import (
+    Arguments,
+    BlendConfig,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    EngineSource,
+    LeadInConfig,
+    Secret,
+    StoreConfig,
+    describe_errors,
+    names_of,
+    public_name,
+    store_fields,
+)
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.utils import secret_from_env
 from pydantic import (
@@ -26,33 +34,24 @@ from pydantic import (
     PrivateAttr,
     SecretStr,
     ValidationError,
+    create_model,
     field_validator,
     model_validator,
 )
 
 from langchain_cacheblend.instruction import prompt_instruction
 
-SETTLED_BY_ENGINE = frozenset(
-    [
-        "model",
-        "tokenizer",
-        "instruction",
-        "namespace",
-        "kv_path",
-        "host_bytes",
-        "disk_bytes",
-        "device",
-        "dtype",
-    ]
-)
+INSIDE = {"blend_config": BlendConfig, "lead_in": LeadInConfig}
+"""Options that are settings themselves."""
 
-CONFIG_FIELDS = frozenset(field.name for field in fields(BlendConfig))
-ENGINE_METHODS = ("generate", "precompute")
-
-_opening = Lock()
+if TYPE_CHECKING:
+    _Stored = BaseModel
+else:
+    # What else a store may be told (a folder, say) is nobody's business.
+    _Stored = create_model("_Stored", **store_fields(told={"host_bytes", "disk_bytes"}))
 
 
-class EngineOptions(BaseModel):
+class EngineOptions(_Stored):
     """The engine, and how to open one.
 
     Give either ``engine=`` an engine (``llm.engine``, say, to share its model, its known chunks and
@@ -76,89 +75,87 @@ class EngineOptions(BaseModel):
     """What prompts say before their first passage, or the prompt template, which tells it."""
     namespace: str = "default"
     """Tenants with different namespaces share neither KV nor known chunks."""
-    kv_path: str | Path | None = Field(default=None, repr=False, exclude=True)
-    """A folder that keeps chunk KV and known chunks; None keeps them in this process' memory."""
-    host_bytes: int = Field(default=4 << 30, ge=0)
-    """Memory for chunk KV."""
-    disk_bytes: int | None = None
-    """Room for chunk KV in ``kv_path``; None is without limit."""
+    lead_in: InstanceOf[LeadInConfig] | None = None
+    """What passages are computed behind: a LeadInConfig, its fields or its kind."""
     device: str | None = None
+    """Where the model runs."""
     dtype: str | None = None
+    """Precision of the model's weights."""
     api_key: SecretStr | None = Field(
         default_factory=secret_from_env("CACHEBLEND_API_KEY", default=None), exclude=True
     )
     """What a server asks for; the environment variable CACHEBLEND_API_KEY by default."""
 
-    _opened: Engine | None = PrivateAttr(default=None)
+    _source: EngineSource = PrivateAttr(default_factory=EngineSource)
 
     def __init__(self, **options: Any) -> None:
-        named = _arguments(type(self)).read(options)
+        named = StoreConfig.spread(_arguments(type(self)).read(options))
         try:
             super().__init__(**named)
         except ValidationError as error:
-            raise ConfigError(describe(error.errors(include_input=False))) from None
+            raise ConfigError(describe_errors(error.errors(include_input=False))) from None
 
     @field_validator("blend_config", mode="before")
     @classmethod
     def _read_config(cls, given: Any) -> Any:
         return BlendConfig.from_dict(given) if isinstance(given, Mapping) else given
 
+    @field_validator("lead_in", mode="before")
+    @classmethod
+    def _read_lead_in(cls, given: Any) -> Any:
+        return LeadInConfig.of(given) if isinstance(given, str | Mapping) else given
+
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        _check_engine(self.engine_source)
+        self._source = _source_of(self.engine_source)
         if isinstance(self.engine_source, str):
             _check_model(self.model, self.engine_source)
-            return self
-        defaults = type(self).model_fields
-        idle = sorted(n for n in SETTLED_BY_ENGINE if getattr(self, n) != defaults[n].default)
-        if idle:
-            raise ConfigError(f"{', '.join(idle)}: already settled by the engine given as engine=")
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        self._source.check_settled({name: getattr(self, name) for name in defaults}, defaults)
         return self
 
     def __getstate__(self) -> dict[Any, Any]:
         """Leave key and engine out of pickles; where they are opened, both are had anew."""
-        if not isinstance(self.engine_source, str):
-            raise ConfigError(
-                "an open engine cannot be pickled: give model= and kv_path= instead of engine="
-            )
+        self._source.check_portable()
         state = super().__getstate__()
-        private = {**(state["__pydantic_private__"] or {}), "_opened": None}
-        kept = {**state["__dict__"], "api_key": None}
-        return {**state, "__dict__": kept, "__pydantic_private__": private}
+        return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied._source = copy(self._source)
+        return copied
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Copy everything but the engine and a loaded model, which copies share."""
-        shared = (self.engine_source, self._opened, self.model, self.tokenizer)
+        shared = (self.engine_source, self.model, self.tokenizer)
         return super().__deepcopy__({**(memo or {}), **{id(part): part for part in shared}})
 
     @property
     def engine(self) -> Engine:
         """The engine, opened on first use.
 
-        Raises ModelLoadError, MissingExtraError, EngineUnavailableError or ConfigError, each with
-        one line that says what to change.
+        Raises:
+            ModelLoadError: when the model cannot be loaded.
+            MissingExtraError: when the engine's library is not installed.
+            EngineUnavailableError: when a server does not answer.
+            ConfigError: when options do not suit each other, or a server.
         """
-        if not isinstance(self.engine_source, str):
-            given: Engine = self.engine_source
-            return given
-        if self._opened is not None:
-            return self._opened
-        with _opening:
-            if self._opened is None:
-                self._opened = self._open(self.engine_source)
-            return self._opened
+        return self._source.open(self._engine_config)
 
     @property
     def is_open(self) -> bool:
         """Whether the engine is there already, so that its instruction is settled."""
-        return self._opened is not None or not isinstance(self.engine_source, str)
+        return self._source.is_open
+
+    @property
+    def store(self) -> StoreConfig:
+        """Where an engine that is opened here keeps KV."""
+        return StoreConfig(**{name: getattr(self, name) for name in names_of(StoreConfig)})
 
     @property
     def model_name(self) -> str:
         """The model's hub name, or its folder's own name; a server alone is asked for it."""
-        if not isinstance(self.engine_source, str):
-            return str(self.engine_source.model_name)
-        if not self.model:
+        if self._source.was_given or not self.model:
             return str(self.engine.model_name)
         name = str(self.model if isinstance(self.model, str | Path) else self.model.name_or_path)
         return public_name(name) or "model"
@@ -170,7 +167,7 @@ class EngineOptions(BaseModel):
         Opens nothing unless a loaded model, or a server alone, was given. It holds no path, URL or
         secret.
         """
-        if not isinstance(self.engine_source, str) or not isinstance(self.model, str | Path):
+        if self._source.was_given or not isinstance(self.model, str | Path):
             return self.engine.fingerprint
         parts = (
             self.engine_source,
@@ -179,25 +176,25 @@ class EngineOptions(BaseModel):
             self.namespace,
             repr(self.instruction),
             repr(self.blend_config),
+            *(() if self.lead_in is None else (repr(self.lead_in),)),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
-    def _open(self, source: str) -> Engine:
+    def _engine_config(self) -> EngineConfig:
         instruction: str | Callable[[Any], str] = ""
         if isinstance(self.instruction, BasePromptTemplate):
             instruction = partial(prompt_instruction, self.instruction)
         elif self.instruction:
             instruction = self.instruction
-        return open_engine(
-            source,
+        return EngineConfig(
+            engine=self.engine_source,
             model=self.model or "",
             tokenizer=self.tokenizer,
-            config=self.blend_config,
             instruction=instruction,
             namespace=self.namespace,
-            kv_path=self.kv_path,
-            host_bytes=self.host_bytes,
-            disk_bytes=self.disk_bytes,
+            blend=BlendConfig.of(self.blend_config),
+            lead_in=LeadInConfig.of(self.lead_in),
+            store=self.store,
             device=self.device,
             dtype=self.dtype,
             api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),
@@ -208,21 +205,14 @@ class EngineOptions(BaseModel):
 def _arguments(options: type[EngineOptions]) -> Arguments:
     """Return the names that a class takes, by field and by alias."""
     names = {name for field, info in options.model_fields.items() for name in (field, info.alias)}
-    known = frozenset(name for name in names if name)
-    inside = dict.fromkeys(CONFIG_FIELDS - known, "blend_config")
-    return Arguments(f"option of {options.__name__}", known, inside)
+    known = {"store", *(name for name in names if name)}
+    return Arguments.holding(f"option of {options.__name__}", known, INSIDE)
 
 
-def _check_engine(engine: Any) -> None:
-    if isinstance(engine, str):
-        check_engine_name(engine, ENGINES)
-    elif isinstance(engine, EngineOptions):
+def _source_of(engine: Any) -> EngineSource:
+    if isinstance(engine, EngineOptions):
         raise ConfigError(f"engine is a {type(engine).__name__}: give the engine of it, llm.engine")
-    elif not all(hasattr(engine, name) for name in ENGINE_METHODS):
-        raise ConfigError(
-            f"engine is a {type(engine).__name__}: give an open engine, such as llm.engine, "
-            f"or {', '.join(ENGINES)} or a server's URL"
-        )
+    return EngineSource.of(engine, example="llm.engine")
 
 
 def _check_model(model: Any, engine: str) -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cacheblend_rag import Chunk
+from cacheblend_rag import Chunk, ConfigError
 from cacheblend_rag import Document as EngineDocument
-from cacheblend_rag.errors import ConfigError
 from langchain_core.documents import Document
 
 DOCUMENT_KEYS = ("document_id", "doc_id", "source", "id")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,28 +86,26 @@ def index(demo_engine: Engine, documents: list[Document]) -> VectorStoreIndex:
     )
 
 
-class ScriptedEngine:
-    """A real engine whose answers are replaced where the prompt holds a key of ``script``.
+def scripted_engine(engine: Engine, script: dict[str, str]) -> Engine:
+    """Return an engine whose answers are replaced where the prompt holds a key of ``script``.
 
     Prefill, blending and the report are the real engine's.
     """
 
-    def __init__(self, engine: Engine, script: dict[str, str]) -> None:
-        self._engine = engine
-        self._script = script
+    def generate(self: Engine, prompt: Any, *args: Any, **kwargs: Any) -> Generation:
+        return say(prompt, engine.generate(prompt, *args, **kwargs))
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+    async def agenerate(self: Engine, prompt: Any, *args: Any, **kwargs: Any) -> Generation:
+        return say(prompt, await engine.agenerate(prompt, *args, **kwargs))
 
-    def generate(self, prompt: Any, *args: Any, **kwargs: Any) -> Generation:
-        return self._say(prompt, self._engine.generate(prompt, *args, **kwargs))
-
-    async def agenerate(self, prompt: Any, *args: Any, **kwargs: Any) -> Generation:
-        return self._say(prompt, await self._engine.agenerate(prompt, *args, **kwargs))
-
-    def _say(self, prompt: Any, generation: Generation) -> Generation:
-        answers = [answer for key, answer in self._script.items() if key in str(prompt)]
+    def say(prompt: Any, generation: Generation) -> Generation:
+        answers = [answer for key, answer in script.items() if key in str(prompt)]
         return replace(generation, text=answers[0]) if answers else generation
+
+    scripted = copy(engine)
+    answers = {"generate": generate, "agenerate": agenerate}
+    scripted.__class__ = type("Scripted", (type(engine),), answers)
+    return scripted
 
 
 @pytest.fixture
@@ -114,7 +113,7 @@ def scripted(demo_engine: Engine) -> Any:
     """Return an LLM around a scripted engine: ``scripted({"part of a prompt": "answer"})``."""
 
     def make(script: dict[str, str], **fields: Any) -> CacheBlendLLM:
-        return CacheBlendLLM(engine=ScriptedEngine(demo_engine, script), max_tokens=6, **fields)
+        return CacheBlendLLM(engine=scripted_engine(demo_engine, script), max_tokens=6, **fields)
 
     return make
 

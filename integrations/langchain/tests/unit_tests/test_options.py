@@ -10,13 +10,16 @@ from pathlib import Path
 from traceback import TracebackException
 
 import pytest
-from cacheblend_rag import BlendConfig
-from cacheblend_rag.errors import (
+from cacheblend_rag import (
+    BlendConfig,
     CacheBlendError,
     ConfigError,
     EngineUnavailableError,
+    LeadInConfig,
     MissingExtraError,
     ModelLoadError,
+    StoreConfig,
+    names_of,
 )
 from langchain_core.documents import Document
 from langchain_core.load import dumpd, dumps
@@ -48,6 +51,8 @@ def test_a_model_or_an_engine_must_be_given(options: dict[str, str]) -> None:
 def test_options_without_effect_are_refused() -> None:
     with pytest.raises(ConfigError, match="instruction, kv_path: already settled"):
         ChatCacheBlend(engine=random_engine(), instruction="Answer.", kv_path="kv")
+    with pytest.raises(ConfigError, match="kv_path, lead_in: already settled"):
+        ChatCacheBlend(engine=random_engine(), lead_in="bos", store={"kv_path": "kv"})
     with pytest.raises(ConfigError, match="document_ky"):
         CacheBlendTransformer(engine=random_engine(), document_ky="id")
 
@@ -298,6 +303,85 @@ def test_copies_share_the_engine_and_pickles_leave_it_out() -> None:
     engine = opened.engine
     assert copy.deepcopy(opened).engine is engine
     assert not pickle.loads(pickle.dumps(opened)).is_open  # noqa: S301
+
+
+PARTS = [ChatCacheBlend, CacheBlendTransformer, CacheBlendCompressor]
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_store_is_told_whole_or_by_its_settings_names(
+    kind: type[EngineOptions], tmp_path: Path
+) -> None:
+    told = {"kv_path": str(tmp_path), "host_bytes": 1 << 20, "disk_bytes": 1 << 30}
+    whole = StoreConfig(**told)
+    assert names_of(StoreConfig) <= kind.model_fields.keys()
+    for options in (told, {"store": whole}, {"store": told}):
+        made = kind(model="demo", **options)
+        assert made.store == whole
+        assert pickle.loads(pickle.dumps(made)).store == whole  # noqa: S301
+        assert str(tmp_path) not in repr(made) + made.model_dump_json()
+        assert made.model_dump()["host_bytes"] == 1 << 20
+    assert kind(model="demo", host_bytes="1 MiB", kv_path=tmp_path).store.host_bytes == 1 << 20
+
+
+@pytest.mark.parametrize("kind", PARTS)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"store": {"host_byte": 3}}, "host_byte is no setting of a store: did you mean host_"),
+        (
+            {"store": {"kv_path": "kv"}, "disk_bytes": 3},
+            "disk_bytes: give it as a setting of store",
+        ),
+        ({"lead_in": "boss"}, "lead_in: lead_in='boss' must be one of none, bos"),
+        ({"lead_in": 3}, "lead_in must be an instance of LeadInConfig"),
+        ({"kind": "bos"}, "give it as lead_in={'kind': ...}"),
+        ({"engine": "transformers", "document_window": 3}, "give it as "),
+    ],
+)
+def test_wrong_stores_and_lead_ins_are_refused_in_a_line(
+    kind: type[EngineOptions], options: dict[str, object], told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        kind(**{"model": "no-such-model", **options})
+    assert told in one_line(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({"lead_in": "bos"}, 0),
+        ({"lead_in": {"kind": "bos"}}, 0),
+        ({"lead_in": LeadInConfig("bos")}, 0),
+        ({"blend_config": BlendConfig(lead_in="bos")}, 1),
+        ({"blend_config": {"lead_in": "bos"}}, 1),
+    ],
+)
+def test_an_engine_is_opened_with_its_lead_in(
+    options: dict[str, object], lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = ChatCacheBlend(model="demo", max_tokens=1, **options)
+    plain = ChatCacheBlend(model="demo", max_tokens=1)
+    assert llm._get_llm_string() != plain._get_llm_string()
+    assert llm.engine.lead_in == LeadInConfig("bos")
+    assert llm.invoke("hello").response_metadata["cacheblend"]["lead_in"] == "bos"
+    assert caplog.text.count("a lead-in is an engine's and lives in LeadInConfig") == lines
+
+
+def test_copies_made_before_the_engine_is_opened_open_their_own() -> None:
+    llm = ChatCacheBlend(model="demo", namespace="one tenant")
+    other = llm.model_copy(update={"namespace": "another tenant"})
+    assert (llm.engine.namespace, other.engine.namespace) == ("one tenant", "another tenant")
+    assert ChatCacheBlend(model="demo", namespace="one tenant").engine is not llm.engine
+    assert llm.model_copy().engine is llm.engine
+
+
+def test_a_store_can_be_configured() -> None:
+    llm = ChatCacheBlend(model="demo", max_tokens=1).configurable_fields(
+        kv_path=ConfigurableField(id="folder")
+    )
+    made, _ = llm.prepare({"configurable": {"folder": "kv"}})
+    assert made.store.kv_path == "kv"
 
 
 def test_a_server_alone_says_its_model() -> None:

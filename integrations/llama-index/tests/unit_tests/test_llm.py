@@ -6,8 +6,8 @@ import json
 import os
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from traceback import TracebackException
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +18,18 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import LLM, CustomLLM
 
-from cacheblend_rag import BlendConfig, Document, Engine, SamplingParams
-from cacheblend_rag.errors import CacheBlendError, ConfigError, PromptError
+from cacheblend_rag import (
+    BlendConfig,
+    CacheBlendError,
+    ConfigError,
+    Document,
+    Engine,
+    LeadInConfig,
+    PromptError,
+    SamplingParams,
+    StoreConfig,
+    names_of,
+)
 from llama_index.llms.cacheblend import (
     CacheBlendLLM,
     CacheBlendPrecompute,
@@ -211,9 +221,77 @@ def test_wrong_defaults_of_calls_are_refused_when_they_are_set(
         CacheBlendLLM(model="no-such-model", **options)
 
 
+@pytest.mark.parametrize("component", COMPONENTS)
+def test_a_store_is_told_whole_or_by_its_settings_names(component: Any, tmp_path: Path) -> None:
+    told = {"kv_path": str(tmp_path), "host_bytes": 1 << 20, "disk_bytes": 1 << 30}
+    whole = StoreConfig(**told)
+    assert names_of(StoreConfig) <= component.model_fields.keys()
+    for options in (told, {"store": whole}, {"store": told}, {"kv_path": tmp_path, **told}):
+        assert component(model="demo", **options).store == whole
+    assert component(model="demo", host_bytes="1 MiB", kv_path=tmp_path).store.host_bytes == 1 << 20
+    assert component(model="demo", store=None).store == StoreConfig()
+    again = component.from_dict(component(model="demo", store=whole).to_dict())
+    assert again.store == StoreConfig(kv_path=tmp_path)
+    assert pickle.loads(pickle.dumps(component(model="demo", store=whole))).store == whole  # noqa: S301
+
+
+@pytest.mark.parametrize("component", COMPONENTS)
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"store": {"host_byte": 3}}, "host_byte is no setting of a store: did you mean host_"),
+        (
+            {"store": {"kv_path": "kv"}, "disk_bytes": 3},
+            "disk_bytes: give it as a setting of store",
+        ),
+        ({"store": 3}, "settings are a int"),
+        ({"lead_in": "boss"}, "lead_in: lead_in='boss' must be one of none, bos"),
+        ({"lead_in": {"window": 3}}, "window is no setting of a lead-in"),
+        ({"lead_in": 3}, "lead_in must be"),
+        ({"kind": "bos"}, "kind is no option of .*: give it as lead_in={'kind': ...}"),
+    ],
+)
+def test_wrong_stores_and_lead_ins_are_refused_in_a_line(
+    component: Any, options: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told) as raised:
+        component(**{"model": "no-such-model", **options})
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ({"lead_in": "bos"}, 0),
+        ({"lead_in": {"kind": "bos"}}, 0),
+        ({"lead_in": LeadInConfig("bos")}, 0),
+        ({"blend_config": BlendConfig(lead_in="bos")}, 1),
+        ({"blend_config": {"lead_in": "bos"}}, 1),
+    ],
+)
+def test_an_engine_is_opened_with_its_lead_in(
+    options: dict[str, Any], lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = CacheBlendLLM(model="demo", namespace=f"lead-in {options}", max_tokens=1, **options)
+    assert llm.open().lead_in == LeadInConfig("bos")
+    assert CacheBlendLLM.from_dict(llm.to_dict()).to_dict() == llm.to_dict()
+    assert llm.complete(QUESTION).additional_kwargs["cacheblend"]["lead_in"] == "bos"
+    assert caplog.text.count("a lead-in is an engine's and lives in LeadInConfig") == lines
+    with pytest.raises(ConfigError, match="lead_in in a request's config"):
+        llm.complete(QUESTION, blend_config={"lead_in": "none"})
+
+
+def test_copies_that_are_changed_open_an_engine_of_their_own() -> None:
+    llm = CacheBlendLLM(model="demo", namespace="one tenant")
+    other = llm.model_copy(update={"namespace": "another tenant"})
+    assert (llm.open().namespace, other.open().namespace) == ("one tenant", "another tenant")
+
+
 def test_what_an_open_engine_has_settled_is_refused(demo_engine: Engine) -> None:
     with pytest.raises(ConfigError, match="kv_path, namespace: already settled by the engine"):
         CacheBlendLLM(engine=demo_engine, namespace="mine", kv_path="kv")
+    with pytest.raises(ConfigError, match="kv_path, lead_in: already settled by the engine"):
+        CacheBlendLLM(engine=demo_engine, lead_in="bos", store={"kv_path": "kv"})
     with pytest.raises(ConfigError, match="model: already settled by the engine"):
         CacheBlendLLM(engine=demo_engine, model="another")
 
@@ -403,9 +481,8 @@ def test_an_open_engine_is_never_serialized(llm: CacheBlendLLM) -> None:
 
 
 def test_a_servers_engine_is_serialized_as_its_url(demo_engine: Engine) -> None:
-    on_server = SimpleNamespace(
-        name="vllm-server", url="http://localhost:1", model_name="demo", config=demo_engine.config
-    )
+    on_server = copy.copy(demo_engine)
+    on_server.__class__ = type("OnServer", (type(demo_engine),), {"address": "http://localhost:1"})
     told = CacheBlendLLM(engine=on_server).to_dict()
     assert (told["engine"], told["model"]) == ("http://localhost:1", "demo")
 

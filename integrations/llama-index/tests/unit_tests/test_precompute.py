@@ -11,8 +11,7 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo, TextNode
 
-from cacheblend_rag import Engine
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import ConfigError, Engine, StoreConfig
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
 
 SMALL = {"blend_config": {"min_tokens": 0}, "instruction": "Notes:\n", "show_progress": False}
@@ -152,15 +151,38 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
         {"dtype": "bfloat16"},
         {"variants": ("bare",)},
         {"blend_config": {"lead_in": "bos"}},
+        {"lead_in": "none"},
+        {"lead_in": {"document_window": 512}},
     ]
     assert len({plain, *(key(**change) for change in changes)}) == len(changes) + 1
     assert key(show_progress=False, host_bytes=1 << 20, device="cpu") == plain
+    assert key(store=StoreConfig(host_bytes=5, disk_bytes=6)) == plain
+    assert key(store=StoreConfig("kv")) == key(kv_path="kv")
+
+
+def test_the_ingestion_key_is_as_it_was() -> None:
+    told = CacheBlendPrecompute(model="demo", kv_path="kv", instruction="Read:").to_dict()
+    assert [*told] == [
+        "model",
+        "engine",
+        "kv_path",
+        "instruction",
+        "namespace",
+        "blend_config",
+        "is_chat_model",
+        "dtype",
+        "variants",
+        "collection",
+        "class_name",
+    ]
 
 
 def test_what_the_llm_has_settled_is_refused(random_model: Path) -> None:
     llm = CacheBlendLLM(model=random_model)
     with pytest.raises(ConfigError, match="namespace: already settled by the llm"):
         CacheBlendPrecompute.from_llm(llm, namespace="other")
+    with pytest.raises(ConfigError, match=r"kv_path.*: already settled by the llm"):
+        CacheBlendPrecompute.from_llm(llm, store={"kv_path": "other"})
     with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
         CacheBlendPrecompute.from_llm(MockLLM())
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from llama_index.core.schema import BaseNode, MetadataMode, NodeRelationship, RelatedNodeInfo
 
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import ConfigError
 
 AnyNode = TypeVar("AnyNode", bound=BaseNode)
 SEPARATOR = "\n\n"

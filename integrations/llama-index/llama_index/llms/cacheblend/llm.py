@@ -26,22 +26,31 @@ from llama_index.core.bridge.pydantic import Field, field_validator, model_valid
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 
-from cacheblend_rag import BlendConfig, Chunk, Delta, Engine, Generation, SamplingParams
-from cacheblend_rag.arguments import Arguments
-from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag import (
+    Arguments,
+    BlendConfig,
+    Chunk,
+    Delta,
+    Engine,
+    Generation,
+    PromptError,
+    SamplingParams,
+    names_of,
+    read_hints,
+)
 from llama_index.llms.cacheblend.events import Reporter
 from llama_index.llms.cacheblend.hints import hints_in
 from llama_index.llms.cacheblend.messages import plain_messages
-from llama_index.llms.cacheblend.settings import CONFIG_FIELDS, SAMPLING, EngineSettings
+from llama_index.llms.cacheblend.settings import EngineSettings
 
 REPORT = "cacheblend"
 Prompt = str | list[dict[str, str]]
 """A text, or messages for the model's own chat template."""
-BLENDING = frozenset({"hints", "blend_config", "recompute_ratio"})
-CALL = Arguments(
+SAMPLING = names_of(SamplingParams)
+CALL = Arguments.holding(
     "argument of a call",
-    SAMPLING | BLENDING,
-    dict.fromkeys(CONFIG_FIELDS - BLENDING, "blend_config"),
+    SAMPLING | {"hints", "blend_config", "recompute_ratio"},
+    {"blend_config": BlendConfig},
 )
 
 
@@ -221,7 +230,7 @@ class CacheBlendLLM(EngineSettings, LLM):
 
     def _call(self, prompt: Prompt, kwargs: dict[str, Any]) -> _Call:
         """Lay a call's arguments over the defaults; raises ConfigError on one that is not known."""
-        wanted = {**CALL.read(self.additional_kwargs), **_given(CALL.read(kwargs))}
+        wanted = {**CALL.read(self.additional_kwargs), **CALL.told(kwargs)}
         sampling = {name: wanted.pop(name) for name in SAMPLING & wanted.keys()}
         defaults = {
             "max_tokens": self.max_tokens,
@@ -233,7 +242,7 @@ class CacheBlendLLM(EngineSettings, LLM):
             prompt=prompt,
             sampling=SamplingParams(**{**defaults, **sampling}),
             config=_config(self.blend_config.for_requests(), **wanted),
-            hints=tuple(hints_in(_text(prompt))) if hints is None else _hints(hints),
+            hints=tuple(hints_in(_text(prompt))) if hints is None else read_hints(hints),
         )
 
 
@@ -288,27 +297,8 @@ def _config(
     hints: object = None,
 ) -> BlendConfig:
     if blend_config is not None:
-        config = (
-            blend_config
-            if isinstance(blend_config, BlendConfig)
-            else BlendConfig.from_dict(blend_config)
-        )
-    if recompute_ratio is None:
-        return config
-    return config.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
-
-
-def _given(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return what was given: None leaves the defaults."""
-    return {name: value for name, value in arguments.items() if value is not None}
-
-
-def _hints(given: Chunk | str | Sequence[Chunk | str]) -> tuple[Chunk | str, ...]:
-    hints = given if isinstance(given, list | tuple) else (given,)
-    for hint in hints:
-        if not isinstance(hint, str | Chunk):
-            raise ConfigError(f"hints hold a {type(hint).__name__}: give Chunks or document ids")
-    return tuple(hints)
+        config = BlendConfig.of(blend_config)
+    return config if recompute_ratio is None else config.with_ratio(recompute_ratio)
 
 
 def _text(prompt: Prompt) -> str:

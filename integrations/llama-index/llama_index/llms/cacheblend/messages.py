@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from llama_index.core.base.llms.types import ChatMessage, MessageRole, TextBlock
 
-from cacheblend_rag.errors import PromptError
+from cacheblend_rag import PromptError
 
 ROLES = {
     MessageRole.CHATBOT: "assistant",

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, TransformComponent
 
-from cacheblend_rag import Chunk, Document, Engine
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import Chunk, ConfigError, Document, Engine
 from llama_index.llms.cacheblend.documents import (
     SEPARATOR,
     SourceDocument,
@@ -75,11 +74,11 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         Raises:
             ConfigError: for what ``llm`` settled.
         """
-        settled = fields.keys() & checked_llm(llm).settings().keys()
+        settled = cls._read(fields).keys() & checked_llm(llm).settings().keys()
         if settled:
             raise ConfigError(f"{', '.join(sorted(settled))}: already settled by the llm")
         step = cls(**{**llm.settings(), **fields})
-        step._held = llm._held
+        step._source = llm._source
         return step
 
     @classmethod
@@ -89,7 +88,7 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     def __getstate__(self) -> dict[Any, Any]:
         """Refuse to be sent to a worker whose KV nobody else would ever see."""
         state = super().__getstate__()
-        if self.kv_path is None and not is_url(self.engine):
+        if self.store.kv_path is None and not is_url(self.engine):
             raise ConfigError("kv_path=None: workers share KV through a folder, so name one")
         return state
 

@@ -18,8 +18,7 @@ from llama_index.core.llms.llm import LLM
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.utilities.token_counting import TokenCounter
 
-from cacheblend_rag import ChunkRegistry
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import ChunkRegistry, ConfigError
 from llama_index.llms.cacheblend.documents import SEPARATOR
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 

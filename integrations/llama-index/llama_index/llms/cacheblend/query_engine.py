@@ -22,8 +22,7 @@ from llama_index.core.schema import BaseNode, Document, TransformComponent
 from llama_index.core.vector_stores import SimpleVectorStore
 from llama_index.core.vector_stores.types import BasePydanticVectorStore
 
-from cacheblend_rag import PassageOrder
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import ConfigError, PassageOrder
 from llama_index.llms.cacheblend.documents import checked_nodes
 from llama_index.llms.cacheblend.instruction import CONTEXT_VARIABLES
 from llama_index.llms.cacheblend.llm import CacheBlendLLM

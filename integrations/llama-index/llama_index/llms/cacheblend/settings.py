@@ -2,48 +2,53 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
-import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from copy import copy
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeGuard
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING, Any, Self, TypeGuard
 
 from llama_index.core.bridge.pydantic import (
     Field,
     PrivateAttr,
     SecretStr,
+    SerializationInfo,
+    SerializerFunctionWrapHandler,
     ValidationError,
+    create_model,
     field_serializer,
+    field_validator,
+    model_serializer,
 )
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import BaseComponent
 
-from cacheblend_rag import BlendConfig, Engine, SamplingParams, load_tokenizer, open_engine
-from cacheblend_rag.arguments import Arguments, check_engine_name, describe
-from cacheblend_rag.config import ENGINES
-from cacheblend_rag.errors import ConfigError, ModelLoadError
-from cacheblend_rag.secret import Secret
+from cacheblend_rag import (
+    Arguments,
+    BlendConfig,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    EngineSource,
+    LeadInConfig,
+    ModelLoadError,
+    SamplingParams,
+    Secret,
+    StoreConfig,
+    describe_errors,
+    load_tokenizer,
+    names_of,
+    store_fields,
+)
 from llama_index.llms.cacheblend.instruction import text_before_context
 
-CONFIG_FIELDS = frozenset(field.name for field in fields(BlendConfig))
-SAMPLING = frozenset(field.name for field in fields(SamplingParams))
-ENGINE_ATTRIBUTES = ("name", "model_name", "config")
-SETTLED_BY_ENGINE = (
-    "instruction",
-    "namespace",
-    "kv_path",
-    "host_bytes",
-    "disk_bytes",
-    "device",
-    "dtype",
-)
-
-_opened: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
-_opening = threading.Lock()
+INSIDE = {
+    "blend_config": BlendConfig,
+    "lead_in": LeadInConfig,
+    "additional_kwargs": SamplingParams,
+}
+"""Options that are settings themselves."""
 
 
 def is_url(engine: object) -> TypeGuard[str]:
@@ -58,7 +63,7 @@ class CheckedComponent(BaseComponent):
         try:
             super().__init__(**self._read(options))
         except ValidationError as error:
-            raise ConfigError(describe(error.errors(include_input=False))) from None
+            raise ConfigError(describe_errors(error.errors(include_input=False))) from None
 
     @classmethod
     def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
@@ -68,36 +73,14 @@ class CheckedComponent(BaseComponent):
 
 @cache
 def _arguments(component: type[BaseComponent]) -> Arguments:
-    known = frozenset(component.model_fields)
-    outer = {"additional_kwargs": SAMPLING, "blend_config": CONFIG_FIELDS}
-    inside = {name: given for given in outer.keys() & known for name in outer[given] - known}
-    return Arguments(f"option of {component.__name__}", known, inside)
+    known = {*component.model_fields}
+    if issubclass(component, EngineSettings):
+        known.add("store")
+    return Arguments.holding(f"option of {component.__name__}", known, INSIDE)
 
 
-@dataclass
-class Held:
-    """What stays in this process: neither pickled nor copied with the component that holds it."""
-
-    engine: Engine | None = None
-    was_given: bool = False
-
-    def __reduce__(self) -> tuple[type[Held], tuple[()]]:
-        return Held, ()
-
-    def __deepcopy__(self, memo: object) -> Held:
-        return self
-
-
-class EngineSettings(CheckedComponent):
-    """What an engine is opened with.
-
-    Components with equal settings share one engine in a process; how KV is fused may differ, since
-    every request says it. Nothing is loaded before the first ``open()``, so a component can be
-    pickled and sent to a worker.
-
-    engine may be an open Engine, which has settled ``model`` and the like; kv_path and model may be
-    Paths, and blend_config a dict of its fields.
-    """
+class _Chosen(CheckedComponent):
+    """Which engine is opened on which model."""
 
     model: str | None = Field(
         default=None, description="Hub name, local folder, or 'demo' for the bundled model."
@@ -106,11 +89,27 @@ class EngineSettings(CheckedComponent):
         default="auto",
         description="'auto', 'transformers', 'vllm' or a server's URL; or give an open Engine.",
     )
-    kv_path: str | None = Field(
-        default=None,
-        description="Folder that keeps KV and the registry of known chunks; "
-        "without one they live in this process's memory.",
-    )
+
+
+if TYPE_CHECKING:
+    _Stored = _Chosen
+else:
+    # The folder alone changes what is found: sizes and the like are no part of a component's key.
+    _Stored = create_model("_Stored", __base__=_Chosen, **store_fields(told={"kv_path"}))
+
+
+class EngineSettings(_Stored):
+    """What an engine is opened with.
+
+    Components with equal settings share one engine in a process; how KV is fused may differ, since
+    every request says it. Nothing is loaded before the first ``open()``, so a component can be
+    pickled and sent to a worker.
+
+    engine may be an open Engine, which has settled ``model`` and the like; model may be a Path,
+    and blend_config and lead_in dicts of their fields. Where KV is kept is told by StoreConfig's
+    own names (kv_path, host_bytes, ...) or as a whole, ``store=StoreConfig(...)`` or a dict.
+    """
+
     instruction: str | None = Field(
         default=None,
         description="What prompts say before their first chunk; "
@@ -122,45 +121,63 @@ class EngineSettings(CheckedComponent):
     blend_config: BlendConfig = Field(
         default_factory=BlendConfig, description="How cached chunk KV is fused."
     )
+    lead_in: LeadInConfig | None = Field(
+        default=None,
+        description="What chunks are computed behind: a LeadInConfig, its fields or its kind.",
+    )
     is_chat_model: bool | None = Field(
         default=None,
         description="Whether prompts are chat messages; by default, if the model has a template.",
     )
     dtype: str | None = Field(default=None, description="Precision of the model's weights.")
     device: str | None = Field(default=None, description="Where the model runs.", exclude=True)
-    host_bytes: int = Field(default=4 << 30, description="Host memory for KV.", exclude=True, ge=0)
-    disk_bytes: int | None = Field(default=None, description="Disk space for KV.", exclude=True)
     api_key: SecretStr | None = Field(default=None, description="A server's key.", exclude=True)
 
-    _held: Held = PrivateAttr(default_factory=Held)
+    _source: EngineSource = PrivateAttr(default_factory=lambda: EngineSource(shared=True))
     _resolved: str | None = PrivateAttr(default=None)
 
     def __init__(self, **options: Any) -> None:
         named = self._read(options)
         given = named.get("engine", "auto")
-        _check_engine(given)
+        source = _source_of(given)
         if isinstance(given, str):
             _check_model(named.get("model"), given)
-            held = Held()
         else:
-            _check_settled(named)
-            held = Held(given, was_given=True)
-            named["model"] = given.model_name
-            named["engine"] = getattr(given, "url", given.name)
+            source.check_settled(named, {n: f.default for n, f in type(self).model_fields.items()})
+            named["model"], named["engine"] = given.model_name, given.address
             named["blend_config"] = named.get("blend_config") or given.config
         super().__init__(**_plain(named))
-        self._held = held
+        self._source = source
+
+    @classmethod
+    def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return StoreConfig.spread(super()._read(options))
+
+    @field_validator("lead_in", mode="before")
+    @classmethod
+    def _read_lead_in(cls, given: Any) -> Any:
+        return LeadInConfig.of(given) if isinstance(given, str | Mapping) else given
 
     @field_serializer("blend_config")
     def _plain_config(self, config: BlendConfig) -> dict[str, Any]:
         return {**asdict(config), "check_layers": list(config.check_layers)}
 
+    @model_serializer(mode="wrap")
+    def custom_model_dump(
+        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
+    ) -> dict[str, Any]:
+        """Name a lead-in only where one was given: it is part of a component's key."""
+        told = {**handler(self), "class_name": self.class_name()}
+        return {n: v for n, v in told.items() if n != "lead_in" or v is not None}
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied._source = copy(self._source)
+        return copied
+
     def __getstate__(self) -> dict[Any, Any]:
         """Refuse to pickle what another process could not open again, and leave out the key."""
-        if self._held.was_given:
-            raise ConfigError(
-                "an open engine cannot be pickled: give model= and kv_path= instead of engine="
-            )
+        self._source.check_portable()
         state = super().__getstate__()
         return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
 
@@ -169,36 +186,38 @@ class EngineSettings(CheckedComponent):
         return self.model_dump().items()
 
     @property
+    def store(self) -> StoreConfig:
+        """Where the engine keeps KV."""
+        return StoreConfig(**{name: getattr(self, name) for name in names_of(StoreConfig)})
+
+    @property
     def is_open(self) -> bool:
         """Whether ``open()`` has nothing left to load."""
-        return self._held.engine is not None
+        return self._source.is_open
 
     def open(self) -> Engine:
-        """Return the engine, opened on first use; raises a CacheBlendError of one line."""
-        engine = self._held.engine
-        if engine is None:
-            with _opening:
-                engine = _opened.get(self._key())
-                if engine is None:
-                    engine = self._open()
-            self._held.engine = engine
-        return engine
+        """Return the engine, opened on first use.
+
+        Raises:
+            CacheBlendError: when it cannot be opened, in one line.
+        """
+        return self._source.open(self._engine_config)
 
     async def aopen(self) -> Engine:
-        """As open; loading happens off the event loop."""
-        return self.open() if self.is_open else await asyncio.to_thread(self.open)
+        """Return the engine as ``open`` does; loading happens off the event loop."""
+        return await self._source.aopen(self._engine_config)
 
     def settings(self) -> dict[str, Any]:
         """Return what another component needs to share this one's engine."""
-        if self._held.was_given:
+        if self._source.was_given:
             shared = {"blend_config": self.blend_config, "is_chat_model": self.is_chat_model}
-            return {**shared, "engine": self._held.engine}
+            return {**shared, "engine": self._source.engine}
         options = {name: getattr(self, name) for name in EngineSettings.model_fields}
         return {**options, "instruction": self.resolve_instruction()}
 
     def resolve_instruction(self, template: BasePromptTemplate | None = None) -> str:
         """Return ``instruction``, or the head of ``template`` as this model's prompts show it."""
-        if self.instruction is not None or self._held.was_given:
+        if self.instruction is not None or self._source.was_given:
             return self.instruction or ""
         if template is None and self._resolved is not None:
             return self._resolved
@@ -212,39 +231,18 @@ class EngineSettings(CheckedComponent):
             self._resolved = instruction
         return instruction
 
-    def _open(self) -> Engine:
-        engine = open_engine(
-            self.engine,
+    def _engine_config(self) -> EngineConfig:
+        return EngineConfig(
+            engine=self.engine,
             model=self.model or "",
-            config=self.blend_config,
             instruction=self.resolve_instruction(),
             namespace=self.namespace,
-            kv_path=self.kv_path,
-            host_bytes=self.host_bytes,
-            disk_bytes=self.disk_bytes,
+            blend=self.blend_config,
+            lead_in=LeadInConfig.of(self.lead_in),
+            store=self.store,
             device=self.device,
             dtype=self.dtype,
             api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),
-        )
-        _opened[self._key()] = engine
-        return engine
-
-    def _key(self) -> tuple[object, ...]:
-        """What two components must agree on to share an engine; a forked process opens its own."""
-        return (
-            os.getpid(),
-            self.engine,
-            self.model,
-            self.kv_path,
-            self.resolve_instruction(),
-            self.namespace,
-            self.blend_config.lead_in,
-            self.blend_config.document_window,
-            self.dtype,
-            self.device,
-            self.host_bytes,
-            self.disk_bytes,
-            self.api_key,
         )
 
 
@@ -255,19 +253,13 @@ def checked_llm(llm: Any) -> Any:
     return llm
 
 
-def _check_engine(engine: Any) -> None:
-    if isinstance(engine, str):
-        check_engine_name(engine, ENGINES)
-    elif isinstance(engine, EngineSettings):
+def _source_of(engine: Any) -> EngineSource:
+    if isinstance(engine, EngineSettings):
         raise ConfigError(
             f"engine is a {type(engine).__name__}: give the engine of it, llm.open(), or use "
             "CacheBlendPrecompute.from_llm(llm)"
         )
-    elif not all(hasattr(engine, name) for name in ENGINE_ATTRIBUTES):
-        raise ConfigError(
-            f"engine is a {type(engine).__name__}: give an open engine, such as llm.open(), "
-            f"or {', '.join(ENGINES)} or a server's URL"
-        )
+    return EngineSource.of(engine, example="llm.open()", shared=True)
 
 
 def _check_model(model: Any, engine: str) -> None:
@@ -280,29 +272,14 @@ def _check_model(model: Any, engine: str) -> None:
         )
 
 
-def _check_settled(named: Mapping[str, Any]) -> None:
-    """Refuse what an engine that was given would not heed."""
-    defaults = {name: EngineSettings.model_fields[name].default for name in SETTLED_BY_ENGINE}
-    idle = [n for n, default in defaults.items() if named.get(n) not in (None, default)]
-    if named.get("model") not in (None, named["engine"].model_name):
-        idle.append("model")
-    if idle:
-        raise ConfigError(
-            f"{', '.join(sorted(idle))}: already settled by the engine given as engine="
-        )
-
-
 def _plain(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as fields hold them."""
-    plain = {**named, "blend_config": _config(named.get("blend_config"))}
-    paths = (name for name in ("model", "kv_path") if isinstance(named.get(name), Path))
-    return plain | {name: str(named[name]) for name in paths}
-
-
-def _config(given: Any) -> Any:
-    if isinstance(given, Mapping):
-        return BlendConfig.from_dict(given)
-    return BlendConfig() if given is None else given
+    blend, model = named.get("blend_config"), named.get("model")
+    return {
+        **named,
+        "blend_config": BlendConfig.of(blend) if isinstance(blend, Mapping | None) else blend,
+        "model": str(model) if isinstance(model, Path) else model,
+    }
 
 
 def _tokenizer(model: str | None) -> Any:

@@ -17,7 +17,7 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag import ConfigError
 from llama_index.llms.cacheblend.documents import document_id
 from llama_index.llms.cacheblend.settings import EngineSettings
 

@@ -1,0 +1,157 @@
+"""EngineSource: where a component gets its engine: it was given one, or opens one on first use."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from threading import Lock
+from typing import Any, Self
+from weakref import WeakValueDictionary
+
+from cacheblend_rag.arguments import check_engine_name
+from cacheblend_rag.config import ENGINES, EngineConfig, StoreConfig, names_of
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.factory import open_engine
+from cacheblend_rag.errors import ConfigError
+
+OF_REQUESTS = frozenset({"engine", "blend", "api_key"})
+"""Fields of EngineConfig that may stand beside an engine that was given."""
+SETTLED = (names_of(EngineConfig) | names_of(StoreConfig)) - OF_REQUESTS
+
+_opened: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
+_opening = Lock()
+
+
+class EngineSource:
+    """An engine that was given, or one that is opened on first use, once.
+
+    It stays in its process: copies share the engine that is there when they are made, and a pickle
+    of a source holds none.
+    """
+
+    def __init__(self, engine: Engine | None = None, shared: bool = False) -> None:
+        """Make a source.
+
+        Args:
+            engine: the engine, where there is one already.
+            shared: whether sources of a process whose settings are equal open one engine between
+                them; what a request may change is no matter.
+        """
+        self._engine, self._shared = engine, shared
+        self.was_given = engine is not None
+
+    @classmethod
+    def of(cls, engine: object, *, example: str, shared: bool = False) -> Self:
+        """Return the source that an option ``engine=`` means; nothing is opened.
+
+        Args:
+            engine: an open engine, the name of a kind of engine, or a server's URL.
+            example: how users come by an open engine, for the error.
+            shared: as for the constructor.
+
+        Raises:
+            ConfigError: when it is none of these.
+        """
+        if isinstance(engine, Engine):
+            return cls(engine, shared)
+        if not isinstance(engine, str):
+            raise ConfigError(
+                f"engine is a {type(engine).__name__}: give an open engine, such as {example}, "
+                f"or {', '.join(ENGINES)} or a server's URL"
+            )
+        check_engine_name(engine, ENGINES)
+        return cls(None, shared)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an engine, so that nothing is left to load."""
+        return self._engine is not None
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, None where it has yet to be opened."""
+        return self._engine
+
+    def open(self, settings: Callable[[], EngineConfig]) -> Engine:
+        """Return the engine.
+
+        Args:
+            settings: asked for once, when there is no engine yet.
+
+        Raises:
+            CacheBlendError: as ``open_engine``.
+        """
+        if self._engine is not None:
+            return self._engine
+        with _opening:
+            engine = self._engine or _open(settings(), self._shared)
+            self._engine = engine
+            return engine
+
+    async def aopen(self, settings: Callable[[], EngineConfig]) -> Engine:
+        """Return the engine as ``open`` does; loading happens off the event loop."""
+        if self._engine is not None:
+            return self._engine
+        return await asyncio.to_thread(self.open, settings)
+
+    def check_settled(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Refuse options that the engine would not heed.
+
+        Args:
+            given: options by EngineConfig's and StoreConfig's names.
+            defaults: what they are where users say nothing; None always is.
+
+        Raises:
+            ConfigError: when an engine was given, and with it what it has settled.
+        """
+        if self._engine is None or not self.was_given:
+            return
+        known = {**defaults, "model": self._engine.model_name}
+        if idle := _told(given, known):
+            raise ConfigError(f"{', '.join(idle)}: already settled by the engine given as engine=")
+
+    def check_portable(self) -> None:
+        """Refuse to be sent elsewhere with an engine that could not be opened again there.
+
+        Raises:
+            ConfigError: when the engine was given.
+        """
+        if self.was_given:
+            raise ConfigError(
+                "an open engine cannot be pickled: give model= and kv_path= instead of engine="
+            )
+
+    def __copy__(self) -> Self:
+        twin = type(self)(self._engine, self._shared)
+        twin.was_given = self.was_given
+        return twin
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self.__copy__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.check_portable()
+        return type(self), (None, self._shared)
+
+
+def _told(given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterable[str]:
+    """Return the names of settled options that say something else than what is known."""
+    return sorted(n for n in SETTLED & given.keys() if given[n] not in (None, known.get(n)))
+
+
+def _open(config: EngineConfig, shared: bool) -> Engine:
+    if not shared:
+        return open_engine(config)
+    key = _key(config)
+    engine = _opened.get(key)
+    if engine is None:
+        engine = _opened[key] = open_engine(config)
+    return engine
+
+
+def _key(config: EngineConfig) -> tuple[object, ...]:
+    """What two must agree on to share an engine; a forked process opens its own."""
+    kept = (getattr(config, field.name) for field in fields(config) if field.name != "blend")
+    return (os.getpid(), *kept)
