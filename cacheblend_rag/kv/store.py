@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Self
 
@@ -15,6 +14,7 @@ from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup, StoreMiss
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
 
@@ -25,7 +25,6 @@ FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
-_STRIPES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +76,7 @@ class TieredKVStore:
         self.tiers = tuple(tiers)
         self.ttl_seconds = ttl_seconds
         self._pinned: set[KVKey] = set()
-        self._locks = [threading.Lock() for _ in range(_STRIPES)]
+        self._locks = KeyLocks()
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
         self._room_ahead = threading.Semaphore(FETCHED_AHEAD)
@@ -175,7 +174,7 @@ class TieredKVStore:
             A lookup a key.
         """
         wanted = list(keys)
-        with self._locked(*wanted):
+        with self._locks.held(*wanted):
             found = self._get_many(wanted, promote)
         return [found[key] for key in wanted]
 
@@ -206,12 +205,12 @@ class TieredKVStore:
         """
         kv.validate()
         chunk = StoredChunk(kv, time.time())
-        with self._locked(key):
+        with self._locks.held(key):
             return _put_all(self.tiers, key, chunk)
 
     def evict(self, key: KVKey) -> bool:
         """Remove a chunk from all tiers, pinned or not; returns whether it was stored."""
-        with self._locked(key):
+        with self._locks.held(key):
             evicted = [tier.evict(key) for tier in self.tiers]
         return any(evicted)
 
@@ -243,7 +242,7 @@ class TieredKVStore:
 
     def promote(self, key: KVKey) -> bool:
         """Bring a chunk into the fastest tier; returns whether it is there now."""
-        with self._locked(key):
+        with self._locks.held(key):
             self._get_many([key], promote=True)
             return self.tiers[0].contains(key)
 
@@ -258,7 +257,7 @@ class TieredKVStore:
             StoreError: when the fastest tier cannot read it.
         """
         fastest, lower = self.tiers[0], self.tiers[1:]
-        with self._locked(key):
+        with self._locks.held(key):
             if not any(tier.contains(key) for tier in lower):
                 (found,) = self._read(fastest, [key])
                 if isinstance(found, StoreError):
@@ -321,7 +320,7 @@ class TieredKVStore:
         todo = [(tier, key) for tier in durable for key, _ in tier.entries()]
         damaged = []
         for done, (tier, key) in enumerate(todo, start=1):
-            with self._locked(key):
+            with self._locks.held(key):
                 reason = tier.check(key)
                 if reason is not None and repair:
                     tier.quarantine(key, reason)
@@ -344,15 +343,6 @@ class TieredKVStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _locked(self, *keys: KVKey) -> Iterator[None]:
-        """One thread at a time for one chunk: no double load, no promotion past an eviction."""
-        with ExitStack() as held:
-            # Everybody takes locks in one order, so that no two wait for each other.
-            for stripe in sorted({hash(key) % _STRIPES for key in keys}):
-                held.enter_context(self._locks[stripe])
-            yield
-
     def _entry(self, key: KVKey) -> Entry | None:
         return self._held([key]).get(key)
 
@@ -373,7 +363,7 @@ class TieredKVStore:
         return age > self.ttl_seconds or age < -CLOCK_SKEW_SECONDS
 
     def _expire(self, tier: Tier, key: KVKey) -> bool:
-        with self._locked(key):
+        with self._locks.held(key):
             entry = tier.entry(key)  # looked up again: it may have been stored anew
             return entry is not None and self._is_expired(key, entry) and tier.expire(key)
 

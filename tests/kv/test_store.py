@@ -552,7 +552,7 @@ def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
     store.put(make_key(0), make_kv())
     clock.advance(11)
     sweeping = threading.Thread(target=store.evict_expired)
-    with store._locked(make_key(0)):
+    with store._locks.held(make_key(0)):
         sweeping.start()
         sweeping.join(0.3)
         assert sweeping.is_alive()

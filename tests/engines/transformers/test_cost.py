@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from cacheblend_rag.engines.transformers.support import open_stack
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from transformers import PreTrainedModel
 
@@ -23,6 +22,7 @@ from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngin
 from cacheblend_rag.blend import attention
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.selectors import SELECTORS
+from cacheblend_rag.engines.transformers.compatibility import open_stack
 from tests.models import VOCABULARY, make_model, make_tokenizer, prompt_of, words
 
 aten = torch.ops.aten

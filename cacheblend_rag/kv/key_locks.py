@@ -1,0 +1,48 @@
+"""KeyLocks: a lock for each key that is being worked on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from cacheblend_rag.kv.chunk_kv import KVKey
+
+
+@dataclass
+class _Lock:
+    """A key's lock, and how many hold it or wait for it."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    users: int = 0
+
+
+class KeyLocks:
+    """Lets one thread at a time at a key; different keys never wait for each other."""
+
+    def __init__(self) -> None:
+        self._locks: dict[KVKey, _Lock] = {}
+        self._changing = threading.Lock()
+
+    @contextmanager
+    def held(self, *keys: KVKey) -> Iterator[None]:
+        """Hold the keys' locks. All take them in one order, so that no two wait for each other."""
+        with ExitStack() as stack:
+            for key in sorted(set(keys), key=str):
+                stack.enter_context(self._held(key))
+            yield
+
+    @contextmanager
+    def _held(self, key: KVKey) -> Iterator[None]:
+        with self._changing:
+            own = self._locks.setdefault(key, _Lock())
+            own.users += 1
+        try:
+            with own.lock:
+                yield
+        finally:
+            with self._changing:
+                own.users -= 1
+                if not own.users:
+                    del self._locks[key]
