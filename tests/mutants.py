@@ -20,6 +20,7 @@ from mutmut import __main__ as mutmut
 from mutmut.mutation.trampoline import set_mutant_under_test
 
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
+LOG = Path("mutants/log.txt")
 DEAD = {"killed", "timeout", "segfault", "caught by type check"}
 
 
@@ -67,11 +68,11 @@ def main() -> int:
     files = all_mutants(chosen.processes)
     draw = random.Random(chosen.seed)
     sample = draw.sample(sorted(files), min(chosen.sample, len(files)))
-    subprocess.run(
-        [Path(sys.executable).with_name("mutmut"), "run",
-         "--max-children", str(chosen.processes), *sample],
-        check=True,
-    )  # fmt: skip
+    command = [Path(sys.executable).with_name("mutmut"), "run"]
+    command += ["--max-children", str(chosen.processes), *sample]
+    with LOG.open("w") as log:  # it draws itself anew ten times a second
+        if subprocess.run(command, stdout=log, stderr=log, check=False).returncode:
+            sys.exit(f"mutmut failed, see {LOG}")
     return report(sorted(sample), files)
 
 
