@@ -162,8 +162,8 @@ def _settle_instruction(llm: ChatCacheBlend, prompt: BasePromptTemplate[Any]) ->
     if not llm.is_open and llm.instruction is None:
         llm.instruction = prompt
         return
-    tokenizer = getattr(llm.engine, "tokenizer", None)
-    if tokenizer is not None and llm.engine.instruction != prompt_instruction(prompt, tokenizer):
+    tokenizer = llm.engine.tokenizer
+    if llm.engine.instruction != prompt_instruction(prompt, tokenizer):
         logger.warning(
             "passages are computed behind another instruction than this prompt's: "
             "open the model with instruction=prompt"
