@@ -124,3 +124,10 @@ def test_blocks_are_even_and_no_larger_than_asked(most: int, count: int) -> None
     assert [start for start, _ in blocks] == [sum(lengths[:i]) for i in range(len(blocks))]
     assert max(lengths, default=0) <= most
     assert max(lengths, default=0) - min(lengths, default=0) <= 1
+
+
+def test_rows_stand_on_the_device_asked_for() -> None:
+    rows = Rows.at(torch.arange(3).numpy(), torch.device("meta"))
+    assert rows.device.is_meta
+    assert rows.device.dtype == torch.int64
+    assert Rows.where(torch.ones(2, dtype=torch.bool).numpy(), torch.device("meta")).device.is_meta

@@ -120,3 +120,10 @@ def test_layers_without_rotary_stay_among_those_that_turn() -> None:
     torch.testing.assert_close(moved[2], rotated(keys(), move(500))[2])
     still = Rotation.over_tables([table] * 3, [None] * 3)
     assert torch.equal(rotated(keys(), still), keys())
+
+
+def test_keys_are_not_moved_before_it_is_known_how_they_turn() -> None:
+    with pytest.raises(
+        RuntimeError, match=r"^how layers turn their keys is not known yet: find_layouts$"
+    ):
+        Rotation.over_tables([turns(3, 4)], None)

@@ -366,3 +366,19 @@ def test_keys_may_be_off_by_the_rounding_of_far_positions(dtype: torch.dtype) ->
         assert not same((wanted.float() + 1.05 * tolerance), wanted)
     nothing = torch.zeros_like(wanted)
     assert trial._close_keys(0)(nothing, nothing)
+
+
+def test_what_this_rank_cannot_turn_it_tells_the_others() -> None:
+    told: list[list[int]] = []
+
+    def reduced(part: Tensor, how: str) -> Tensor:
+        told.append(part.tolist())
+        return part
+
+    ids = trial_tokens(VOCABULARY, torch.device("cpu"))
+    find_layouts(TriedFake(reduced=reduced), ids, WINDOW)
+    assert told == [[0]] * 4
+    told.clear()
+    with refused("cannot be undone"):
+        find_layouts(TriedFake(reduced=reduced, angle=lambda p: p.float().sqrt()), ids, WINDOW)
+    assert told == [[1]]

@@ -1,5 +1,6 @@
 import ast
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -216,8 +217,58 @@ def test_forged_headers_are_damage_even_with_a_right_checksum(what):
         data = sealed(fields, body)
     except (TypeError, KeyError):
         data = with_header(fields, body)
-    with pytest.raises(DamagedChunkError):
+    with pytest.raises(DamagedChunkError, match=f"^{SAID[what]}$"):
         codec.decode(data, KEY)
+
+
+SAID = {
+    "values of another shape": r"values are torch.float32 \(2, 1, 8, 4\), keys are .*",
+    "keys of rank 3": r"keys are torch.float32 \(2, 4, 8\), want float .*",
+    "negative sizes": "keys is ill described",
+    "a size of 0": "keys's shape and bytes contradict each other",
+    "absurd sizes": "keys's shape and bytes contradict each other",
+    "sizes that are true": "keys is ill described",
+    "an integer dtype": "keys is ill described",
+    "mixed dtypes": r"values are torch.float32 .*, keys are torch.bfloat16 \(2, 2, 4, 8\)",
+    "prior of another dtype": r"prior is torch.float16 \(8,\), want float32 \(4,\)",
+    "prior of another length": r"prior is torch.float32 \(2, 2\), want float32 \(4,\)",
+    "an overlap": "values does not start where the last tensor ends",
+    "offsets beyond the end": "prior does not start where the last tensor ends",
+    "no values": "holds tensors 'keys, prior'",
+    "another tensor": "holds tensors 'extra, keys, prior, values'",
+    "a tensor that is text": "prior is ill described",
+    "another token count": "header counts 5 tokens, keys 4",
+    "a position that is no number": "position is no number",
+    "a key that is a path": "metadata names no KV key",
+    "a contradicting fingerprint": "key and fingerprint contradict each other",
+}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"1234567", "too short for a safetensors header"),
+        (struct.pack("<Q", 2**16 + 8), "header claims 65544 bytes, more than 65536"),
+        (struct.pack("<Q", 16) + b" " * 15, "truncated within its header"),
+        (struct.pack("<Q", 9) + b"{} " * 3, "header is not padded to 8 bytes"),
+        (struct.pack("<Q", 8) + b"no JSON ", "header is no JSON"),
+        (struct.pack("<Q", 8) + b"[1, 2]  ", "header carries no metadata"),
+        (struct.pack("<Q", 8) + b"{}      ", "header carries no metadata"),
+    ],
+)
+def test_what_is_no_safetensors_header_is_named(data, said):
+    with pytest.raises(DamagedChunkError, match=f"^{said}$"):
+        codec.decode(data, KEY)
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DamagedChunkError, match=r"^no file$"):
+        codec.read(tmp_path / "pipe", KEY)
+    with pytest.raises(IsADirectoryError):
+        codec.read(tmp_path, KEY)
+    with pytest.raises(FileNotFoundError):
+        codec.read(tmp_path / "absent", KEY)
 
 
 def test_tensors_at_odd_offsets_are_damage():

@@ -558,3 +558,13 @@ def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
         assert sweeping.is_alive()
     sweeping.join(20)
     assert not sweeping.is_alive()
+
+
+def test_a_chunk_pinned_since_the_sweep_began_stays(open_store, clock):
+    store = open_store(ttl_seconds=10)
+    store.put(make_key(0), make_kv())
+    clock.advance(11)
+    store.pin(make_key(0))
+    assert not any(store._expire(tier, make_key(0)) for tier in store.tiers)
+    store.unpin(make_key(0))
+    assert all(store._expire(tier, make_key(0)) for tier in store.tiers)

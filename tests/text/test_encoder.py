@@ -340,3 +340,19 @@ def test_a_text_that_cannot_be_encoded_is_named_by_its_beginning() -> None:
         "character 30 of 'abcdefghijabcdefghij'... is an unpaired surrogate; decode the "
         "source with errors='replace'"
     )
+
+
+def test_a_template_is_asked_with_turns_of_both_roles() -> None:
+    asked: list[Any] = []
+    tokenizer = copy.deepcopy(tokenizer_of("tiktoken"))
+
+    def template(messages: Any, **options: Any) -> str:
+        asked.append((messages, options))
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+    tokenizer.apply_chat_template = template
+    assert SegmentEncoder(tokenizer).role_markers() == "text"
+    ((messages, options),) = asked
+    assert [m["role"] for m in messages] == ["user", "assistant", "user"]
+    assert all(set(m) == {"role", "content"} for m in messages)
+    assert options == {"tokenize": False, "add_generation_prompt": False}

@@ -307,3 +307,63 @@ def test_a_failing_template_is_explained(template: str) -> None:
             ChunkRegistry(),
             with_template("byte-level", template),
         )
+
+
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        ("hi", "messages must be a non-empty list of {'role': ..., 'content': ...}"),
+        ([], "messages must be a non-empty list of {'role': ..., 'content': ...}"),
+        (
+            ["hello"],
+            "messages[0] must be a mapping with 'role' and 'content', not 'hello'",
+        ),
+        (
+            [{"content": "hello"}],
+            "messages[0].role must be a non-empty string, not None",
+        ),
+        (
+            [{"role": "", "content": "hello"}],
+            "messages[0].role must be a non-empty string, not ''",
+        ),
+        (
+            [{"role": "user", "content": 7}],
+            "messages[0].content must be a string or a list of text parts, not 7",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}],
+            "messages[0].content[1] must be {'type': 'text', 'text': ...}: only text can be "
+            "blended",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": 3}]}],
+            "messages[0].content[0].text must be a string, not 3",
+        ),
+    ],
+)
+def test_what_is_wrong_with_messages_is_said_whole(messages: Any, said: str) -> None:
+    with pytest.raises(PromptError) as refused:
+        BlendPrompt.from_messages(messages, ChunkRegistry(), with_template("byte-level", CHATML))
+    assert str(refused.value) == said
+
+
+def test_what_is_wrong_with_a_prompt_is_said_whole() -> None:
+    with pytest.raises(PromptError) as refused:
+        BlendPrompt.of("a", 7)  # type: ignore[arg-type]
+    assert str(refused.value) == "part 1 of a prompt must be a str or a Chunk, not 7"
+    with pytest.raises(PromptError) as refused:
+        ChunkRegistry([Chunk("  ", document_id="d")])
+    assert str(refused.value) == (
+        "chunk text '  ' of document 'd' is empty or only white space; drop such chunks before "
+        "registering"
+    )
+    with pytest.raises(PromptError) as refused:
+        BlendPrompt.from_messages(
+            [{"role": "user", "content": "a"}],
+            ChunkRegistry(),
+            with_template("byte-level", None),  # type: ignore[arg-type]
+        )
+    assert str(refused.value) == (
+        "the tokenizer has no chat template: pass the prompt as a plain string or set "
+        "tokenizer.chat_template"
+    )

@@ -1,0 +1,155 @@
+"""What the base class of all tiers makes of failures: logs that say what, where and why."""
+
+import logging
+
+import pytest
+
+from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
+from cacheblend_rag.kv import StoredChunk
+from cacheblend_rag.kv.tiers.base import COUNTED, RefusedError, Tier, Usage
+from tests.kv.samples import OTHER_FINGERPRINT, make_key, make_kv
+
+KEY = make_key(0)
+CHUNK = StoredChunk(make_kv(), 1.0)
+
+
+class Plain(Tier):
+    """Keeps chunks in a dict, until it is told to fail."""
+
+    def __init__(self, failure=None):
+        super().__init__("far", None)
+        self.chunks, self.failure = {}, failure
+
+    def entry(self, key):
+        return self.chunks.get(key)
+
+    def entries(self):
+        return iter(self.chunks.items())
+
+    def usage(self):
+        return Usage(len(self.chunks), 7)
+
+    def _load(self, key):
+        self._fail()
+        return self.chunks.get(key)
+
+    def _save(self, key, chunk):
+        self._fail()
+        self.chunks[key] = chunk
+
+    def _drop(self, key):
+        self._fail()
+        return self.chunks.pop(key, None) is not None
+
+    def _fail(self):
+        if self.failure is not None:
+            raise self.failure
+
+
+def counted(tier):
+    """What was counted, zeros left out."""
+    stats = tier.stats()
+    assert set(stats) == {"entries", "bytes", "capacity_bytes", *COUNTED}
+    return {name: stats[name] for name in COUNTED if stats[name]}
+
+
+@pytest.fixture(autouse=True)
+def _all_logs(caplog):
+    caplog.set_level(logging.DEBUG)
+
+
+def said(caplog):
+    found = [(record.levelname, record.getMessage()) for record in caplog.records]
+    caplog.clear()
+    return found
+
+
+def test_hits_misses_evictions_and_expiries_are_counted():
+    tier = Plain()
+    assert tier.put(KEY, CHUNK)
+    assert tier.get(KEY) is CHUNK
+    assert tier.get(make_key(1)) is None
+    assert not tier.evict(make_key(1))
+    assert not tier.expire(make_key(1))
+    assert counted(tier) == {"hits": 1, "misses": 1}
+    assert tier.evict(KEY)
+    assert not tier.contains(KEY)
+    tier.put(KEY, CHUNK)
+    assert tier.contains(KEY)
+    assert tier.expire(KEY)
+    assert counted(tier) == {"hits": 1, "misses": 1, "evictions": 1, "expired": 1}
+    assert tier.stats()["bytes"] == 7
+    assert tier.check(KEY) is None
+    tier.close()
+
+
+def test_a_tier_that_fails_says_what_it_could_not_do(caplog):
+    tier = Plain(OSError("no such device"))
+    with pytest.raises(StoreError, match=f"^far tier: could not read {KEY}: no such device$"):
+        tier.get(KEY)
+    assert said(caplog) == [("WARNING", f"far tier: could not read {KEY}: no such device")]
+    assert counted(tier) == {"misses": 1, "errors": 1}
+    assert not tier.put(KEY, CHUNK)
+    assert said(caplog) == [("WARNING", f"far tier: could not store {KEY}: no such device")]
+    assert not tier.evict(KEY)
+    assert said(caplog) == [("WARNING", f"far tier: could not remove {KEY}: no such device")]
+    assert not tier.expire(KEY)
+    said(caplog)
+    tier.quarantine(KEY, "it smells")
+    assert said(caplog) == [
+        ("WARNING", f"far tier: {KEY} set aside: it smells"),
+        ("WARNING", f"far tier: could not set {KEY} aside: no such device"),
+    ]
+    assert counted(tier) == {"misses": 1, "errors": 5, "quarantined": 1}
+
+
+@pytest.mark.parametrize("failure", [DamagedChunkError("torn"), ForeignChunkError("theirs")])
+def test_what_is_unusable_is_set_aside_and_is_a_miss(failure, caplog):
+    tier = Plain()
+    tier.put(KEY, CHUNK)
+    tier.put(make_key(1), CHUNK)
+    load, tier._load = tier._load, lambda _: (_ for _ in ()).throw(failure)
+    with pytest.raises(type(failure), match=str(failure)):
+        tier.get(KEY)
+    assert said(caplog) == [("WARNING", f"far tier: {KEY} set aside: {failure}")]
+    assert counted(tier) == {"misses": 1, "quarantined": 1}
+    assert set(tier.chunks) == {make_key(1)}, "dropped, where bytes cannot be kept aside"
+    tier._load = load
+
+
+def test_refusals_are_said_aloud_once(caplog):
+    tier = Plain(RefusedError("it is full"))
+    for number in range(3):
+        assert not tier.put(make_key(number), CHUNK)
+    assert said(caplog) == [
+        (level, f"far tier refused {make_key(number)}: it is full")
+        for number, level in enumerate(["WARNING", "DEBUG", "DEBUG"])
+    ]
+    assert counted(tier) == {"refused": 3}
+
+
+def test_pins_are_kept_and_let_go():
+    tier = Plain()
+    tier.pin(KEY)
+    assert tier._pinned == {KEY}
+    tier.unpin(make_key(1))
+    tier.unpin(KEY)
+    assert tier._pinned == set()
+
+
+def test_relatives_are_looked_for_among_all_chunks():
+    tier = Plain()
+    tier.put(make_key(0, of=OTHER_FINGERPRINT), CHUNK)
+    assert tier.has_relative(KEY)
+    assert not tier.has_relative(make_key(1))
+    assert not tier.has_relative(make_key(0, of=OTHER_FINGERPRINT))
+
+
+@pytest.mark.parametrize("capacity", [-1, -1000])
+def test_a_capacity_below_nothing_is_named(capacity):
+    class Sized(Plain):
+        def __init__(self):
+            Tier.__init__(self, "far", capacity)
+
+    with pytest.raises(StoreError, match=f"^capacity_bytes={capacity} must be at least 0$"):
+        Sized()
