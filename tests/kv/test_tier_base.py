@@ -55,7 +55,7 @@ def counted(tier):
 
 @pytest.fixture(autouse=True)
 def _all_logs(caplog):
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, "cacheblend_rag")
 
 
 def said(caplog):

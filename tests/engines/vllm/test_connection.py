@@ -276,7 +276,7 @@ def test_the_key_may_come_from_the_environment(
     connect: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CACHEBLEND_API_KEY", KEY)
-    caplog.set_level("DEBUG")
+    caplog.set_level("DEBUG", "cacheblend_rag")
     engine = connect(api_key=None)
     engine.generate(PROMPT, FOUR)
     assert KEY not in repr(engine) + repr(engine.transport._connection) + caplog.text
