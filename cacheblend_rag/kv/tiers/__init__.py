@@ -3,5 +3,6 @@
 from cacheblend_rag.kv.tiers.base import Entry, Read, StoredChunk, Tier, Usage
 from cacheblend_rag.kv.tiers.disk import DiskTier
 from cacheblend_rag.kv.tiers.host import HostTier
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 
-__all__ = ["DiskTier", "Entry", "HostTier", "Read", "StoredChunk", "Tier", "Usage"]
+__all__ = ["DiskTier", "Entry", "HostTier", "Read", "StoredChunk", "Tier", "TierPolicy", "Usage"]

@@ -13,6 +13,7 @@ from typing import ClassVar, TypeVar
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -57,12 +58,12 @@ class RefusedError(Exception):
 class Tier(ABC):
     """One place where chunk KV is kept.
 
-    A new tier implements the abstract methods: ``_load``, ``_save`` and ``_drop`` may raise
-    OSError, which the public methods turn into a miss or a failed put. All are called from
+    A new tier implements the abstract methods: ``_entry``, ``_load``, ``_save`` and ``_drop`` may
+    raise OSError, which the public methods turn into a miss or a failed put. All are called from
     several threads at once. Where one question about many chunks costs less than many questions,
-    it overrides ``entry_many`` and ``_load_many``, too.
+    it overrides ``_entry_many`` and ``_load_many``, too.
 
-    name: shown in reports and stats. capacity_bytes: None is without limit. durable: whether
+    name: shown in reports and stats. policy: how it is used. durable: whether
     chunks outlive this process, so that ``check`` has bytes to check. entries_at_once,
     reads_at_once: threads that look up and read many chunks; 1 where a thread costs more than it
     saves. keeps_found: whether a chunk found in a slower tier is kept here, too. takes_puts:
@@ -76,18 +77,21 @@ class Tier(ABC):
     keeps_found: bool = True
     takes_puts: bool = True
 
-    def __init__(self, name: str, capacity_bytes: int | None) -> None:
-        if capacity_bytes is not None and capacity_bytes < 0:
-            raise StoreError(f"capacity_bytes={capacity_bytes} must be at least 0")
+    def __init__(
+        self, name: str, capacity_bytes: int | None = None, *, policy: TierPolicy | None = None
+    ) -> None:
         self.name = name
-        self.capacity_bytes = capacity_bytes
+        self.policy = TierPolicy.of(capacity_bytes, policy)
+        self.capacity_bytes = self.policy.capacity_bytes
+        self.keeps_found = type(self).keeps_found and self.policy.promote
+        self.takes_puts = type(self).takes_puts and self.policy.write != "none"
         self._pinned: set[KVKey] = set()
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
 
     @abstractmethod
-    def entry(self, key: KVKey) -> Entry | None:
-        """Look a chunk up without reading it or counting as its use; None when absent."""
+    def _entry(self, key: KVKey) -> Entry | None:
+        """Look a chunk up without reading it; None when absent. Raises OSError."""
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
@@ -138,9 +142,20 @@ class Tier(ABC):
         """Whether a chunk is stored here."""
         return self.entry(key) is not None
 
+    def entry(self, key: KVKey) -> Entry | None:
+        """Look a chunk up without reading it or counting as its use.
+
+        Returns None when it is absent or the tier cannot be read.
+        """
+        return self.entry_many([key])[0]
+
     def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         """As entry, for many chunks, in their order."""
-        return _side_by_side(self.entry, keys, self.entries_at_once)
+        return self._entry_many(keys)
+
+    def _entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
+        """As ``_entry``, for many chunks, in their order. Raises OSError."""
+        return _side_by_side(self._entry, keys, self.entries_at_once)
 
     def get(self, key: KVKey) -> StoredChunk | None:
         """Read a chunk; None when absent.

@@ -27,6 +27,7 @@ from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreErr
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.tiers.base import Entry, RefusedError, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 SUFFIX = ".safetensors"
 TEMPORARY_SUFFIX = ".tmp"
@@ -65,8 +66,9 @@ class DiskTier(Tier):
         *,
         fsync: bool = False,
         name: str = "disk",
+        policy: TierPolicy | None = None,
     ) -> None:
-        super().__init__(name, capacity_bytes)
+        super().__init__(name, capacity_bytes, policy=policy)
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
         self._fsync = fsync
@@ -78,13 +80,6 @@ class DiskTier(Tier):
                 self._write_usage(self._scan())
         except OSError as error:
             raise StoreError(f"cannot keep chunk KV in {self.path}: {error}") from error
-
-    def entry(self, key: KVKey) -> Entry | None:
-        """Look a chunk's file up; None when absent or out of reach."""
-        try:
-            return _entry(os.stat(self._file(key)))
-        except OSError:
-            return None
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Go through all chunk files, removing what killed writers left behind."""
@@ -126,6 +121,12 @@ class DiskTier(Tier):
             names = os.listdir(self.path / "quarantine")
             return sorted((n for n in names if not n.endswith(".reason")), key=_quarantine_time)
         return []
+
+    def _entry(self, key: KVKey) -> Entry | None:
+        try:
+            return _entry(os.stat(self._file(key)))
+        except OSError:  # absent or out of reach
+            return None
 
     def _load(self, key: KVKey) -> StoredChunk | None:
         path = self._file(key)
@@ -226,7 +227,7 @@ class DiskTier(Tier):
         Under the lock. Refuses before evicting in vain.
         """
         usage = self._read_usage()
-        own = self.entry(key)
+        own = self._entry(key)
         if own is not None:
             usage = Usage(usage.entries - 1, usage.nbytes - own.nbytes)
         after = Usage(usage.entries + 1, usage.nbytes + nbytes)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.tiers.base import Entry, RefusedError, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 
 class HostTier(Tier):
@@ -25,23 +26,24 @@ class HostTier(Tier):
     entries_at_once: ClassVar[int] = 1
     reads_at_once: ClassVar[int] = 1
 
-    def __init__(self, capacity_bytes: int | None, *, name: str = "host") -> None:
-        super().__init__(name, capacity_bytes)
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        *,
+        name: str = "host",
+        policy: TierPolicy | None = None,
+    ) -> None:
+        super().__init__(name, capacity_bytes, policy=policy)
         self._chunks: OrderedDict[KVKey, StoredChunk] = OrderedDict()
         self._used_at: dict[KVKey, float] = {}
         self._of_chunk: defaultdict[str, set[KVKey]] = defaultdict(set)
         self._nbytes = 0
         self._lock = threading.Lock()
 
-    def entry(self, key: KVKey) -> Entry | None:
-        """Look a chunk up without counting as its use; None when absent."""
-        with self._lock:
-            return self._entry(key)
-
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Go through the chunks held when called."""
         with self._lock:
-            found = [(key, self._entry(key)) for key in self._chunks]
+            found = [(key, self._known(key)) for key in self._chunks]
         return ((key, entry) for key, entry in found if entry is not None)
 
     def has_relative(self, key: KVKey) -> bool:
@@ -63,6 +65,10 @@ class HostTier(Tier):
             self._nbytes = 0
 
     def _entry(self, key: KVKey) -> Entry | None:
+        with self._lock:
+            return self._known(key)
+
+    def _known(self, key: KVKey) -> Entry | None:
         chunk = self._chunks.get(key)
         if chunk is None:
             return None
