@@ -26,7 +26,8 @@ from filelock import FileLock
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.base import Entry, RefusedError, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
+from cacheblend_rag.kv.tiers.base import Entry, StoredChunk, Tier, Usage
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 SUFFIX = ".safetensors"
@@ -34,6 +35,9 @@ TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
+SAME_USE_SECONDS = 60.0
+"""How long a chunk may take from being computed to its file."""
+LATELY_SECONDS = 86_400.0
 
 _HEX = "0123456789abcdef"
 _USAGE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
@@ -48,7 +52,7 @@ class _File:
 
 
 class DiskTier(Tier):
-    """Chunk KV as files, least recently used evicted first.
+    """Chunk KV as files; what is asked for least goes first.
 
     capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
     fsync: wait until each file has reached the disk; without it a power cut may cost recent chunks,
@@ -145,6 +149,8 @@ class DiskTier(Tier):
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
             raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
         path = self._file(key)
+        if self._admission.would_reject(key) and not os.path.exists(path):
+            raise RejectedError("another chunk seen as often was turned away just now")
         self._make_folders(path)
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
         try:
@@ -236,32 +242,27 @@ class DiskTier(Tier):
         # The files themselves are the truth: a killed writer or a bare `rm` leaves `usage` high.
         others = [file for file in self._files() if file.key != key]
         stored = sum(file.entry.nbytes for file in others)
-        victims = self._victims(others, stored + nbytes - self.capacity_bytes)
-        gone = sum(file.entry.nbytes for file in victims)
-        for file in victims:
+        victims = self._let_go(
+            key,
+            self._oldest_first(others),
+            excess=stored + nbytes - self.capacity_bytes,
+            held=len(others),
+            spare=stored // 64,  # so that a large full store is not gone through at each put
+        )
+        left = {file.key: file.entry.nbytes for file in others}
+        for victim in victims:
             with suppress(FileNotFoundError):
-                os.unlink(file.path)
-        self._count("evictions", len(victims))
-        return Usage(len(others) - len(victims) + 1, stored - gone + nbytes)
+                os.unlink(self._file(victim))
+            del left[victim]
+        return Usage(len(left) + 1, sum(left.values()) + nbytes)
 
-    def _victims(self, files: list[_File], excess: int) -> list[_File]:
-        """Return the least recently used files that together free ``excess`` bytes."""
-        if excess <= 0:
-            return []
-        # A little more than needed, so that a large full store is not gone through at each put.
-        spare = len(files) // 64
-        victims = []
-        for file in sorted(files, key=lambda file: file.entry.used_at):
-            if excess <= 0:
-                spare -= 1
-                if spare < 0:
-                    break
-            if file.key not in self._pinned:
-                victims.append(file)
-                excess -= file.entry.nbytes
-        if excess > 0:
-            raise RefusedError(f"{excess} bytes too many beside what is pinned")
-        return victims
+    def _oldest_first(self, files: list[_File]) -> list[Resident]:
+        now = time.time()
+        return [
+            Resident(file.key, file.entry.nbytes, _seen(file.entry, now))
+            for file in sorted(files, key=lambda file: file.entry.used_at)
+            if file.key not in self._pinned
+        ]
 
     def _unlink(self, path: str) -> bool:
         """Remove a chunk's file, under the lock; returns whether it was there."""
@@ -333,6 +334,16 @@ def _key_of(name: str) -> KVKey | None:
 
 def _entry(found: os.stat_result) -> Entry:
     return Entry(found.st_size, found.st_mtime, found.st_atime)
+
+
+def _seen(entry: Entry, now: float) -> int:
+    """Return how often a file was seen lately at least, by its times, whichever process it was.
+
+    Processes do not know what others see; what any of them has read since it was written is no
+    chunk that was seen once.
+    """
+    again = entry.used_at > entry.written_at + SAME_USE_SECONDS
+    return 2 if again and now - entry.used_at < LATELY_SECONDS else 0
 
 
 def _quarantine_time(name: str) -> int:
