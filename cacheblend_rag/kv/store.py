@@ -302,9 +302,8 @@ class TieredKVStore:
         """Return numbers by tier.
 
         Returns:
-            Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of what
-            happened there: hits, misses, admitted, rejected, refused, evictions, expired,
-            quarantined, errors.
+            Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of
+            hits, misses, admitted, rejected, refused, evictions, expired, quarantined, errors.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 
