@@ -15,7 +15,7 @@ from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreErr
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
-from cacheblend_rag.kv.lookup import Lookup, StoreMiss
+from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
 
 PREFETCH_THREADS = 2
@@ -133,6 +133,17 @@ class TieredKVStore:
         As far as tiers can tell without listing what they hold.
         """
         return any(tier.has_relative(key) for tier in self.tiers)
+
+    def absence(self, key: KVKey) -> Lookup:
+        """Say why a chunk is not there, without reading.
+
+        Returns:
+            A miss: a tier fails, another model's KV of the chunk is stored, or nothing.
+        """
+        for tier in self.tiers:
+            if tier.reading.is_failing:
+                return Lookup.missed("store error", tier.name)
+        return Lookup.missed("other model" if self.has_relative(key) else "not stored")
 
     def contains_many(self, keys: Iterable[KVKey]) -> list[bool]:
         """As contains, for many keys at once: each tier is asked once.
@@ -303,7 +314,9 @@ class TieredKVStore:
 
         Returns:
             Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of
-            hits, misses, admitted, rejected, refused, evictions, expired, quarantined, errors.
+            hits, misses, admitted, rejected, refused, evictions, expired, quarantined, errors,
+            skipped (reads while it was out) and dropped (writes); entries and bytes are None where
+            it cannot be asked.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 
@@ -384,7 +397,7 @@ class TieredKVStore:
             missing = [key for key, lookup in found.items() if lookup.kv is None]
             for key, read in zip(missing, self._read(tier, missing), strict=True):
                 if isinstance(read, StoreError):
-                    found[key] = Lookup.missed(_miss(read))
+                    found[key] = _missed(tier, read)
                 elif read is not None:
                     found[key] = Lookup(read.kv, tier.name, None)
                     if promote:
@@ -422,9 +435,7 @@ class TieredKVStore:
     def _look(self, key: KVKey, promote: bool) -> Lookup:
         """Read a chunk; where it is missing, find out why while nobody waits for it."""
         found = self.get(key, promote=promote)
-        if found.reason == "not stored" and self.has_relative(key):
-            return Lookup.missed("other model")
-        return found
+        return self.absence(key) if found.reason == "not stored" else found
 
 
 def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:
@@ -440,7 +451,10 @@ def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
             tier.put(key, chunk)
 
 
-def _miss(error: StoreError) -> StoreMiss:
+def _missed(tier: Tier, error: StoreError) -> Lookup:
+    """Return what an unusable chunk is, or which tier could not be read."""
     if isinstance(error, ForeignChunkError):
-        return "other model"
-    return "damaged" if isinstance(error, DamagedChunkError) else "store error"
+        return Lookup.missed("other model")
+    if isinstance(error, DamagedChunkError):
+        return Lookup.missed("damaged")
+    return Lookup.missed("store error", tier.name)

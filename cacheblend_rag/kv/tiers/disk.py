@@ -129,7 +129,7 @@ class DiskTier(Tier):
     def _entry(self, key: KVKey) -> Entry | None:
         try:
             return _entry(os.stat(self._file(key)))
-        except OSError:  # absent or out of reach
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _load(self, key: KVKey) -> StoredChunk | None:
