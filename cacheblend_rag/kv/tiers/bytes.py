@@ -16,7 +16,8 @@ from torch import Tensor
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.base import RefusedError, StoredChunk, Tier
+from cacheblend_rag.kv.tiers.admission import RefusedError
+from cacheblend_rag.kv.tiers.base import StoredChunk, Tier
 
 Parts = Sequence[bytes | memoryview]
 """One object's bytes in order, as the codec hands them out: none is joined to another."""
@@ -38,7 +39,7 @@ class StoredBytes:
 class BytesTier(Tier):
     """A tier that keeps chunks as bytes.
 
-    A new one implements ``entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and ``_read``,
+    A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and ``_read``,
     ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears whole under its
     key or not at all, and is replaced, never written into.
     """

@@ -27,14 +27,19 @@ from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.base import Entry, RefusedError, Usage
+from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
+from cacheblend_rag.kv.tiers.base import Entry, Usage
 from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, StoredBytes, room_for
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 SUFFIX = ".safetensors"
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
+SAME_USE_SECONDS = 60.0
+"""How long a chunk may take from being computed to its file."""
+LATELY_SECONDS = 86_400.0
 
 _HEX = "0123456789abcdef"
 _USAGE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
@@ -49,7 +54,7 @@ class _File:
 
 
 class DiskTier(BytesTier):
-    """Chunk KV as files, least recently used evicted first.
+    """Chunk KV as files; what is asked for least goes first.
 
     capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
     fsync: wait until each file has reached the disk; without it a power cut may cost recent chunks,
@@ -67,8 +72,9 @@ class DiskTier(BytesTier):
         *,
         fsync: bool = False,
         name: str = "disk",
+        policy: TierPolicy | None = None,
     ) -> None:
-        super().__init__(name, capacity_bytes)
+        super().__init__(name, capacity_bytes, policy=policy)
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
         self._fsync = fsync
@@ -80,13 +86,6 @@ class DiskTier(BytesTier):
                 self._write_usage(self._scan())
         except OSError as error:
             raise StoreError(f"cannot keep chunk KV in {self.path}: {error}") from error
-
-    def entry(self, key: KVKey) -> Entry | None:
-        """Look a chunk's file up; None when absent or out of reach."""
-        try:
-            return _entry(os.stat(self._file(key)))
-        except OSError:
-            return None
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Go through all chunk files, removing what killed writers left behind."""
@@ -130,6 +129,12 @@ class DiskTier(BytesTier):
             return sorted((n for n in names if not n.endswith(".reason")), key=_quarantine_time)
         return []
 
+    def _entry(self, key: KVKey) -> Entry | None:
+        try:
+            return _entry(os.stat(self._file(key)))
+        except OSError:  # absent or out of reach
+            return None
+
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
         """Read into memory of its own: what befalls the file later changes nothing.
 
@@ -157,6 +162,8 @@ class DiskTier(BytesTier):
 
     def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
         path = self._file(key)
+        if self._admission.would_reject(key) and not os.path.exists(path):
+            raise RejectedError("another chunk seen as often was turned away just now")
         self._make_folders(path)
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
         try:
@@ -239,7 +246,7 @@ class DiskTier(BytesTier):
         Under the lock. Refuses before evicting in vain.
         """
         usage = self._read_usage()
-        own = self.entry(key)
+        own = self._entry(key)
         if own is not None:
             usage = Usage(usage.entries - 1, usage.nbytes - own.nbytes)
         after = Usage(usage.entries + 1, usage.nbytes + nbytes)
@@ -248,32 +255,27 @@ class DiskTier(BytesTier):
         # The files themselves are the truth: a killed writer or a bare `rm` leaves `usage` high.
         others = [file for file in self._files() if file.key != key]
         stored = sum(file.entry.nbytes for file in others)
-        victims = self._victims(others, stored + nbytes - self.capacity_bytes)
-        gone = sum(file.entry.nbytes for file in victims)
-        for file in victims:
+        victims = self._let_go(
+            key,
+            self._oldest_first(others),
+            excess=stored + nbytes - self.capacity_bytes,
+            held=len(others),
+            spare=stored // 64,  # so that a large full store is not gone through at each put
+        )
+        left = {file.key: file.entry.nbytes for file in others}
+        for victim in victims:
             with suppress(FileNotFoundError):
-                os.unlink(file.path)
-        self._count("evictions", len(victims))
-        return Usage(len(others) - len(victims) + 1, stored - gone + nbytes)
+                os.unlink(self._file(victim))
+            del left[victim]
+        return Usage(len(left) + 1, sum(left.values()) + nbytes)
 
-    def _victims(self, files: list[_File], excess: int) -> list[_File]:
-        """Return the least recently used files that together free ``excess`` bytes."""
-        if excess <= 0:
-            return []
-        # A little more than needed, so that a large full store is not gone through at each put.
-        spare = len(files) // 64
-        victims = []
-        for file in sorted(files, key=lambda file: file.entry.used_at):
-            if excess <= 0:
-                spare -= 1
-                if spare < 0:
-                    break
-            if file.key not in self._pinned:
-                victims.append(file)
-                excess -= file.entry.nbytes
-        if excess > 0:
-            raise RefusedError(f"{excess} bytes too many beside what is pinned")
-        return victims
+    def _oldest_first(self, files: list[_File]) -> list[Resident]:
+        now = time.time()
+        return [
+            Resident(file.key, file.entry.nbytes, _seen(file.entry, now))
+            for file in sorted(files, key=lambda file: file.entry.used_at)
+            if file.key not in self._pinned
+        ]
 
     def _unlink(self, path: str) -> bool:
         """Remove a chunk's file, under the lock; returns whether it was there."""
@@ -355,6 +357,16 @@ def _key_of(name: str) -> KVKey | None:
 
 def _entry(found: os.stat_result) -> Entry:
     return Entry(found.st_size, found.st_mtime, found.st_atime)
+
+
+def _seen(entry: Entry, now: float) -> int:
+    """Return how often a file was seen lately at least, by its times, whichever process it was.
+
+    Processes do not know what others see; what any of them has read since it was written is no
+    chunk that was seen once.
+    """
+    again = entry.used_at > entry.written_at + SAME_USE_SECONDS
+    return 2 if again and now - entry.used_at < LATELY_SECONDS else 0
 
 
 def _quarantine_time(name: str) -> int:
