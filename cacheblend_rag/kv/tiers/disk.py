@@ -17,17 +17,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import ClassVar
 from uuid import uuid4
 
 from filelock import FileLock
+from torch import Tensor
 
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
-from cacheblend_rag.kv import codec
+from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
-from cacheblend_rag.kv.tiers.base import Entry, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
+from cacheblend_rag.kv.tiers.base import Entry, Usage
+from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, StoredBytes, room_for
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 SUFFIX = ".safetensors"
@@ -51,7 +53,7 @@ class _File:
     entry: Entry
 
 
-class DiskTier(Tier):
+class DiskTier(BytesTier):
     """Chunk KV as files; what is asked for least goes first.
 
     capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
@@ -110,14 +112,15 @@ class DiskTier(Tier):
         path = self._file(key)
         try:
             before = os.stat(path)
-            codec.read(path, key)
-            # Checking is no use of the chunk, whatever the mount's atime option.
-            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         except FileNotFoundError:
             return None
-        except (DamagedChunkError, ForeignChunkError, OSError) as error:
+        except OSError as error:
             return str(error)
-        return None
+        wrong = super().check(key)
+        with suppress(OSError):
+            # Checking is no use of the chunk, whatever the mount's atime option.
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return wrong
 
     def quarantined(self) -> list[str]:
         """Return the names of the files in quarantine, oldest first."""
@@ -132,33 +135,43 @@ class DiskTier(Tier):
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _load(self, key: KVKey) -> StoredChunk | None:
-        path = self._file(key)
+    def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
+        """Read into memory of its own: what befalls the file later changes nothing.
+
+        A memory map would save a copy, but end the process when the file is cut short, and pass on
+        what is written into it after it was checked.
+        """
         try:
-            written = os.stat(path).st_mtime_ns
-            kv = codec.read(path, key)
+            descriptor = os.open(self._file(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
-        with suppress(OSError):
-            os.utime(path, ns=(time.time_ns(), written))
-        return StoredChunk(kv, written / 1e9)
+        with open(descriptor, "rb", buffering=0) as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise DamagedChunkError("no file")
+            last = found.st_size if end is None else min(end, found.st_size)
+            raw = room_for(max(last - start, 0))
+            file.seek(start)
+            _fill(raw, file)
+        return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
-    def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        parts = codec.encode_parts(key, chunk.kv)
-        nbytes = sum(memoryview(part).nbytes for part in parts)
-        if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
-            raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
+    def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
+        path = self._file(key)
+        with suppress(OSError):
+            os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+
+    def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
         path = self._file(key)
         if self._admission.would_reject(key) and not os.path.exists(path):
             raise RejectedError("another chunk seen as often was turned away just now")
         self._make_folders(path)
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
         try:
-            self._write(temporary, parts)
+            self._create(temporary, parts)
             with self._exclusive():
                 self._write_usage(self._make_room(key, nbytes))
                 # Not before: until it is in place, its modification time says whether it is stale.
-                os.utime(temporary, ns=(time.time_ns(), int(chunk.written_at * 1e9)))
+                os.utime(temporary, ns=(time.time_ns(), int(written_at * 1e9)))
                 os.replace(temporary, path)
         finally:
             with suppress(FileNotFoundError):
@@ -183,7 +196,7 @@ class DiskTier(Tier):
             except FileNotFoundError:  # another reader was quicker
                 return
             self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
-        self._write(f"{target}.reason", [f"{reason}\n".encode()])
+        self._create(f"{target}.reason", [f"{reason}\n".encode()])
         for name in self.quarantined()[:-QUARANTINE_FILES]:
             for leaf in (name, f"{name}.reason"):
                 (folder / leaf).unlink(missing_ok=True)
@@ -196,7 +209,7 @@ class DiskTier(Tier):
         for folder in (self._root, os.path.dirname(leaf), leaf):
             os.makedirs(folder, mode=0o700, exist_ok=True)
 
-    def _write(self, path: str, parts: list[bytes | memoryview] | list[bytes]) -> None:
+    def _create(self, path: str, parts: Parts) -> None:
         _create(path, parts, fsync=self._fsync)
 
     @contextmanager
@@ -295,7 +308,7 @@ class DiskTier(Tier):
         os.replace(new, os.path.join(self._root, "usage"))
 
 
-def _create(path: str, parts: list[bytes | memoryview] | list[bytes], *, fsync: bool) -> None:
+def _create(path: str, parts: Parts, *, fsync: bool) -> None:
     """Write a file that must not be there yet, under whatever kind of name."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
@@ -304,6 +317,16 @@ def _create(path: str, parts: list[bytes | memoryview] | list[bytes], *, fsync: 
         file.flush()
         if fsync:
             os.fsync(descriptor)
+
+
+def _fill(raw: Tensor, file: RawIOBase) -> None:
+    """Read as many bytes as raw, (bytes,) uint8, has room for."""
+    left = raw.numpy().data
+    while left:
+        count = file.readinto(left)
+        if not count:
+            raise DamagedChunkError("was cut short")
+        left = left[count:]
 
 
 def _read_plainly(path: Path, most: int) -> bytes:

@@ -8,6 +8,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
@@ -19,8 +20,8 @@ from cacheblend_rag.kv.tiers.policy import TierPolicy
 class HostTier(Tier):
     """Chunk KV as CPU tensors; what is asked for least goes first.
 
-    Tensors are kept as given, without a copy, when they are on the CPU, contiguous and hold on to
-    no larger storage; whoever gets or puts them must not write into them.
+    Tensors are kept as given, without a copy, when they are on the CPU, each layer contiguous, and
+    hold on to no larger storage; whoever gets or puts them must not write into them.
     """
 
     durable: ClassVar[bool] = False
@@ -135,7 +136,9 @@ def _compact(kv: ChunkKV) -> ChunkKV:
 
 
 def _own(tensor: Tensor, chunk_nbytes: int) -> Tensor:
-    tensor = tensor.detach().cpu().contiguous()
-    # A chunk read from bytes is three views of one buffer that holds its header besides.
+    tensor = tensor.detach().cpu()
+    # A chunk read from bytes is views of one buffer, layer by layer, that holds its header besides.
     slack = 1 << 16
-    return tensor.clone() if tensor.untyped_storage().nbytes() > chunk_nbytes + slack else tensor
+    if tensor.untyped_storage().nbytes() <= chunk_nbytes + slack and tensor[0].is_contiguous():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
