@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
@@ -239,7 +239,7 @@ class TieredKVStore:
         return sum(
             self._expire(tier, key)
             for tier in self.tiers
-            for key, entry in tier.entries()
+            for key, entry in _entries_of(tier)
             if self._is_expired(tier, key, entry)
         )
 
@@ -305,7 +305,7 @@ class TieredKVStore:
         return {
             key: entry
             for tier in reversed(self.tiers)
-            for key, entry in tier.entries()
+            for key, entry in _entries_of(tier)
             if not self._is_expired(tier, key, entry)
         }
 
@@ -315,8 +315,8 @@ class TieredKVStore:
         Returns:
             Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of
             hits, misses, admitted, rejected, refused, evictions, expired, quarantined, errors,
-            skipped (reads while it was out) and dropped (writes); entries and bytes are None where
-            it cannot be asked.
+            skipped (reads while it was out), dropped (writes) and queued (chunks not written yet);
+            entries and bytes are None where it cannot be asked.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 
@@ -348,10 +348,14 @@ class TieredKVStore:
         return VerifyReport(len(todo), expired, tuple(damaged))
 
     def close(self) -> None:
-        """Stop reading ahead and let go of memory; the store must not be used afterwards."""
+        """Stop reading ahead, write what waits for it and let go of memory.
+
+        The store must not be used afterwards.
+        """
         for pool in (self._pool, self._fetching):
             pool.shutdown(wait=True, cancel_futures=True)
         for tier in self.tiers:
+            tier.drain()
             tier.close()
 
     def __enter__(self) -> Self:
@@ -442,6 +446,12 @@ def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:
     """Store a chunk in every tier that takes it; returns whether any did."""
     taken = [tier.put(key, chunk) for tier in tiers if tier.takes_puts]
     return any(taken)
+
+
+def _entries_of(tier: Tier) -> Iterator[tuple[KVKey, Entry]]:
+    """Go through a tier, beginning with what is on its way: it may have arrived meanwhile."""
+    yield from tier.queued()
+    yield from tier.entries()
 
 
 def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:

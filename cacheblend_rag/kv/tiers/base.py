@@ -18,6 +18,7 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.tiers.admission import Admission, RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.breaker import Breaker, OutError
 from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.writing import WriteQueue
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +26,10 @@ T = TypeVar("T")
 
 COUNTED = (
     "hits", "misses", "admitted", "rejected", "refused", "evictions", "expired", "quarantined",
-    "errors", "skipped", "dropped",
+    "errors", "skipped", "dropped", "queued",
 )  # fmt: skip
-"""skipped: reads that a tier was not asked for while it was out. dropped: writes it missed so."""
+"""skipped: reads that a tier was not asked for while it was out. dropped: writes it missed so, or
+that found no room in its queue. queued: chunks that wait to be written."""
 SLOW_FAILURE_SECONDS = 0.25
 """A failure that takes less costs a request next to nothing, and may be about one chunk alone."""
 
@@ -99,6 +101,7 @@ class Tier(ABC):
         self.takes_puts = type(self).takes_puts and self.policy.write != "none"
         self.reading = Breaker()
         self.writing = self.reading if self.fails_whole else Breaker()
+        self._queue = WriteQueue(self._put, name) if self.policy.write == "behind" else None
         self._admission = Admission(self.policy)
         self._pinned: set[KVKey] = set()
         self._counts: Counter[str] = Counter()
@@ -166,14 +169,29 @@ class Tier(ABC):
 
     def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         """As entry, for many chunks, in their order."""
-        if not keys:
-            return []
+        queued = {key: _entry_of(chunk) for key, chunk in self._not_written(keys).items()}
+        rest = [key for key in keys if key not in queued]
+        stored = iter(self._stored_entries(rest) if rest else ())
+        return [queued[key] if key in queued else next(stored) for key in keys]
+
+    def _stored_entries(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         try:
             with self._accessing(self.reading, keys[0], timed=False):
                 return self._entry_many(keys)
         except OSError as error:
             self._could_not("look up %s", keys[0], error, skipped="skipped")
             return [None] * len(keys)
+
+    def queued(self) -> list[tuple[KVKey, Entry]]:
+        """Return the chunks that are not written yet; to be asked for before ``entries``."""
+        keys = [] if self._queue is None else self._queue.keys()
+        return [(key, _entry_of(chunk)) for key, chunk in self._not_written(keys).items()]
+
+    def _not_written(self, keys: Sequence[KVKey]) -> dict[KVKey, StoredChunk]:
+        if self._queue is None:
+            return {}
+        found = {key: self._queue.get(key) for key in keys}
+        return {key: chunk for key, chunk in found.items() if chunk is not None}
 
     def _entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         """As ``_entry``, for many chunks, in their order. Raises OSError."""
@@ -200,9 +218,16 @@ class Tier(ABC):
 
     def get_many(self, keys: Sequence[KVKey]) -> list[Read]:
         """As get, for many chunks, in their order; an error stands in its chunk's place."""
+        queued = self._not_written(keys)
+        self._count("hits", len(queued))
+        rest = [key for key in keys if key not in queued]
+        stored = iter(self._get_stored(rest) if rest else ())
+        return [queued[key] if key in queued else next(stored) for key in keys]
+
+    def _get_stored(self, keys: Sequence[KVKey]) -> list[Read]:
         loaded: list[Read | OSError]
         try:
-            with self._accessing(self.reading, *keys[:1], timed=False) as permit:
+            with self._accessing(self.reading, keys[0], timed=False) as permit:
                 loaded = self._load_many(keys)
                 if self.fails_whole and any(isinstance(one, OSError) for one in loaded):
                     self.reading.failed(permit)
@@ -238,7 +263,19 @@ class Tier(ABC):
         self._admission.see(keys)
 
     def put(self, key: KVKey, chunk: StoredChunk) -> bool:
-        """Store or replace a chunk; returns False, and logs why, when the tier did not take it."""
+        """Store or replace a chunk; returns False, and logs why, when the tier did not take it.
+
+        Where the tier is written behind, it is stored soon, and found already.
+        """
+        if self._queue is None:
+            return self._put(key, chunk)
+        if self._queue.add(key, chunk):
+            return True
+        self._count("dropped")
+        logger.warning("%s tier: %s is not stored: too much waits to be written", self.name, key)
+        return False
+
+    def _put(self, key: KVKey, chunk: StoredChunk) -> bool:
         try:
             with self._accessing(self.writing, key):
                 self._save(key, chunk)
@@ -266,12 +303,13 @@ class Tier(ABC):
         return self._remove(key, "expired")
 
     def _remove(self, key: KVKey, counter: str) -> bool:
+        taken_back = self._queue is not None and self._queue.take_back(key)
         try:
             with self._accessing(self.writing, key):
-                removed = self._drop(key)
+                removed = self._drop(key) or taken_back
         except OSError as error:
             self._could_not("remove %s", key, error)
-            return False
+            return taken_back
         if removed:
             self._count(counter)
             self._admission.forget_rejections()
@@ -293,6 +331,7 @@ class Tier(ABC):
         usage = self._usage_or_none()
         with self._counts_lock:
             counts = {name: self._counts[name] for name in COUNTED}
+        counts["queued"] = 0 if self._queue is None else len(self._queue)
         return {
             "entries": None if usage is None else usage.entries,
             "bytes": None if usage is None else usage.nbytes,
@@ -308,6 +347,18 @@ class Tier(ABC):
             level = logging.DEBUG if isinstance(error, OutError) else logging.WARNING
             logger.log(level, "%s tier: could not count what is stored: %s", self.name, error)
             return None
+
+    def drain(self) -> None:
+        """Take nothing more, and write what waits; what cannot be within a minute is lost."""
+        chunks, nbytes = (0, 0) if self._queue is None else self._queue.close()
+        if chunks:
+            self._count("dropped", chunks)
+            logger.warning(
+                "%s tier: %d chunks (%d bytes) are lost: closed before they were written",
+                self.name,
+                chunks,
+                nbytes,
+            )
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to let go of
         """Let go of memory, files and connections."""
@@ -350,6 +401,7 @@ class Tier(ABC):
             breaker.failed(permit, trips=self.fails_whole or slow)
             if isinstance(error, OSError):
                 raise
+            logger.warning("%s tier: failed unexpectedly", self.name, exc_info=True)
             raise OSError(f"{type(error).__name__}: {error}") from error
         if not timed:  # each chunk has told for itself
             return
@@ -404,6 +456,10 @@ class Tier(ABC):
         with self._counts_lock:
             self._counts[name] += times
             return self._counts[name]
+
+
+def _entry_of(chunk: StoredChunk) -> Entry:
+    return Entry(chunk.kv.nbytes, chunk.written_at, chunk.written_at)
 
 
 def _side_by_side(do: Callable[[KVKey], T], keys: Sequence[KVKey], at_once: int) -> list[T]:

@@ -39,9 +39,9 @@ class StoredBytes:
 class BytesTier(Tier):
     """A tier that keeps chunks as bytes.
 
-    A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and ``_read``,
-    ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears whole under its
-    key or not at all, and is replaced, never written into.
+    A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and
+    ``_read``, ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears
+    whole under its key or not at all, and is replaced, never written into.
     """
 
     @abstractmethod
