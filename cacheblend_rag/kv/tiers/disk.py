@@ -169,6 +169,7 @@ class DiskTier(BytesTier):
         try:
             self._create(temporary, parts)
             with self._exclusive():
+                os.stat(temporary)  # gone where another's clock is far ahead: nothing is recorded
                 self._write_usage(self._make_room(key, nbytes))
                 # Not before: until it is in place, its modification time says whether it is stale.
                 os.utime(temporary, ns=(time.time_ns(), int(written_at * 1e9)))
