@@ -6,8 +6,10 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
@@ -87,7 +89,7 @@ class HostTier(Tier):
         # Checked before copying too, so that a refusal costs nothing.
         if self.capacity_bytes is not None and chunk.kv.nbytes > self.capacity_bytes:
             raise RefusedError(f"{chunk.kv.nbytes} bytes, capacity is {self.capacity_bytes}")
-        compact = StoredChunk(_compact(chunk.kv), chunk.written_at)
+        compact = StoredChunk(self._compact(chunk.kv), chunk.written_at)
         with self._lock:
             self._make_room(key, compact.kv.nbytes)
             self._discard(key)
@@ -122,20 +124,24 @@ class HostTier(Tier):
         ):
             self._discard(victim)
 
+    def _compact(self, kv: ChunkKV) -> ChunkKV:
+        return compact(kv, torch.device("cpu"))
+
     def _evictable(self, key: KVKey) -> Iterator[Resident]:
         for other, chunk in self._chunks.items():
             if other != key and other not in self._pinned:
                 yield Resident(other, chunk.kv.nbytes)
 
 
-def _compact(kv: ChunkKV) -> ChunkKV:
-    """Return ``kv`` on the CPU, cut loose from any storage larger than the chunk itself."""
-    prior = None if kv.prior is None else _own(kv.prior, kv.nbytes)
-    return ChunkKV(_own(kv.keys, kv.nbytes), _own(kv.values, kv.nbytes), kv.position, prior)
+def compact(kv: ChunkKV, device: torch.device) -> ChunkKV:
+    """Return ``kv`` on a device, cut loose from any storage larger than the chunk itself."""
+    own = partial(_own, device=device, chunk_nbytes=kv.nbytes)
+    prior = None if kv.prior is None else own(kv.prior)
+    return ChunkKV(own(kv.keys), own(kv.values), kv.position, prior)
 
 
-def _own(tensor: Tensor, chunk_nbytes: int) -> Tensor:
-    tensor = tensor.detach().cpu().contiguous()
+def _own(tensor: Tensor, *, device: torch.device, chunk_nbytes: int) -> Tensor:
+    tensor = tensor.detach().to(device).contiguous()
     # A chunk read from bytes is three views of one buffer that holds its header besides.
     slack = 1 << 16
     return tensor.clone() if tensor.untyped_storage().nbytes() > chunk_nbytes + slack else tensor
