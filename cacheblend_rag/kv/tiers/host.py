@@ -21,8 +21,8 @@ from cacheblend_rag.kv.tiers.policy import TierPolicy
 class HostTier(Tier):
     """Chunk KV as CPU tensors; what is asked for least goes first.
 
-    Tensors are kept as given, without a copy, when they are on the CPU, contiguous and hold on to
-    no larger storage; whoever gets or puts them must not write into them.
+    Tensors are kept as given, without a copy, when they are on the CPU, each layer contiguous, and
+    hold on to no larger storage; whoever gets or puts them must not write into them.
     """
 
     durable: ClassVar[bool] = False
@@ -141,7 +141,9 @@ def compact(kv: ChunkKV, device: torch.device) -> ChunkKV:
 
 
 def _own(tensor: Tensor, *, device: torch.device, chunk_nbytes: int) -> Tensor:
-    tensor = tensor.detach().to(device).contiguous()
-    # A chunk read from bytes is three views of one buffer that holds its header besides.
+    tensor = tensor.detach().to(device)
+    # A chunk read from bytes is views of one buffer, layer by layer, that holds its header besides.
     slack = 1 << 16
-    return tensor.clone() if tensor.untyped_storage().nbytes() > chunk_nbytes + slack else tensor
+    if tensor.untyped_storage().nbytes() <= chunk_nbytes + slack and tensor[0].is_contiguous():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
