@@ -30,7 +30,8 @@ class ChunkReport:
         tokens: its length; 0 where it does not stand there as such.
         hit: whether its KV was reused.
         reason: why not, None on a hit.
-        tier: where the KV was found ("host", "disk"), None on a miss.
+        tier: where the KV was found ("host", "disk"); after a store error the tier that
+            could not be read; None on any other miss.
         document_id: the document it was cut from, None where it stands alone.
         recomputed: how many of its tokens were computed afresh.
     """

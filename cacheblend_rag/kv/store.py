@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
@@ -17,7 +17,7 @@ from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreErr
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
-from cacheblend_rag.kv.lookup import Lookup, StoreMiss
+from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
 from cacheblend_rag.kv.tiers.urls import open_tier
 
@@ -145,6 +145,17 @@ class TieredKVStore:
         """
         return any(tier.has_relative(key) for tier in self.tiers)
 
+    def absence(self, key: KVKey) -> Lookup:
+        """Say why a chunk is not there, without reading.
+
+        Returns:
+            A miss: a tier fails, another model's KV of the chunk is stored, or nothing.
+        """
+        for tier in self.tiers:
+            if tier.reading.is_failing:
+                return Lookup.missed("store error", tier.name)
+        return Lookup.missed("other model" if self.has_relative(key) else "not stored")
+
     def contains_many(self, keys: Iterable[KVKey]) -> list[bool]:
         """As contains, for many keys at once: each tier is asked once.
 
@@ -239,7 +250,7 @@ class TieredKVStore:
         return sum(
             self._expire(tier, key)
             for tier in self.tiers
-            for key, entry in tier.entries()
+            for key, entry in _entries_of(tier)
             if self._is_expired(tier, key, entry)
         )
 
@@ -305,7 +316,7 @@ class TieredKVStore:
         return {
             key: entry
             for tier in reversed(self.tiers)
-            for key, entry in tier.entries()
+            for key, entry in _entries_of(tier)
             if not self._is_expired(tier, key, entry)
         }
 
@@ -313,9 +324,10 @@ class TieredKVStore:
         """Return numbers by tier.
 
         Returns:
-            Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of what
-            happened there: hits, misses, admitted, rejected, refused, evictions, expired,
-            quarantined, errors.
+            Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of
+            hits, misses, admitted, rejected, refused, evictions, expired, quarantined, errors,
+            skipped (reads while it was out), dropped (writes) and queued (chunks not written yet);
+            entries and bytes are None where it cannot be asked.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 
@@ -347,10 +359,14 @@ class TieredKVStore:
         return VerifyReport(len(todo), expired, tuple(damaged))
 
     def close(self) -> None:
-        """Stop reading ahead and let go of memory; the store must not be used afterwards."""
+        """Stop reading ahead, write what waits for it and let go of memory.
+
+        The store must not be used afterwards.
+        """
         for pool in (self._pool, self._fetching):
             pool.shutdown(wait=True, cancel_futures=True)
         for tier in self.tiers:
+            tier.drain()
             tier.close()
 
     def __enter__(self) -> Self:
@@ -396,7 +412,7 @@ class TieredKVStore:
             missing = [key for key, lookup in found.items() if lookup.kv is None]
             for key, read in zip(missing, self._read(tier, missing), strict=True):
                 if isinstance(read, StoreError):
-                    found[key] = Lookup.missed(_miss(read))
+                    found[key] = _missed(tier, read)
                 elif read is not None:
                     found[key] = Lookup(read.kv, tier.name, None)
                     if promote:
@@ -434,15 +450,19 @@ class TieredKVStore:
     def _look(self, key: KVKey, promote: bool) -> Lookup:
         """Read a chunk; where it is missing, find out why while nobody waits for it."""
         found = self.get(key, promote=promote)
-        if found.reason == "not stored" and self.has_relative(key):
-            return Lookup.missed("other model")
-        return found
+        return self.absence(key) if found.reason == "not stored" else found
 
 
 def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:
     """Store a chunk in every tier that takes it; returns whether any did."""
     taken = [tier.put(key, chunk) for tier in tiers if tier.takes_puts]
     return any(taken)
+
+
+def _entries_of(tier: Tier) -> Iterator[tuple[KVKey, Entry]]:
+    """Go through a tier, beginning with what is on its way: it may have arrived meanwhile."""
+    yield from tier.queued()
+    yield from tier.entries()
 
 
 def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
@@ -452,7 +472,10 @@ def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
             tier.put(key, chunk)
 
 
-def _miss(error: StoreError) -> StoreMiss:
+def _missed(tier: Tier, error: StoreError) -> Lookup:
+    """Return what an unusable chunk is, or which tier could not be read."""
     if isinstance(error, ForeignChunkError):
-        return "other model"
-    return "damaged" if isinstance(error, DamagedChunkError) else "store error"
+        return Lookup.missed("other model")
+    if isinstance(error, DamagedChunkError):
+        return Lookup.missed("damaged")
+    return Lookup.missed("store error", tier.name)

@@ -18,7 +18,7 @@ from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.blended import PromptPass, absence
+from cacheblend_rag.prefill.blended import PromptPass, absent
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 
@@ -65,7 +65,7 @@ class PromptChunks:
 
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
         """Report every chunk as a miss, for ``reason`` or else as not stored."""
-        return [chunk.report(reason or absence(self.store, chunk.key)) for chunk in self.placed]
+        return [c.report(reason) if reason else absent(self.store, c) for c in self.placed]
 
 
 def blended_prefill(

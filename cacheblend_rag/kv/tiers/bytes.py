@@ -68,7 +68,7 @@ class BytesTier(Tier):
         try:
             found = self._read(key)
             if found is not None:
-                codec.decode(_view(found.raw), key)
+                codec.decode_raw(found.raw, key)
         except (DamagedChunkError, ForeignChunkError, OSError) as error:
             return str(error)
         return None
@@ -77,7 +77,7 @@ class BytesTier(Tier):
         found = self._read(key)
         if found is None:
             return None
-        kv = codec.decode(_view(found.raw), key)
+        kv = codec.decode_raw(found.raw, key)
         self._mark_used(key, found)
         return StoredChunk(kv, found.written_at)
 
@@ -117,8 +117,3 @@ def room_for(nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(f"no memory for {nbytes} bytes") from error
-
-
-def _view(raw: Tensor) -> memoryview:
-    """Return raw, (bytes,) uint8, for the codec, which makes views into it."""
-    return raw.numpy().data

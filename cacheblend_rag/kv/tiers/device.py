@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.tiers.host import HostTier, compact
+from cacheblend_rag.kv.tiers.host import HostTier
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 
@@ -25,6 +24,3 @@ class DeviceTier(HostTier):
     ) -> None:
         super().__init__(capacity_bytes, name=name, policy=policy)
         self.device = torch.device(device)
-
-    def _compact(self, kv: ChunkKV) -> ChunkKV:
-        return compact(kv, self.device)

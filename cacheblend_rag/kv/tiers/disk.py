@@ -132,7 +132,7 @@ class DiskTier(BytesTier):
     def _entry(self, key: KVKey) -> Entry | None:
         try:
             return _entry(os.stat(self._file(key)))
-        except OSError:  # absent or out of reach
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:

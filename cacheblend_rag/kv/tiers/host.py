@@ -6,13 +6,12 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
-from functools import partial
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.compact import compact
 from cacheblend_rag.kv.tiers.admission import RefusedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, StoredChunk, Tier, Usage
 from cacheblend_rag.kv.tiers.policy import TierPolicy
@@ -37,6 +36,7 @@ class HostTier(Tier):
         policy: TierPolicy | None = None,
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
+        self.device = torch.device("cpu")
         self._chunks: OrderedDict[KVKey, StoredChunk] = OrderedDict()
         self._used_at: dict[KVKey, float] = {}
         self._of_chunk: defaultdict[str, set[KVKey]] = defaultdict(set)
@@ -89,14 +89,14 @@ class HostTier(Tier):
         # Checked before copying too, so that a refusal costs nothing.
         if self.capacity_bytes is not None and chunk.kv.nbytes > self.capacity_bytes:
             raise RefusedError(f"{chunk.kv.nbytes} bytes, capacity is {self.capacity_bytes}")
-        compact = StoredChunk(self._compact(chunk.kv), chunk.written_at)
+        kept = StoredChunk(compact(chunk.kv, self.device), chunk.written_at)
         with self._lock:
-            self._make_room(key, compact.kv.nbytes)
+            self._make_room(key, kept.kv.nbytes)
             self._discard(key)
-            self._chunks[key] = compact
+            self._chunks[key] = kept
             self._of_chunk[key.chunk_id].add(key)
             self._used_at[key] = time.time()
-            self._nbytes += compact.kv.nbytes
+            self._nbytes += kept.kv.nbytes
 
     def _drop(self, key: KVKey) -> bool:
         with self._lock:
@@ -124,26 +124,7 @@ class HostTier(Tier):
         ):
             self._discard(victim)
 
-    def _compact(self, kv: ChunkKV) -> ChunkKV:
-        return compact(kv, torch.device("cpu"))
-
     def _evictable(self, key: KVKey) -> Iterator[Resident]:
         for other, chunk in self._chunks.items():
             if other != key and other not in self._pinned:
                 yield Resident(other, chunk.kv.nbytes)
-
-
-def compact(kv: ChunkKV, device: torch.device) -> ChunkKV:
-    """Return ``kv`` on a device, cut loose from any storage larger than the chunk itself."""
-    own = partial(_own, device=device, chunk_nbytes=kv.nbytes)
-    prior = None if kv.prior is None else own(kv.prior)
-    return ChunkKV(own(kv.keys), own(kv.values), kv.position, prior)
-
-
-def _own(tensor: Tensor, *, device: torch.device, chunk_nbytes: int) -> Tensor:
-    tensor = tensor.detach().to(device)
-    # A chunk read from bytes is views of one buffer, layer by layer, that holds its header besides.
-    slack = 1 << 16
-    if tensor.untyped_storage().nbytes() <= chunk_nbytes + slack and tensor[0].is_contiguous():
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from threading import RLock
-from typing import Any
+from typing import Any, ClassVar
 
 from cacheblend_rag.errors import MissingExtraError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -44,6 +44,8 @@ class ObjectTier(BytesTier):
     written when its object was.
     """
 
+    fails_whole: ClassVar[bool] = True
+
     def __init__(
         self,
         store: Any,
@@ -69,11 +71,8 @@ class ObjectTier(BytesTier):
                         yield key, self._known(key, meta, {})
 
     def usage(self) -> Usage:
-        """Count what all processes stored; raises StoreError."""
-        try:
-            sizes = [entry.nbytes for _, entry in self.entries()]
-        except OSError as error:
-            raise StoreError(f"{self.name} tier: {error}") from error
+        """Count what all processes stored; raises OSError."""
+        sizes = [entry.nbytes for _, entry in self.entries()]
         return Usage(len(sizes), sum(sizes))
 
     def _entry(self, key: KVKey) -> Entry | None:

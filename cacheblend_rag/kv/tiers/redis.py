@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from threading import Lock
 from typing import Any, ClassVar
 
-from cacheblend_rag.errors import MissingExtraError, StoreError
+from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
@@ -61,6 +61,7 @@ class RedisTier(BytesTier):
     """
 
     entries_at_once: ClassVar[int] = 1
+    fails_whole: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -101,14 +102,11 @@ class RedisTier(BytesTier):
                     self._drop(key)
 
     def usage(self) -> Usage:
-        """Return what all processes stored; raises StoreError."""
-        try:
-            with _failures():
-                count, total = self._pipeline(
-                    lambda pipe: (pipe.hlen(self._about), pipe.hget(self._about, _TOTAL))
-                )
-        except OSError as error:
-            raise StoreError(f"{self.name} tier: {error}") from error
+        """Return what all processes stored; raises OSError."""
+        with _failures():
+            count, total = self._pipeline(
+                lambda pipe: (pipe.hlen(self._about), pipe.hget(self._about, _TOTAL))
+            )
         return Usage(max(int(count) - 1, 0), max(int(total or 0), 0))
 
     def close(self) -> None:
