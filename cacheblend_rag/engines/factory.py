@@ -113,11 +113,12 @@ def _open_vllm(config: EngineConfig) -> Engine:
 
 def _open_transformers(config: EngineConfig) -> Engine:
     from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.engines.transformers.loading import pick_device
     from cacheblend_rag.kv.store import TieredKVStore
 
     return TransformersEngine(
         config.model,
-        store=TieredKVStore.of(config.store),
+        store=TieredKVStore.of(config.store, device=pick_device(config.device)),
         device=config.device,
         dtype=config.dtype,
         **_common(config),

@@ -10,6 +10,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
+import torch
+
 from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
@@ -17,6 +19,7 @@ from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
+from cacheblend_rag.kv.tiers.urls import open_tier
 
 PREFETCH_THREADS = 2
 FETCH_THREADS = 16
@@ -110,12 +113,20 @@ class TieredKVStore:
         return cls(tiers, ttl_seconds=ttl_seconds)
 
     @classmethod
-    def of(cls, config: StoreConfig) -> TieredKVStore:
+    def of(cls, config: StoreConfig, *, device: torch.device | str = "cpu") -> TieredKVStore:
         """Return the store that a StoreConfig describes.
 
+        Args:
+            config: where chunk KV is kept.
+            device: where the engine computes, which is where a device tier keeps it.
+
         Raises:
-            StoreError: when there is neither memory nor disk, or the folder is unusable.
+            StoreError: when there is neither memory nor disk, or a tier cannot be opened.
+            MissingExtraError: when a tier's library is not there.
         """
+        if config.tiers is not None:
+            tiers = [open_tier(url, device) for url in config.urls]
+            return cls(tiers, ttl_seconds=config.ttl_seconds)
         return cls.open(
             host_bytes=config.host_bytes,
             disk_path=config.kv_path,

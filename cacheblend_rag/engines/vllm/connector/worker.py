@@ -98,7 +98,7 @@ class ConnectorWorker:
         return Blender(
             self._vllm_config,
             self._kv_cache_config,
-            TieredKVStore.of(settings.store),
+            TieredKVStore.of(settings.store, device=self._vllm_config.device_config.device),
             self._identity,
             namespace=settings.namespace,
             mode=settings.attention,
@@ -167,7 +167,7 @@ class ConnectorWorker:
             cacheblend_rag=version("cacheblend-rag"),
             wire=VERSION,
             replicas=settings.replicas,
-            shared=settings.store.kv_path is not None,
+            shared=settings.store.outlives,
             tensor_parallel=self._vllm_config.parallel_config.tensor_parallel_size,
             asynchronous=self._asynchronous,
             attention=settings.attention,
