@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import ClassVar
 from uuid import uuid4
 
+import torch
 from filelock import FileLock
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.reader import ChunkReader, Range, open_ranges
 from cacheblend_rag.kv.tiers.base import Entry, RefusedError, StoredChunk, Tier, Usage
 
 SUFFIX = ".safetensors"
@@ -57,6 +59,8 @@ class DiskTier(Tier):
     """
 
     entries_at_once: ClassVar[int] = 1  # a file's status takes less time than a thread's start
+    whole_bytes: ClassVar[int] = 1 << 18
+    range_bytes: ClassVar[int] = 1 << 20
 
     def __init__(
         self,
@@ -137,6 +141,17 @@ class DiskTier(Tier):
         with suppress(OSError):
             os.utime(path, ns=(time.time_ns(), written))
         return StoredChunk(kv, written / 1e9)
+
+    def _open(self, key: KVKey) -> ChunkReader | None:
+        path = self._file(key)
+        opened = open_ranges(
+            key, lambda start, end: _read_range(path, start, end),
+            whole=self.whole_bytes, least=self.range_bytes,
+        )  # fmt: skip
+        if opened is not None:
+            with suppress(OSError):
+                os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+        return opened
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         parts = codec.encode_parts(key, chunk.kv)
@@ -318,6 +333,29 @@ def _read_plainly(path: Path, most: int) -> bytes:
             return b""
         text = file.read(most + 1)
     return text if len(text) <= most else b""
+
+
+def _read_range(path: str, start: int, end: int) -> Range | None:
+    """Read a file's bytes from start to end into memory of their own; None where it is gone."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return None
+    with open(descriptor, "rb", buffering=0) as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise DamagedChunkError("no file")
+        if not found.st_size:
+            raise DamagedChunkError("empty")
+        raw = torch.empty(max(0, min(end, found.st_size) - start), dtype=torch.uint8)
+        left = raw.numpy().data
+        file.seek(start)
+        while left:
+            count = file.readinto(left)
+            if not count:
+                raise DamagedChunkError("was cut short")
+            left = left[count:]
+    return Range(raw, found.st_size, found.st_mtime_ns / 1e9)
 
 
 def _key_of(name: str) -> KVKey | None:
