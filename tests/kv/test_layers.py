@@ -287,7 +287,7 @@ def test_an_object_that_changes_while_it_is_read_is_an_error_and_stays(slow, gat
         (error,) = source.layer(3)
     assert isinstance(error, StoreError)
     assert not isinstance(error, DamagedChunkError)
-    assert store.stats()["bytes"]["errors"] == 1
+    assert store.stats()["bytes"]["errors"] >= 1  # those read ahead may meet it, too
     assert store.stats()["bytes"]["quarantined"] == 0
 
 
