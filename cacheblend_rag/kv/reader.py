@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 
@@ -75,10 +76,11 @@ class WholeReader(ChunkReader):
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """Bytes that were read of an object. raw: (bytes,) uint8, in memory of its own.
+class StoredBytes:
+    """Bytes that were read of an object: all of them or a range.
 
-    total: bytes of the whole object. written_at: when the chunk was first stored.
+    raw: (bytes,) uint8, in memory of its own. total: bytes of the whole object. written_at: when
+    the chunk was first stored, a Unix time.
     """
 
     raw: Tensor
@@ -86,7 +88,7 @@ class Range:
     written_at: float
 
 
-ReadRange = Callable[[int, int], Range | None]
+ReadRange = Callable[[int, int], StoredBytes | None]
 """Reads an object's bytes from start to end, or to its own end if that is first; None: gone."""
 
 
@@ -111,15 +113,14 @@ class RangeReader(ChunkReader):
         ]
 
 
-def open_ranges(key: KVKey, read_range: ReadRange, *, whole: int, least: int) -> ChunkReader | None:
-    """Open an object that is read by ranges; None when there is none.
+def open_ranges(
+    key: KVKey, start: StoredBytes, read_range: ReadRange, *, least: int
+) -> ChunkReader:
+    """Open an object that is read by ranges.
 
-    whole: bytes up to which all of it is read at once. least: bytes that are worth a read of their
-    own. Raises as ``codec.decode``, and what ``read_range`` raises.
+    start: its first bytes, ``codec.HEAD_BYTES`` at least, or all it has. least: bytes that are
+    worth a read of their own. Raises as ``codec.decode``, and what ``read_range`` raises.
     """
-    start = read_range(0, max(whole, codec.HEAD_BYTES))
-    if start is None:
-        return None
     first, total, written_at = start.raw, start.total, start.written_at
 
     def read(begin: int, end: int) -> Tensor:
@@ -129,6 +130,8 @@ def open_ranges(key: KVKey, read_range: ReadRange, *, whole: int, least: int) ->
 
     if first.numel() < total and (head := codec.read_head(read, total, key)):
         return RangeReader(head, read_range, written_at, least)
+    if not total:
+        raise DamagedChunkError("empty")
     return WholeReader(codec.decode_raw(read(0, total), key), written_at)
 
 

@@ -2,11 +2,12 @@
 
 import threading
 import time
+from functools import partial
 
 import torch
 
 from cacheblend_rag.kv import ChunkKV, HostTier, KVKey, StoredChunk, chunk_id, codec, fingerprint
-from cacheblend_rag.kv.reader import Range, open_ranges
+from cacheblend_rag.kv.reader import StoredBytes, open_ranges
 from cacheblend_rag.kv.tiers import Entry
 
 FINGERPRINT = fingerprint({"model": "test"})
@@ -68,7 +69,7 @@ class SlowBytes(HostTier):
         for key, kv in kvs.items():
             self.objects[key] = bytearray(codec.encode(key, kv))
 
-    def entry(self, key):
+    def _entry(self, key):
         return Entry(len(self.objects[key]), 0, 0) if key in self.objects else None
 
     def _drop(self, key):
@@ -76,9 +77,8 @@ class SlowBytes(HostTier):
 
     def _open(self, key):
         self.opened.append(key)
-        return open_ranges(
-            key, lambda start, end: self._read(key, start, end), whole=0, least=self.least
-        )
+        start = self._read(key, 0, codec.HEAD_BYTES)
+        return start and open_ranges(key, start, partial(self._read, key), least=self.least)
 
     def _read(self, key, start, end):
         if start:
@@ -88,7 +88,7 @@ class SlowBytes(HostTier):
             return None
         data = self.objects[key]
         raw = torch.tensor(list(data[start:end]), dtype=torch.uint8)
-        return Range(raw, len(data), self.written_at)
+        return StoredBytes(raw, len(data), self.written_at)
 
 
 def until(condition, seconds=5.0):
