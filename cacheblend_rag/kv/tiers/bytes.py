@@ -9,8 +9,8 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,24 +19,12 @@ from torch import Tensor
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.base import StoredChunk, Tier
 
 Parts = Sequence[bytes | memoryview]
 """One object's bytes in order, as the codec hands them out: none is joined to another."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredBytes:
-    """Bytes that were read of an object: all of them or a range.
-
-    raw: (bytes,) uint8, in memory of its own. total: bytes of the whole object. written_at: when
-    the chunk was first stored, a Unix time.
-    """
-
-    raw: Tensor
-    total: int
-    written_at: float
 
 
 class BytesTier(Tier):
@@ -45,7 +33,13 @@ class BytesTier(Tier):
     A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and
     ``_read``, ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears
     whole under its key or not at all, and is replaced, never written into.
+
+    whole_bytes: up to so many, an object is read at once. range_bytes: as many are worth a read of
+    their own, so that layers of less are read together.
     """
+
+    whole_bytes: ClassVar[int] = 1 << 18
+    range_bytes: ClassVar[int] = 1 << 20
 
     @abstractmethod
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
@@ -80,6 +74,14 @@ class BytesTier(Tier):
         kv = codec.decode_raw(found.raw, key)
         self._mark_used(key, found)
         return StoredChunk(kv, found.written_at)
+
+    def _open(self, key: KVKey) -> ChunkReader | None:
+        start = self._read(key, 0, max(self.whole_bytes, codec.HEAD_BYTES))
+        if start is None:
+            return None
+        reader = open_ranges(key, start, partial(self._read, key), least=self.range_bytes)
+        self._mark_used(key, start)
+        return reader
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         parts = codec.encode_parts(key, chunk.kv)

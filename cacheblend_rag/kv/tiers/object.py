@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 
 from cacheblend_rag.errors import MissingExtraError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, StoredBytes, check_size, tensor_of
+from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, check_size, tensor_of
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 SUFFIX = ".safetensors"

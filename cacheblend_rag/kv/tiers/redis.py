@@ -15,9 +15,10 @@ from typing import Any, ClassVar
 
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, StoredBytes, tensor_of
+from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, tensor_of
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.secret import Secret
 
