@@ -128,7 +128,10 @@ class Jobs:
         if refused is None:
             return None
         reason, miss = refused
-        missed = [c.report(miss or absence(self.store, c.key)) for c in placed]
+        missed = [
+            chunk.report((there and miss) or absence(self.store, chunk.key))
+            for chunk, there in zip(placed, held, strict=True)
+        ]
         return Declined(reason, tuple(missed))
 
     def _lack_of_room(self, tokens: int) -> str | None:
