@@ -161,6 +161,7 @@ class PrecomputeReport:
         seconds: what all of it took.
         refused: how many chunks were not stored, by reason.
         replaced: of how many chunks that documents no longer have the KV was dropped.
+        registered: chunks that were only made known, as was asked for.
     """
 
     computed: int = 0
@@ -169,6 +170,7 @@ class PrecomputeReport:
     seconds: float = 0.0
     refused: Mapping[str, int] = field(default_factory=dict)
     replaced: int = 0
+    registered: int = 0
 
 
 @dataclass(frozen=True)

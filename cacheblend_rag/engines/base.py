@@ -255,7 +255,9 @@ class Engine(ABC):
         self._check_open()
         self._known.register(items)
 
-    def precompute(self, items: Iterable[Item], *, progress: bool = True) -> PrecomputeReport:
+    def precompute(
+        self, items: Iterable[Item], *, progress: bool = True, register_only: bool = False
+    ) -> PrecomputeReport:
         """Register chunks and store their KV; what is stored already is skipped.
 
         A Document replaces what was known of its document_id in its collection before this call:
@@ -267,13 +269,18 @@ class Engine(ABC):
         Args:
             items: chunks, documents, or texts that stand alone.
             progress: whether a bar is shown.
+            register_only: nothing is computed now; documents take the place of what was known of
+                them all the same. An engine with ``fill_on_miss`` computes what requests miss.
 
         Returns:
-            How many chunks were computed, skipped, refused and replaced.
+            How many chunks were computed, skipped, refused and replaced, or only registered.
         """
         self._check_open()
         started, tally = time.perf_counter(), Tally()
         chunks, replaced = self._known.replace(items, tally.refused)
+        if register_only:
+            report = tally.report(time.perf_counter() - started, replaced)
+            return replace(report, registered=len(chunks))
         refusal = self._storing_refusal() if chunks else None
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in whole_documents(chunks, self.part_chunks):

@@ -650,6 +650,22 @@ class EngineContract:
         with pytest.raises(PromptError, match="empty"):
             engine.register([""])
 
+    def test_a_document_may_be_replaced_without_computing(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        old = texts.document(20, 15)
+        new = Document(old.document_id, (old.chunks[0], texts.text(12)), separator=" w77 ")
+        engine.precompute([old], progress=False)
+        report = engine.precompute([new, texts.text(9), " "], progress=False, register_only=True)
+        assert (report.registered, report.replaced, report.computed, report.skipped) == (3, 1, 0, 0)
+        assert report.refused == {"empty text": 1}
+        assert engine.registry.document(old.document_id) == tuple(new.to_chunks())
+        found = engine.generate(texts.asking(*new.to_chunks()), SHORT).report.chunks
+        assert [(chunk.hit, chunk.reason) for chunk in found] == [
+            (True, None),
+            (False, "not stored"),
+        ]
+
     def test_each_chunk_is_counted_once(self, engine: Engine, texts: Texts) -> None:
         document = texts.document(30, 20, 10)
         stands_alone = Chunk(texts.text(15))
