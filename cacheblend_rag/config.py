@@ -327,6 +327,9 @@ class EngineConfig(Settings):
         lead_in: what chunks are computed behind.
         store: where their KV is kept; a server has a store of its own, and only the registry in
             ``kv_path`` is used with a URL.
+        fill_on_miss: compute registered chunks whose KV a request missed, and store it, when no
+            request waits. Off by default: it works on after a call has returned, on a model that
+            its owner may be using, and into a store that may be shared.
         device, dtype: where and how precise the model runs; a server has settled both.
         api_key: what a server asks for, the environment's CACHEBLEND_API_KEY by default; it is in
             no representation, and in nothing that is serialized.
@@ -345,6 +348,7 @@ class EngineConfig(Settings):
     blend: BlendConfig = field(default_factory=BlendConfig)
     lead_in: LeadInConfig = field(default_factory=LeadInConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    fill_on_miss: bool = False
     device: str | None = None
     dtype: Any = None
     api_key: Secret | None = field(default=None, repr=False)
@@ -355,6 +359,7 @@ class EngineConfig(Settings):
             raise ConfigError(f"namespace={self.namespace!r:.100} must be a name")
         if not (isinstance(self.instruction, str) or callable(self.instruction)):
             raise ConfigError(f"instruction={self.instruction!r:.100} must be a text")
+        _check_flag("fill_on_miss", self.fill_on_miss)
         lead_in = LeadInConfig.of(self.lead_in)
         named = None if lead_in == LeadInConfig() else lead_in
         blend, lead_in = settle(self.blend, named)
@@ -394,6 +399,7 @@ class EngineConfig(Settings):
             "blend": self.blend.to_dict(),
             "lead_in": asdict(self.lead_in),
             "store": self.store.to_dict(),
+            "fill_on_miss": self.fill_on_miss,
             "device": self.device,
             "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
         }

@@ -32,7 +32,8 @@ def open_engine(
             which and why is logged.
         config: of requests that bring none (``blend`` in EngineConfig).
         options: the other fields of EngineConfig (``model``, ``instruction``, ``namespace``,
-            ``lead_in``, ``device``, ...), and those of StoreConfig (``kv_path``, ...).
+            ``lead_in``, ``fill_on_miss``, ``device``, ...), and those of StoreConfig (``kv_path``,
+            ...).
 
     Raises:
         ConfigError: for an option that is none or wrong, or a server's other namespace or
@@ -134,6 +135,7 @@ def _common(config: EngineConfig) -> dict[str, Any]:
         "instruction": config.instruction,
         "namespace": config.namespace,
         "lead_in": config.lead_in,
+        "fill_on_miss": config.fill_on_miss,
     }
 
 

@@ -131,7 +131,10 @@ class ConnectorWorker:
         for new in step.jobs:
             self._begin(self.blender, new)
         slices = self.blender.slices
-        self._advance(self.blender, slices.busy if step.busy else slices.idle)
+        if not self.blender.is_idle:
+            self._advance(self.blender, slices.busy if step.busy else slices.idle)
+        elif not step.busy:  # what is filled meanwhile makes a newcomer wait as little as it can
+            self._advance(self.blender, slices.busy)
 
     def _begin(self, blender: Blender, new: Allotted) -> None:
         """Begin a job; what is needed in this step is done at once."""
