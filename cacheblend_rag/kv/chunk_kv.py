@@ -118,7 +118,7 @@ class ChunkKV:
 
     Args:
         keys, values: (layers, kv_heads, tokens, head_dim), finite, keys rotated at positions
-            ``position .. position + tokens - 1``; contiguous, same dtype, any device.
+            ``position .. position + tokens - 1``; each layer contiguous, same dtype, any device.
         position: position of the first token when the KV was computed (the lead-in's length).
         prior: (tokens,) float32, how much each token's KV depends on what precedes the chunk in
             its document; None for a chunk that stands alone.

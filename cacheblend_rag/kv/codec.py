@@ -1,21 +1,26 @@
 """Chunk KV to bytes and back: one safetensors object a chunk, checked before it is trusted.
 
-Layout: the safetensors header (8 bytes of length, JSON), then ``keys``, ``values`` and, where
-stored, ``prior``. The header's metadata carries format, key, fingerprint, position, token count
-and an xxh3_128 checksum over all of these, the tensors' dtypes and shapes, and their bytes.
+Layout of format 2: the safetensors header (8 bytes of length, JSON), then ``prior`` where there is
+one, then ``kv``: (layers, 2, kv_heads, tokens, head_dim), keys before values, so that a layer is
+one range of bytes. The header's metadata carries format, key, fingerprint, position, token count,
+precision, ``layers`` (an xxh3_128 checksum of each layer's bytes) and ``head``: one over all of
+these, the tensors' dtypes and shapes, and the prior. So a layer can be read, checked and used
+before the others are there. Format 1 (``keys``, ``values``, ``prior``, one checksum) is still read,
+as a whole.
 
 ``_pack`` and ``_unpack`` are the one place where tensors become stored tensors and back: a
-compressing encoding belongs there, under a format of its own.
+compressing encoding belongs there, under a ``precision`` of its own.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -25,18 +30,26 @@ import xxhash
 from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
-from cacheblend_rag.kv.chunk_kv import FORMAT_VERSION, ChunkKV, KVKey
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 
-FORMAT = f"cacheblend-rag/{FORMAT_VERSION}"
+OLD_FORMAT = "cacheblend-rag/1"
+FORMAT = "cacheblend-rag/2"
+PRECISION = "native"
 MAX_HEADER_BYTES = 1 << 16
 MAX_BODY_BYTES = 1 << 36
+HEAD_BYTES = 1 << 14
+"""Bytes of an object that are read first: as a rule its header and prior are among them."""
 
 _PREFIX_BYTES = 8
 _ALIGNMENT = 64
+_DIGEST_DIGITS = 32
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_METADATA = {"format", "key", "fingerprint", "position", "tokens", "checksum"}
+_NAMED = {"format", "key", "fingerprint", "position", "tokens"}
+_METADATA = {OLD_FORMAT: {*_NAMED, "checksum"}, FORMAT: {*_NAMED, "precision", "layers", "head"}}
+_TENSORS = {OLD_FORMAT: {"keys", "values"}, FORMAT: {"kv"}}
 _NUMBER = re.compile("0|[1-9][0-9]{0,9}", re.ASCII)
+_DIGESTS = re.compile("[0-9a-f]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,32 +62,90 @@ class _Span:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """A parsed header. start: where the body begins in the object."""
+
+    metadata: dict[str, str]
+    spans: dict[str, _Span]
+    start: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Head:
+    """All of a stored chunk but its layers, checked; and which bytes of the object are a layer.
+
+    nbytes: of the whole object. start: where layer 0 begins in it. prior: (tokens,) float32.
+    """
+
+    position: int
+    layers: int
+    kv_heads: int
+    tokens: int
+    head_dim: int
+    dtype: torch.dtype
+    prior: Tensor | None
+    nbytes: int
+    start: int
+    checksums: tuple[str, ...]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer, keys and values."""
+        return 2 * self.kv_heads * self.tokens * self.head_dim * self.dtype.itemsize
+
+    def span(self, first: int, last: int) -> tuple[int, int]:
+        """Return where layers ``first`` to ``last - 1`` begin and end in the object."""
+        return self.start + first * self.layer_bytes, self.start + last * self.layer_bytes
+
+    def layer(self, index: int, raw: Tensor) -> tuple[Tensor, Tensor]:
+        """Check one layer's bytes, raw: (layer_bytes,) uint8; return keys and values, views of it.
+
+        Keys and values are (kv_heads, tokens, head_dim). Raises DamagedChunkError.
+        """
+        if raw.numel() != self.layer_bytes:
+            raise DamagedChunkError(f"layer {index} was cut short")
+        if xxhash.xxh3_128_hexdigest(_bytes_of(raw)) != self.checksums[index]:
+            raise DamagedChunkError(f"checksum of layer {index} does not match")
+        kv = raw.view(self.dtype).view(2, self.kv_heads, self.tokens, self.head_dim)
+        # The sum of numbers that are not all finite is not; that of large ones may not be.
+        if not math.isfinite(kv.sum(dtype=torch.float32)) and not kv.isfinite().all():
+            raise DamagedChunkError("holds NaN or infinity")
+        return kv[0], kv[1]
+
+    def whole(self, raw: Tensor) -> ChunkKV:
+        """Check all layers' bytes, raw: (layers * layer_bytes,) uint8; return views of them."""
+        size = self.layer_bytes
+        for index in range(self.layers):
+            self.layer(index, raw[index * size : (index + 1) * size])
+        shape = (self.layers, 2, self.kv_heads, self.tokens, self.head_dim)
+        return _unpack(raw.view(self.dtype).view(shape), self)
+
+
 def encode(key: KVKey, kv: ChunkKV) -> bytes:
     """Return ``kv`` as one safetensors object; raises ValueError on malformed tensors."""
     return b"".join(encode_parts(key, kv))
 
 
 def encode_parts(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
-    """Return what ``encode`` joins, without copying tensors that are on the CPU and contiguous."""
+    """Return what ``encode`` joins; layers that are on the CPU and contiguous are not copied."""
     kv.validate()
     if kv.keys.dtype not in _DTYPE_NAMES:
         raise ValueError(f"dtype {kv.keys.dtype} is none of {', '.join(map(str, _DTYPE_NAMES))}")
-    stored = {name: t.detach().cpu().contiguous() for name, t in _pack(kv).items()}
-    views = {name: _bytes_of(tensor) for name, tensor in stored.items()}
-    spans, start = {}, 0
-    for name, tensor in stored.items():
-        end = start + views[name].nbytes
-        spans[name] = _Span(_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), start, end)
-        start = end
+    layers = _pack(kv)
+    prior = [] if kv.prior is None else [_bytes_of(kv.prior.detach().cpu().contiguous())]
+    spans = _spans_of(kv)
     metadata = {
         "format": FORMAT,
         "key": str(key),
         "fingerprint": key.fingerprint,
         "position": str(kv.position),
         "tokens": str(kv.tokens),
+        "precision": PRECISION,
+        "layers": "".join(_digest(parts) for parts in layers),
     }
-    metadata["checksum"] = _checksum(metadata, spans, views)
-    return [_header(metadata, spans), *views.values()]
+    metadata["head"] = _head_checksum(metadata, spans, *prior)
+    return [_header(metadata, spans), *prior, *(part for parts in layers for part in parts)]
 
 
 def decode(data: bytes | bytearray | memoryview, key: KVKey) -> ChunkKV:
@@ -86,7 +157,38 @@ def decode(data: bytes | bytearray | memoryview, key: KVKey) -> ChunkKV:
     if not view.nbytes:
         raise DamagedChunkError("empty")
     writable = bytearray(view) if view.readonly else view
-    return _decode(torch.frombuffer(writable, dtype=torch.uint8), key)
+    return decode_raw(torch.frombuffer(writable, dtype=torch.uint8), key)
+
+
+def decode_raw(raw: Tensor, key: KVKey) -> ChunkKV:
+    """As decode, of raw: (bytes,) uint8, on the CPU; the tensors are views of it."""
+    head = read_head(lambda start, end: raw[start:end], raw.numel(), key)
+    if head is None:
+        return _decode_old(raw, key)
+    return head.whole(raw[slice(*head.span(0, head.layers))])
+
+
+def read_head(read: Callable[[int, int], Tensor], nbytes: int, key: KVKey) -> Head | None:
+    """Read and check the head of an object of ``nbytes``; None where it is of format 1.
+
+    read: returns the object's bytes from start to end, (end - start,) uint8. Nothing is asked for
+    that the object does not have or that is beyond a head's limits. Raises as ``decode`` does, and
+    what ``read`` raises.
+    """
+    first = read(0, min(nbytes, HEAD_BYTES))
+    start = _body_start(first, nbytes)
+    if start > first.numel():
+        first = read(0, start)
+    header = _parse(bytes(first[_PREFIX_BYTES:start].numpy()), start, nbytes - start)
+    if header.metadata["format"] == OLD_FORMAT:
+        return None
+    _check_shapes(header.metadata, header.spans)
+    prior = None
+    if span := header.spans.get("prior"):
+        begin, end = start + span.start, start + span.end
+        raw = first[begin:end] if end <= first.numel() else read(begin, end)
+        prior = raw.clone().view(torch.float32)  # not a view: it would hold on to what it lies in
+    return _checked_head(header, prior, nbytes, key)
 
 
 def read(path: str, key: KVKey) -> ChunkKV:
@@ -115,34 +217,65 @@ def read(path: str, key: KVKey) -> ChunkKV:
             if not count:
                 raise DamagedChunkError("was cut short")
             left = left[count:]
-    return _decode(raw, key)
+    return decode_raw(raw, key)
 
 
-def _pack(kv: ChunkKV) -> dict[str, Tensor]:
-    tensors = {"keys": kv.keys, "values": kv.values}
+def _pack(kv: ChunkKV) -> list[list[memoryview]]:
+    """Return each layer's bytes: one part where its keys and values lie side by side, else two."""
+    keys, values = kv.keys.detach().cpu(), kv.values.detach().cpu()
+    return [_side_by_side(*layer) for layer in zip(keys, values, strict=True)]
+
+
+def _side_by_side(keys: Tensor, values: Tensor) -> list[memoryview]:
+    keys, values = keys.contiguous(), values.contiguous()
+    end = keys.data_ptr() + keys.nbytes
+    same = keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr()
+    if same and end == values.data_ptr():
+        return [_bytes_of(keys.as_strided((2 * keys.numel(),), (1,)))]
+    return [_bytes_of(keys), _bytes_of(values)]
+
+
+def _unpack(kv: Tensor, head: Head) -> ChunkKV:
+    """Return the chunk of kv: (layers, 2, kv_heads, tokens, head_dim)."""
+    return ChunkKV(kv[:, 0], kv[:, 1], head.position, head.prior)
+
+
+def _spans_of(kv: ChunkKV) -> dict[str, _Span]:
+    layers, *rest = kv.keys.shape
+    nbytes = 2 * kv.keys.numel() * kv.keys.element_size()
+    start, spans = 0, {}
     if kv.prior is not None:
-        tensors["prior"] = kv.prior
-    return tensors
-
-
-def _unpack(tensors: Mapping[str, Tensor], position: int) -> ChunkKV:
-    return ChunkKV(tensors["keys"], tensors["values"], position, tensors.get("prior"))
+        start = 4 * kv.tokens
+        spans["prior"] = _Span("F32", (kv.tokens,), 0, start)
+    dtype = _DTYPE_NAMES[kv.keys.dtype]
+    spans["kv"] = _Span(dtype, (layers, 2, *rest), start, start + nbytes)
+    return spans
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _checksum(
-    metadata: Mapping[str, str], spans: Mapping[str, _Span], views: Mapping[str, memoryview]
-) -> str:
-    """Return xxh3_128 (32 hex digits) over the metadata, the tensors' types and their bytes."""
-    essential = {name: text for name, text in sorted(metadata.items()) if name != "checksum"}
-    shapes = [[name, spans[name].dtype, *spans[name].shape] for name in sorted(spans)]
-    digest = xxhash.xxh3_128(json.dumps([essential, shapes]).encode())
-    for name in sorted(spans):
-        digest.update(views[name])
+def _digest(parts: Sequence[memoryview]) -> str:
+    digest = xxhash.xxh3_128()
+    for part in parts:
+        digest.update(part)
     return str(digest.hexdigest())
+
+
+def _head_checksum(
+    metadata: Mapping[str, str], spans: Mapping[str, _Span], *tensors: memoryview
+) -> str:
+    """Return xxh3_128 over the metadata, the tensors' types, and the tensors that are no layers."""
+    essential = {name: text for name, text in sorted(metadata.items()) if name != "head"}
+    digest = xxhash.xxh3_128(json.dumps([essential, _shapes(spans)]).encode())
+    for tensor in tensors:
+        digest.update(tensor)
+    return str(digest.hexdigest())
+
+
+def _shapes(spans: Mapping[str, _Span]) -> list[list[Any]]:
+    return [[name, spans[name].dtype, *spans[name].shape] for name in sorted(spans)]
 
 
 def _header(metadata: Mapping[str, str], spans: Mapping[str, _Span]) -> bytes:
@@ -152,23 +285,71 @@ def _header(metadata: Mapping[str, str], spans: Mapping[str, _Span]) -> bytes:
         fields[name] = {"dtype": span.dtype, "shape": span.shape, "data_offsets": offsets}
     text = json.dumps(fields, separators=(",", ":")).encode()
     text += b" " * (-(_PREFIX_BYTES + len(text)) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"keys have too many layers for a header of {MAX_HEADER_BYTES} bytes")
     return struct.pack("<Q", len(text)) + text
 
 
-def _decode(raw: Tensor, key: KVKey) -> ChunkKV:
-    """Check a whole object, raw: (bytes,) uint8, and return views into it."""
-    header, body = _split(raw)
-    metadata, spans = _parse(header, body.numel())
+def _check_shapes(metadata: Mapping[str, str], spans: Mapping[str, _Span]) -> None:
+    """Check what a header of format 2 says of its tensors, before any is read."""
+    shape = spans["kv"].shape
+    if len(shape) != 5 or 0 in shape or shape[1] != 2:
+        raise DamagedChunkError(
+            f"kv is {shape}, want (layers, 2, kv_heads, tokens, head_dim), none of them 0"
+        )
+    layers, tokens, digests = shape[0], shape[3], metadata["layers"]
+    if len(digests) != layers * _DIGEST_DIGITS or not _DIGESTS.fullmatch(digests):
+        raise DamagedChunkError(f"header has no checksum for each of {layers} layers")
+    if metadata["tokens"] != str(tokens):
+        raise DamagedChunkError(f"header counts {metadata['tokens']} tokens, keys {tokens}")
+    prior = spans.get("prior")
+    if prior is not None and (prior.shape != (tokens,) or prior.dtype != "F32"):
+        raise DamagedChunkError(
+            f"prior is {_DTYPES[prior.dtype]} {prior.shape}, want float32 ({tokens},)"
+        )
+
+
+def _checked_head(header: _Header, prior: Tensor | None, nbytes: int, key: KVKey) -> Head:
+    metadata, span = header.metadata, header.spans["kv"]
+    tensors = [] if prior is None else [_bytes_of(prior)]
+    if _head_checksum(metadata, header.spans, *tensors) != metadata["head"]:
+        raise DamagedChunkError("checksum of the head does not match")
+    if metadata["key"] != str(key):
+        raise ForeignChunkError(f"holds {metadata['key']}, not {key}")
+    if metadata["precision"] != PRECISION:
+        raise ForeignChunkError(f"precision is {metadata['precision']!r:.80}, not {PRECISION!r}")
+    if prior is not None and not prior.isfinite().all():
+        raise DamagedChunkError("holds NaN or infinity")
+    layers, _, kv_heads, tokens, head_dim = span.shape
+    return Head(
+        position=int(metadata["position"]),
+        layers=layers,
+        kv_heads=kv_heads,
+        tokens=tokens,
+        head_dim=head_dim,
+        dtype=_DTYPES[span.dtype],
+        prior=prior,
+        nbytes=nbytes,
+        start=header.start + span.start,
+        checksums=tuple(re.findall(f".{{{_DIGEST_DIGITS}}}", metadata["layers"])),
+    )
+
+
+def _decode_old(raw: Tensor, key: KVKey) -> ChunkKV:
+    """Check a whole object of format 1, raw: (bytes,) uint8, and return views into it."""
+    start = _body_start(raw, raw.numel())
+    header = _parse(bytes(raw[_PREFIX_BYTES:start].numpy()), start, raw.numel() - start)
+    body, metadata, spans = raw[start:], header.metadata, header.spans
     tensors = {
         name: body[span.start : span.end].view(_DTYPES[span.dtype]).view(span.shape)
         for name, span in spans.items()
     }
-    views = {name: _bytes_of(tensor) for name, tensor in tensors.items()}
-    if _checksum(metadata, spans, views) != metadata["checksum"]:
+    if _old_checksum(metadata, spans, tensors) != metadata["checksum"]:
         raise DamagedChunkError("checksum does not match")
     if metadata["key"] != str(key):
         raise ForeignChunkError(f"holds {metadata['key']}, not {key}")
-    kv = _unpack(tensors, int(metadata["position"]))
+    position = int(metadata["position"])
+    kv = ChunkKV(tensors["keys"], tensors["values"], position, tensors.get("prior"))
     try:
         kv.validate()
     except ValueError as error:
@@ -178,25 +359,36 @@ def _decode(raw: Tensor, key: KVKey) -> ChunkKV:
     return kv
 
 
-def _split(raw: Tensor) -> tuple[bytes, Tensor]:
-    """Return the header's JSON text and the body, (bytes,) uint8."""
-    if raw.numel() < _PREFIX_BYTES:
+def _old_checksum(
+    metadata: Mapping[str, str], spans: Mapping[str, _Span], tensors: Mapping[str, Tensor]
+) -> str:
+    """Return xxh3_128 over the metadata, the tensors' types and their bytes."""
+    essential = {name: text for name, text in sorted(metadata.items()) if name != "checksum"}
+    digest = xxhash.xxh3_128(json.dumps([essential, _shapes(spans)]).encode())
+    for name in sorted(spans):
+        digest.update(_bytes_of(tensors[name]))
+    return str(digest.hexdigest())
+
+
+def _body_start(first: Tensor, nbytes: int) -> int:
+    """Return where the body begins in an object of nbytes; first: its first bytes, uint8."""
+    if first.numel() < _PREFIX_BYTES:
         raise DamagedChunkError("too short for a safetensors header")
-    (length,) = struct.unpack("<Q", bytes(raw[:_PREFIX_BYTES].numpy()))
-    start = _PREFIX_BYTES + length
+    (length,) = struct.unpack("<Q", bytes(first[:_PREFIX_BYTES].numpy()))
+    start: int = _PREFIX_BYTES + length
     if length > MAX_HEADER_BYTES:
         raise DamagedChunkError(f"header claims {length} bytes, more than {MAX_HEADER_BYTES}")
-    if start > raw.numel():
+    if start > nbytes:
         raise DamagedChunkError("truncated within its header")
     if start % _PREFIX_BYTES:
         raise DamagedChunkError("header is not padded to 8 bytes")
-    if raw.numel() - start > MAX_BODY_BYTES:
+    if nbytes - start > MAX_BODY_BYTES:
         raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
-    return bytes(raw[_PREFIX_BYTES:start].numpy()), raw[start:]
+    return start
 
 
-def _parse(header: bytes, body_bytes: int) -> tuple[dict[str, str], dict[str, _Span]]:
-    """Return metadata and spans; everything but the checksum and the key's match is checked."""
+def _parse(header: bytes, start: int, body_bytes: int) -> _Header:
+    """Return metadata and spans; everything but checksums and the key's match is checked."""
     try:
         fields = json.loads(header)
     except (ValueError, RecursionError) as error:
@@ -204,7 +396,8 @@ def _parse(header: bytes, body_bytes: int) -> tuple[dict[str, str], dict[str, _S
     if not isinstance(fields, dict) or not isinstance(fields.get("__metadata__"), dict):
         raise DamagedChunkError("header carries no metadata")
     metadata = _parse_metadata(fields.pop("__metadata__"))
-    if not {"keys", "values"} <= set(fields) <= {"keys", "values", "prior"}:
+    needed = _TENSORS[metadata["format"]]
+    if not needed <= set(fields) <= needed | {"prior"}:
         raise DamagedChunkError(f"holds tensors {', '.join(sorted(fields))!r:.80}")
     spans = {name: _parse_span(name, field) for name, field in fields.items()}
     position = 0
@@ -214,16 +407,18 @@ def _parse(header: bytes, body_bytes: int) -> tuple[dict[str, str], dict[str, _S
         position = span.end
     if position != body_bytes:
         raise DamagedChunkError(f"header describes {position} tensor bytes, {body_bytes} follow")
-    return metadata, spans
+    return _Header(metadata, spans, start)
 
 
 def _parse_metadata(metadata: dict[str, Any]) -> dict[str, str]:
     stored_format = metadata.get("format")
     if not isinstance(stored_format, str) or not stored_format.startswith("cacheblend-rag/"):
         raise DamagedChunkError("no chunk KV")
-    if stored_format != FORMAT:
+    if stored_format not in _METADATA:
         raise ForeignChunkError(f"format is {stored_format!r:.80}, not {FORMAT!r}")
-    if set(metadata) != _METADATA or not all(isinstance(v, str) for v in metadata.values()):
+    if set(metadata) != _METADATA[stored_format] or not all(
+        isinstance(v, str) for v in metadata.values()
+    ):
         raise DamagedChunkError("metadata is not that of a chunk KV")
     for name in ("position", "tokens"):
         if not _NUMBER.fullmatch(metadata[name]):
