@@ -111,6 +111,8 @@ class StoreConfig(Settings):
             keeps none there.
         disk_bytes: room for chunk KV in ``kv_path``; None is without limit.
         ttl_seconds: age since it was first stored at which a chunk is gone; None is never.
+        read_only: serve from what others store: nothing outside of this process' memory is written,
+            evicted, set aside or marked as used.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -122,8 +124,10 @@ class StoreConfig(Settings):
     host_bytes: int | None = 4 << 30
     disk_bytes: int | None = None
     ttl_seconds: float | None = None
+    read_only: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "read_only", _flag("read_only", self.read_only))
         if self.kv_path is not None:
             _check_path("kv_path", self.kv_path)
             object.__setattr__(self, "kv_path", os.fspath(self.kv_path))
@@ -398,6 +402,13 @@ def _options(value: object) -> dict[str, Any]:
 def _check_flag(name: str, value: object) -> None:
     if not isinstance(value, bool):
         raise ConfigError(f"{name}={value!r:.100} must be true or false")
+
+
+def _flag(name: str, value: object) -> bool:
+    """Return a flag, which a command line gives as a text."""
+    read = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+    _check_flag(name, value if read is None else read)
+    return bool(read)
 
 
 def _check_ratio(name: str, value: object) -> None:

@@ -152,4 +152,11 @@ def _open_registry(config: EngineConfig) -> ChunkRegistry:
             kv_path,
             own.name,
         )
-    return SharedChunkRegistry(own)
+    if config.store.read_only and not own.exists():
+        logger.warning(
+            "%s holds no known chunks of this namespace: those that are indexed from now on are "
+            "known once the engine is opened anew",
+            kv_path,
+        )
+        return ChunkRegistry()
+    return SharedChunkRegistry(own, read_only=config.store.read_only)

@@ -17,12 +17,14 @@ from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup, StoreMiss
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 PREFETCH_THREADS = 2
 FETCH_THREADS = 16
 """Reads at once for all prompts on their way."""
 FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
+READ_ONLY = "the store is read only: store and evict where it is opened with read_only=False"
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
 
@@ -90,6 +92,7 @@ class TieredKVStore:
         disk_path: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
         ttl_seconds: float | None = None,
+        read_only: bool = False,
     ) -> TieredKVStore:
         """Return a store in memory, on disk, or both.
 
@@ -98,6 +101,7 @@ class TieredKVStore:
             disk_path: folder shared between processes and runs; None keeps nothing on disk.
             disk_bytes: room for chunk KV there; None is without limit.
             ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
+            read_only: whether the folder is only read; memory is used as ever.
 
         Raises:
             StoreError: when there is neither memory nor disk, or the folder is unusable.
@@ -106,7 +110,8 @@ class TieredKVStore:
         if host_bytes != 0:
             tiers.append(HostTier(host_bytes))
         if disk_path is not None:
-            tiers.append(DiskTier(disk_path, disk_bytes))
+            policy = TierPolicy(disk_bytes, read_only=read_only)
+            tiers.append(DiskTier(disk_path, policy=policy))
         return cls(tiers, ttl_seconds=ttl_seconds)
 
     @classmethod
@@ -121,7 +126,13 @@ class TieredKVStore:
             disk_path=config.kv_path,
             disk_bytes=config.disk_bytes,
             ttl_seconds=config.ttl_seconds,
+            read_only=config.read_only,
         )
+
+    @property
+    def read_only(self) -> bool:
+        """Whether a tier is only read, so that nothing is stored or evicted for good."""
+        return any(tier.policy.read_only for tier in self.tiers)
 
     def contains(self, key: KVKey) -> bool:
         """Whether any tier holds the chunk; reads no tensors."""
@@ -213,13 +224,23 @@ class TieredKVStore:
             return _put_all(self.tiers, key, chunk)
 
     def evict(self, key: KVKey) -> bool:
-        """Remove a chunk from all tiers, pinned or not; returns whether it was stored."""
+        """Remove a chunk from all tiers, pinned or not; returns whether it was stored.
+
+        Raises:
+            StoreError: when the store is read only: the chunk would come back.
+        """
+        self._check_writable()
         with self._locks.held(key):
             evicted = [tier.evict(key) for tier in self.tiers]
         return any(evicted)
 
     def evict_where(self, condition: Callable[[KVKey, Entry], bool]) -> int:
-        """Evict all chunks for which ``condition`` holds; returns how many."""
+        """Evict all chunks for which ``condition`` holds; returns how many.
+
+        Raises:
+            StoreError: when the store is read only.
+        """
+        self._check_writable()
         doomed = [key for key, entry in self.entries().items() if condition(key, entry)]
         return sum(self.evict(key) for key in doomed)
 
@@ -348,6 +369,10 @@ class TieredKVStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise StoreError(READ_ONLY)
+
     def _entry(self, key: KVKey) -> Entry | None:
         return self._held([key]).get(key)
 
@@ -394,11 +419,16 @@ class TieredKVStore:
 
     def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
         """Read chunks of one tier that are not past their time to live."""
-        if self._ttl(tier) is not None:
-            for key, entry in zip(keys, tier.entry_many(keys), strict=True):
-                if entry is not None and self._is_expired(tier, key, entry):
-                    tier.expire(key)
-        return tier.get_many(keys)
+        if self._ttl(tier) is None:
+            return tier.get_many(keys)
+        gone = set[KVKey]()
+        for key, entry in zip(keys, tier.entry_many(keys), strict=True):
+            if entry is not None and self._is_expired(tier, key, entry):
+                tier.expire(key)
+                if tier.policy.read_only:  # it stays there, but is not read
+                    gone.add(key)
+        read = iter(tier.get_many([key for key in keys if key not in gone]))
+        return [None if key in gone else next(read) for key in keys]
 
     def _see(self, keys: Iterable[KVKey]) -> None:
         """Tell all tiers what is asked for: the fastest have it, the others keep it, too."""

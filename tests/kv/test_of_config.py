@@ -12,7 +12,7 @@ from cacheblend_rag.cli.options import store_settings
 from cacheblend_rag.config import names_of
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
-GIVEN = {"host_bytes": 1 << 20, "disk_bytes": 1 << 21, "ttl_seconds": 90.0}
+GIVEN = {"host_bytes": 1 << 20, "disk_bytes": 1 << 21, "ttl_seconds": 90.0, "read_only": True}
 
 
 def held(store: TieredKVStore) -> dict[str, Any]:
@@ -23,12 +23,13 @@ def held(store: TieredKVStore) -> dict[str, Any]:
         "host_bytes": host.capacity_bytes,
         "disk_bytes": disk.capacity_bytes,
         "ttl_seconds": store.ttl_seconds,
+        "read_only": disk.policy.read_only,
     }
 
 
 @pytest.mark.parametrize("way", ["whole", "engine", "server", "command line"])
 def test_each_setting_reaches_the_store(way: str, tmp_path: Path) -> None:
-    given = {"kv_path": str(tmp_path / "kv"), **GIVEN}
+    given = {"kv_path": str(tmp_path), **GIVEN}
     assert set(given) == names_of(StoreConfig)
     if way == "engine":
         engine = open_engine("transformers", model="demo", **given)

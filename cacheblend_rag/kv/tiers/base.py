@@ -83,8 +83,9 @@ class Tier(ABC):
         self.name = name
         self.policy = TierPolicy.of(capacity_bytes, policy)
         self.capacity_bytes = self.policy.capacity_bytes
-        self.keeps_found = type(self).keeps_found and self.policy.promote
-        self.takes_puts = type(self).takes_puts and self.policy.write != "none"
+        writable = not self.policy.read_only
+        self.keeps_found = type(self).keeps_found and self.policy.promote and writable
+        self.takes_puts = type(self).takes_puts and self.policy.write != "none" and writable
         self._admission = Admission(self.policy)
         self._pinned: set[KVKey] = set()
         self._counts: Counter[str] = Counter()
@@ -115,7 +116,10 @@ class Tier(ABC):
         """Remove a chunk; returns whether it was there. Raises OSError."""
 
     def quarantine(self, key: KVKey, reason: str) -> None:
-        """Take an unusable chunk out of sight, and count it."""
+        """Take an unusable chunk out of sight, and count it; what is read only stays as it is."""
+        if self.policy.read_only:
+            logger.warning("%s tier: %s cannot be used: %s", self.name, key, reason)
+            return
         logger.warning("%s tier: %s set aside: %s", self.name, key, reason)
         self._count("quarantined")
         try:
@@ -203,6 +207,8 @@ class Tier(ABC):
 
     def put(self, key: KVKey, chunk: StoredChunk) -> bool:
         """Store or replace a chunk; returns False, and logs why, when the tier did not take it."""
+        if self.policy.read_only:
+            return False
         try:
             self._save(key, chunk)
         except RejectedError as rejection:
@@ -230,6 +236,8 @@ class Tier(ABC):
         return self._remove(key, "expired")
 
     def _remove(self, key: KVKey, counter: str) -> bool:
+        if self.policy.read_only:
+            return False
         try:
             removed = self._drop(key)
         except OSError as error:

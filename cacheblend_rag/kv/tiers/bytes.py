@@ -75,7 +75,8 @@ class BytesTier(Tier):
         if found is None:
             return None
         kv = codec.decode(_view(found.raw), key)
-        self._mark_used(key, found)
+        if not self.policy.read_only:
+            self._mark_used(key, found)
         return StoredChunk(kv, found.written_at)
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
