@@ -113,6 +113,9 @@ class StoreConfig(Settings):
         ttl_seconds: age since it was first stored at which a chunk is gone; None is never.
         read_only: serve from what others store: nothing outside of this process' memory is written,
             evicted, set aside or marked as used.
+        access_log: file in which is noted, in lines of JSON, which chunks prompts ask for. A store
+            that is opened with one that is there brings the most used of them into its fastest
+            tier, in the background.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -125,12 +128,16 @@ class StoreConfig(Settings):
     disk_bytes: int | None = None
     ttl_seconds: float | None = None
     read_only: bool = False
+    access_log: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "read_only", _flag("read_only", self.read_only))
         if self.kv_path is not None:
             _check_path("kv_path", self.kv_path)
             object.__setattr__(self, "kv_path", os.fspath(self.kv_path))
+        if self.access_log is not None:
+            _check_path("access_log", self.access_log, "a file")
+            object.__setattr__(self, "access_log", os.fspath(self.access_log))
         for name in ("host_bytes", "disk_bytes"):
             object.__setattr__(self, name, _bytes(name, getattr(self, name)))
         object.__setattr__(self, "ttl_seconds", _seconds("ttl_seconds", self.ttl_seconds))
@@ -441,9 +448,9 @@ def _check_schedule(ratios: tuple[float, ...], layers: tuple[int, ...]) -> None:
         raise ConfigError(f"recompute_ratios={ratios} must not rise: rows are only ever dropped")
 
 
-def _check_path(name: str, value: object) -> None:
+def _check_path(name: str, value: object, what: str = "a folder") -> None:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ConfigError(f"{name}={value!r:.100} must be a folder")
+        raise ConfigError(f"{name}={value!r:.100} must be {what}")
 
 
 def _bytes(name: str, value: object) -> int | None:

@@ -7,11 +7,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
 from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
+from cacheblend_rag.kv.access_log import AccessLog
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
@@ -66,6 +68,7 @@ class TieredKVStore:
 
     Attributes:
         tiers, ttl_seconds: as given.
+        access_log: where it is noted what prompts ask for, or None.
     """
 
     def __init__(self, tiers: Sequence[Tier], *, ttl_seconds: float | None = None) -> None:
@@ -79,6 +82,7 @@ class TieredKVStore:
         self.tiers = tuple(tiers)
         self.ttl_seconds = ttl_seconds
         self._pinned: set[KVKey] = set()
+        self.access_log: AccessLog | None = None
         self._locks = KeyLocks()
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
@@ -121,13 +125,21 @@ class TieredKVStore:
         Raises:
             StoreError: when there is neither memory nor disk, or the folder is unusable.
         """
-        return cls.open(
+        store = cls.open(
             host_bytes=config.host_bytes,
             disk_path=config.kv_path,
             disk_bytes=config.disk_bytes,
             ttl_seconds=config.ttl_seconds,
             read_only=config.read_only,
         )
+        if config.access_log is not None:
+            store.follow(AccessLog(config.access_log))
+        return store
+
+    def follow(self, log: AccessLog) -> None:
+        """Note in ``log`` what prompts ask for, and prefetch what it says most did before."""
+        self.access_log = log
+        self._pool.submit(lambda: self.prefetch(log.most_used()))
 
     @property
     def read_only(self) -> bool:
@@ -202,14 +214,18 @@ class TieredKVStore:
         Returns:
             What hands the chunks out; to be closed by whoever may not take them all.
         """
+        keys = list(keys)
+        if promote and keys and self.access_log is not None:
+            self._note(self.access_log, keys)
         return Fetch(keys, lambda key: self._begin_look(key, promote), self._room_ahead)
 
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+    def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> bool:
         """Store a chunk in every tier that takes puts, fastest first.
 
         Args:
             key: the name it is stored under.
             kv: the chunk KV; its tensors must not be written to afterwards.
+            written_at: when it was first stored, a Unix time; None is now.
 
         Returns:
             Whether any tier took it.
@@ -218,7 +234,7 @@ class TieredKVStore:
             ValueError: when the tensors are not as ChunkKV promises.
         """
         kv.validate()
-        chunk = StoredChunk(kv, time.time())
+        chunk = StoredChunk(kv, time.time() if written_at is None else written_at)
         self._see([key])
         with self._locks.held(key):
             return _put_all(self.tiers, key, chunk)
@@ -435,6 +451,10 @@ class TieredKVStore:
         seen = list(dict.fromkeys(keys))
         for tier in self.tiers:
             tier.see(seen)
+
+    def _note(self, log: AccessLog, keys: Sequence[KVKey]) -> None:
+        with suppress(RuntimeError):  # closed meanwhile
+            self._pool.submit(log.note, keys)
 
     def _prefetch(self, key: KVKey) -> None:
         """Read ahead of a request, which will be the chunk's use."""

@@ -12,7 +12,13 @@ from cacheblend_rag.cli.options import store_settings
 from cacheblend_rag.config import names_of
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
-GIVEN = {"host_bytes": 1 << 20, "disk_bytes": 1 << 21, "ttl_seconds": 90.0, "read_only": True}
+GIVEN = {
+    "host_bytes": 1 << 20,
+    "disk_bytes": 1 << 21,
+    "ttl_seconds": 90.0,
+    "read_only": True,
+    "access_log": "/tmp/none/log.jsonl",
+}
 
 
 def held(store: TieredKVStore) -> dict[str, Any]:
@@ -24,6 +30,7 @@ def held(store: TieredKVStore) -> dict[str, Any]:
         "disk_bytes": disk.capacity_bytes,
         "ttl_seconds": store.ttl_seconds,
         "read_only": disk.policy.read_only,
+        "access_log": store.access_log and str(store.access_log.path),
     }
 
 
