@@ -112,16 +112,20 @@ def _open_vllm(config: EngineConfig) -> Engine:
 
 
 def _open_transformers(config: EngineConfig) -> Engine:
+    from cacheblend_rag.engines.labels import put_label
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv.store import TieredKVStore
 
-    return TransformersEngine(
+    engine = TransformersEngine(
         config.model,
         store=TieredKVStore.of(config.store),
         device=config.device,
         dtype=config.dtype,
         **_common(config),
     )
+    if config.store.kv_path is not None and not config.store.read_only:
+        put_label(Path(config.store.kv_path), engine)
+    return engine
 
 
 def _common(config: EngineConfig) -> dict[str, Any]:

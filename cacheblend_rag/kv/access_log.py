@@ -1,7 +1,8 @@
 """AccessLog: which chunks prompts asked for, as lines of JSON, to warm a store by.
 
 A line is ``{"at": 1760000000, "keys": ["..."]}``: the chunks of one prompt, by key. There is no
-text in it. A log that has grown to its bound goes on in a new file; the one before it is kept as ``.1``.
+text in it. A log that has grown to its bound goes on in a new file; the one before it is kept as
+``.1``.
 """
 
 from __future__ import annotations
