@@ -110,6 +110,11 @@ class StoreConfig(Settings):
             ``disk:///folder``, ``redis://host:6379/0``, ``s3://bucket/prefix``, ...; None is
             memory and ``kv_path``. With it ``kv_path`` keeps the registry alone. A password in a
             URL is in no representation, and in nothing that is serialized.
+        read_only: serve from what others store: nothing outside of this process' memory is written,
+            evicted, set aside or marked as used.
+        access_log: file in which is noted, in lines of JSON, which chunks prompts ask for. A store
+            that is opened with one that is there brings the most used of them into its fastest
+            tier, in the background.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -122,11 +127,17 @@ class StoreConfig(Settings):
     disk_bytes: int | None = None
     ttl_seconds: float | None = None
     tiers: tuple[str, ...] | None = None
+    read_only: bool = False
+    access_log: str | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "read_only", _flag("read_only", self.read_only))
         if self.kv_path is not None:
             _check_path("kv_path", self.kv_path)
             object.__setattr__(self, "kv_path", os.fspath(self.kv_path))
+        if self.access_log is not None:
+            _check_path("access_log", self.access_log, "a file")
+            object.__setattr__(self, "access_log", os.fspath(self.access_log))
         for name in ("host_bytes", "disk_bytes"):
             object.__setattr__(self, name, read_bytes(name, getattr(self, name)))
         object.__setattr__(self, "ttl_seconds", read_seconds("ttl_seconds", self.ttl_seconds))
@@ -435,6 +446,13 @@ def _check_flag(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r:.100} must be true or false")
 
 
+def _flag(name: str, value: object) -> bool:
+    """Return a flag, which a command line gives as a text."""
+    read = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+    _check_flag(name, value if read is None else read)
+    return bool(read)
+
+
 def _check_ratio(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
         raise ConfigError(f"{name}={value!r} must be a number from 0 to 1")
@@ -465,6 +483,6 @@ def _check_schedule(ratios: tuple[float, ...], layers: tuple[int, ...]) -> None:
         raise ConfigError(f"recompute_ratios={ratios} must not rise: rows are only ever dropped")
 
 
-def _check_path(name: str, value: object) -> None:
+def _check_path(name: str, value: object, what: str = "a folder") -> None:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ConfigError(f"{name}={value!r:.100} must be a folder")
+        raise ConfigError(f"{name}={value!r:.100} must be {what}")

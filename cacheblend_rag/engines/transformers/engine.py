@@ -191,6 +191,11 @@ class TransformersEngine(Engine):
         """Why the model cannot be blended, or None."""
         return self._blend_refusal
 
+    @property
+    def read_only(self) -> bool:
+        """Whether its store is only read."""
+        return self.store.read_only
+
     def _check_config(self, config: BlendConfig) -> None:
         if self._stack is not None:
             plan_schedule(config, self._stack.geometry.layers)

@@ -175,6 +175,7 @@ class ConnectorWorker:
             asynchronous=self._asynchronous,
             attention=settings.attention,
             namespace=namespace_id(settings.namespace),
+            read_only=settings.store.read_only,
             store=_stored(blender.store) if blender else StoredKV(),
         )
 
