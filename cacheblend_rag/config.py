@@ -22,6 +22,7 @@ LeadIn = Literal["none", "bos", "instruction", "document"]
 Preset = Literal["quality", "balanced", "speed"]
 
 PRESET_RATIOS: Mapping[str, float] = {"quality": 0.25, "balanced": 0.16, "speed": 0.10}
+RATIO_BOUNDS = (0.05, 0.30)
 AUTO, EMBEDDED, VLLM = "auto", "transformers", "vllm"
 ENGINES = (AUTO, EMBEDDED, VLLM)
 """Kinds of engine that go by a name; a server goes by its URL."""
@@ -156,7 +157,9 @@ class BlendConfig(Settings):
     """How one request's cached chunk KV is fused.
 
     Args:
-        recompute_ratio: share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill).
+        recompute_ratio: share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill);
+            ``auto`` is the largest whose recompute takes no longer than loading the chunks does.
+        ratio_bounds: the smallest and the largest ratio that ``auto`` may choose.
         check_layers: layers at which a selector that needs fresh KV compares it with cached KV;
             ignored by selectors that choose rows before layer 0.
         recompute_ratios: one ratio a check layer, never rising; None uses recompute_ratio for all.
@@ -172,13 +175,14 @@ class BlendConfig(Settings):
         ConfigError: when a field is out of range.
     """
 
-    recompute_ratio: float = PRESET_RATIOS["balanced"]
+    recompute_ratio: float | Literal["auto"] = PRESET_RATIOS["balanced"]
     check_layers: tuple[int, ...] = (1,)
     recompute_ratios: tuple[float, ...] | None = None
     selector: str = "hkvd"
     selector_options: Mapping[str, Any] = field(default_factory=dict)
     min_tokens: int = 256
     protect_context: bool = True
+    ratio_bounds: tuple[float, float] = RATIO_BOUNDS
     lead_in: LeadIn | None = None
     document_window: int | None = None
     split_special_tokens: bool | None = None
@@ -189,7 +193,7 @@ class BlendConfig(Settings):
             ratios = _list("recompute_ratios", self.recompute_ratios)
             object.__setattr__(self, "recompute_ratios", ratios)
         object.__setattr__(self, "selector_options", _options(self.selector_options))
-        _check_ratio("recompute_ratio", self.recompute_ratio)
+        self._check_ratios()
         _check_layers(self.check_layers)
         if self.recompute_ratios is not None:
             _check_schedule(self.recompute_ratios, self.check_layers)
@@ -198,6 +202,17 @@ class BlendConfig(Settings):
         _check_int("min_tokens", self.min_tokens, 0)
         _check_flag("protect_context", self.protect_context)
         self.lead_in_config()
+
+    def _check_ratios(self) -> None:
+        object.__setattr__(self, "ratio_bounds", _list("ratio_bounds", self.ratio_bounds))
+        if len(self.ratio_bounds) != 2 or self.ratio_bounds[0] > self.ratio_bounds[-1]:
+            raise ConfigError(f"ratio_bounds={self.ratio_bounds} must be two ratios that rise")
+        for ratio in self.ratio_bounds:
+            _check_ratio("ratio_bounds", ratio)
+        if self.recompute_ratio != AUTO:
+            _check_ratio("recompute_ratio", self.recompute_ratio, f' or "{AUTO}"')
+        elif self.recompute_ratios is not None:
+            raise ConfigError(f'recompute_ratio="{AUTO}" chooses: leave recompute_ratios out')
 
     @classmethod
     def preset(cls, name: Preset, **overrides: Any) -> BlendConfig:
@@ -233,11 +248,15 @@ class BlendConfig(Settings):
         """Return a copy with one ratio, in force after every check layer."""
         return self.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
 
+    @property
+    def ratio(self) -> float:
+        """The recompute ratio; the largest that may be chosen where that is left to the engine."""
+        chosen = self.recompute_ratio
+        return self.ratio_bounds[1] if isinstance(chosen, str) else chosen
+
     def ratio_at(self, check: int) -> float:
         """Return the recompute ratio in force after the ``check``-th check layer."""
-        return (
-            self.recompute_ratio if self.recompute_ratios is None else self.recompute_ratios[check]
-        )
+        return self.ratio if self.recompute_ratios is None else self.recompute_ratios[check]
 
 
 _LEAD_IN_FIELDS: Mapping[str, str] = {
@@ -400,9 +419,9 @@ def _check_flag(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r:.100} must be true or false")
 
 
-def _check_ratio(name: str, value: object) -> None:
+def _check_ratio(name: str, value: object, otherwise: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"{name}={value!r} must be a number from 0 to 1")
+        raise ConfigError(f"{name}={value!r} must be a number from 0 to 1{otherwise}")
 
 
 def _check_int(name: str, value: object, low: int) -> None:
