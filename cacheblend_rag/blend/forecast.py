@@ -56,7 +56,7 @@ def expected_work(
 
 def _share(ratio: float, eligible: Mask, free: Mask) -> float:
     """Return the share of what may be chosen that a ratio of all eligible tokens is."""
-    return min(1.0, ratio * eligible.sum() / max(free.sum(), 1))
+    return float(min(1.0, ratio * eligible.sum() / max(free.sum(), 1)))
 
 
 def _run(cost: LayerCost, rows: Shares) -> float:
