@@ -4,10 +4,20 @@ from cacheblend_rag.kv.chunk_kv import FORMAT_VERSION, ChunkKV, KVKey, chunk_id,
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.lookup import Lookup, StoreMiss
 from cacheblend_rag.kv.store import DamagedObject, TieredKVStore, VerifyReport
-from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.tiers import (
+    BytesTier,
+    DiskTier,
+    Entry,
+    HostTier,
+    StoredChunk,
+    Tier,
+    TierPolicy,
+    Usage,
+)
 
 __all__ = [
     "FORMAT_VERSION",
+    "BytesTier",
     "ChunkKV",
     "DamagedObject",
     "DiskTier",
@@ -19,6 +29,7 @@ __all__ = [
     "StoreMiss",
     "StoredChunk",
     "Tier",
+    "TierPolicy",
     "TieredKVStore",
     "Usage",
     "VerifyReport",

@@ -56,7 +56,8 @@ class TieredKVStore:
 
     Args:
         tiers: from fastest to slowest, each with a name of its own.
-        ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
+        ttl_seconds: age since it was first stored at which a chunk is gone, None is never; a tier's
+            own policy may say less.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
@@ -174,6 +175,8 @@ class TieredKVStore:
             A lookup a key.
         """
         wanted = list(keys)
+        if promote:
+            self._see(wanted)
         with self._locks.held(*wanted):
             found = self._get_many(wanted, promote)
         return [found[key] for key in wanted]
@@ -205,6 +208,7 @@ class TieredKVStore:
         """
         kv.validate()
         chunk = StoredChunk(kv, time.time())
+        self._see([key])
         with self._locks.held(key):
             return _put_all(self.tiers, key, chunk)
 
@@ -225,7 +229,7 @@ class TieredKVStore:
             self._expire(tier, key)
             for tier in self.tiers
             for key, entry in tier.entries()
-            if self._is_expired(key, entry)
+            if self._is_expired(tier, key, entry)
         )
 
     def pin(self, key: KVKey) -> None:
@@ -291,15 +295,16 @@ class TieredKVStore:
             key: entry
             for tier in reversed(self.tiers)
             for key, entry in tier.entries()
-            if not self._is_expired(key, entry)
+            if not self._is_expired(tier, key, entry)
         }
 
     def stats(self) -> dict[str, dict[str, int | None]]:
         """Return numbers by tier.
 
         Returns:
-            Under each tier's name: entries, bytes, capacity_bytes, and this process's hits, misses,
-            evictions, expired, quarantined, refused, errors.
+            Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of what
+            happened there: hits, misses, admitted, rejected, refused, evictions, expired,
+            quarantined, errors.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 
@@ -351,21 +356,27 @@ class TieredKVStore:
         missing, held = list(dict.fromkeys(keys)), dict[KVKey, Entry]()
         for tier in self.tiers:
             for key, entry in zip(missing, tier.entry_many(missing), strict=True):
-                if entry is not None and not self._is_expired(key, entry):
+                if entry is not None and not self._is_expired(tier, key, entry):
                     held[key] = entry
             missing = [key for key in missing if key not in held]
         return held
 
-    def _is_expired(self, key: KVKey, entry: Entry) -> bool:
-        if self.ttl_seconds is None or key in self._pinned:
+    def _ttl(self, tier: Tier) -> float | None:
+        """Return the age at which a tier's copies are gone: its own, the store's, or the lower."""
+        given = [s for s in (tier.policy.ttl_seconds, self.ttl_seconds) if s is not None]
+        return min(given, default=None)
+
+    def _is_expired(self, tier: Tier, key: KVKey, entry: Entry) -> bool:
+        ttl_seconds = self._ttl(tier)
+        if ttl_seconds is None or key in self._pinned:
             return False
         age = time.time() - entry.written_at
-        return age > self.ttl_seconds or age < -CLOCK_SKEW_SECONDS
+        return age > ttl_seconds or age < -CLOCK_SKEW_SECONDS
 
     def _expire(self, tier: Tier, key: KVKey) -> bool:
         with self._locks.held(key):
             entry = tier.entry(key)  # looked up again: it may have been stored anew
-            return entry is not None and self._is_expired(key, entry) and tier.expire(key)
+            return entry is not None and self._is_expired(tier, key, entry) and tier.expire(key)
 
     def _get_many(self, keys: Iterable[KVKey], promote: bool) -> dict[KVKey, Lookup]:
         """Read chunks from the fastest tier of each; under their locks."""
@@ -383,15 +394,23 @@ class TieredKVStore:
 
     def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
         """Read chunks of one tier that are not past their time to live."""
-        if self.ttl_seconds is not None:
+        if self._ttl(tier) is not None:
             for key, entry in zip(keys, tier.entry_many(keys), strict=True):
-                if entry is not None and self._is_expired(key, entry):
+                if entry is not None and self._is_expired(tier, key, entry):
                     tier.expire(key)
         return tier.get_many(keys)
 
+    def _see(self, keys: Iterable[KVKey]) -> None:
+        """Tell all tiers what is asked for: the fastest have it, the others keep it, too."""
+        seen = list(dict.fromkeys(keys))
+        for tier in self.tiers:
+            tier.see(seen)
+
     def _prefetch(self, key: KVKey) -> None:
+        """Read ahead of a request, which will be the chunk's use."""
         if not self.tiers[0].contains(key):
-            self.get(key)
+            with self._locks.held(key):
+                self._get_many([key], promote=True)
 
     def _begin_look(self, key: KVKey, promote: bool) -> Future[Lookup]:
         try:

@@ -56,11 +56,12 @@ def alone(part: Tensor) -> Tensor:
 class FakeStack:
     """A DecoderStack of random weights, always the same.
 
-    windows: of each layer, hence their number. reduced, first: what ranks answer, as in
-    ``all_reduce`` and ``broadcast``. log: what was done, in order.
+    windows: of each layer, hence their number. softcap: of all logits. reduced, first: what ranks
+    answer, as in ``all_reduce`` and ``broadcast``. log: what was done, in order.
     """
 
     windows: Sequence[int | None] = WINDOWS
+    softcap: float | None = None
     row_block: int = 1000
     reduced: Callable[[Tensor, Reduction], Tensor] = lambda part, _: part
     first: Callable[[Tensor], Tensor] = alone
@@ -109,6 +110,7 @@ class FakeStack:
             value=split(x @ self.value[layer].T, KV_HEADS),
             scaling=SCALING,
             window=self.windows[layer],
+            softcap=self.softcap,
         )
         try:
             attended = attend(call)
@@ -196,8 +198,10 @@ class Reference:
         keys = self.keys[layer].repeat_interleave(HEADS // KV_HEADS, 0)
         distance = torch.arange(len(x))[:, None] - torch.arange(len(x))[None]
         hidden = (distance < 0) | (distance >= (self.stack.windows[layer] or len(x)))
-        logits = (query @ keys.transpose(1, 2) * SCALING).masked_fill(hidden, -torch.inf)
-        return logits.softmax(-1)
+        logits = query @ keys.transpose(1, 2) * SCALING
+        if self.stack.softcap is not None:
+            logits = self.stack.softcap * torch.tanh(logits / self.stack.softcap)
+        return logits.masked_fill(hidden, -torch.inf).softmax(-1)
 
     def advance(self, layer: int, rows: Sequence[int]) -> None:
         """Run the layer, for these rows only."""

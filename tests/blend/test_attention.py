@@ -10,7 +10,7 @@ import torch
 from cacheblend_rag.blend import attention
 from cacheblend_rag.blend.attention import attend_rows, attention_bytes, attention_mass
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
-from cacheblend_rag.blend.flex import FlexAttention
+from cacheblend_rag.blend.flex import KEPT_MASKS, FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import attend_fused
 from cacheblend_rag.blend.rows import Rows
@@ -103,6 +103,18 @@ def test_flex_attention_gives_the_same(
         torch.testing.assert_close(
             attend(call, fused, rows), attend_fused(call, fused, rows), atol=1e-5, rtol=0
         )
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_keeps_few_masks_and_the_last_ones() -> None:
+    query, keys, values = inputs()
+    fused = FusedKV(GEOMETRY, TOKENS)
+    fused.write(0, Rows.at(torch.arange(TOKENS).numpy(), CPU), keys, values)
+    attend, kept = FlexAttention(), [Rows.at(torch.tensor([n]).numpy(), CPU) for n in range(12)]
+    for rows in kept:
+        call = AttentionCall(0, query[:, :, rows.device], keys, values, 0.3, None, None, None)
+        torch.testing.assert_close(attend(call, fused, rows), attend_fused(call, fused, rows))
+    assert [rows for rows, _ in attend._masks.values()] == kept[-KEPT_MASKS:]
 
 
 @CASES

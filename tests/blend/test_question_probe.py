@@ -27,10 +27,11 @@ def probed(prompt: Prompt, start: int, stack: FakeStack | None = None) -> tuple[
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
 @pytest.mark.parametrize("layers", [3, 4])
+@pytest.mark.parametrize("softcap", [None, 0.5])
 def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layers(
-    prompt: Prompt, layers: int
+    prompt: Prompt, layers: int, softcap: float | None
 ) -> None:
-    stack = FakeStack(windows=(None, 9, None, 9)[:layers])
+    stack = FakeStack(windows=(None, 9, None, 9)[:layers], softcap=softcap)
     start = prompt.tokens - 4
     mass, work = probed(prompt, start, stack)
     fused = prompt.laid(WatchedKV(stack, prompt.tokens))

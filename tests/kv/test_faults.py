@@ -227,8 +227,8 @@ def test_a_killed_writer_leaves_nothing_but_a_file_that_is_cleaned_up(tmp_path, 
     process = run_python(
         """
         class HalfWritten(DiskTier):
-            def _write(self, path, parts):
-                super()._write(path, [bytes(part)[: len(part) // 2] for part in parts])
+            def _create(self, path, parts):
+                super()._create(path, [bytes(part)[: len(part) // 2] for part in parts])
                 die()
         def die(*_):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -512,7 +512,7 @@ def test_damage_and_failing_reads_are_misses_too(disk, monkeypatch):
     assert {k: disk.stats()[k] for k in ("hits", "misses", "errors", "quarantined")} == {
         "hits": 0, "misses": 1, "errors": 0, "quarantined": 1,
     }  # fmt: skip
-    monkeypatch.setattr(codec, "read", partial(fail, OSError("no such device")))
+    monkeypatch.setattr(disk, "_read", partial(fail, OSError("no such device")))
     with pytest.raises(StoreError, match=r"^disk tier: could not read .*: no such device$"):
         disk.get(make_key(1))
     assert {k: disk.stats()[k] for k in ("hits", "misses", "errors", "quarantined")} == {
@@ -541,10 +541,11 @@ def test_only_chunks_are_waited_for_to_reach_the_disk_and_only_if_asked(
     assert len(synced) == fsync
 
 
-def test_empty_files_and_bytes_are_said_to_be_empty(tmp_path):
-    (tmp_path / "a").touch()
+def test_empty_files_and_bytes_are_said_to_be_empty(disk, tmp_path):
+    assert disk.put(KEY, StoredChunk(make_kv(), time.time()))
+    overwrite(tmp_path, b"")
     with pytest.raises(DamagedChunkError, match=r"^empty$"):
-        codec.read(tmp_path / "a", KEY)
+        disk.get(KEY)
     with pytest.raises(DamagedChunkError, match=r"^empty$"):
         codec.decode(b"", KEY)
 

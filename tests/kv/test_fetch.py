@@ -165,6 +165,7 @@ def test_closing_drops_what_has_not_begun_and_gives_the_room_back(
                 assert same(fetch.take().kv, make_kv(number))
         assert set(slow.keys) == {*KEYS[:2], *KEYS[5:]}
         # All of the room is there again: three reads begin before any is taken.
+        assert until(lambda: store._room_ahead._value == 3)
         slow.keys.clear()
         with store.fetch(KEYS):
             assert until(lambda: len(slow.keys) == 3)
@@ -187,3 +188,20 @@ def test_closing_the_store_ends_a_fetch(monkeypatch, slow, gate):
     store.close()
     assert fetch.take().reason in {None, "not stored"}
     assert fetch.take() == Lookup(None, None, "store error")
+
+
+@pytest.mark.parametrize(("verb", "pool"), [("prefetch", "_pool"), ("fetch", "_fetching")])
+def test_a_store_that_closes_reads_no_more_than_it_has_begun(verb, pool, gate):
+    tier = SlowTier(lambda: gate.wait(10))
+    keys = [make_key(number) for number in range(32)]
+    tier.fill(keys)
+    store = TieredKVStore([HostTier(None), tier])
+    getattr(store, verb)(keys)
+    assert until(lambda: tier.keys)
+    closing = threading.Thread(target=store.close)
+    closing.start()
+    assert until(lambda: getattr(store, pool)._shutdown)
+    gate.set()
+    closing.join(10)
+    assert not closing.is_alive()
+    assert 0 < len(tier.keys) <= store_module.FETCH_THREADS

@@ -20,7 +20,7 @@ class Plain(Tier):
         super().__init__("far", None)
         self.chunks, self.failure = {}, failure
 
-    def entry(self, key):
+    def _entry(self, key):
         return self.chunks.get(key)
 
     def entries(self):

@@ -8,6 +8,7 @@ import torch
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import (
+    BytesTier,
     ChunkKV,
     DiskTier,
     HostTier,
@@ -131,6 +132,22 @@ def test_putting_again_replaces(make_tier):
     usage = tier.usage()
     assert usage.entries == 1
     assert usage.nbytes == tier.entry(KEYS[0]).nbytes
+
+
+def test_bytes_are_read_by_range(make_tier):
+    tier = make_tier()
+    if not isinstance(tier, BytesTier):
+        pytest.skip("keeps no bytes")
+    assert tier._read(KEYS[0]) is None
+    assert tier._read(KEYS[0], 3, 5) is None
+    chunk = stored()
+    tier.put(KEYS[0], chunk)
+    whole = codec.encode(KEYS[0], chunk.kv)
+    for start, end in [(0, None), (0, 64), (7, 101), (len(whole) - 5, len(whole) + 9), (9, 9)]:
+        found = tier._read(KEYS[0], start, end)
+        assert bytes(found.raw.numpy().data) == whole[start:end]
+        assert found.total == len(whole)
+        assert found.written_at == pytest.approx(chunk.written_at, abs=1e-3)
 
 
 def test_usage_follows_puts_and_evictions(make_tier):

@@ -280,6 +280,35 @@ def test_a_text_broken_up_holds_no_special_token_and_reads_the_same(kind: str) -
     assert encoder._broken("The lamp") == encoder._later("The lamp")
 
 
+def test_a_special_token_of_two_characters_is_broken_up() -> None:
+    tokenizer = copy.deepcopy(tokenizer_of("byte-level"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["|>"]})
+    encoder = SegmentEncoder(tokenizer)
+    assert not encoder.special_ids.isdisjoint(encoder._plain("|>"))
+    assert encoder._broken("|>") == encoder._plain("|") + encoder._plain(">")
+
+
+@every_kind
+def test_a_chunk_behind_an_added_token_has_the_prefix_that_the_tokenizer_gives_it(
+    kind: str,
+) -> None:
+    encoder = encoder_of(kind)
+    for before in (END, f"{END}The lamp"):
+        encoded = encoder.encode([(before, False), ("The lamp", True)])
+        if encoder._prefix_after_added and encoded.spans[1] is not None:
+            behind = () if before != END else encoder._prefix_of("The lamp")
+            begin = encoded.spans[1][0]
+            assert encoded.token_ids[:begin] == encoder.opening + encoder._plain(before) + behind
+
+
+def test_a_chunk_that_opens_a_prompt_without_a_known_prefix_is_read_as_text() -> None:
+    encoder = encoder_of("metaspace always")
+    encoder._prefix = None
+    encoded = encoder.encode([("The lamp", True)])
+    assert encoded.spans == (None,)
+    assert encoded.token_ids == encoder.opening + encoder._plain("The lamp")
+
+
 @every_kind
 def test_it_is_known_whether_a_prefix_stands_behind_added_tokens(kind: str) -> None:
     """And which tokens are added ones: also those that steer nothing."""

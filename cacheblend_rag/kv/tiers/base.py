@@ -6,19 +6,24 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.tiers.admission import Admission, RefusedError, RejectedError, Resident
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-COUNTED = ("hits", "misses", "evictions", "expired", "quarantined", "refused", "errors")
+COUNTED = (
+    "hits", "misses", "admitted", "rejected", "refused", "evictions", "expired", "quarantined",
+    "errors",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +55,15 @@ class Usage:
     nbytes: int
 
 
-class RefusedError(Exception):
-    """A tier's ``_save`` will not take a chunk; the message says why. Never leaves ``put``."""
-
-
 class Tier(ABC):
     """One place where chunk KV is kept.
 
-    A new tier implements the abstract methods: ``_load``, ``_save`` and ``_drop`` may raise
-    OSError, which the public methods turn into a miss or a failed put. All are called from
+    A new tier implements the abstract methods: ``_entry``, ``_load``, ``_save`` and ``_drop`` may
+    raise OSError, which the public methods turn into a miss or a failed put. All are called from
     several threads at once. Where one question about many chunks costs less than many questions,
-    it overrides ``entry_many`` and ``_load_many``, too.
+    it overrides ``_entry_many`` and ``_load_many``, too.
 
-    name: shown in reports and stats. capacity_bytes: None is without limit. durable: whether
+    name: shown in reports and stats. policy: how it is used. durable: whether
     chunks outlive this process, so that ``check`` has bytes to check. entries_at_once,
     reads_at_once: threads that look up and read many chunks; 1 where a thread costs more than it
     saves. keeps_found: whether a chunk found in a slower tier is kept here, too. takes_puts:
@@ -76,18 +77,22 @@ class Tier(ABC):
     keeps_found: bool = True
     takes_puts: bool = True
 
-    def __init__(self, name: str, capacity_bytes: int | None) -> None:
-        if capacity_bytes is not None and capacity_bytes < 0:
-            raise StoreError(f"capacity_bytes={capacity_bytes} must be at least 0")
+    def __init__(
+        self, name: str, capacity_bytes: int | None = None, *, policy: TierPolicy | None = None
+    ) -> None:
         self.name = name
-        self.capacity_bytes = capacity_bytes
+        self.policy = TierPolicy.of(capacity_bytes, policy)
+        self.capacity_bytes = self.policy.capacity_bytes
+        self.keeps_found = type(self).keeps_found and self.policy.promote
+        self.takes_puts = type(self).takes_puts and self.policy.write != "none"
+        self._admission = Admission(self.policy)
         self._pinned: set[KVKey] = set()
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
 
     @abstractmethod
-    def entry(self, key: KVKey) -> Entry | None:
-        """Look a chunk up without reading it or counting as its use; None when absent."""
+    def _entry(self, key: KVKey) -> Entry | None:
+        """Look a chunk up without reading it; None when absent. Raises OSError."""
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
@@ -138,9 +143,20 @@ class Tier(ABC):
         """Whether a chunk is stored here."""
         return self.entry(key) is not None
 
+    def entry(self, key: KVKey) -> Entry | None:
+        """Look a chunk up without reading it or counting as its use.
+
+        Returns None when it is absent or the tier cannot be read.
+        """
+        return self.entry_many([key])[0]
+
     def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         """As entry, for many chunks, in their order."""
-        return _side_by_side(self.entry, keys, self.entries_at_once)
+        return self._entry_many(keys)
+
+    def _entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
+        """As ``_entry``, for many chunks, in their order. Raises OSError."""
+        return _side_by_side(self._entry, keys, self.entries_at_once)
 
     def get(self, key: KVKey) -> StoredChunk | None:
         """Read a chunk; None when absent.
@@ -181,10 +197,18 @@ class Tier(ABC):
         unread.__cause__ = found
         return unread
 
+    def see(self, keys: Iterable[KVKey]) -> None:
+        """Count chunks as asked for, wherever they are: what is seen often is kept."""
+        self._admission.see(keys)
+
     def put(self, key: KVKey, chunk: StoredChunk) -> bool:
         """Store or replace a chunk; returns False, and logs why, when the tier did not take it."""
         try:
             self._save(key, chunk)
+        except RejectedError as rejection:
+            self._count("rejected")
+            logger.debug("%s tier rejected %s: %s", self.name, key, rejection)
+            return False
         except RefusedError as refusal:
             # One warning a tier: a capacity below one chunk would otherwise fill the log.
             first = self._count("refused") == 1
@@ -214,6 +238,7 @@ class Tier(ABC):
             return False
         if removed:
             self._count(counter)
+            self._admission.forget_rejections()
         return removed
 
     def pin(self, key: KVKey) -> None:
@@ -234,6 +259,23 @@ class Tier(ABC):
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to let go of
         """Let go of memory, files and connections."""
+
+    def _let_go(
+        self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, held: int, spare: int = 0
+    ) -> list[KVKey]:
+        """Return and count what a tier is to let go of so that a chunk fits.
+
+        by_last_use: what is not pinned and not this chunk, least recently used first. excess: bytes
+        too many. held: chunks in the tier. spare: bytes to let go of besides, at least.
+        Raises RefusedError before anything is let go of in vain.
+        """
+        if excess <= 0:
+            return []
+        spare = max(spare, int((self.capacity_bytes or 0) * (1 - self.policy.watermark)))
+        gone = self._admission.victims(key, by_last_use, excess=excess, spare=spare, held=held)
+        self._count("admitted")
+        self._count("evictions", len(gone))
+        return [one.key for one in gone]
 
     def _count(self, name: str, times: int = 1) -> int:
         with self._counts_lock:

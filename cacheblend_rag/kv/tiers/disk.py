@@ -17,22 +17,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import RawIOBase
 from pathlib import Path
 from typing import ClassVar
 from uuid import uuid4
 
 from filelock import FileLock
+from torch import Tensor
 
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
-from cacheblend_rag.kv import codec
+from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.base import Entry, RefusedError, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
+from cacheblend_rag.kv.tiers.base import Entry, Usage
+from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, StoredBytes, room_for
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 SUFFIX = ".safetensors"
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
+SAME_USE_SECONDS = 60.0
+"""How long a chunk may take from being computed to its file."""
+LATELY_SECONDS = 86_400.0
 
 _HEX = "0123456789abcdef"
 _USAGE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
@@ -46,8 +53,8 @@ class _File:
     entry: Entry
 
 
-class DiskTier(Tier):
-    """Chunk KV as files, least recently used evicted first.
+class DiskTier(BytesTier):
+    """Chunk KV as files; what is asked for least goes first.
 
     capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
     fsync: wait until each file has reached the disk; without it a power cut may cost recent chunks,
@@ -65,8 +72,9 @@ class DiskTier(Tier):
         *,
         fsync: bool = False,
         name: str = "disk",
+        policy: TierPolicy | None = None,
     ) -> None:
-        super().__init__(name, capacity_bytes)
+        super().__init__(name, capacity_bytes, policy=policy)
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
         self._fsync = fsync
@@ -78,13 +86,6 @@ class DiskTier(Tier):
                 self._write_usage(self._scan())
         except OSError as error:
             raise StoreError(f"cannot keep chunk KV in {self.path}: {error}") from error
-
-    def entry(self, key: KVKey) -> Entry | None:
-        """Look a chunk's file up; None when absent or out of reach."""
-        try:
-            return _entry(os.stat(self._file(key)))
-        except OSError:
-            return None
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Go through all chunk files, removing what killed writers left behind."""
@@ -111,14 +112,15 @@ class DiskTier(Tier):
         path = self._file(key)
         try:
             before = os.stat(path)
-            codec.read(path, key)
-            # Checking is no use of the chunk, whatever the mount's atime option.
-            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
         except FileNotFoundError:
             return None
-        except (DamagedChunkError, ForeignChunkError, OSError) as error:
+        except OSError as error:
             return str(error)
-        return None
+        wrong = super().check(key)
+        with suppress(OSError):
+            # Checking is no use of the chunk, whatever the mount's atime option.
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        return wrong
 
     def quarantined(self) -> list[str]:
         """Return the names of the files in quarantine, oldest first."""
@@ -127,31 +129,49 @@ class DiskTier(Tier):
             return sorted((n for n in names if not n.endswith(".reason")), key=_quarantine_time)
         return []
 
-    def _load(self, key: KVKey) -> StoredChunk | None:
-        path = self._file(key)
+    def _entry(self, key: KVKey) -> Entry | None:
         try:
-            written = os.stat(path).st_mtime_ns
-            kv = codec.read(path, key)
+            return _entry(os.stat(self._file(key)))
+        except OSError:  # absent or out of reach
+            return None
+
+    def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
+        """Read into memory of its own: what befalls the file later changes nothing.
+
+        A memory map would save a copy, but end the process when the file is cut short, and pass on
+        what is written into it after it was checked.
+        """
+        try:
+            descriptor = os.open(self._file(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
-        with suppress(OSError):
-            os.utime(path, ns=(time.time_ns(), written))
-        return StoredChunk(kv, written / 1e9)
+        with open(descriptor, "rb", buffering=0) as file:
+            found = os.fstat(descriptor)
+            if not stat.S_ISREG(found.st_mode):
+                raise DamagedChunkError("no file")
+            last = found.st_size if end is None else min(end, found.st_size)
+            raw = room_for(max(last - start, 0))
+            file.seek(start)
+            _fill(raw, file)
+        return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
-    def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        parts = codec.encode_parts(key, chunk.kv)
-        nbytes = sum(memoryview(part).nbytes for part in parts)
-        if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
-            raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
+    def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
         path = self._file(key)
+        with suppress(OSError):
+            os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+
+    def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
+        path = self._file(key)
+        if self._admission.would_reject(key) and not os.path.exists(path):
+            raise RejectedError("another chunk seen as often was turned away just now")
         self._make_folders(path)
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
         try:
-            self._write(temporary, parts)
+            self._create(temporary, parts)
             with self._exclusive():
                 self._write_usage(self._make_room(key, nbytes))
                 # Not before: until it is in place, its modification time says whether it is stale.
-                os.utime(temporary, ns=(time.time_ns(), int(chunk.written_at * 1e9)))
+                os.utime(temporary, ns=(time.time_ns(), int(written_at * 1e9)))
                 os.replace(temporary, path)
         finally:
             with suppress(FileNotFoundError):
@@ -176,7 +196,7 @@ class DiskTier(Tier):
             except FileNotFoundError:  # another reader was quicker
                 return
             self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
-        self._write(f"{target}.reason", [f"{reason}\n".encode()])
+        self._create(f"{target}.reason", [f"{reason}\n".encode()])
         for name in self.quarantined()[:-QUARANTINE_FILES]:
             for leaf in (name, f"{name}.reason"):
                 (folder / leaf).unlink(missing_ok=True)
@@ -189,7 +209,7 @@ class DiskTier(Tier):
         for folder in (self._root, os.path.dirname(leaf), leaf):
             os.makedirs(folder, mode=0o700, exist_ok=True)
 
-    def _write(self, path: str, parts: list[bytes | memoryview] | list[bytes]) -> None:
+    def _create(self, path: str, parts: Parts) -> None:
         _create(path, parts, fsync=self._fsync)
 
     @contextmanager
@@ -226,7 +246,7 @@ class DiskTier(Tier):
         Under the lock. Refuses before evicting in vain.
         """
         usage = self._read_usage()
-        own = self.entry(key)
+        own = self._entry(key)
         if own is not None:
             usage = Usage(usage.entries - 1, usage.nbytes - own.nbytes)
         after = Usage(usage.entries + 1, usage.nbytes + nbytes)
@@ -235,32 +255,27 @@ class DiskTier(Tier):
         # The files themselves are the truth: a killed writer or a bare `rm` leaves `usage` high.
         others = [file for file in self._files() if file.key != key]
         stored = sum(file.entry.nbytes for file in others)
-        victims = self._victims(others, stored + nbytes - self.capacity_bytes)
-        gone = sum(file.entry.nbytes for file in victims)
-        for file in victims:
+        victims = self._let_go(
+            key,
+            self._oldest_first(others),
+            excess=stored + nbytes - self.capacity_bytes,
+            held=len(others),
+            spare=stored // 64,  # so that a large full store is not gone through at each put
+        )
+        left = {file.key: file.entry.nbytes for file in others}
+        for victim in victims:
             with suppress(FileNotFoundError):
-                os.unlink(file.path)
-        self._count("evictions", len(victims))
-        return Usage(len(others) - len(victims) + 1, stored - gone + nbytes)
+                os.unlink(self._file(victim))
+            del left[victim]
+        return Usage(len(left) + 1, sum(left.values()) + nbytes)
 
-    def _victims(self, files: list[_File], excess: int) -> list[_File]:
-        """Return the least recently used files that together free ``excess`` bytes."""
-        if excess <= 0:
-            return []
-        # A little more than needed, so that a large full store is not gone through at each put.
-        spare = len(files) // 64
-        victims = []
-        for file in sorted(files, key=lambda file: file.entry.used_at):
-            if excess <= 0:
-                spare -= 1
-                if spare < 0:
-                    break
-            if file.key not in self._pinned:
-                victims.append(file)
-                excess -= file.entry.nbytes
-        if excess > 0:
-            raise RefusedError(f"{excess} bytes too many beside what is pinned")
-        return victims
+    def _oldest_first(self, files: list[_File]) -> list[Resident]:
+        now = time.time()
+        return [
+            Resident(file.key, file.entry.nbytes, _seen(file.entry, now))
+            for file in sorted(files, key=lambda file: file.entry.used_at)
+            if file.key not in self._pinned
+        ]
 
     def _unlink(self, path: str) -> bool:
         """Remove a chunk's file, under the lock; returns whether it was there."""
@@ -293,7 +308,7 @@ class DiskTier(Tier):
         os.replace(new, os.path.join(self._root, "usage"))
 
 
-def _create(path: str, parts: list[bytes | memoryview] | list[bytes], *, fsync: bool) -> None:
+def _create(path: str, parts: Parts, *, fsync: bool) -> None:
     """Write a file that must not be there yet, under whatever kind of name."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
@@ -302,6 +317,16 @@ def _create(path: str, parts: list[bytes | memoryview] | list[bytes], *, fsync: 
         file.flush()
         if fsync:
             os.fsync(descriptor)
+
+
+def _fill(raw: Tensor, file: RawIOBase) -> None:
+    """Read as many bytes as raw, (bytes,) uint8, has room for."""
+    left = raw.numpy().data
+    while left:
+        count = file.readinto(left)
+        if not count:
+            raise DamagedChunkError("was cut short")
+        left = left[count:]
 
 
 def _read_plainly(path: Path, most: int) -> bytes:
@@ -332,6 +357,16 @@ def _key_of(name: str) -> KVKey | None:
 
 def _entry(found: os.stat_result) -> Entry:
     return Entry(found.st_size, found.st_mtime, found.st_atime)
+
+
+def _seen(entry: Entry, now: float) -> int:
+    """Return how often a file was seen lately at least, by its times, whichever process it was.
+
+    Processes do not know what others see; what any of them has read since it was written is no
+    chunk that was seen once.
+    """
+    again = entry.used_at > entry.written_at + SAME_USE_SECONDS
+    return 2 if again and now - entry.used_at < LATELY_SECONDS else 0
 
 
 def _quarantine_time(name: str) -> int:

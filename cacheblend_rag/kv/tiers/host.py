@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
-from cacheblend_rag.kv.tiers.base import Entry, RefusedError, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.tiers.admission import RefusedError, Resident
+from cacheblend_rag.kv.tiers.base import Entry, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 
 class HostTier(Tier):
-    """Chunk KV as CPU tensors, least recently used evicted first.
+    """Chunk KV as CPU tensors; what is asked for least goes first.
 
     Tensors are kept as given, without a copy, when they are on the CPU, each layer contiguous, and
     hold on to no larger storage; whoever gets or puts them must not write into them.
@@ -26,23 +28,24 @@ class HostTier(Tier):
     entries_at_once: ClassVar[int] = 1
     reads_at_once: ClassVar[int] = 1
 
-    def __init__(self, capacity_bytes: int | None, *, name: str = "host") -> None:
-        super().__init__(name, capacity_bytes)
+    def __init__(
+        self,
+        capacity_bytes: int | None = None,
+        *,
+        name: str = "host",
+        policy: TierPolicy | None = None,
+    ) -> None:
+        super().__init__(name, capacity_bytes, policy=policy)
         self._chunks: OrderedDict[KVKey, StoredChunk] = OrderedDict()
         self._used_at: dict[KVKey, float] = {}
         self._of_chunk: defaultdict[str, set[KVKey]] = defaultdict(set)
         self._nbytes = 0
         self._lock = threading.Lock()
 
-    def entry(self, key: KVKey) -> Entry | None:
-        """Look a chunk up without counting as its use; None when absent."""
-        with self._lock:
-            return self._entry(key)
-
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Go through the chunks held when called."""
         with self._lock:
-            found = [(key, self._entry(key)) for key in self._chunks]
+            found = [(key, self._known(key)) for key in self._chunks]
         return ((key, entry) for key, entry in found if entry is not None)
 
     def has_relative(self, key: KVKey) -> bool:
@@ -64,6 +67,10 @@ class HostTier(Tier):
             self._nbytes = 0
 
     def _entry(self, key: KVKey) -> Entry | None:
+        with self._lock:
+            return self._known(key)
+
+    def _known(self, key: KVKey) -> Entry | None:
         chunk = self._chunks.get(key)
         if chunk is None:
             return None
@@ -111,18 +118,15 @@ class HostTier(Tier):
             return
         own = self._chunks[key].kv.nbytes if key in self._chunks else 0
         excess = self._nbytes - own + nbytes - self.capacity_bytes
-        victims = []
-        for other in self._chunks:
-            if excess <= 0:
-                break
-            if other != key and other not in self._pinned:
-                victims.append(other)
-                excess -= self._chunks[other].kv.nbytes
-        if excess > 0:
-            raise RefusedError(f"{excess} bytes too many beside what is pinned")
-        for victim in victims:
+        for victim in self._let_go(
+            key, self._evictable(key), excess=excess, held=len(self._chunks)
+        ):
             self._discard(victim)
-        self._count("evictions", len(victims))
+
+    def _evictable(self, key: KVKey) -> Iterator[Resident]:
+        for other, chunk in self._chunks.items():
+            if other != key and other not in self._pinned:
+                yield Resident(other, chunk.kv.nbytes)
 
 
 def _compact(kv: ChunkKV) -> ChunkKV:

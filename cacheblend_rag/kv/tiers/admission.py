@@ -1,0 +1,190 @@
+"""Admission: what a full tier takes and what goes for it, by how often chunks are asked for.
+
+TinyLFU over the order of last use: a sketch counts how often keys were seen lately, stored or not,
+and a chunk takes the place of others only where it was seen more often. Libraries that do so
+(theine) count entries, own the values and know no pins; here sizes differ from chunk to chunk, some
+are pinned, and the order of last use may be that of files which several processes read. So the
+order stays the tier's own, and this is all there is to add.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.tiers.policy import TierPolicy
+
+LOOKED_AT = 32
+"""Least recently used chunks of which the least often seen go."""
+SAMPLE = 16
+"""Sightings per chunk held after which counts are halved: old fame fades."""
+MOST = 255
+REMEMBERED_SECONDS = 10.0
+
+_ROWS = 4
+_LEAST_WIDTH = 1 << 12
+_HALVED = bytes(count >> 1 for count in range(MOST + 1))
+
+
+class RefusedError(Exception):
+    """A tier's ``_save`` will not take a chunk; the message says why. Never leaves ``put``."""
+
+
+class RejectedError(RefusedError):
+    """A full tier holds chunks that are asked for as often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    """A chunk that may have to go. seen: what its tier knows of its use besides the sketch."""
+
+    key: KVKey
+    nbytes: int
+    seen: int = 0
+
+
+class Sightings:
+    """About how often each key was seen lately: a count-min sketch that ages.
+
+    It counts too high where keys collide, never too low, and takes some bytes a chunk held,
+    however many keys are seen.
+    """
+
+    def __init__(self) -> None:
+        self._rows = [bytearray(_LEAST_WIDTH) for _ in range(_ROWS)]
+        self._added = 0
+        self._lock = threading.Lock()
+
+    def add(self, key: KVKey) -> None:
+        """See a key once more."""
+        with self._lock:
+            places = self._places(key)
+            least = min(self._read(places))
+            for row, place in zip(self._rows, places, strict=True):
+                if row[place] == least < MOST:
+                    row[place] += 1
+            self._added += 1
+            if self._added >= self._width // 2:
+                self._age()
+
+    def count(self, key: KVKey) -> int:
+        """Return how often a key was seen lately."""
+        with self._lock:
+            return min(self._read(self._places(key)))
+
+    def fit(self, held: int) -> None:
+        """Be wide enough for a tier that holds so many chunks; what was counted stays."""
+        with self._lock:
+            while self._width < 2 * SAMPLE * held:
+                self._rows = [row + row for row in self._rows]
+
+    @property
+    def _width(self) -> int:
+        return len(self._rows[0])
+
+    def _places(self, key: KVKey) -> list[int]:
+        digest = hash(key)
+        step = (digest >> 32) | 1
+        return [(digest + row * step) & (self._width - 1) for row in range(_ROWS)]
+
+    def _read(self, places: Sequence[int]) -> list[int]:
+        return [row[place] for row, place in zip(self._rows, places, strict=True)]
+
+    def _age(self) -> None:
+        self._rows = [bytearray(row.translate(_HALVED)) for row in self._rows]
+        self._added = 0
+
+
+class Admission:
+    """Chooses what a full tier lets go of for a chunk, or turns the chunk away."""
+
+    def __init__(self, policy: TierPolicy) -> None:
+        self._counts = policy.admit == "frequency" and policy.capacity_bytes is not None
+        self._sightings = Sightings()
+        self._turned_away, self._until = 0, 0.0
+
+    def see(self, keys: Iterable[KVKey]) -> None:
+        """Count chunks as asked for, or stored, once more."""
+        if self._counts:
+            for key in keys:
+                self._sightings.add(key)
+
+    def victims(
+        self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, spare: int, held: int
+    ) -> list[Resident]:
+        """Return what goes so that a chunk of that key fits.
+
+        by_last_use: what may go, the least recently used first. excess: bytes that have to go.
+        spare: bytes that go besides, so that not every put has to look. held: chunks in the tier.
+
+        Raises RefusedError when there is too little to go, RejectedError when it is not worth it.
+        """
+        if excess <= 0:
+            return []
+        self._sightings.fit(held)
+        coldest = sorted(_looked_at(by_last_use, excess + spare), key=self._seen)
+        needed = _freeing(coldest, excess)
+        missing = excess - sum(one.nbytes for one in needed)
+        if missing > 0:
+            raise RefusedError(f"{missing} bytes too many beside what is pinned")
+        self._check_worth(key, needed)
+        return needed + _within(coldest[len(needed) :], spare)
+
+    def would_reject(self, key: KVKey) -> bool:
+        """Whether a chunk seen as often was turned away a moment ago; spares looking again."""
+        lately = self._counts and time.monotonic() < self._until
+        return lately and self._sightings.count(key) <= self._turned_away
+
+    def forget_rejections(self) -> None:
+        """Look again at the next chunk: room was made."""
+        self._until = 0.0
+
+    def _seen(self, one: Resident) -> int:
+        return max(self._sightings.count(one.key), one.seen) if self._counts else 0
+
+    def _check_worth(self, key: KVKey, victims: Sequence[Resident]) -> None:
+        """Turn a chunk away that is not asked for more often than what would go for it.
+
+        Chunks that were seen once tell nothing of themselves: there the newest is taken. Beyond
+        that one sighting more is not enough: it is what lies between any two chunks of a loop,
+        each of which would drive out the next.
+        """
+        own = self._sightings.count(key)
+        total = sum(one.nbytes for one in victims)
+        theirs = sum(self._seen(one) * one.nbytes for one in victims) / total if total else 0
+        if own < theirs or 1 < theirs > own - 2:
+            self._turned_away, self._until = own, time.monotonic() + REMEMBERED_SECONDS
+            raise RejectedError(f"seen {own} times, what would go {theirs:g}")
+
+
+def _looked_at(by_last_use: Iterable[Resident], wanted: int) -> list[Resident]:
+    """Return the first of them, some more than give so many bytes."""
+    order, looked = iter(by_last_use), list[Resident]()
+    while wanted > 0 and (one := next(order, None)) is not None:
+        looked.append(one)
+        wanted -= one.nbytes
+    return looked + list(islice(order, LOOKED_AT - 1))
+
+
+def _freeing(order: Iterable[Resident], excess: int) -> list[Resident]:
+    found = []
+    for one in order:
+        if excess <= 0:
+            break
+        found.append(one)
+        excess -= one.nbytes
+    return found
+
+
+def _within(order: Iterable[Resident], spare: int) -> list[Resident]:
+    found = []
+    for one in order:
+        spare -= one.nbytes
+        if spare < 0:
+            break
+        found.append(one)
+    return found

@@ -1,0 +1,104 @@
+"""What tiers that keep bytes do alike: encoding, decoding, checks, reads of a part.
+
+A chunk is one object of the codec's format, whole under its key. A tier says how bytes are read,
+written, listed and removed; what they mean, and whether they are sound, is settled here.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
+from cacheblend_rag.kv import codec
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.tiers.admission import RefusedError
+from cacheblend_rag.kv.tiers.base import StoredChunk, Tier
+
+Parts = Sequence[bytes | memoryview]
+"""One object's bytes in order, as the codec hands them out: none is joined to another."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Bytes that were read of an object: all of them or a range.
+
+    raw: (bytes,) uint8, in memory of its own. total: bytes of the whole object. written_at: when
+    the chunk was first stored, a Unix time.
+    """
+
+    raw: Tensor
+    total: int
+    written_at: float
+
+
+class BytesTier(Tier):
+    """A tier that keeps chunks as bytes.
+
+    A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and ``_read``,
+    ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears whole under its
+    key or not at all, and is replaced, never written into.
+    """
+
+    @abstractmethod
+    def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
+        """Read an object's bytes from ``start`` to ``end``, or to its own end where that is first.
+
+        None when absent. No use of the chunk: see ``_mark_used``. Raises DamagedChunkError when
+        it cannot be an object, or has fewer bytes than it said.
+        """
+
+    @abstractmethod
+    def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
+        """Store or replace an object, evicting others; raises RefusedError."""
+
+    @abstractmethod
+    def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
+        """Note that a chunk, of which ``found`` was read, is used now."""
+
+    def check(self, key: KVKey) -> str | None:
+        """Read an object through; returns what is wrong with it, None when sound or gone."""
+        try:
+            found = self._read(key)
+            if found is not None:
+                codec.decode(_view(found.raw), key)
+        except (DamagedChunkError, ForeignChunkError, OSError) as error:
+            return str(error)
+        return None
+
+    def _load(self, key: KVKey) -> StoredChunk | None:
+        found = self._read(key)
+        if found is None:
+            return None
+        kv = codec.decode(_view(found.raw), key)
+        self._mark_used(key, found)
+        return StoredChunk(kv, found.written_at)
+
+    def _save(self, key: KVKey, chunk: StoredChunk) -> None:
+        parts = codec.encode_parts(key, chunk.kv)
+        nbytes = sum(memoryview(part).nbytes for part in parts)
+        if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
+            raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
+        self._write(key, parts, nbytes, chunk.written_at)
+
+
+def room_for(nbytes: int) -> Tensor:
+    """Return memory for bytes to be read into, (nbytes,) uint8.
+
+    Raises DamagedChunkError when no object is that large, OSError when there is no such memory.
+    """
+    if nbytes > codec.MAX_BODY_BYTES:
+        raise DamagedChunkError(f"more than {codec.MAX_BODY_BYTES} bytes")
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(f"no memory for {nbytes} bytes") from error
+
+
+def _view(raw: Tensor) -> memoryview:
+    """Return raw, (bytes,) uint8, for the codec, which makes views into it."""
+    return raw.numpy().data

@@ -1,0 +1,70 @@
+"""TierPolicy: what a tier keeps, for how long, and when it is written to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from cacheblend_rag.errors import StoreError
+
+Write = Literal["through", "behind", "none"]
+Admit = Literal["frequency", "always"]
+
+
+@dataclass(frozen=True, slots=True)
+class TierPolicy:
+    """How one tier is used; the same for every kind of tier.
+
+    Args:
+        capacity_bytes: room for chunk KV; None is without limit.
+        ttl_seconds: age since it was first stored at which the tier's copy is gone; None is the
+            store's own.
+        watermark: share of its capacity to which a tier that is full is emptied.
+        write: whether what is put is stored here before put returns (``through``), soon after
+            (``behind``) or not at all (``none``).
+        promote: whether what is found in a slower tier is kept here, too.
+        admit: what a full tier takes: ``frequency`` only what is asked for more often than what
+            would have to go, ``always`` everything, the least recently used goes.
+        timeout_seconds: an answer that takes longer counts as a failure; None is never.
+
+    Raises:
+        StoreError: when a field is out of range.
+    """
+
+    capacity_bytes: int | None = None
+    ttl_seconds: float | None = None
+    watermark: float = 1.0
+    write: Write = "through"
+    promote: bool = True
+    admit: Admit = "frequency"
+    timeout_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.capacity_bytes is not None and self.capacity_bytes < 0:
+            raise StoreError(f"capacity_bytes={self.capacity_bytes} must be at least 0")
+        for name in ("ttl_seconds", "timeout_seconds"):
+            seconds = getattr(self, name)
+            if seconds is not None and not seconds > 0:
+                raise StoreError(f"{name}={seconds} must be above 0")
+        if not 0 < self.watermark <= 1:
+            raise StoreError(f"watermark={self.watermark} must be above 0 and at most 1")
+        for name, choices in (("write", get_args(Write)), ("admit", get_args(Admit))):
+            if getattr(self, name) not in choices:
+                raise StoreError(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(choices)}"
+                )
+
+    @classmethod
+    def of(cls, capacity_bytes: int | None, policy: TierPolicy | None) -> TierPolicy:
+        """Return ``policy``, or the default for a capacity.
+
+        Raises:
+            StoreError: when both tell the capacity.
+        """
+        if policy is None:
+            return cls(capacity_bytes)
+        if capacity_bytes is not None:
+            raise StoreError(
+                "capacity_bytes= and policy= both tell the capacity: give policy= alone"
+            )
+        return policy

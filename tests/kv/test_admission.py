@@ -1,0 +1,226 @@
+"""What a full tier takes: counted in hits, against plain least-recently-used in the same run."""
+
+import os
+import random
+import time
+from collections import Counter
+
+import pytest
+
+from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy, codec
+from cacheblend_rag.kv.tiers.admission import SAMPLE, Admission, RejectedError, Resident, Sightings
+
+from .samples import chunk_files, make_key, make_kv, same
+
+CHUNK = make_kv().nbytes
+FILE = len(codec.encode(make_key(0), make_kv()))
+
+
+def make_store(chunks, *, admit="frequency", watermark=1.0, corpus=0):
+    """Memory for so many chunks above a tier that holds the whole corpus."""
+    policy = TierPolicy(chunks * CHUNK, admit=admit, watermark=watermark)
+    below = HostTier(None, name="below")
+    for number in range(corpus):
+        assert below.put(make_key(number), StoredChunk(make_kv(number), time.time()))
+    return TieredKVStore([HostTier(policy=policy), below])
+
+
+def hits(store, numbers):
+    """How many of these requests the memory answered; all are answered, and rightly."""
+    found = [(number, store.get(make_key(number))) for number in numbers]
+    assert all(same(lookup.kv, make_kv(number)) for number, lookup in found)
+    return sum(lookup.tier == "host" for _, lookup in found)
+
+
+@pytest.mark.parametrize("corpus", [12, 20, 40])
+def test_a_loop_larger_than_memory_still_hits_what_fits(corpus):
+    """Plain LRU drops each chunk just before its turn comes again."""
+    room, rounds = 10, 30
+    found = {}
+    for admit in ("always", "frequency"):
+        with make_store(room, admit=admit, corpus=corpus) as store:
+            hits(store, [*range(corpus)] * 3)
+            found[admit] = hits(store, [*range(corpus)] * rounds)
+            assert store.stats()["host"]["bytes"] == room * CHUNK
+            assert store.stats()["host"]["refused"] == 0
+    assert found["always"] == 0
+    assert found["frequency"] >= 0.95 * room * rounds
+
+
+def test_what_is_seen_once_does_not_drive_out_what_is_seen_often():
+    often, once = [*range(10)] * 5, range(100, 400)
+    found = {}
+    for admit in ("always", "frequency"):
+        with make_store(10, admit=admit, corpus=400) as store:
+            hits(store, often)
+            hits(store, once)
+            found[admit] = hits(store, range(10))
+            host = store.stats()["host"]
+            assert (host["rejected"] > 0) == (admit == "frequency")
+            assert host["admitted"] <= host["evictions"]
+    assert found == {"always": 0, "frequency": 10}
+
+
+def test_an_index_run_does_not_either():
+    """What is put is counted as seen once, like what is asked for."""
+    with make_store(10, corpus=10) as store:
+        hits(store, [*range(10)] * 3)
+        for number in range(100, 200):
+            assert store.put(make_key(number), make_kv(number)), "the tier below takes it"
+        assert hits(store, range(10)) == 10
+
+
+def test_what_comes_to_be_asked_for_takes_the_place_of_what_no_longer_is():
+    with make_store(10, corpus=40) as store:
+        hits(store, [*range(10)] * 20)
+        fresh = [*range(20, 30)]
+        for _ in range(200):
+            hits(store, fresh)
+            if hits(store, fresh) == 10:
+                break
+        assert hits(store, fresh) == 10
+
+
+def test_zipf_hits_are_more_than_those_of_plain_lru():
+    draw = random.Random(3)
+    weights = [1 / (rank + 1) for rank in range(200)]
+    asked = draw.choices(range(200), weights, k=4000)
+    found = {}
+    for admit in ("always", "frequency"):
+        with make_store(20, admit=admit, corpus=200) as store:
+            found[admit] = hits(store, asked)
+    assert found["frequency"] > 1.1 * found["always"]
+
+
+def test_memory_alone_admits_what_is_put_again():
+    """Without a tier below a chunk that was turned away is stored once it is computed often."""
+    policy = TierPolicy(2 * CHUNK)
+    with TieredKVStore([HostTier(policy=policy)]) as store:
+        for number in (0, 1):
+            store.put(make_key(number), make_kv(number))
+            store.get(make_key(number))
+        taken = [store.put(make_key(2), make_kv(2)) for _ in range(4)]
+        assert taken == [False, False, False, True]
+        assert store.stats()["host"]["rejected"] == 3
+        assert store.stats()["host"]["admitted"] == 1
+
+
+def test_a_full_tier_is_emptied_to_its_watermark():
+    with make_store(10, watermark=0.5) as store:
+        host, held = store.tiers[0], []
+        for number in range(12):
+            store.put(make_key(number), make_kv(number))
+            held.append(host.usage().entries)
+        assert held == [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 5, 6]
+        assert host.stats()["evictions"] == 6
+
+
+def test_pins_are_no_victims():
+    with make_store(3, corpus=20) as store:
+        store.pin(make_key(0))
+        hits(store, [0])
+        hits(store, [*range(1, 20)] * 4)
+        assert store.tiers[0].contains(make_key(0))
+
+
+def test_a_tiers_own_time_to_live_is_its_copys_alone(clock):
+    tiers = [HostTier(policy=TierPolicy(ttl_seconds=10)), HostTier(None, name="below")]
+    with TieredKVStore(tiers, ttl_seconds=100) as store:
+        store.put(make_key(0), make_kv())
+        clock.advance(11)
+        assert store.get(make_key(0), promote=False).tier == "below"
+        assert not tiers[0].contains(make_key(0))
+        clock.advance(90)
+        assert store.get(make_key(0)).reason == "not stored"
+
+
+# Disks that several processes share
+
+
+def disk(folder, chunks):
+    return DiskTier(folder, chunks * FILE)
+
+
+def test_what_another_process_reads_is_not_driven_out_by_what_is_new(tmp_path, clock):
+    """Two stores stand for two processes: neither knows what the other sees."""
+    with TieredKVStore([disk(tmp_path, 10)]) as serving:
+        for number in range(10):
+            serving.put(make_key(number), make_kv(number))
+        clock.advance(3600)
+        for number in range(6):
+            assert serving.get(make_key(number)).tier == "disk"
+        with TieredKVStore([disk(tmp_path, 10)]) as indexing:
+            taken = [indexing.put(make_key(n), make_kv(n)) for n in range(100, 120)]
+            assert sum(taken) == 20, "chunks that nobody read make room"
+        assert all(serving.contains(make_key(number)) for number in range(6))
+        assert sum(path.stat().st_size for path in chunk_files(tmp_path)) <= 10 * FILE
+        assert serving.tiers[0].usage().nbytes == 10 * FILE
+
+
+@pytest.mark.parametrize(("hours_ago", "taken"), [(1, False), (30, True)])
+def test_what_was_read_long_ago_makes_room(tmp_path, hours_ago, taken):
+    with TieredKVStore([disk(tmp_path, 2)]) as before:
+        for number in range(2):
+            before.put(make_key(number), make_kv(number))
+    read = time.time() - 3600 * hours_ago
+    for path in chunk_files(tmp_path):
+        os.utime(path, (read, read - 3600))
+    with TieredKVStore([disk(tmp_path, 2)]) as later:
+        assert later.put(make_key(5), make_kv(5)) == taken
+
+
+def test_a_full_disk_is_not_gone_through_again_for_what_would_be_turned_away(tmp_path, monkeypatch):
+    with TieredKVStore([disk(tmp_path, 4)]) as store:
+        for number in range(4):
+            store.put(make_key(number), make_kv(number))
+            store.get(make_key(number))
+        looked = []
+        files = store.tiers[0]._files
+        monkeypatch.setattr(store.tiers[0], "_files", lambda: looked.append(1) or files())
+        assert not any(store.put(make_key(n), make_kv(n)) for n in range(10, 30))
+        assert len(looked) == 1
+        assert store.stats()["disk"]["rejected"] == 20
+        store.evict(make_key(0))
+        assert store.put(make_key(10), make_kv(10)), "there is room now"
+
+
+# The sketch and the choice
+
+
+def test_counts_are_those_of_a_plain_counter_and_never_lower():
+    draw, sketch, exact = random.Random(0), Sightings(), Counter()
+    keys = [make_key(number) for number in range(300)]
+    for key in draw.choices(keys, [1 / (n + 1) for n in range(300)], k=1500):
+        sketch.add(key)
+        exact[key] += 1
+    counted = {key: sketch.count(key) for key in keys}
+    assert all(counted[key] >= exact[key] for key in keys)
+    assert sum(counted[key] != exact[key] for key in keys) < 6
+    sketch.fit(5000)
+    assert {key: sketch.count(key) for key in keys} == counted
+
+
+def test_fame_fades():
+    sketch, famous = Sightings(), make_key(0)
+    for _ in range(100):
+        sketch.add(famous)
+    assert sketch.count(famous) == 100
+    added = 0
+    while sketch.count(famous) > 10:
+        added += 1
+        sketch.add(make_key(1 + added % 500))
+        assert added < 20_000
+    assert added > SAMPLE * 100
+
+
+def test_large_chunks_are_weighed_by_what_all_they_drive_out_is_worth():
+    admission = Admission(TierPolicy(1000))
+    large, small = make_key(0), [make_key(number) for number in range(1, 11)]
+    residents = [Resident(key, 100) for key in small]
+    for key in small[:8]:
+        admission.see([key] * 4)
+    admission.see([large] * 3)
+    chosen = admission.victims(large, residents, excess=200, spare=0, held=10)
+    assert [one.key for one in chosen] == small[8:]
+    with pytest.raises(RejectedError, match=r"^seen 3 times, what would go 2\.66667$"):
+        admission.victims(large, residents, excess=600, spare=0, held=10)
