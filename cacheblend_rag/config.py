@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 LeadIn = Literal["none", "bos", "instruction", "document"]
 Preset = Literal["quality", "balanced", "speed"]
+Precision = Literal["native", "fp8", "int8"]
 
 PRESET_RATIOS: Mapping[str, float] = {"quality": 0.25, "balanced": 0.16, "speed": 0.10}
 RATIO_BOUNDS = (0.05, 0.30)
@@ -112,6 +113,8 @@ class StoreConfig(Settings):
             keeps none there.
         disk_bytes: room for chunk KV in ``kv_path``; None is without limit.
         ttl_seconds: age since it was first stored at which a chunk is gone; None is never.
+        precision: of the numbers that are stored: ``native`` as computed, ``fp8`` or ``int8`` a
+            byte each. Chunks of one precision are not found by engines of another.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -123,8 +126,12 @@ class StoreConfig(Settings):
     host_bytes: int | None = 4 << 30
     disk_bytes: int | None = None
     ttl_seconds: float | None = None
+    precision: Precision = "native"
 
     def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            known = ", ".join(get_args(Precision))
+            raise ConfigError(f"precision={self.precision!r:.100} must be one of {known}")
         if self.kv_path is not None:
             _check_path("kv_path", self.kv_path)
             object.__setattr__(self, "kv_path", os.fspath(self.kv_path))

@@ -10,12 +10,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Self
 
-from cacheblend_rag.config import StoreConfig
+from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup, StoreMiss
+from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
 
 PREFETCH_THREADS = 2
@@ -58,15 +59,22 @@ class TieredKVStore:
         tiers: from fastest to slowest, each with a name of its own.
         ttl_seconds: age since it was first stored at which a chunk is gone, None is never; a tier's
             own policy may say less.
+        precision: to which the numbers of what is put are rounded, see kv/precision.py.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
 
     Attributes:
-        tiers, ttl_seconds: as given.
+        tiers, ttl_seconds, precision: as given.
     """
 
-    def __init__(self, tiers: Sequence[Tier], *, ttl_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        ttl_seconds: float | None = None,
+        precision: Precision = "native",
+    ) -> None:
         if not tiers:
             raise StoreError("a store needs at least one tier")
         names = [tier.name for tier in tiers]
@@ -76,6 +84,7 @@ class TieredKVStore:
             raise StoreError(f"ttl_seconds={ttl_seconds} must be above 0")
         self.tiers = tuple(tiers)
         self.ttl_seconds = ttl_seconds
+        self.precision = precision
         self._pinned: set[KVKey] = set()
         self._locks = KeyLocks()
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
@@ -90,6 +99,7 @@ class TieredKVStore:
         disk_path: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
         ttl_seconds: float | None = None,
+        precision: Precision = "native",
     ) -> TieredKVStore:
         """Return a store in memory, on disk, or both.
 
@@ -98,6 +108,7 @@ class TieredKVStore:
             disk_path: folder shared between processes and runs; None keeps nothing on disk.
             disk_bytes: room for chunk KV there; None is without limit.
             ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
+            precision: to which the numbers of what is put are rounded.
 
         Raises:
             StoreError: when there is neither memory nor disk, or the folder is unusable.
@@ -107,7 +118,7 @@ class TieredKVStore:
             tiers.append(HostTier(host_bytes))
         if disk_path is not None:
             tiers.append(DiskTier(disk_path, disk_bytes))
-        return cls(tiers, ttl_seconds=ttl_seconds)
+        return cls(tiers, ttl_seconds=ttl_seconds, precision=precision)
 
     @classmethod
     def of(cls, config: StoreConfig) -> TieredKVStore:
@@ -121,6 +132,7 @@ class TieredKVStore:
             disk_path=config.kv_path,
             disk_bytes=config.disk_bytes,
             ttl_seconds=config.ttl_seconds,
+            precision=config.precision,
         )
 
     def contains(self, key: KVKey) -> bool:
@@ -207,7 +219,7 @@ class TieredKVStore:
             ValueError: when the tensors are not as ChunkKV promises.
         """
         kv.validate()
-        chunk = StoredChunk(kv, time.time())
+        chunk = StoredChunk(rounded(kv, self.precision), time.time())
         self._see([key])
         with self._locks.held(key):
             return _put_all(self.tiers, key, chunk)

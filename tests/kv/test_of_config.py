@@ -12,7 +12,7 @@ from cacheblend_rag.cli.options import store_settings
 from cacheblend_rag.config import names_of
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
-GIVEN = {"host_bytes": 1 << 20, "disk_bytes": 1 << 21, "ttl_seconds": 90.0}
+GIVEN = {"host_bytes": 1 << 20, "disk_bytes": 1 << 21, "ttl_seconds": 90.0, "precision": "fp8"}
 
 
 def held(store: TieredKVStore) -> dict[str, Any]:
@@ -23,6 +23,7 @@ def held(store: TieredKVStore) -> dict[str, Any]:
         "host_bytes": host.capacity_bytes,
         "disk_bytes": disk.capacity_bytes,
         "ttl_seconds": store.ttl_seconds,
+        "precision": store.precision,
     }
 
 

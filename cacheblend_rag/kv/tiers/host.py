@@ -6,6 +6,7 @@ import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -132,7 +133,9 @@ class HostTier(Tier):
 def _compact(kv: ChunkKV) -> ChunkKV:
     """Return ``kv`` on the CPU, cut loose from any storage larger than the chunk itself."""
     prior = None if kv.prior is None else _own(kv.prior, kv.nbytes)
-    return ChunkKV(_own(kv.keys, kv.nbytes), _own(kv.values, kv.nbytes), kv.position, prior)
+    return replace(
+        kv, keys=_own(kv.keys, kv.nbytes), values=_own(kv.values, kv.nbytes), prior=prior
+    )
 
 
 def _own(tensor: Tensor, chunk_nbytes: int) -> Tensor:
