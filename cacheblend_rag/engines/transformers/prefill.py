@@ -16,7 +16,7 @@ from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import PromptPass, absence
 from cacheblend_rag.prefill.stopwatch import Stopwatch
@@ -59,9 +59,9 @@ class PromptChunks:
         held = self.store.contains_many([chunk.key for chunk in self.placed])
         return sum(c.end - c.start for c, there in zip(self.placed, held, strict=True) if there)
 
-    def fetch(self) -> Fetch:
+    def source(self) -> LayerSource:
         """Begin to read them."""
-        return self.store.fetch(chunk.key for chunk in self.placed)
+        return self.store.layers(chunk.key for chunk in self.placed)
 
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
         """Report every chunk as a miss, for ``reason`` or else as not stored."""
@@ -69,11 +69,15 @@ class PromptChunks:
 
 
 def blended_prefill(
-    stack: TransformersStack, chunks: PromptChunks, fetch: Fetch, config: BlendConfig, reserve: int
+    stack: TransformersStack,
+    chunks: PromptChunks,
+    source: LayerSource,
+    config: BlendConfig,
+    reserve: int,
 ) -> Steps[Prefilled]:
     """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.token_ids, device=stack.geometry.device)
-    work = PromptPass(stack, ids, chunks.placed, fetch, config, reserve)
+    work = PromptPass(stack, ids, chunks.placed, source, config, reserve)
     done = yield from work.steps()
     logits = stack.logits(cast(Tensor, done.hidden))
     work.watch.lap("first_token")

@@ -29,8 +29,8 @@ class BytesTier(Tier):
     """A tier that keeps chunks as bytes.
 
     A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and
-    ``_read``, ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears whole
-    under its key or not at all, and is replaced, never written into.
+    ``_read``, ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears
+    whole under its key or not at all, and is replaced, never written into.
 
     whole_bytes: up to so many, an object is read at once. range_bytes: as many are worth a read of
     their own, so that layers of less are read together.
