@@ -56,15 +56,19 @@ def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Wall-clock seconds a phase. ``time_to_first_token`` is their sum without ``decode``.
+    """Wall-clock seconds a phase.
+
+    ``time_to_first_token`` is their sum without ``decode`` and ``load_hidden``.
 
     Args:
         prepare: segmentation and tokenization.
-        load: fetching and re-rotating KV.
+        load: waiting for stored KV, and laying it in, re-rotated.
         selection: probes, scoring.
         recompute: running layers (all of prefill when nothing was reused).
         first_token: last norm, logits, sampling.
         decode: all later tokens.
+        load_hidden: reading stored KV while something else was computed, which took no time of
+            its own.
     """
 
     prepare: float = 0.0
@@ -73,6 +77,7 @@ class PhaseSeconds:
     recompute: float = 0.0
     first_token: float = 0.0
     decode: float = 0.0
+    load_hidden: float = 0.0
 
     @property
     def time_to_first_token(self) -> float:

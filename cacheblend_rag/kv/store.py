@@ -570,7 +570,8 @@ class TieredKVStore:
 
     def _open(self, key: KVKey, promote: bool) -> Found:
         """Open a chunk, or join those who read it; where it is missing, find out why."""
-        self._see([key])
+        if promote:
+            self._see([key])
         with self._locks.held(key):
             shared = self._reading.get((key, promote))
             found = self._open_alone(key, promote) if shared is None else Found(shared, None)

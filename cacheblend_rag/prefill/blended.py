@@ -1,4 +1,4 @@
-"""PromptPass: load a prompt's stored chunk KV, choose rows, recompute them, a step at a time."""
+"""PromptPass: choose rows of a prompt, recompute them, a step at a time, while its KV is read."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend import BlendPass, FusedKV, Schedule, plan_schedule
+from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, Schedule, plan_schedule
 from cacheblend_rag.blend.passes import Attention, Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.laying import LaidChunk, Laying, LostChunkError
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport
@@ -54,110 +54,130 @@ class FusedPrompt:
 class PromptPass:
     """The pass over one prompt.
 
-    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. fetch: their KV, on
+    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. source: their KV, on
     its way in that order; whoever began it closes it. reserve: room in the buffer for tokens
-    decoded later. needs_hidden: whether the last token's hidden state is wanted.
+    decoded later; None when no layer is needed once it is final: the buffer is a ring.
+    needs_hidden: whether the last token's hidden state is wanted.
     until: only so many of the first tokens are wanted, at least all chunks; None is all.
-    attention: see BlendPass. on_layer: called with each layer whose KV is final.
+    attention: see BlendPass. on_layer: called with each layer whose KV is final. on_restart: called
+    before the pass starts anew, since a chunk was lost on its way.
     """
 
     stack: DecoderStack
     token_ids: Tensor
     placed: Sequence[PlacedChunk]
-    fetch: Fetch
+    source: LayerSource
     config: BlendConfig
-    reserve: int = 0
+    reserve: int | None = 0
     needs_hidden: bool = True
     until: int | None = None
     attention: Attention | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
+    on_restart: Callable[[], None] | None = None
     watch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.stack.geometry.device)
+        self._work = 0.0
 
     def steps(self) -> Steps[FusedPrompt]:
         """Load, select, recompute: yields after each chunk, then after each block of rows.
 
         The buffer is made in a step of its own: a rank that cannot have it says so before the
-        others wait for it in the midst of a layer.
+        others wait for it in the midst of a layer. Chunks are found first; their layers are laid
+        in one by one, each just before it is run. Yields, too, while a layer is waited for.
         """
-        schedule = plan_schedule(self.config, self.stack.geometry.layers)
-        fused = FusedKV(self.stack.geometry, self.token_ids.numel(), self.reserve)
+        laying = self._laying()
         yield
-        candidates, reports, has_prior = yield from self._load(fused, schedule)
+        yield from laying.heads()
         self.watch.lap("load")
+        while True:
+            try:
+                done = yield from self._blended(laying)
+            except LostChunkError:
+                self._charge(laying, "recompute")
+                if self.on_restart is not None:
+                    self.on_restart()
+            else:
+                hidden = self.source.busy.total - laying.waited
+                done.seconds["load_hidden"] = max(0.0, hidden)
+                return done
+
+    def _laying(self) -> Laying:
+        geometry, tokens = self.stack.geometry, self.token_ids.numel()
+        fused = (
+            RingKV(geometry, tokens)
+            if self.reserve is None
+            else FusedKV(geometry, tokens, self.reserve)
+        )
+        spans = [(chunk.start, chunk.end) for chunk in self.placed]
+        return Laying(self.stack, fused, spans, self.source)
+
+    def _blended(self, laying: Laying) -> Steps[FusedPrompt]:
+        """Run the pass over the chunks that are there; raises LostChunkError."""
+        schedule = plan_schedule(self.config, self.stack.geometry.layers)
+        candidates, has_prior = self._candidates(laying, schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
-        probe_work = 0.0
         if schedule.selector.needs_question and schedule.before:
-            candidates.question_attention, probe_work = yield from self._probe(fused, candidates)
-            self.watch.lap("selection")
+            candidates.question_attention = yield from self._probe(laying, candidates)
+            self._charge(laying, "selection")
         run = BlendPass(
             self.stack,
             self.token_ids[: self.until],
-            fused,
+            laying.fused,
             candidates.first(self.until or self.token_ids.numel()),
             schedule,
             needs_hidden=self.needs_hidden,
             attention=self.attention,
+            before_layer=laying.lay,
             on_layer=self.on_layer,
         )
-        yield from run.steps()
-        self.watch.lap("recompute")
+        try:
+            yield from run.steps()
+        finally:
+            self._work += run.stats.work
+        self._charge(laying, "recompute")
         self.watch.move(run.stats.selection_seconds, "recompute", "selection")
-        run.stats.work += probe_work
+        run.stats.work = self._work
         return FusedPrompt(
-            fused=fused,
+            fused=laying.fused,
             hidden=run.hidden if self.needs_hidden else None,
             selector=selector,
             ratio=schedule.ratio,
-            chunks=[_with_recomputed(report, run.stats.recomputed) for report in reports],
+            chunks=[
+                _with_recomputed(_report(placed, chunk), run.stats.recomputed)
+                for placed, chunk in zip(self.placed, laying.chunks, strict=True)
+            ],
             compute_share=run.compute_share,
             seconds=self.watch.seconds,
             selector_reason=selector_reason,
         )
 
-    def _load(
-        self, fused: FusedKV, schedule: Schedule
-    ) -> Steps[tuple[Candidates, list[ChunkReport], bool]]:
-        """Lay stored chunk KV into the buffer, one chunk at a time; ranks agree on the hits."""
-        found: list[tuple[ChunkReport, ChunkKV | None]] = []
-        for chunk in self.placed:
-            found.append(self._lay(fused, chunk))
-            yield
-        hits = on_all_ranks(self.stack, [kv is not None for _, kv in found])
-        ranked = on_all_ranks(
-            self.stack, [kv is not None and kv.prior is not None for _, kv in found]
-        )
-        known = Candidates.none(fused.tokens)
-        known.eligible, prior = known.cached.clone(), torch.zeros(fused.tokens)
-        known.prior = prior
-        reports: list[ChunkReport] = []
+    def _charge(self, laying: Laying, phase: str) -> None:
+        """Charge the time since the last reading to a phase, but for that of loading in it."""
+        self.watch.lap(phase)
+        self.watch.move(laying.taken_seconds(), phase, "load")
+
+    def _candidates(self, laying: Laying, schedule: Schedule) -> tuple[Candidates, bool]:
+        """Return what is known of the prompt's tokens, and whether any has a prior."""
+        priors = [chunk.head.prior if chunk.head else None for chunk in laying.chunks]
+        ranked = on_all_ranks(self.stack, [prior is not None for prior in priors])
+        known = Candidates.none(self.token_ids.numel())
+        known.eligible, scores = known.cached.clone(), torch.zeros(self.token_ids.numel())
+        known.prior = scores
         has_prior = False
-        for chunk, (report, kv), hit, is_ranked in zip(
-            self.placed, found, hits, ranked, strict=True
+        for placed, chunk, prior, is_ranked in zip(
+            self.placed, laying.chunks, priors, ranked, strict=True
         ):
-            if kv is None or not hit:
-                reports.append(report if kv is None else chunk.report("not stored"))
+            if not chunk.is_used:
                 continue
-            reports.append(report)
             here = slice(chunk.start, chunk.end)
             known.cached[here] = True
-            known.eligible[here] = schedule.recomputes_all or not self._protects(chunk)
-            known.offsets[here] = torch.arange(kv.tokens)
-            if kv.prior is not None and is_ranked:
-                prior[here], has_prior = kv.prior, True
-        return known, reports, has_prior
-
-    def _lay(self, fused: FusedKV, chunk: PlacedChunk) -> tuple[ChunkReport, ChunkKV | None]:
-        """Lay the next chunk into the buffer, if this rank's store has it."""
-        found = self.fetch.take()
-        if found.kv is None:
-            return chunk.report(found.reason, found.tier), None
-        if not fused.fits(found.kv, chunk.end - chunk.start):
-            return chunk.report("damaged"), None
-        fused.place(self.stack, found.kv, chunk.start)
-        return chunk.report(None, found.tier), found.kv
+            known.eligible[here] = schedule.recomputes_all or not self._protects(placed)
+            known.offsets[here] = torch.arange(chunk.end - chunk.start)
+            if prior is not None and is_ranked:
+                scores[here], has_prior = prior, True
+        return known, has_prior
 
     def _protects(self, chunk: PlacedChunk) -> bool:
         return chunk.protected and self.config.protect_context
@@ -180,21 +200,34 @@ class PromptPass:
             return planned, fallback.selector, f"no prior stored for {name}"
         return schedule, name, None
 
-    def _probe(self, fused: FusedKV, candidates: Candidates) -> Steps[tuple[Tensor, float]]:
+    def _probe(self, laying: Laying, candidates: Candidates) -> Steps[Tensor]:
         question_start = max(chunk.end for chunk in self.placed)
-        return probe_question(
+        attention, work = yield from probe_question(
             self.stack,
             self.token_ids,
-            fused,
+            laying.fused,
             candidates,
             min(question_start, self.token_ids.numel() - 1),
+            before_layer=laying.lay,
         )
+        self._work += work
+        if not laying.fused.keeps_layers:
+            laying.rewind()
+        return attention
 
 
 def absent(store: TieredKVStore, chunk: PlacedChunk) -> ChunkReport:
     """Report a chunk that the store does not hold, and why."""
     found = store.absence(chunk.key)
     return chunk.report(found.reason, found.tier)
+
+
+def _report(placed: PlacedChunk, chunk: LaidChunk) -> ChunkReport:
+    """Say what became of a chunk; of one that was lost on its way also where it was found."""
+    if chunk.is_used:
+        return placed.report(None, chunk.tier)
+    missed = placed.report(chunk.reason or "not stored")
+    return replace(missed, tier=chunk.tier) if chunk.reason else missed
 
 
 def _with_recomputed(report: ChunkReport, recomputed: Mask) -> ChunkReport:

@@ -220,7 +220,7 @@ def test_every_phase_of_a_prompt_is_timed(selector: str) -> None:
     work = prompt_pass(filled(placed()), placed(), selector=selector, recompute_ratio=0.3)
     found = finished(work)
     assert found.seconds is work.watch.seconds
-    assert set(found.seconds) == {"load", "recompute", "selection"}
+    assert set(found.seconds) == {"load", "load_hidden", "recompute", "selection"}
     chooses = SELECTORS[selector].fixed_ratio is None
     assert (found.seconds["selection"] > 0) == chooses
     assert min(found.seconds["load"], found.seconds["recompute"]) > 0
@@ -273,7 +273,7 @@ def test_all_ranks_hold_what_each_holds() -> None:
 
 
 def test_a_prompt_pass_needs_no_more_than_its_parts() -> None:
-    work = PromptPass(FakeStack(), prompt_ids(), [], TieredKVStore.open().fetch(()), BlendConfig())
+    work = PromptPass(FakeStack(), prompt_ids(), [], TieredKVStore.open().layers(()), BlendConfig())
     found = finished(work)
     assert (found.chunks, found.blended) == ([], False)
     assert found.hidden is not None

@@ -42,7 +42,7 @@ from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.turns import Turns
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
@@ -248,25 +248,26 @@ class TransformersEngine(Engine):
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
         refusal, miss = self._refusal(request, chunks)
         if refusal is None and self._stack is not None:
-            with chunks.fetch() as fetch:
-                steps = blended_prefill(self._stack, chunks, fetch, request.config, reserve)
-                return self._stepped(request, steps, fetch)
+            with chunks.source() as source:
+                steps = blended_prefill(self._stack, chunks, source, request.config, reserve)
+                return self._stepped(request, steps, source)
         told = PrefillReport(refusal, chunks=[] if request.full else chunks.missed(miss))
         ids = request.prepared.token_ids
         return self._stepped(request, ordinary_prefill(self._ordinary, ids, reserve, told))
 
     def _stepped(
-        self, request: Request, steps: Steps[Prefilled], fetch: Fetch | None = None
+        self, request: Request, steps: Steps[Prefilled], source: LayerSource | None = None
     ) -> Prefilled | None:
-        """Run each step alone, and wait in between for the chunk that the next one takes."""
+        """Run each step alone, and wait in between for the KV that the next one takes."""
         while not request.cancel.is_set():
             with working(), self._turns.taken(), torch.no_grad():
                 try:
                     next(steps)
                 except StopIteration as done:
                     return cast(Prefilled, done.value)
-            while fetch and not (fetch.wait(PATIENCE_SECONDS) or request.cancel.is_set()):
-                pass
+            while source is not None and not source.wait(PATIENCE_SECONDS):
+                if request.cancel.is_set():
+                    return None
         return None
 
     def _refusal(

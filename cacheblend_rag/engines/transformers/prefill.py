@@ -16,7 +16,7 @@ from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import PromptPass, absent
 from cacheblend_rag.prefill.lead_in import PlacedChunk
@@ -64,9 +64,9 @@ class PromptChunks:
         """Tokens of chunks whose KV the store says it holds."""
         return sum(chunk.end - chunk.start for chunk, there in self.held() if there)
 
-    def fetch(self) -> Fetch:
+    def source(self) -> LayerSource:
         """Begin to read them."""
-        return self.store.fetch(chunk.key for chunk in self.placed)
+        return self.store.layers(chunk.key for chunk in self.placed)
 
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
         """Report every chunk as a miss, for ``reason`` or else as not stored.
@@ -82,11 +82,15 @@ class PromptChunks:
 
 
 def blended_prefill(
-    stack: TransformersStack, chunks: PromptChunks, fetch: Fetch, config: BlendConfig, reserve: int
+    stack: TransformersStack,
+    chunks: PromptChunks,
+    source: LayerSource,
+    config: BlendConfig,
+    reserve: int,
 ) -> Steps[Prefilled]:
     """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.token_ids, device=stack.geometry.device)
-    work = PromptPass(stack, ids, chunks.placed, fetch, config, reserve)
+    work = PromptPass(stack, ids, chunks.placed, source, config, reserve)
     done = yield from work.steps()
     logits = stack.logits(cast(Tensor, done.hidden))
     work.watch.lap("first_token")

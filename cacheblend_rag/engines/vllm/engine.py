@@ -325,6 +325,7 @@ def _prefill_report(
         chunks=chunks,
         seconds={
             **phases,
+            "load_hidden": done.seconds.get("load_hidden", 0.0),
             "first_token": max(0.0, first - sum(phases.values())),
             "decode": rest,
         },

@@ -26,7 +26,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     SentChunk,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
-from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
 from cacheblend_rag.prefill.blended import PromptPass, absent
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
@@ -61,13 +61,13 @@ class Jobs:
         self.identity: dict[str, Any] = {}
         self._namespace, self.mode = namespace, mode
 
-    def fetch(self, allotted: Allotted) -> Fetch:
+    def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""
         keys = self._chunk_keys(allotted) if allotted.job.kind == "blend" else ()
-        return self.store.fetch(keys)
+        return self.store.layers(keys)
 
-    def work(self, allotted: Allotted, fetch: Fetch) -> Work:
-        """Do a job, a piece at a time; fetch: of the chunks that it is to blend."""
+    def work(self, allotted: Allotted, source: LayerSource) -> Work:
+        """Do a job, a piece at a time; source: of the chunks that it is to blend."""
         job = allotted.job
         if self.store.read_only and job.kind in WRITING:
             return Failed(READ_ONLY)
@@ -79,7 +79,7 @@ class Jobs:
             return (yield from prefetch(self.store, named))
         if job.kind == "precompute":
             return (yield from self._precompute(allotted))
-        return (yield from self._blend(allotted, fetch))
+        return (yield from self._blend(allotted, source))
 
     def _chunk_keys(self, allotted: Allotted) -> list[KVKey]:
         """Return the keys of the chunks that a job has tokens of."""
@@ -89,7 +89,7 @@ class Jobs:
             for c in allotted.job.chunks
         ]
 
-    def _blend(self, allotted: Allotted, fetch: Fetch) -> Work:
+    def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
         started = time.perf_counter()
         placed = [
             PlacedChunk(key, chunk.start, chunk.end, chunk.protected)
@@ -99,7 +99,7 @@ class Jobs:
             return refusal
         if lack := self._lack_of_room(len(allotted.tokens)):
             return Declined(lack, tuple(chunk.report("no room") for chunk in placed))
-        done = yield from self._pass(allotted, placed, fetch).steps()
+        done = yield from self._pass(allotted, placed, source).steps()
         return BlendResult(
             chunks=tuple(done.chunks),
             selector=done.selector,
@@ -110,18 +110,22 @@ class Jobs:
             selector_reason=done.selector_reason,
         )
 
-    def _pass(self, allotted: Allotted, placed: Sequence[PlacedChunk], fetch: Fetch) -> PromptPass:
+    def _pass(
+        self, allotted: Allotted, placed: Sequence[PlacedChunk], source: LayerSource
+    ) -> PromptPass:
         paged = PagedKV(self.cache, allotted.block_ids, allotted.first, allotted.until, self.mode)
         return PromptPass(
             self.stack,
             torch.tensor(allotted.tokens, device=self.stack.geometry.device),
             placed,
-            fetch,
+            source,
             allotted.job.config,
+            reserve=None,
             needs_hidden=False,
             until=allotted.until,
             attention=paged.attend,
             on_layer=paged.finish_layer,
+            on_restart=paged.forget,
         )
 
     def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Declined | None:

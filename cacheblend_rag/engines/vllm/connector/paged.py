@@ -171,6 +171,10 @@ class PagedKV:
             cache = self.cache.attention[layer].kv_cache
             self._write(layer, fused, self._given, cache, self._slots)
 
+    def forget(self) -> None:
+        """Write all layers whole again, since the pass begins anew."""
+        self._in_cache.clear()
+
     def run(self, rows: Rows) -> tuple[Any, Tensor]:
         """Return the backend's metadata for rows that are one run, and the slots of their KV."""
         ((_, common),) = self._common(rows)
@@ -247,9 +251,7 @@ class PagedKV:
         if into.numel() == 0:
             return
         layer = self.cache.attention[index]
-        key, value = (
-            kv[index][:, rows].transpose(0, 1).contiguous() for kv in (fused.keys, fused.values)
-        )
+        key, value = (part[:, rows].transpose(0, 1).contiguous() for part in fused.of_layer(index))
         layer.impl.do_kv_cache_update(layer, key, value, cache, into)
 
 

@@ -30,7 +30,7 @@ from vllm.forward_context import (
 
 from cacheblend_rag.blend.attention import attention_bytes
 from cacheblend_rag.blend.cost import LayerCost
-from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.fused import RingKV
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry, Reduction
 from cacheblend_rag.engines.vllm.connector.compatibility import check_attention
@@ -213,7 +213,7 @@ class VLLMStack:
     def pass_bytes(self, tokens: int) -> int:
         """Return the most device memory that a pass over so many tokens takes, in bytes.
 
-        That is all layers' fused KV, all tokens' hidden states, what attention lays out, and what a
+        That is two layers' fused KV, all tokens' hidden states, what attention lays out, and what a
         layer holds of one block of rows: its widest activations four times over, at most.
         """
         shape, size = self._geometry, self._geometry.dtype.itemsize
@@ -227,7 +227,7 @@ class VLLMStack:
             tokens, shape.heads, shape.kv_heads, shape.device, size, in_steps=in_steps
         )
         hidden = (tokens + 3 * rows) * 2 * self._hidden_size * size
-        fused = FusedKV.bytes_for(shape, tokens)
+        fused = RingKV.bytes_for(shape, tokens)
         return int(fused + attention + hidden + 4 * rows * widest * size)
 
     def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:

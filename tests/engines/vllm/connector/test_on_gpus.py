@@ -219,7 +219,7 @@ def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
     blocks = tuple(range(last + (-until // blender.cache.block_size), last))
     job = Allotted("", request.job, request.token_ids, 0, until, blocks)
     with PeakBytes() as memory:
-        for _ in blender.jobs.work(job, blender.jobs.fetch(job)):
+        for _ in blender.jobs.work(job, blender.jobs.source(job)):
             pass
     return memory.peak, len(request.token_ids)
 
