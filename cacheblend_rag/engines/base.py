@@ -678,6 +678,7 @@ class Engine(ABC):
                 recompute_ratio=prefill.ratio,
                 selector=prefill.selector,
                 selector_reason=prefill.selector_reason,
+                ratio_reason=prefill.ratio_reason,
                 lead_in=self._led.name,
                 compute_share=prefill.compute_share,
                 seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),

@@ -26,6 +26,7 @@ from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import SharedChunk
+from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.urls import open_tier
@@ -83,6 +84,7 @@ class TieredKVStore:
     Attributes:
         tiers, ttl_seconds, precision: as given.
         access_log: where it is noted what prompts ask for, or None.
+        speeds: how fast tiers were read lately, noted by whoever waits for them.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class TieredKVStore:
         self.precision = precision
         self._pinned: set[KVKey] = set()
         self.access_log: AccessLog | None = None
+        self.speeds = Speeds()
         self._locks = KeyLocks()
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")

@@ -320,6 +320,7 @@ def _prefill_report(
         reason=None if blended else _reason(sent, finish_reason, result),
         selector=done.selector,
         selector_reason=done.selector_reason,
+        ratio_reason=done.ratio_reason,
         ratio=done.ratio,
         compute_share=done.compute_share,
         chunks=chunks,
