@@ -17,7 +17,7 @@ GIVEN = {
     "disk_bytes": 1 << 21,
     "ttl_seconds": 90.0,
     "read_only": True,
-    "access_log": "/tmp/none/log.jsonl",
+    "access_log": "none/log.jsonl",
 }
 
 
@@ -30,7 +30,7 @@ def held(store: TieredKVStore) -> dict[str, Any]:
         "disk_bytes": disk.capacity_bytes,
         "ttl_seconds": store.ttl_seconds,
         "read_only": disk.policy.read_only,
-        "access_log": store.access_log and str(store.access_log.path),
+        "access_log": store.access_log and str(store.access_log.path.relative_to(Path.cwd())),
     }
 
 
