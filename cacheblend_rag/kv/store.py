@@ -5,30 +5,42 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Self, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
 
 from cacheblend_rag.config import StoreConfig
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import AccessLog
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
-from cacheblend_rag.kv.lookup import Lookup, StoreMiss
+from cacheblend_rag.kv.layers import Found, LayerSource, Room, miss_of
+from cacheblend_rag.kv.lookup import Lookup
+from cacheblend_rag.kv.reader import ChunkReader, WholeReader
+from cacheblend_rag.kv.shared_chunk import SharedChunk
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
 from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.tiers.urls import open_tier
 
 PREFETCH_THREADS = 2
 FETCH_THREADS = 16
 """Reads at once for all prompts on their way."""
 FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
+ROOM_AHEAD_BYTES = 512 << 20
+"""Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
 READ_ONLY = "the store is read only: store and evict where it is opened with read_only=False"
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +99,8 @@ class TieredKVStore:
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
         self._room_ahead = threading.Semaphore(FETCHED_AHEAD)
+        self._room = Room(ROOM_AHEAD_BYTES)
+        self._reading: WeakValueDictionary[tuple[KVKey, bool], SharedChunk] = WeakValueDictionary()
 
     @classmethod
     def open(
@@ -119,22 +133,34 @@ class TieredKVStore:
         return cls(tiers, ttl_seconds=ttl_seconds)
 
     @classmethod
-    def of(cls, config: StoreConfig) -> TieredKVStore:
+    def of(cls, config: StoreConfig, *, device: torch.device | str = "cpu") -> TieredKVStore:
         """Return the store that a StoreConfig describes.
 
+        Args:
+            config: where chunk KV is kept.
+            device: where the engine computes, which is where a device tier keeps it.
+
         Raises:
-            StoreError: when there is neither memory nor disk, or the folder is unusable.
+            StoreError: when there is neither memory nor disk, or a tier cannot be opened.
+            MissingExtraError: when a tier's library is not there.
         """
-        store = cls.open(
+        store = cls._of(config, device)
+        if config.access_log is not None:
+            store.follow(AccessLog(config.access_log))
+        return store
+
+    @classmethod
+    def _of(cls, config: StoreConfig, device: torch.device | str) -> TieredKVStore:
+        if config.tiers is not None:
+            tiers = [open_tier(url, device, read_only=config.read_only) for url in config.urls]
+            return cls(tiers, ttl_seconds=config.ttl_seconds)
+        return cls.open(
             host_bytes=config.host_bytes,
             disk_path=config.kv_path,
             disk_bytes=config.disk_bytes,
             ttl_seconds=config.ttl_seconds,
             read_only=config.read_only,
         )
-        if config.access_log is not None:
-            store.follow(AccessLog(config.access_log))
-        return store
 
     def follow(self, log: AccessLog) -> None:
         """Note in ``log`` what prompts ask for, and prefetch what it says most did before."""
@@ -156,6 +182,17 @@ class TieredKVStore:
         As far as tiers can tell without listing what they hold.
         """
         return any(tier.has_relative(key) for tier in self.tiers)
+
+    def absence(self, key: KVKey) -> Lookup:
+        """Say why a chunk is not there, without reading.
+
+        Returns:
+            A miss: a tier fails, another model's KV of the chunk is stored, or nothing.
+        """
+        for tier in self.tiers:
+            if tier.reading.is_failing:
+                return Lookup.missed("store error", tier.name)
+        return Lookup.missed("other model" if self.has_relative(key) else "not stored")
 
     def contains_many(self, keys: Iterable[KVKey]) -> list[bool]:
         """As contains, for many keys at once: each tier is asked once.
@@ -219,6 +256,29 @@ class TieredKVStore:
             self._note(self.access_log, keys)
         return Fetch(keys, lambda key: self._begin_look(key, promote), self._room_ahead)
 
+    def layers(self, keys: Iterable[KVKey], *, promote: bool = True) -> LayerSource:
+        """Begin to read chunks, to be taken layer by layer; returns at once.
+
+        Whoever reads the same chunk at the same time reads it together.
+
+        Args:
+            keys: the chunks of one prompt.
+            promote: as for get; a chunk is kept once all of its layers were read.
+
+        Returns:
+            What hands the layers out; to be closed by whoever may not take them all.
+        """
+        keys = list(keys)
+        if promote and keys and self.access_log is not None:
+            self._note(self.access_log, keys)
+        return LayerSource(
+            keys,
+            lambda key: self._begin(partial(self._open, key, promote), Found(None, "store error")),
+            self._submit,
+            self._room_ahead,
+            self._room,
+        )
+
     def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> bool:
         """Store a chunk in every tier that takes puts, fastest first.
 
@@ -237,6 +297,7 @@ class TieredKVStore:
         chunk = StoredChunk(kv, time.time() if written_at is None else written_at)
         self._see([key])
         with self._locks.held(key):
+            self._part_with(key)
             return _put_all(self.tiers, key, chunk)
 
     def evict(self, key: KVKey) -> bool:
@@ -247,6 +308,7 @@ class TieredKVStore:
         """
         self._check_writable()
         with self._locks.held(key):
+            self._part_with(key)
             evicted = [tier.evict(key) for tier in self.tiers]
         return any(evicted)
 
@@ -277,7 +339,7 @@ class TieredKVStore:
         return sum(
             self._expire(tier, key)
             for tier in self.tiers
-            for key, entry in tier.entries()
+            for key, entry in _entries_of(tier)
             if self._is_expired(tier, key, entry)
         )
 
@@ -343,7 +405,7 @@ class TieredKVStore:
         return {
             key: entry
             for tier in reversed(self.tiers)
-            for key, entry in tier.entries()
+            for key, entry in _entries_of(tier)
             if not self._is_expired(tier, key, entry)
         }
 
@@ -351,9 +413,10 @@ class TieredKVStore:
         """Return numbers by tier.
 
         Returns:
-            Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of what
-            happened there: hits, misses, admitted, rejected, refused, evictions, expired,
-            quarantined, errors.
+            Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of
+            hits, misses, admitted, rejected, refused, evictions, expired, quarantined, errors,
+            skipped (reads while it was out), dropped (writes) and queued (chunks not written yet);
+            entries and bytes are None where it cannot be asked.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 
@@ -385,10 +448,14 @@ class TieredKVStore:
         return VerifyReport(len(todo), expired, tuple(damaged))
 
     def close(self) -> None:
-        """Stop reading ahead and let go of memory; the store must not be used afterwards."""
+        """Stop reading ahead, write what waits for it and let go of memory.
+
+        The store must not be used afterwards.
+        """
         for pool in (self._pool, self._fetching):
             pool.shutdown(wait=True, cancel_futures=True)
         for tier in self.tiers:
+            tier.drain()
             tier.close()
 
     def __enter__(self) -> Self:
@@ -438,7 +505,7 @@ class TieredKVStore:
             missing = [key for key, lookup in found.items() if lookup.kv is None]
             for key, read in zip(missing, self._read(tier, missing), strict=True):
                 if isinstance(read, StoreError):
-                    found[key] = Lookup.missed(_miss(read))
+                    found[key] = _missed(tier, read)
                 elif read is not None:
                     found[key] = Lookup(read.kv, tier.name, None)
                     if promote:
@@ -447,16 +514,22 @@ class TieredKVStore:
 
     def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
         """Read chunks of one tier that are not past their time to live."""
-        if self._ttl(tier) is None:
-            return tier.get_many(keys)
-        gone = set[KVKey]()
-        for key, entry in zip(keys, tier.entry_many(keys), strict=True):
-            if entry is not None and self._is_expired(tier, key, entry):
-                tier.expire(key)
-                if tier.policy.read_only:  # it stays there, but is not read
-                    gone.add(key)
+        gone = self._expire_of(tier, keys)
         read = iter(tier.get_many([key for key in keys if key not in gone]))
         return [None if key in gone else next(read) for key in keys]
+
+    def _expire_of(self, tier: Tier, keys: Sequence[KVKey]) -> set[KVKey]:
+        """Remove those of a tier's chunks that are past their time to live.
+
+        Returns those that stay there, since the tier is only read: they are not to be read.
+        """
+        staying = set[KVKey]()
+        if self._ttl(tier) is not None:
+            for key, entry in zip(keys, tier.entry_many(keys), strict=True):
+                if entry is not None and self._is_expired(tier, key, entry):
+                    tier.expire(key)
+                    staying |= {key} if tier.policy.read_only else set()
+        return staying
 
     def _see(self, keys: Iterable[KVKey]) -> None:
         """Tell all tiers what is asked for: the fastest have it, the others keep it, too."""
@@ -475,25 +548,91 @@ class TieredKVStore:
                 self._get_many([key], promote=True)
 
     def _begin_look(self, key: KVKey, promote: bool) -> Future[Lookup]:
+        return self._begin(partial(self._look, key, promote), Lookup.missed("store error"))
+
+    def _begin(self, work: Callable[[], T], otherwise: T) -> Future[T]:
+        """Have work done on a thread of the store's; otherwise: what it comes to without one."""
         try:
-            return self._fetching.submit(self._look, key, promote)
+            return self._fetching.submit(work)
         except RuntimeError:  # closed meanwhile, or the system has no thread left
-            refused: Future[Lookup] = Future()
-            refused.set_result(Lookup.missed("store error"))
+            refused: Future[T] = Future()
+            refused.set_result(otherwise)
             return refused
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        try:
+            return self._fetching.submit(work)
+        except RuntimeError as error:
+            refused: Future[T] = Future()
+            refused.set_exception(StoreError(f"nothing can be read any more: {error}"))
+            return refused
+
+    def _open(self, key: KVKey, promote: bool) -> Found:
+        """Open a chunk, or join those who read it; where it is missing, find out why."""
+        self._see([key])
+        with self._locks.held(key):
+            shared = self._reading.get((key, promote))
+            found = self._open_alone(key, promote) if shared is None else Found(shared, None)
+        if found.reason == "not stored" and self.has_relative(key):
+            return Found(None, "other model")
+        return found
+
+    def _open_alone(self, key: KVKey, promote: bool) -> Found:
+        missed = Lookup.missed("not stored")
+        for depth, tier in enumerate(self.tiers):
+            opened = None if self._expire_of(tier, [key]) else tier.open(key)
+            if isinstance(opened, ChunkReader):
+                return Found(self._shared(key, depth, opened, promote), None)
+            if opened is not None:
+                missed = _missed(tier, opened)
+        return Found(None, missed.reason, missed.tier)
+
+    def _shared(self, key: KVKey, depth: int, reader: ChunkReader, promote: bool) -> SharedChunk:
+        """Return what prompts read a chunk through; what is kept of it is kept once it is whole."""
+        tier, above = self.tiers[depth], self.tiers[:depth]
+        if isinstance(reader, WholeReader):
+            if promote:
+                _keep(above, key, StoredChunk(reader.kv, reader.written_at))
+            return SharedChunk(reader, tier.name, reader.read)
+        keeps = promote and any(other.keeps_found for other in above)
+        shared = SharedChunk(
+            reader,
+            tier.name,
+            partial(tier.read_layers, key, reader),
+            partial(self._keep_read, key, depth, reader) if keeps else None,
+        )
+        self._reading[key, promote] = shared
+        return shared
+
+    def _keep_read(self, key: KVKey, depth: int, reader: ChunkReader, kv: ChunkKV) -> None:
+        """Keep a chunk that was read by its layers, unless it was evicted or replaced meanwhile."""
+        with self._locks.held(key):
+            shared = self._reading.get((key, True))
+            is_current = shared is not None and shared.reader is reader
+            if is_current and self.tiers[depth].contains(key):
+                _keep(self.tiers[:depth], key, StoredChunk(kv, reader.written_at))
+
+    def _part_with(self, key: KVKey) -> None:
+        """Let nobody join those who read a chunk that is not the stored one any more."""
+        for promote in (False, True):
+            self._reading.pop((key, promote), None)
 
     def _look(self, key: KVKey, promote: bool) -> Lookup:
         """Read a chunk; where it is missing, find out why while nobody waits for it."""
         found = self.get(key, promote=promote)
-        if found.reason == "not stored" and self.has_relative(key):
-            return Lookup.missed("other model")
-        return found
+        return self.absence(key) if found.reason == "not stored" else found
 
 
 def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:
     """Store a chunk in every tier that takes it; returns whether any did."""
     taken = [tier.put(key, chunk) for tier in tiers if tier.takes_puts]
     return any(taken)
+
+
+def _entries_of(tier: Tier) -> Iterator[tuple[KVKey, Entry]]:
+    """Go through a tier, beginning with what is on its way: it may have arrived meanwhile."""
+    yield from tier.queued()
+    yield from tier.entries()
 
 
 def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
@@ -503,7 +642,7 @@ def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
             tier.put(key, chunk)
 
 
-def _miss(error: StoreError) -> StoreMiss:
-    if isinstance(error, ForeignChunkError):
-        return "other model"
-    return "damaged" if isinstance(error, DamagedChunkError) else "store error"
+def _missed(tier: Tier, error: StoreError) -> Lookup:
+    """Return what an unusable chunk is, or which tier could not be read."""
+    reason = miss_of(error)
+    return Lookup.missed(reason, tier.name if reason == "store error" else None)

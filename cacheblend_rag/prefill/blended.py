@@ -15,12 +15,12 @@ from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
-from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.report import ChunkReport
 
 CONTEXT_KEPT = "nothing to recompute: the chunks know their own documents"
 """Of a blend whose every chunk is contextual: fresh KV would forget its document."""
@@ -152,13 +152,12 @@ class PromptPass:
     def _lay(self, fused: FusedKV, chunk: PlacedChunk) -> tuple[ChunkReport, ChunkKV | None]:
         """Lay the next chunk into the buffer, if this rank's store has it."""
         found = self.fetch.take()
-        kv: ChunkKV | None = found.kv
-        reason: MissReason | None = found.reason
-        if kv is not None and not fused.fits(kv, chunk.end - chunk.start):
-            kv, reason = None, "damaged"
-        if kv is not None:
-            fused.place(self.stack, kv, chunk.start)
-        return chunk.report(reason, found.tier if kv else None), kv
+        if found.kv is None:
+            return chunk.report(found.reason, found.tier), None
+        if not fused.fits(found.kv, chunk.end - chunk.start):
+            return chunk.report("damaged"), None
+        fused.place(self.stack, found.kv, chunk.start)
+        return chunk.report(None, found.tier), found.kv
 
     def _protects(self, chunk: PlacedChunk) -> bool:
         return chunk.protected and self.config.protect_context
@@ -192,9 +191,10 @@ class PromptPass:
         )
 
 
-def absence(store: TieredKVStore, key: KVKey) -> MissReason:
-    """Why the store has no such key: at all, or because its KV is another model's."""
-    return "other model" if store.has_relative(key) else "not stored"
+def absent(store: TieredKVStore, chunk: PlacedChunk) -> ChunkReport:
+    """Report a chunk that the store does not hold, and why."""
+    found = store.absence(chunk.key)
+    return chunk.report(found.reason, found.tier)
 
 
 def _with_recomputed(report: ChunkReport, recomputed: Mask) -> ChunkReport:

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, StoredBytes, room_for
+from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, room_for
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 SUFFIX = ".safetensors"
@@ -138,7 +139,7 @@ class DiskTier(BytesTier):
     def _entry(self, key: KVKey) -> Entry | None:
         try:
             return _entry(os.stat(self._file(key)))
-        except OSError:  # absent or out of reach
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
@@ -175,6 +176,7 @@ class DiskTier(BytesTier):
         try:
             self._create(temporary, parts)
             with self._exclusive():
+                os.stat(temporary)  # gone where another's clock is far ahead: nothing is recorded
                 self._write_usage(self._make_room(key, nbytes))
                 # Not before: until it is in place, its modification time says whether it is stale.
                 os.utime(temporary, ns=(time.time_ns(), int(written_at * 1e9)))

@@ -28,7 +28,7 @@ from cacheblend_rag.engines.vllm.protocol import (
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
-from cacheblend_rag.prefill.blended import PromptPass, absence
+from cacheblend_rag.prefill.blended import PromptPass, absent
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import too_little
 from cacheblend_rag.prefill.precompute import (
@@ -132,7 +132,10 @@ class Jobs:
         if refused is None:
             return None
         reason, miss = refused
-        missed = [c.report(miss or absence(self.store, c.key)) for c in placed]
+        missed = [
+            chunk.report(miss) if there and miss else absent(self.store, chunk)
+            for chunk, there in zip(placed, held, strict=True)
+        ]
         return Declined(reason, tuple(missed))
 
     def _lack_of_room(self, tokens: int) -> str | None:
