@@ -61,9 +61,11 @@ MaxGibOption = Annotated[
 
 
 @store_app.command()
-def stats(path: StorePath = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+def stats(
+    path: StorePath = DEFAULT_STORE, store: StoreOption = None, as_json: JsonOption = False
+) -> None:
     """Count chunks and bytes, in all, by tier and by fingerprint."""
-    with _opened(path, read_only=True) as found:
+    with _opened(path, store, read_only=True) as found:
         held = found.count()
     models = {name: label.model for name, label in held.labels.items()}
     result = {
@@ -97,6 +99,7 @@ def stats(path: StorePath = DEFAULT_STORE, as_json: JsonOption = False) -> None:
 def list_chunks(
     path: StorePath = DEFAULT_STORE,
     *,
+    store: StoreOption = None,
     fingerprint: FingerprintOption = None,
     older_than: OlderOption = None,
     newer_than: NewerOption = None,
@@ -106,7 +109,7 @@ def list_chunks(
     as_json: JsonOption = False,
 ) -> None:
     """List stored chunks that match every given condition, least recently used first."""
-    with _opened(path, read_only=True) as found:
+    with _opened(path, store, read_only=True) as found:
         choice = _choice(
             fingerprint=fingerprint,
             older_than=older_than,
@@ -135,11 +138,12 @@ def list_chunks(
 @store_app.command()
 def verify(
     path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
     as_json: JsonOption = False,
     repair: Annotated[bool, typer.Option("--repair", help="Quarantine what is damaged.")] = False,
 ) -> None:
     """Read every chunk through; exits 1 when any is damaged."""
-    with _opened(path) as opened, _progress("verify", shown=not as_json) as progress:
+    with _opened(path, store) as opened, _progress("verify", shown=not as_json) as progress:
         report = opened.store.verify(repair=repair, progress=progress)
     damaged = [{"key": str(found.key), "reason": found.reason} for found in report.damaged]
     result = {
@@ -160,6 +164,7 @@ def evict(
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys.")] = None,
     *,
     path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
     everything: Annotated[bool, typer.Option("--all", help="All chunks.")] = False,
     fingerprint: FingerprintOption = None,
     older_than: OlderOption = None,
@@ -175,7 +180,7 @@ def evict(
     Of a document, what other documents share stays. Documents stay known: an application forgets
     them by its framework, or by `index --prune`.
     """
-    with _opened(path) as opened:
+    with _opened(path, store) as opened:
         choice = _choice(
             fingerprint=fingerprint,
             older_than=older_than,
@@ -195,10 +200,10 @@ def evict(
 def warm(
     path: StorePath = DEFAULT_STORE,
     *,
+    store: StoreOption = None,
     log: Annotated[
         Path | None, typer.Option("--log", help="An access log; else what was used latest.")
     ] = None,
-    store: StoreOption = None,
     max_gib: MaxGibOption = None,
     namespace: NamespaceOption = None,
     model: OfModelOption = None,
@@ -227,6 +232,7 @@ def export_chunks(
     target: Annotated[Path, typer.Argument(help="A new folder, or a new file ending in .tar.")],
     *,
     path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
     fingerprint: FingerprintOption = None,
     older_than: OlderOption = None,
     newer_than: NewerOption = None,
@@ -238,7 +244,7 @@ def export_chunks(
     """Copy chunks that match every given condition; exits 1 when some cannot be read."""
     from cacheblend_rag.observe import moving
 
-    with _opened(path, read_only=True) as opened:
+    with _opened(path, store, read_only=True) as opened:
         choice = _choice(
             fingerprint=fingerprint,
             older_than=older_than,
@@ -256,13 +262,14 @@ def import_chunks(
     source: Annotated[Path, typer.Argument(help="What `store export` wrote.")],
     *,
     path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
     max_gib: MaxGibOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check and store chunks of a folder or a tar; exits 1 when some are not such."""
     from cacheblend_rag.observe import moving
 
-    with _opened(path, make=True) as opened:
+    with _opened(path, store, make=True) as opened:
         report = moving.import_chunks(opened.store, source, _bytes(max_gib))
     _show_moved("imported", path, report, as_json)
 

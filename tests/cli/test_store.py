@@ -255,3 +255,15 @@ def test_warm_tells_what_it_brought(store, folder, tmp_path_factory):
     assert (result["there"], result["warmed"], result["left"]) == (1, 0, 0)
     assert printed(store("warm", "--json"))["there"] == 3
     assert store("warm", "--log", str(log) + "x").exit_code == 2
+
+
+def test_a_store_may_be_a_list_of_tiers(folder, tmp_path_factory):
+    fast = tmp_path_factory.mktemp("fast")
+    urls = ("host://?capacity=1GiB", f"disk://{fast}?name=fast", f"disk://{folder}?name=slow")
+    tiers = [part for url in urls for part in ("--store", f"tiers={url}")]
+    result = printed(run("stats", "--json", *tiers))
+    assert {name: of["entries"] for name, of in result["tiers"].items()} == {"fast": 0, "slow": 3}
+    assert printed(run("warm", "--json", *tiers))["warmed"] == 3
+    assert remaining(fast) == set(KEYS)
+    assert printed(run("evict", str(KEYS[0]), "--json", *tiers))["evicted"] == 1
+    assert remaining(fast) == remaining(folder) == set(KEYS[1:])
