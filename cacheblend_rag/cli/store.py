@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli.options import (
+    DtypeOption,
     JsonOption,
+    ModelOption,
     StoreOption,
     finite,
     store_folder,
@@ -20,12 +22,14 @@ from cacheblend_rag.cli.options import (
 from cacheblend_rag.cli.output import print_json, progress_bar, result_console
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
+from cacheblend_rag.rag.units import size
 from cacheblend_rag.rag.watching import Task
 
 if TYPE_CHECKING:
     from cacheblend_rag.observe.choosing import Choice, Condition
     from cacheblend_rag.observe.moving import MoveReport
     from cacheblend_rag.observe.stored import OpenStore
+    from cacheblend_rag.rag.planning import StorePlan
 
 store_app = typer.Typer(
     help="Look at, check, warm, move and empty a store of chunk KV.", no_args_is_help=True
@@ -275,6 +279,47 @@ def import_chunks(
 
 
 @store_app.command()
+def plan(
+    model: ModelOption,
+    corpus_tokens: Annotated[int, typer.Option(min=1, help="Tokens of all chunks.")],
+    *,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=CAPACITY,BANDWIDTH[,LATENCY]",
+            help="A tier, such as disk=1TiB,2GiB/s,0.001; the fastest first.",
+        ),
+    ] = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Chunk tokens of a prompt.")] = 4096,
+    compute_seconds: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Until the first token, beside loading.")
+    ] = 0.0,
+    ttft: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, callback=finite, help="What it may take in all."),
+    ] = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what a model's chunk KV takes, where it fits and what is fast enough, by arithmetic."""
+    from cacheblend_rag.rag import planning
+
+    tiers = [planning.PlannedTier.parse(text) for text in tier or ()]
+    work = planning.Workload(corpus_tokens, chunk_tokens, prompt_tokens, compute_seconds, ttft)
+    shape = planning.KVShape.of(model, dtype or "", None)
+    made = planning.plan_store(shape, work, tiers)
+    sizes = [
+        (of.precision, f"{of.bytes_per_token:,.0f}", size(of.corpus_bytes), size(of.prompt_bytes))
+        for of in made.precisions
+    ]
+    columns = ("precision", "bytes a token", "corpus", "a prompt")
+    _show({"model": model, **made.to_dict()}, as_json, columns, sizes)
+    if not as_json and tiers:
+        _show_tiers(made)
+
+
+@store_app.command()
 def gc(
     folder: Annotated[Path, typer.Option("--collection", help="Folder.")] = DEFAULT_FOLDER,
     as_json: JsonOption = False,
@@ -287,6 +332,23 @@ def gc(
 
     evicted = evict_unregistered(folder)
     _show({"path": str(folder), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
+
+
+def _show_tiers(made: StorePlan) -> None:
+    rows = [
+        (
+            of.precision,
+            on.tier,
+            f"{on.chunks:,}",
+            f"{on.share:.0%}",
+            f"{on.seconds:.3f}",
+            "yes" if on.suffices else "too slow" if not on.is_fast else "too small",
+        )
+        for of in made.precisions
+        for on in of.tiers
+    ]
+    columns = ("precision", "tier", "chunks", "of the corpus", "seconds", "suffices")
+    _show({}, False, columns, rows)
 
 
 def _choice(**given: Any) -> Choice:
