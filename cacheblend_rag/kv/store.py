@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cacheblend_rag.config import StoreConfig
+from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import AccessLog
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
@@ -23,6 +23,7 @@ from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.layers import Found, LayerSource, Room, miss_of
 from cacheblend_rag.kv.lookup import Lookup
+from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import SharedChunk
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
@@ -74,16 +75,23 @@ class TieredKVStore:
         tiers: from fastest to slowest, each with a name of its own.
         ttl_seconds: age since it was first stored at which a chunk is gone, None is never; a tier's
             own policy may say less.
+        precision: to which the numbers of what is put are rounded, see kv/precision.py.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
 
     Attributes:
-        tiers, ttl_seconds: as given.
+        tiers, ttl_seconds, precision: as given.
         access_log: where it is noted what prompts ask for, or None.
     """
 
-    def __init__(self, tiers: Sequence[Tier], *, ttl_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        ttl_seconds: float | None = None,
+        precision: Precision = "native",
+    ) -> None:
         if not tiers:
             raise StoreError("a store needs at least one tier")
         names = [tier.name for tier in tiers]
@@ -93,6 +101,7 @@ class TieredKVStore:
             raise StoreError(f"ttl_seconds={ttl_seconds} must be above 0")
         self.tiers = tuple(tiers)
         self.ttl_seconds = ttl_seconds
+        self.precision = precision
         self._pinned: set[KVKey] = set()
         self.access_log: AccessLog | None = None
         self._locks = KeyLocks()
@@ -111,6 +120,7 @@ class TieredKVStore:
         disk_bytes: int | None = None,
         ttl_seconds: float | None = None,
         read_only: bool = False,
+        precision: Precision = "native",
     ) -> TieredKVStore:
         """Return a store in memory, on disk, or both.
 
@@ -120,6 +130,7 @@ class TieredKVStore:
             disk_bytes: room for chunk KV there; None is without limit.
             ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
             read_only: whether the folder is only read; memory is used as ever.
+            precision: to which the numbers of what is put are rounded.
 
         Raises:
             StoreError: when there is neither memory nor disk, or the folder is unusable.
@@ -130,7 +141,7 @@ class TieredKVStore:
         if disk_path is not None:
             policy = TierPolicy(disk_bytes, read_only=read_only)
             tiers.append(DiskTier(disk_path, policy=policy))
-        return cls(tiers, ttl_seconds=ttl_seconds)
+        return cls(tiers, ttl_seconds=ttl_seconds, precision=precision)
 
     @classmethod
     def of(cls, config: StoreConfig, *, device: torch.device | str = "cpu") -> TieredKVStore:
@@ -153,13 +164,14 @@ class TieredKVStore:
     def _of(cls, config: StoreConfig, device: torch.device | str) -> TieredKVStore:
         if config.tiers is not None:
             tiers = [open_tier(url, device, read_only=config.read_only) for url in config.urls]
-            return cls(tiers, ttl_seconds=config.ttl_seconds)
+            return cls(tiers, ttl_seconds=config.ttl_seconds, precision=config.precision)
         return cls.open(
             host_bytes=config.host_bytes,
             disk_path=config.kv_path,
             disk_bytes=config.disk_bytes,
             ttl_seconds=config.ttl_seconds,
             read_only=config.read_only,
+            precision=config.precision,
         )
 
     def follow(self, log: AccessLog) -> None:
@@ -294,7 +306,8 @@ class TieredKVStore:
             ValueError: when the tensors are not as ChunkKV promises.
         """
         kv.validate()
-        chunk = StoredChunk(kv, time.time() if written_at is None else written_at)
+        now = time.time() if written_at is None else written_at
+        chunk = StoredChunk(rounded(kv, self.precision), now)
         self._see([key])
         with self._locks.held(key):
             self._part_with(key)

@@ -23,6 +23,7 @@ GIVEN = {
     "disk_bytes": 1 << 21,
     "ttl_seconds": 90.0,
     "read_only": True,
+    "precision": "fp8",
 }
 
 
@@ -36,6 +37,7 @@ def held(store: TieredKVStore) -> dict[str, Any]:
         "ttl_seconds": store.ttl_seconds,
         "read_only": disk.policy.read_only,
         "access_log": store.access_log and str(store.access_log.path),
+        "precision": store.precision,
     }
 
 

@@ -172,7 +172,13 @@ class TransformersEngine(Engine):
             )
             with torch.no_grad():
                 keys = key_traits(self._stack, ids)
-        return model_identity(weights, self.model.config, self.model.dtype, keys=keys)
+        return model_identity(
+            weights,
+            self.model.config,
+            self.model.dtype,
+            keys=keys,
+            precision=self.store.precision,
+        )
 
     # Facts
 

@@ -115,6 +115,7 @@ class ConnectorWorker:
             keys=keys,
             rank=get_tensor_model_parallel_rank(),
             ranks=self._vllm_config.parallel_config.tensor_parallel_size,
+            precision=self._settings.store.precision,
         )
 
     def work(self, step: StepJobs) -> None:
