@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
+from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv.precision import scales
 from cacheblend_rag.quantities import read_bytes, read_seconds
 from cacheblend_rag.rag.estimating import BYTES_AROUND_CHUNK
 from cacheblend_rag.rag.model_config import BYTES_OF_PRIOR, served_dtype, text_config
 
-SCALE_BYTES = 4
-PRECISIONS = ("native", "fp8", "int8")
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass(frozen=True)
@@ -41,18 +42,15 @@ class KVShape:
             itemsize=served_dtype(config, dtype, device).itemsize,
         )
 
-    def chunk_bytes(self, precision: str, tokens: int) -> int:
-        """Return the bytes of a stored chunk, its prior, scales and header included.
-
-        fp8 has a scale a head, for keys and for values; int8 one a channel of the keys, and one a
-        token of each head's values.
-        """
-        heads = self.layers * self.kv_heads
-        scales = {"native": 0, "fp8": 2 * heads, "int8": heads * (self.head_dim + tokens)}
-        width = self.itemsize if precision == "native" else 1
-        values = 2 * heads * self.head_dim * tokens * width
+    def chunk_bytes(self, precision: Precision, tokens: int) -> int:
+        """Return the bytes of a stored chunk, its prior, scales and header included."""
+        values = 2 * self.layers * self.kv_heads * self.head_dim * tokens
         around = tokens * BYTES_OF_PRIOR + BYTES_AROUND_CHUNK
-        return values + scales[precision] * SCALE_BYTES + around
+        if precision == "native":
+            return values * self.itemsize + around
+        return (
+            values + self.layers * scales(self.kv_heads, tokens, self.head_dim, precision) + around
+        )
 
 
 @dataclass(frozen=True)
@@ -162,7 +160,7 @@ def plan_store(shape: KVShape, workload: Workload, tiers: Sequence[PlannedTier])
 
 
 def _of_precision(
-    precision: str, shape: KVShape, workload: Workload, tiers: Sequence[PlannedTier]
+    precision: Precision, shape: KVShape, workload: Workload, tiers: Sequence[PlannedTier]
 ) -> PrecisionPlan:
     chunk = shape.chunk_bytes(precision, workload.chunk_tokens)
     prompt = chunk * workload.chunks(workload.prompt_tokens)

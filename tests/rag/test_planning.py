@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv import ChunkKV, codec
-from cacheblend_rag.rag.planning import KVShape, PlannedTier, Workload, plan_store
+from cacheblend_rag.rag.planning import PRECISIONS, KVShape, PlannedTier, Workload, plan_store
 from tests.kv.samples import make_key
 
 LLAMA = KVShape(layers=32, kv_heads=8, head_dim=128, itemsize=2)
@@ -19,15 +21,16 @@ def test_a_chunk_takes_what_it_is_planned_with(tokens: int) -> None:
     shape = KVShape(layers=6, kv_heads=2, head_dim=16, itemsize=2)
     values = torch.rand(6, 2, tokens, 16, dtype=torch.bfloat16)
     kv = ChunkKV(values, values.clone(), 1, torch.zeros(tokens))
-    real = len(codec.encode(make_key(1), kv))
-    planned = shape.chunk_bytes("native", tokens)
-    assert real <= planned <= real + 2048
+    for precision in PRECISIONS:
+        real = len(codec.encode(make_key(1), replace(kv, precision=precision)))
+        planned = shape.chunk_bytes(precision, tokens)
+        assert real <= planned <= real + 2048
 
 
 def test_bytes_are_those_that_the_model_has() -> None:
     # 512 tokens of an 8B Llama take 64 MiB (docs/storage.md), half of it in eight bits.
     assert LLAMA.chunk_bytes("native", 512) == pytest.approx(64 * MIB, rel=1e-3)
-    for precision in ("fp8", "int8"):
+    for precision in PRECISIONS[1:]:
         assert LLAMA.chunk_bytes(precision, 512) == pytest.approx(32 * MIB, rel=0.03)
     assert LLAMA.chunk_bytes("fp8", 512) < LLAMA.chunk_bytes("int8", 512)
 
