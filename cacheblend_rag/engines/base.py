@@ -152,7 +152,12 @@ class Engine(ABC):
             engine = me()
             return engine._evict(keys) if engine else 0
 
+        def forget(chunks: Sequence[Chunk]) -> None:
+            if (engine := me()) and engine.is_open:
+                engine._forget(engine._known.removed_by_others(chunks))
+
         self._known = KnownChunks(registry, self._led, evict)
+        registry.watch(forget)
         self._first_miss = FirstMiss(registry)
 
         def fill(chunks: Sequence[Chunk]) -> Generator[Stored, None, None]:
@@ -627,6 +632,10 @@ class Engine(ABC):
     @abstractmethod
     def _evict(self, keys: Sequence[KVKey]) -> int:
         """Drop the KV of keys; returns of how many there was any."""
+
+    def _forget(self, keys: Sequence[KVKey]) -> None:
+        """Let go of KV in memory that another writer has evicted from what is shared."""
+        self._evict(keys)
 
     @abstractmethod
     def _close(self) -> None:

@@ -328,6 +328,18 @@ class TieredKVStore:
             evicted = [tier.evict(key) for tier in self.tiers]
         return any(evicted)
 
+    def forget(self, keys: Iterable[KVKey]) -> None:
+        """Remove chunks from this process' memory alone: others have evicted them elsewhere.
+
+        Args:
+            keys: chunks, stored or not.
+        """
+        for key in keys:
+            with self._locks.held(key):
+                for tier in self.tiers:
+                    if not tier.durable:
+                        tier.evict(key)
+
     def evict_where(self, condition: Callable[[KVKey, Entry], bool]) -> int:
         """Evict all chunks for which ``condition`` holds; returns how many.
 

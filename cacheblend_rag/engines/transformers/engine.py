@@ -386,6 +386,9 @@ class TransformersEngine(Engine):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         return sum(self.store.evict(key) for key in keys)
 
+    def _forget(self, keys: Sequence[KVKey]) -> None:
+        self.store.forget(keys)
+
     def _stored_keys(self) -> list[KVKey]:
         return [key for key in self.store.entries() if key.fingerprint == self.fingerprint]
 

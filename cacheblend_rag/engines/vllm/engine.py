@@ -290,6 +290,16 @@ class VLLMEngine(Engine):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         return self.transport.run(self._jobs.evict(keys)) if keys else 0
 
+    def _forget(self, keys: Sequence[KVKey]) -> None:
+        async def evict() -> None:
+            try:
+                await self._jobs.evict(keys)
+            except CacheBlendError as error:
+                logger.warning("chunks that others evicted were not dropped: %s", error)
+
+        if keys:
+            self.transport.background.start(evict())
+
     def _close(self) -> None:
         self.transport.close()
 
