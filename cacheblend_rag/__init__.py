@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.rag.ordering import PassageOrder
-    from cacheblend_rag.report import BlendReport, ChunkReport, PrecomputeReport
+    from cacheblend_rag.report import BlendReport, ChunkReport, FillReport, PrecomputeReport
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
@@ -55,6 +55,7 @@ _LAZY = {
     "Delta": "cacheblend_rag.engines.answer",
     "Engine": "cacheblend_rag.engines.base",
     "EngineSource": "cacheblend_rag.engines.source",
+    "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
     "KVKey": "cacheblend_rag.kv",
     "PassageOrder": "cacheblend_rag.rag.ordering",
@@ -86,6 +87,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineUnavailableError",
+    "FillReport",
     "ForeignChunkError",
     "Generation",
     "KVKey",

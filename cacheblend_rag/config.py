@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
@@ -14,7 +12,9 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 from cacheblend_rag.arguments import Arguments, check_engine_name
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.quantities import read_bytes, read_seconds
 from cacheblend_rag.secret import Secret
+from cacheblend_rag.tier_url import TierUrl, passwords, read_tiers
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +25,6 @@ PRESET_RATIOS: Mapping[str, float] = {"quality": 0.25, "balanced": 0.16, "speed"
 AUTO, EMBEDDED, VLLM = "auto", "transformers", "vllm"
 ENGINES = (AUTO, EMBEDDED, VLLM)
 """Kinds of engine that go by a name; a server goes by its URL."""
-BYTE_UNITS: Mapping[str, int] = {
-    "": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-}  # fmt: skip
-SECOND_UNITS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def names_of(settings: type[Any]) -> frozenset[str]:
@@ -111,6 +106,10 @@ class StoreConfig(Settings):
             keeps none there.
         disk_bytes: room for chunk KV in ``kv_path``; None is without limit.
         ttl_seconds: age since it was first stored at which a chunk is gone; None is never.
+        tiers: where chunk KV is kept, fastest first, as URLs: ``host://?capacity=8GiB``,
+            ``disk:///folder``, ``redis://host:6379/0``, ``s3://bucket/prefix``, ...; None is
+            memory and ``kv_path``. With it ``kv_path`` keeps the registry alone. A password in a
+            URL is in no representation, and in nothing that is serialized.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -122,14 +121,33 @@ class StoreConfig(Settings):
     host_bytes: int | None = 4 << 30
     disk_bytes: int | None = None
     ttl_seconds: float | None = None
+    tiers: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.kv_path is not None:
             _check_path("kv_path", self.kv_path)
             object.__setattr__(self, "kv_path", os.fspath(self.kv_path))
         for name in ("host_bytes", "disk_bytes"):
-            object.__setattr__(self, name, _bytes(name, getattr(self, name)))
-        object.__setattr__(self, "ttl_seconds", _seconds("ttl_seconds", self.ttl_seconds))
+            object.__setattr__(self, name, read_bytes(name, getattr(self, name)))
+        object.__setattr__(self, "ttl_seconds", read_seconds("ttl_seconds", self.ttl_seconds))
+        object.__setattr__(self, "tiers", read_tiers(self.tiers))
+        self._check_tiers()
+
+    @property
+    def outlives(self) -> bool:
+        """Whether chunk KV outlives the process, or is shared with others."""
+        if self.tiers is None:
+            return self.kv_path is not None
+        return any(url.outlives for url in self.urls)
+
+    @property
+    def urls(self) -> tuple[TierUrl, ...]:
+        """The tiers, as read."""
+        return tuple(TierUrl(url) for url in self.tiers or ())
+
+    def environment(self) -> dict[str, str]:
+        """Return the passwords of tiers as variables, for the environment of a worker process."""
+        return passwords(self.urls)
 
     @classmethod
     def spread(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,8 +165,19 @@ class StoreConfig(Settings):
         return {**given, **cls.of(store).to_dict()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
+        """Return plain JSON values; passwords stay here, see ``environment``."""
+        plain = asdict(self)
+        return plain if self.tiers is None else {**plain, "tiers": [str(u) for u in self.tiers]}
+
+    def _check_tiers(self) -> None:
+        """Raise ConfigError where memory or disk is told twice."""
+        if self.tiers is None:
+            return
+        for name, scheme in (("host_bytes", "host://"), ("disk_bytes", "disk:///folder")):
+            if getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(
+                    f"{name} beside tiers: give {scheme}?capacity=... as one of tiers instead"
+                )
 
 
 @dataclass(frozen=True)
@@ -298,6 +327,9 @@ class EngineConfig(Settings):
         lead_in: what chunks are computed behind.
         store: where their KV is kept; a server has a store of its own, and only the registry in
             ``kv_path`` is used with a URL.
+        fill_on_miss: compute registered chunks whose KV a request missed, and store it, when no
+            request waits. Off by default: it works on after a call has returned, on a model that
+            its owner may be using, and into a store that may be shared.
         device, dtype: where and how precise the model runs; a server has settled both.
         api_key: what a server asks for, the environment's CACHEBLEND_API_KEY by default; it is in
             no representation, and in nothing that is serialized.
@@ -316,6 +348,7 @@ class EngineConfig(Settings):
     blend: BlendConfig = field(default_factory=BlendConfig)
     lead_in: LeadInConfig = field(default_factory=LeadInConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    fill_on_miss: bool = False
     device: str | None = None
     dtype: Any = None
     api_key: Secret | None = field(default=None, repr=False)
@@ -326,6 +359,7 @@ class EngineConfig(Settings):
             raise ConfigError(f"namespace={self.namespace!r:.100} must be a name")
         if not (isinstance(self.instruction, str) or callable(self.instruction)):
             raise ConfigError(f"instruction={self.instruction!r:.100} must be a text")
+        _check_flag("fill_on_miss", self.fill_on_miss)
         lead_in = LeadInConfig.of(self.lead_in)
         named = None if lead_in == LeadInConfig() else lead_in
         blend, lead_in = settle(self.blend, named)
@@ -365,6 +399,7 @@ class EngineConfig(Settings):
             "blend": self.blend.to_dict(),
             "lead_in": asdict(self.lead_in),
             "store": self.store.to_dict(),
+            "fill_on_miss": self.fill_on_miss,
             "device": self.device,
             "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
         }
@@ -433,32 +468,3 @@ def _check_schedule(ratios: tuple[float, ...], layers: tuple[int, ...]) -> None:
 def _check_path(name: str, value: object) -> None:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise ConfigError(f"{name}={value!r:.100} must be a folder")
-
-
-def _bytes(name: str, value: object) -> int | None:
-    """Return a size in bytes; text may name a unit, such as ``"8GiB"``."""
-    if isinstance(value, str):
-        return int(_quantity(name, value, BYTE_UNITS, "a size, such as 8GiB"))
-    if value is not None:
-        _check_int(name, value, 0)
-    return value  # type: ignore[return-value]
-
-
-def _seconds(name: str, value: object) -> float | None:
-    """Return a time above 0 in seconds; text may name a unit, such as ``"12h"``."""
-    if isinstance(value, str):
-        value = _quantity(name, value, SECOND_UNITS, "a time, such as 12h")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value!r:.100} must be a number above 0")
-    return value
-
-
-def _quantity(name: str, text: str, units: Mapping[str, int], wanted: str) -> float:
-    """Read a number with one of ``units`` behind it."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = units.get(found[2].lower()) if found else None
-    if found is None or unit is None:
-        raise ConfigError(f"{name}={text!r:.100} must be {wanted}")
-    return float(found[1]) * unit

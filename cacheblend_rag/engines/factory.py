@@ -32,7 +32,8 @@ def open_engine(
             which and why is logged.
         config: of requests that bring none (``blend`` in EngineConfig).
         options: the other fields of EngineConfig (``model``, ``instruction``, ``namespace``,
-            ``lead_in``, ``device``, ...), and those of StoreConfig (``kv_path``, ...).
+            ``lead_in``, ``fill_on_miss``, ``device``, ...), and those of StoreConfig (``kv_path``,
+            ...).
 
     Raises:
         ConfigError: for an option that is none or wrong, or a server's other namespace or
@@ -113,11 +114,12 @@ def _open_vllm(config: EngineConfig) -> Engine:
 
 def _open_transformers(config: EngineConfig) -> Engine:
     from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.engines.transformers.loading import pick_device
     from cacheblend_rag.kv.store import TieredKVStore
 
     return TransformersEngine(
         config.model,
-        store=TieredKVStore.of(config.store),
+        store=TieredKVStore.of(config.store, device=pick_device(config.device)),
         device=config.device,
         dtype=config.dtype,
         **_common(config),
@@ -133,6 +135,7 @@ def _common(config: EngineConfig) -> dict[str, Any]:
         "instruction": config.instruction,
         "namespace": config.namespace,
         "lead_in": config.lead_in,
+        "fill_on_miss": config.fill_on_miss,
     }
 
 

@@ -74,6 +74,10 @@ class KnownChunks:
         self.registry.discard_many(chunks)
         return dropped + self._drop(chunks)  # what others stored of it in between
 
+    def has(self, chunk: Chunk) -> bool:
+        """Whether this very chunk, with its document and context, is registered."""
+        return chunk in self.registry.variants(chunk.text)
+
     def drop_forgotten(self, chunks: Iterable[Chunk]) -> int:
         """Drop the KV of those chunks, just stored, that another writer has forgotten meanwhile.
 

@@ -108,8 +108,8 @@ class Head:
         if xxhash.xxh3_128_hexdigest(_bytes_of(raw)) != self.checksums[index]:
             raise DamagedChunkError(f"checksum of layer {index} does not match")
         kv = raw.view(self.dtype).view(2, self.kv_heads, self.tokens, self.head_dim)
-        # The sum of numbers that are not all finite is not; that of large ones may not be.
-        if not math.isfinite(kv.sum(dtype=torch.float32)) and not kv.isfinite().all():
+        # NaN is handed on by both extremes, infinity is one of them: all in one pass.
+        if not all(map(math.isfinite, kv.aminmax())):
             raise DamagedChunkError("holds NaN or infinity")
         return kv[0], kv[1]
 
@@ -162,6 +162,8 @@ def decode(data: bytes | bytearray | memoryview, key: KVKey) -> ChunkKV:
 
 def decode_raw(raw: Tensor, key: KVKey) -> ChunkKV:
     """As decode, of raw: (bytes,) uint8, on the CPU; the tensors are views of it."""
+    if not raw.numel():
+        raise DamagedChunkError("empty")
     head = read_head(lambda start, end: raw[start:end], raw.numel(), key)
     if head is None:
         return _decode_old(raw, key)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -11,14 +13,15 @@ _SLACK_BYTES = 1 << 16
 """A chunk read from bytes is views of one buffer, layer by layer, that holds its header besides."""
 
 
-def compact(kv: ChunkKV) -> ChunkKV:
-    """Return ``kv`` on the CPU, cut loose from any storage larger than the chunk itself."""
-    prior = None if kv.prior is None else _own(kv.prior, kv.nbytes)
-    return ChunkKV(_own(kv.keys, kv.nbytes), _own(kv.values, kv.nbytes), kv.position, prior)
+def compact(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
+    """Return ``kv`` on a device, cut loose from any storage larger than the chunk itself."""
+    own = partial(_own, device=device, chunk_nbytes=kv.nbytes)
+    prior = None if kv.prior is None else own(kv.prior)
+    return ChunkKV(own(kv.keys), own(kv.values), kv.position, prior)
 
 
-def _own(tensor: Tensor, chunk_nbytes: int) -> Tensor:
-    tensor = tensor.detach().cpu()
+def _own(tensor: Tensor, *, device: torch.device | str, chunk_nbytes: int) -> Tensor:
+    tensor = tensor.detach().to(device)
     fits = tensor.untyped_storage().nbytes() <= chunk_nbytes + _SLACK_BYTES
     if fits and tensor[0].is_contiguous():
         return tensor

@@ -8,23 +8,35 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Self, TypeVar
+from weakref import WeakValueDictionary
+
+import torch
 
 from cacheblend_rag.config import StoreConfig
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
+from cacheblend_rag.kv.layers import Found, LayerSource, Room, miss_of
 from cacheblend_rag.kv.lookup import Lookup
+from cacheblend_rag.kv.reader import ChunkReader, WholeReader
+from cacheblend_rag.kv.shared_chunk import SharedChunk
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
+from cacheblend_rag.kv.tiers.urls import open_tier
 
 PREFETCH_THREADS = 2
 FETCH_THREADS = 16
 """Reads at once for all prompts on their way."""
 FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
+ROOM_AHEAD_BYTES = 512 << 20
+"""Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +93,8 @@ class TieredKVStore:
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
         self._room_ahead = threading.Semaphore(FETCHED_AHEAD)
+        self._room = Room(ROOM_AHEAD_BYTES)
+        self._reading: WeakValueDictionary[tuple[KVKey, bool], SharedChunk] = WeakValueDictionary()
 
     @classmethod
     def open(
@@ -110,12 +124,20 @@ class TieredKVStore:
         return cls(tiers, ttl_seconds=ttl_seconds)
 
     @classmethod
-    def of(cls, config: StoreConfig) -> TieredKVStore:
+    def of(cls, config: StoreConfig, *, device: torch.device | str = "cpu") -> TieredKVStore:
         """Return the store that a StoreConfig describes.
 
+        Args:
+            config: where chunk KV is kept.
+            device: where the engine computes, which is where a device tier keeps it.
+
         Raises:
-            StoreError: when there is neither memory nor disk, or the folder is unusable.
+            StoreError: when there is neither memory nor disk, or a tier cannot be opened.
+            MissingExtraError: when a tier's library is not there.
         """
+        if config.tiers is not None:
+            tiers = [open_tier(url, device) for url in config.urls]
+            return cls(tiers, ttl_seconds=config.ttl_seconds)
         return cls.open(
             host_bytes=config.host_bytes,
             disk_path=config.kv_path,
@@ -204,6 +226,26 @@ class TieredKVStore:
         """
         return Fetch(keys, lambda key: self._begin_look(key, promote), self._room_ahead)
 
+    def layers(self, keys: Iterable[KVKey], *, promote: bool = True) -> LayerSource:
+        """Begin to read chunks, to be taken layer by layer; returns at once.
+
+        Whoever reads the same chunk at the same time reads it together.
+
+        Args:
+            keys: the chunks of one prompt.
+            promote: as for get; a chunk is kept once all of its layers were read.
+
+        Returns:
+            What hands the layers out; to be closed by whoever may not take them all.
+        """
+        return LayerSource(
+            keys,
+            lambda key: self._begin(partial(self._open, key, promote), Found(None, "store error")),
+            self._submit,
+            self._room_ahead,
+            self._room,
+        )
+
     def put(self, key: KVKey, kv: ChunkKV) -> bool:
         """Store a chunk in every tier that takes puts, fastest first.
 
@@ -221,11 +263,13 @@ class TieredKVStore:
         chunk = StoredChunk(kv, time.time())
         self._see([key])
         with self._locks.held(key):
+            self._part_with(key)
             return _put_all(self.tiers, key, chunk)
 
     def evict(self, key: KVKey) -> bool:
         """Remove a chunk from all tiers, pinned or not; returns whether it was stored."""
         with self._locks.held(key):
+            self._part_with(key)
             evicted = [tier.evict(key) for tier in self.tiers]
         return any(evicted)
 
@@ -410,11 +454,15 @@ class TieredKVStore:
 
     def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
         """Read chunks of one tier that are not past their time to live."""
+        self._expire_of(tier, keys)
+        return tier.get_many(keys)
+
+    def _expire_of(self, tier: Tier, keys: Sequence[KVKey]) -> None:
+        """Remove those of a tier's chunks that are past their time to live."""
         if self._ttl(tier) is not None:
             for key, entry in zip(keys, tier.entry_many(keys), strict=True):
                 if entry is not None and self._is_expired(tier, key, entry):
                     tier.expire(key)
-        return tier.get_many(keys)
 
     def _see(self, keys: Iterable[KVKey]) -> None:
         """Tell all tiers what is asked for: the fastest have it, the others keep it, too."""
@@ -429,12 +477,75 @@ class TieredKVStore:
                 self._get_many([key], promote=True)
 
     def _begin_look(self, key: KVKey, promote: bool) -> Future[Lookup]:
+        return self._begin(partial(self._look, key, promote), Lookup.missed("store error"))
+
+    def _begin(self, work: Callable[[], T], otherwise: T) -> Future[T]:
+        """Have work done on a thread of the store's; otherwise: what it comes to without one."""
         try:
-            return self._fetching.submit(self._look, key, promote)
+            return self._fetching.submit(work)
         except RuntimeError:  # closed meanwhile, or the system has no thread left
-            refused: Future[Lookup] = Future()
-            refused.set_result(Lookup.missed("store error"))
+            refused: Future[T] = Future()
+            refused.set_result(otherwise)
             return refused
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        try:
+            return self._fetching.submit(work)
+        except RuntimeError as error:
+            refused: Future[T] = Future()
+            refused.set_exception(StoreError(f"nothing can be read any more: {error}"))
+            return refused
+
+    def _open(self, key: KVKey, promote: bool) -> Found:
+        """Open a chunk, or join those who read it; where it is missing, find out why."""
+        self._see([key])
+        with self._locks.held(key):
+            shared = self._reading.get((key, promote))
+            found = self._open_alone(key, promote) if shared is None else Found(shared, None)
+        if found.reason == "not stored" and self.has_relative(key):
+            return Found(None, "other model")
+        return found
+
+    def _open_alone(self, key: KVKey, promote: bool) -> Found:
+        missed = Lookup.missed("not stored")
+        for depth, tier in enumerate(self.tiers):
+            self._expire_of(tier, [key])
+            opened = tier.open(key)
+            if isinstance(opened, ChunkReader):
+                return Found(self._shared(key, depth, opened, promote), None)
+            if opened is not None:
+                missed = _missed(tier, opened)
+        return Found(None, missed.reason, missed.tier)
+
+    def _shared(self, key: KVKey, depth: int, reader: ChunkReader, promote: bool) -> SharedChunk:
+        """Return what prompts read a chunk through; what is kept of it is kept once it is whole."""
+        tier, above = self.tiers[depth], self.tiers[:depth]
+        if isinstance(reader, WholeReader):
+            if promote:
+                _keep(above, key, StoredChunk(reader.kv, reader.written_at))
+            return SharedChunk(reader, tier.name, reader.read)
+        keeps = promote and any(other.keeps_found for other in above)
+        shared = SharedChunk(
+            reader,
+            tier.name,
+            partial(tier.read_layers, key, reader),
+            partial(self._keep_read, key, depth, reader) if keeps else None,
+        )
+        self._reading[key, promote] = shared
+        return shared
+
+    def _keep_read(self, key: KVKey, depth: int, reader: ChunkReader, kv: ChunkKV) -> None:
+        """Keep a chunk that was read by its layers, unless it was evicted or replaced meanwhile."""
+        with self._locks.held(key):
+            shared = self._reading.get((key, True))
+            is_current = shared is not None and shared.reader is reader
+            if is_current and self.tiers[depth].contains(key):
+                _keep(self.tiers[:depth], key, StoredChunk(kv, reader.written_at))
+
+    def _part_with(self, key: KVKey) -> None:
+        """Let nobody join those who read a chunk that is not the stored one any more."""
+        for promote in (False, True):
+            self._reading.pop((key, promote), None)
 
     def _look(self, key: KVKey, promote: bool) -> Lookup:
         """Read a chunk; where it is missing, find out why while nobody waits for it."""
@@ -463,8 +574,5 @@ def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
 
 def _missed(tier: Tier, error: StoreError) -> Lookup:
     """Return what an unusable chunk is, or which tier could not be read."""
-    if isinstance(error, ForeignChunkError):
-        return Lookup.missed("other model")
-    if isinstance(error, DamagedChunkError):
-        return Lookup.missed("damaged")
-    return Lookup.missed("store error", tier.name)
+    reason = miss_of(error)
+    return Lookup.missed(reason, tier.name if reason == "store error" else None)

@@ -15,6 +15,7 @@ from typing import ClassVar, TypeVar
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.reader import ChunkReader, LayerKV, WholeReader
 from cacheblend_rag.kv.tiers.admission import Admission, RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.breaker import Breaker, OutError
 from cacheblend_rag.kv.tiers.policy import TierPolicy
@@ -235,6 +236,37 @@ class Tier(ABC):
             loaded = [error] * len(keys)
         return [self._settled(key, found) for key, found in zip(keys, loaded, strict=True)]
 
+    def open(self, key: KVKey) -> ChunkReader | StoreError | None:
+        """As get, but for the chunk's layers, which ``read_layers`` reads; an error is returned."""
+        opened: ChunkReader | StoreError | OSError | None
+        if queued := self._not_written([key]):
+            opened = WholeReader(queued[key].kv, queued[key].written_at)
+        else:
+            opened = self._opened(key)
+        self._count("hits" if isinstance(opened, ChunkReader) else "misses")
+        return opened if isinstance(opened, ChunkReader) else self._failed(key, opened)
+
+    def _opened(self, key: KVKey) -> ChunkReader | StoreError | OSError | None:
+        try:
+            with self._accessing(self.reading, key):
+                return self._open(key)
+        except (StoreError, OSError) as error:
+            return error
+
+    def _open(self, key: KVKey) -> ChunkReader | None:
+        """Open a chunk and mark it used; raises as ``_load``, which is asked for all of it here."""
+        found = self._load(key)
+        return None if found is None else WholeReader(found.kv, found.written_at)
+
+    def read_layers(self, key: KVKey, reader: ChunkReader, first: int, last: int) -> list[LayerKV]:
+        """Read layers ``first`` to ``last - 1`` of a chunk that was opened here; raises as get."""
+        try:
+            with self._accessing(self.reading, key):
+                return reader.read(first, last)
+        except (StoreError, OSError) as error:
+            failed = self._failed(key, error)
+            raise failed or error from error
+
     def _load_many(self, keys: Sequence[KVKey]) -> list[Read | OSError]:
         """As ``_load``, for many chunks, in their order; an error stands in its chunk's place."""
         return _side_by_side(self._loaded, keys, self.reads_at_once)
@@ -249,6 +281,10 @@ class Tier(ABC):
     def _settled(self, key: KVKey, found: Read | OSError) -> Read:
         """Count what reading a chunk came to, and take one that is unusable out of sight."""
         self._count("hits" if isinstance(found, StoredChunk) else "misses")
+        return found if isinstance(found, StoredChunk) else self._failed(key, found)
+
+    def _failed(self, key: KVKey, found: StoreError | OSError | None) -> StoreError | None:
+        """Take a chunk that is unusable out of sight; returns what to say of one, if there is."""
         if isinstance(found, DamagedChunkError | ForeignChunkError):
             self.quarantine(key, str(found))
         if not isinstance(found, OSError):

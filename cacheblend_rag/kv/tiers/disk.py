@@ -27,9 +27,10 @@ from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, StoredBytes, room_for
+from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, room_for
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 SUFFIX = ".safetensors"

@@ -8,6 +8,8 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterator
 from typing import ClassVar
 
+import torch
+
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.compact import compact
 from cacheblend_rag.kv.tiers.admission import RefusedError, Resident
@@ -34,6 +36,7 @@ class HostTier(Tier):
         policy: TierPolicy | None = None,
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
+        self.device = torch.device("cpu")
         self._chunks: OrderedDict[KVKey, StoredChunk] = OrderedDict()
         self._used_at: dict[KVKey, float] = {}
         self._of_chunk: defaultdict[str, set[KVKey]] = defaultdict(set)
@@ -86,7 +89,7 @@ class HostTier(Tier):
         # Checked before copying too, so that a refusal costs nothing.
         if self.capacity_bytes is not None and chunk.kv.nbytes > self.capacity_bytes:
             raise RefusedError(f"{chunk.kv.nbytes} bytes, capacity is {self.capacity_bytes}")
-        kept = StoredChunk(compact(chunk.kv), chunk.written_at)
+        kept = StoredChunk(compact(chunk.kv, self.device), chunk.written_at)
         with self._lock:
             self._make_room(key, kept.kv.nbytes)
             self._discard(key)

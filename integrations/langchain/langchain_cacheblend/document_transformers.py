@@ -34,6 +34,9 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
     ``doc_id``, ``source`` and ``id`` that is there."""
     collection: str = ""
     """Several indexes over the same documents, split in other ways, each need one of their own."""
+    register_only: bool = False
+    """Whether nothing is computed, only made known: for a corpus too large to precompute, whose
+    chunks an LLM with ``fill_on_miss=True`` computes once they are missed."""
     show_progress: bool = False
     """Whether a bar is shown."""
 
@@ -49,7 +52,9 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
         """As transform_documents, but return how many chunks were computed, skipped or refused."""
         checked = checked_documents(documents)
         given = to_engine_documents(checked, self.document_key, self.collection)
-        report = self.engine.precompute(given, progress=self.show_progress)
+        report = self.engine.precompute(
+            given, progress=self.show_progress, register_only=self.register_only
+        )
         for reason, count in report.refused.items():
             logger.warning("%d chunks were not precomputed: %s", count, reason)
         return report

@@ -128,7 +128,10 @@ class Jobs:
         if refused is None:
             return None
         reason, miss = refused
-        missed = [c.report(miss) if miss else absent(self.store, c) for c in placed]
+        missed = [
+            chunk.report(miss) if there and miss else absent(self.store, chunk)
+            for chunk, there in zip(placed, held, strict=True)
+        ]
         return Declined(reason, tuple(missed))
 
     def _lack_of_room(self, tokens: int) -> str | None:

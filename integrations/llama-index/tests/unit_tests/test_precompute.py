@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,25 @@ def test_both_variants_can_be_stored(random_model: Path) -> None:
     precompute(nodes)
     for text in ("none", "llm"):
         assert found(precompute.open(), nodes[0].get_content(text))[0] == (True, None)
+
+
+def test_what_is_only_registered_is_filled_once_it_is_missed(
+    random_model: Path, tmp_path: Path
+) -> None:
+    """The step and the LLM share an engine, which fills as soon as one of them asks for it."""
+    shared = {**SMALL, "model": random_model, "kv_path": tmp_path / "kv"}
+    nodes = split(sentences(12))
+    CacheBlendPrecompute(**shared, register_only=True)(nodes)
+    del shared["show_progress"]
+    engine = CacheBlendLLM(**shared, fill_on_miss=True).open()
+    text = "\n\n".join(node.get_content("llm") for node in nodes)
+    assert found(engine, text) == [(False, "not stored, being filled")] * len(nodes)
+    deadline = time.monotonic() + 60
+    while engine.fill_report().waiting and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engine.fill_report().computed == len(nodes)
+    assert found(engine, text) == [(True, None)] * len(nodes)
+    engine.close()
 
 
 def test_a_new_version_replaces_the_old(precompute: CacheBlendPrecompute) -> None:
@@ -150,12 +170,14 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
         {"namespace": "other"},
         {"dtype": "bfloat16"},
         {"variants": ("bare",)},
+        {"register_only": True},
         {"blend_config": {"lead_in": "bos"}},
         {"lead_in": "none"},
         {"lead_in": {"document_window": 512}},
     ]
     assert len({plain, *(key(**change) for change in changes)}) == len(changes) + 1
     assert key(show_progress=False, host_bytes=1 << 20, device="cpu") == plain
+    assert key(fill_on_miss=True) == plain
     assert key(store=StoreConfig(host_bytes=5, disk_bytes=6)) == plain
     assert key(store=StoreConfig("kv")) == key(kv_path="kv")
 

@@ -44,6 +44,8 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
             that a report can name it.
         collection: several indexes over the same documents, cut by different node parsers, each
             need one of their own.
+        register_only: nothing is computed, only made known: for a corpus too large to precompute,
+            whose chunks a CacheBlendLLM with ``fill_on_miss=True`` computes once they are missed.
         show_progress: whether bars are shown.
 
     Example:
@@ -61,6 +63,9 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     collection: str = Field(
         default="", description="Which of several indexes over the same documents nodes are for."
     )
+    register_only: bool = Field(
+        default=False, description="Make nodes known, and compute nothing before they are missed."
+    )
     show_progress: bool = Field(default=True, description="Show progress bars.", exclude=True)
 
     @classmethod
@@ -69,7 +74,7 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
 
         Args:
             llm: the CacheBlendLLM that will answer.
-            **fields: variants, collection, show_progress.
+            **fields: variants, collection, register_only, show_progress.
 
         Raises:
             ConfigError: for what ``llm`` settled.
@@ -121,7 +126,9 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         return [document] if source.whole else list(document.to_chunks())
 
     def _precompute(self, engine: Engine, items: list[Document | Chunk]) -> None:
-        report = engine.precompute(items, progress=self.show_progress)
+        report = engine.precompute(
+            items, progress=self.show_progress, register_only=self.register_only
+        )
         for reason, count in report.refused.items():
             logger.warning("%d chunks were not precomputed: %s", count, reason)
 
