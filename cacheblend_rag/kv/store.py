@@ -498,12 +498,14 @@ class TieredKVStore:
 
     def _open(self, key: KVKey, promote: bool) -> Found:
         """Open a chunk, or join those who read it; where it is missing, find out why."""
-        self._see([key])
+        if promote:
+            self._see([key])
         with self._locks.held(key):
             shared = self._reading.get((key, promote))
             found = self._open_alone(key, promote) if shared is None else Found(shared, None)
-        if found.reason == "not stored" and self.has_relative(key):
-            return Found(None, "other model")
+        if found.reason == "not stored":
+            missed = self.absence(key)
+            return Found(None, missed.reason, missed.tier)
         return found
 
     def _open_alone(self, key: KVKey, promote: bool) -> Found:
