@@ -329,12 +329,13 @@ class TieredKVStore:
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Start loading chunks into the fastest tier, as many as fit; returns at once.
 
-        A get for one of them waits for its load rather than loading it again.
+        A get for one of them waits for its load rather than loading it again. What memory would
+        turn away is left where it is.
         """
         fastest, room = self.tiers[0], self.tiers[0].capacity_bytes
         for key in dict.fromkeys(keys):
             entry = None if fastest.contains(key) else self._entry(key)
-            if entry is None:
+            if entry is None or not self._is_kept(key, entry.nbytes):
                 continue
             if room is not None and (room := room - entry.nbytes) < 0:
                 return
@@ -469,6 +470,12 @@ class TieredKVStore:
         seen = list(dict.fromkeys(keys))
         for tier in self.tiers:
             tier.see(seen)
+
+    def _is_kept(self, key: KVKey, nbytes: int) -> bool:
+        """Whether memory that lacks a chunk would keep it; without memory there is none to ask."""
+        memory = [tier for tier in self.tiers if tier.keeps_found and not tier.durable]
+        lacking = [tier for tier in memory if not tier.contains(key)]
+        return not memory or any(tier.would_take(key, nbytes) for tier in lacking)
 
     def _prefetch(self, key: KVKey) -> None:
         """Read ahead of a request, which will be the chunk's use."""
