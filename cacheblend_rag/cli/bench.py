@@ -317,6 +317,42 @@ def attention_command(
         output.print_facts(title, row["seconds"])
 
 
+@bench_app.command("precision")
+def precision_command(
+    *,
+    shape: ShapeOption = "llama-3.1-8b",
+    chunk_tokens: ChunkTokensOption = 512,
+    dtype: DtypeOption = "bfloat16",
+    questions: Annotated[
+        int, typer.Option(min=1, help="Demo questions whose chunks' KV is rounded.")
+    ] = 5,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs each; medians are shown.")] = 5,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Bytes, time and error of chunk KV stored as computed, as fp8 and as int8.
+
+    Bytes and time are of one chunk of the shape on disk, the error is that of the bundled model's
+    KV. What it does to answers is told by `eval --store precision=fp8`.
+    """
+    _check_options(dtype)
+    from cacheblend_rag.bench.precision import PrecisionPlan, measure_precision
+    from cacheblend_rag.bench.shapes import named_shape
+    from cacheblend_rag.engines.transformers.loading import named_dtype
+    from cacheblend_rag.quality.sample import demo_kv
+
+    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+        quiet_libraries()
+        plan = PrecisionPlan(
+            named_shape(shape), named_dtype(dtype), chunk_tokens, demo_kv(questions), repeat
+        )
+        rows = [row.to_dict() for row in measure_precision(plan, status.update)]
+    if as_json:
+        output.print_json({"shape": shape, "chunk_tokens": chunk_tokens, "rows": rows})
+    else:
+        for row in rows:
+            output.print_facts(f"{row.pop('precision')}, {shape}", row)
+
+
 @bench_app.command("registry")
 def registry_command(
     chunks: Annotated[int, typer.Option(min=1, help="Registered chunks.")] = 100_000,

@@ -43,8 +43,9 @@ from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPre
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.storing import Stored, Tally
 from cacheblend_rag.engines.stream import Cancellation, Stream
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.store import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
 from cacheblend_rag.report import (
     BlendReport,
@@ -192,6 +193,11 @@ class Engine(ABC):
         return self._led.fingerprint
 
     @property
+    def read_only(self) -> bool:
+        """Whether its store is only read: what is not stored is computed anew with each prompt."""
+        return False
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether prompts may be chat messages."""
         return bool(getattr(self.tokenizer, "chat_template", None))
@@ -274,8 +280,11 @@ class Engine(ABC):
 
         Returns:
             How many chunks were computed, skipped, refused and replaced, or only registered.
+
+        Raises:
+            StoreError: when the store is read only.
         """
-        self._check_open()
+        self._check_writable()
         started, tally = time.perf_counter(), Tally()
         chunks, replaced = self._known.replace(items, tally.refused)
         if register_only:
@@ -366,9 +375,9 @@ class Engine(ABC):
             collection: only what was cut for it; None is all.
 
         Raises:
-            StoreError: when the registry cannot be written.
+            StoreError: when the registry cannot be written, or the store is read only.
         """
-        self._check_open()
+        self._check_writable()
         return self._known.forget(document_id, collection)
 
     def evict_unregistered(self) -> int:
@@ -379,9 +388,9 @@ class Engine(ABC):
 
         Raises:
             ConfigError: when the engine does not tell what it stores.
-            StoreError: when the registry cannot be read.
+            StoreError: when the registry cannot be read, or the store is read only.
         """
-        self._check_open()
+        self._check_writable()
         return self._evict(self._known.unregistered(self._stored_keys()))
 
     # Question time
@@ -629,6 +638,8 @@ class Engine(ABC):
 
     def _storing_refusal(self) -> str | None:
         """Say why no chunk's KV can be stored now, or None."""
+        if self.read_only:
+            return READ_ONLY
         return None if self.blend_refusal is None else UNSUPPORTED
 
     def _check_config(self, config: BlendConfig) -> None:  # noqa: B027 - most configs suit
@@ -709,6 +720,12 @@ class Engine(ABC):
 
     def _astart(self, request: Request) -> Any:
         return aiter(self._start(request))
+
+    def _check_writable(self) -> None:
+        """Raise ConfigError once the engine is closed, StoreError where its store is only read."""
+        self._check_open()
+        if self.read_only:
+            raise StoreError(READ_ONLY)
 
     def _check_open(self) -> None:
         """Raise ConfigError once the engine is closed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +18,7 @@ def compact(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
     """Return ``kv`` on a device, cut loose from any storage larger than the chunk itself."""
     own = partial(_own, device=device, chunk_nbytes=kv.nbytes)
     prior = None if kv.prior is None else own(kv.prior)
-    return ChunkKV(own(kv.keys), own(kv.values), kv.position, prior)
+    return replace(kv, keys=own(kv.keys), values=own(kv.values), prior=prior)
 
 
 def _own(tensor: Tensor, *, device: torch.device | str, chunk_nbytes: int) -> Tensor:

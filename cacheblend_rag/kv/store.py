@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
@@ -14,16 +15,19 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from cacheblend_rag.config import StoreConfig
+from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.access_log import AccessLog
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.layers import Found, LayerSource, Room, miss_of
 from cacheblend_rag.kv.lookup import Lookup
+from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import SharedChunk
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.urls import open_tier
 
 PREFETCH_THREADS = 2
@@ -33,6 +37,7 @@ FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
 ROOM_AHEAD_BYTES = 512 << 20
 """Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
+READ_ONLY = "the store is read only: store and evict where it is opened with read_only=False"
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
 
@@ -70,15 +75,23 @@ class TieredKVStore:
         tiers: from fastest to slowest, each with a name of its own.
         ttl_seconds: age since it was first stored at which a chunk is gone, None is never; a tier's
             own policy may say less.
+        precision: to which the numbers of what is put are rounded, see kv/precision.py.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
 
     Attributes:
-        tiers, ttl_seconds: as given.
+        tiers, ttl_seconds, precision: as given.
+        access_log: where it is noted what prompts ask for, or None.
     """
 
-    def __init__(self, tiers: Sequence[Tier], *, ttl_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        ttl_seconds: float | None = None,
+        precision: Precision = "native",
+    ) -> None:
         if not tiers:
             raise StoreError("a store needs at least one tier")
         names = [tier.name for tier in tiers]
@@ -88,7 +101,9 @@ class TieredKVStore:
             raise StoreError(f"ttl_seconds={ttl_seconds} must be above 0")
         self.tiers = tuple(tiers)
         self.ttl_seconds = ttl_seconds
+        self.precision = precision
         self._pinned: set[KVKey] = set()
+        self.access_log: AccessLog | None = None
         self._locks = KeyLocks()
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
@@ -104,6 +119,8 @@ class TieredKVStore:
         disk_path: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
         ttl_seconds: float | None = None,
+        read_only: bool = False,
+        precision: Precision = "native",
     ) -> TieredKVStore:
         """Return a store in memory, on disk, or both.
 
@@ -112,6 +129,8 @@ class TieredKVStore:
             disk_path: folder shared between processes and runs; None keeps nothing on disk.
             disk_bytes: room for chunk KV there; None is without limit.
             ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
+            read_only: whether the folder is only read; memory is used as ever.
+            precision: to which the numbers of what is put are rounded.
 
         Raises:
             StoreError: when there is neither memory nor disk, or the folder is unusable.
@@ -120,8 +139,9 @@ class TieredKVStore:
         if host_bytes != 0:
             tiers.append(HostTier(host_bytes))
         if disk_path is not None:
-            tiers.append(DiskTier(disk_path, disk_bytes))
-        return cls(tiers, ttl_seconds=ttl_seconds)
+            policy = TierPolicy(disk_bytes, read_only=read_only)
+            tiers.append(DiskTier(disk_path, policy=policy))
+        return cls(tiers, ttl_seconds=ttl_seconds, precision=precision)
 
     @classmethod
     def of(cls, config: StoreConfig, *, device: torch.device | str = "cpu") -> TieredKVStore:
@@ -135,15 +155,34 @@ class TieredKVStore:
             StoreError: when there is neither memory nor disk, or a tier cannot be opened.
             MissingExtraError: when a tier's library is not there.
         """
+        store = cls._of(config, device)
+        if config.access_log is not None:
+            store.follow(AccessLog(config.access_log))
+        return store
+
+    @classmethod
+    def _of(cls, config: StoreConfig, device: torch.device | str) -> TieredKVStore:
         if config.tiers is not None:
-            tiers = [open_tier(url, device) for url in config.urls]
-            return cls(tiers, ttl_seconds=config.ttl_seconds)
+            tiers = [open_tier(url, device, read_only=config.read_only) for url in config.urls]
+            return cls(tiers, ttl_seconds=config.ttl_seconds, precision=config.precision)
         return cls.open(
             host_bytes=config.host_bytes,
             disk_path=config.kv_path,
             disk_bytes=config.disk_bytes,
             ttl_seconds=config.ttl_seconds,
+            read_only=config.read_only,
+            precision=config.precision,
         )
+
+    def follow(self, log: AccessLog) -> None:
+        """Note in ``log`` what prompts ask for, and prefetch what it says most did before."""
+        self.access_log = log
+        self._pool.submit(lambda: self.prefetch(log.most_used()))
+
+    @property
+    def read_only(self) -> bool:
+        """Whether a tier is only read, so that nothing is stored or evicted for good."""
+        return any(tier.policy.read_only for tier in self.tiers)
 
     def contains(self, key: KVKey) -> bool:
         """Whether any tier holds the chunk; reads no tensors."""
@@ -224,6 +263,9 @@ class TieredKVStore:
         Returns:
             What hands the chunks out; to be closed by whoever may not take them all.
         """
+        keys = list(keys)
+        if promote and keys and self.access_log is not None:
+            self._note(self.access_log, keys)
         return Fetch(keys, lambda key: self._begin_look(key, promote), self._room_ahead)
 
     def layers(self, keys: Iterable[KVKey], *, promote: bool = True) -> LayerSource:
@@ -238,6 +280,9 @@ class TieredKVStore:
         Returns:
             What hands the layers out; to be closed by whoever may not take them all.
         """
+        keys = list(keys)
+        if promote and keys and self.access_log is not None:
+            self._note(self.access_log, keys)
         return LayerSource(
             keys,
             lambda key: self._begin(partial(self._open, key, promote), Found(None, "store error")),
@@ -246,12 +291,13 @@ class TieredKVStore:
             self._room,
         )
 
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+    def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> bool:
         """Store a chunk in every tier that takes puts, fastest first.
 
         Args:
             key: the name it is stored under.
             kv: the chunk KV; its tensors must not be written to afterwards.
+            written_at: when it was first stored, a Unix time; None is now.
 
         Returns:
             Whether any tier took it.
@@ -260,21 +306,32 @@ class TieredKVStore:
             ValueError: when the tensors are not as ChunkKV promises.
         """
         kv.validate()
-        chunk = StoredChunk(kv, time.time())
+        now = time.time() if written_at is None else written_at
+        chunk = StoredChunk(rounded(kv, self.precision), now)
         self._see([key])
         with self._locks.held(key):
             self._part_with(key)
             return _put_all(self.tiers, key, chunk)
 
     def evict(self, key: KVKey) -> bool:
-        """Remove a chunk from all tiers, pinned or not; returns whether it was stored."""
+        """Remove a chunk from all tiers, pinned or not; returns whether it was stored.
+
+        Raises:
+            StoreError: when the store is read only: the chunk would come back.
+        """
+        self._check_writable()
         with self._locks.held(key):
             self._part_with(key)
             evicted = [tier.evict(key) for tier in self.tiers]
         return any(evicted)
 
     def evict_where(self, condition: Callable[[KVKey, Entry], bool]) -> int:
-        """Evict all chunks for which ``condition`` holds; returns how many."""
+        """Evict all chunks for which ``condition`` holds; returns how many.
+
+        Raises:
+            StoreError: when the store is read only.
+        """
+        self._check_writable()
         doomed = [key for key, entry in self.entries().items() if condition(key, entry)]
         return sum(self.evict(key) for key in doomed)
 
@@ -409,6 +466,10 @@ class TieredKVStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise StoreError(READ_ONLY)
+
     def _entry(self, key: KVKey) -> Entry | None:
         return self._held([key]).get(key)
 
@@ -455,15 +516,22 @@ class TieredKVStore:
 
     def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
         """Read chunks of one tier that are not past their time to live."""
-        self._expire_of(tier, keys)
-        return tier.get_many(keys)
+        gone = self._expire_of(tier, keys)
+        read = iter(tier.get_many([key for key in keys if key not in gone]))
+        return [None if key in gone else next(read) for key in keys]
 
-    def _expire_of(self, tier: Tier, keys: Sequence[KVKey]) -> None:
-        """Remove those of a tier's chunks that are past their time to live."""
+    def _expire_of(self, tier: Tier, keys: Sequence[KVKey]) -> set[KVKey]:
+        """Remove those of a tier's chunks that are past their time to live.
+
+        Returns those that stay there, since the tier is only read: they are not to be read.
+        """
+        staying = set[KVKey]()
         if self._ttl(tier) is not None:
             for key, entry in zip(keys, tier.entry_many(keys), strict=True):
                 if entry is not None and self._is_expired(tier, key, entry):
                     tier.expire(key)
+                    staying |= {key} if tier.policy.read_only else set()
+        return staying
 
     def _see(self, keys: Iterable[KVKey]) -> None:
         """Tell all tiers what is asked for: the fastest have it, the others keep it, too."""
@@ -476,6 +544,10 @@ class TieredKVStore:
         memory = [tier for tier in self.tiers if tier.keeps_found and not tier.durable]
         lacking = [tier for tier in memory if not tier.contains(key)]
         return not memory or any(tier.would_take(key, nbytes) for tier in lacking)
+
+    def _note(self, log: AccessLog, keys: Sequence[KVKey]) -> None:
+        with suppress(RuntimeError):  # closed meanwhile
+            self._pool.submit(log.note, keys)
 
     def _prefetch(self, key: KVKey) -> None:
         """Read ahead of a request, which will be the chunk's use."""
@@ -518,8 +590,7 @@ class TieredKVStore:
     def _open_alone(self, key: KVKey, promote: bool) -> Found:
         missed = Lookup.missed("not stored")
         for depth, tier in enumerate(self.tiers):
-            self._expire_of(tier, [key])
-            opened = tier.open(key)
+            opened = None if self._expire_of(tier, [key]) else tier.open(key)
             if isinstance(opened, ChunkReader):
                 return Found(self._shared(key, depth, opened, promote), None)
             if opened is not None:

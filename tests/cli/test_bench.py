@@ -219,3 +219,20 @@ def test_more_requests_than_combinations_are_an_error():
     plan = SteadyPlan(TINY, requests=7, chunks=3, drawn=2, chunk_tokens=8)
     with pytest.raises(ConfigError, match="requests=7 are too many for chunks=3"):
         list(combinations(plan, random.Random(0)))
+
+
+def test_precision_tells_bytes_time_and_error(cli, tiny_shape):
+    outcome = cli(
+        "bench", "precision", "--shape", "tiny", "--chunk-tokens", 256, "--questions", 1,
+        "--repeat", 1, "--json",
+    )  # fmt: skip
+    assert outcome.code == 0
+    native, fp8, int8 = outcome.json["rows"]
+    assert [row["precision"] for row in (native, fp8, int8)] == ["native", "fp8", "int8"]
+    assert native["keys_error"] == native["values_error"] == 0
+    assert 0 < int8["keys_error"] < fp8["keys_error"] < 0.05
+    assert 0 < int8["values_error"] < fp8["values_error"] < 0.05
+    assert fp8["bytes_per_token"] < 0.7 * native["bytes_per_token"]
+    assert all(
+        row[f"{verb}_seconds"] > 0 for row in (native, fp8, int8) for verb in ("put", "load")
+    )

@@ -18,7 +18,13 @@ from cacheblend_rag.tier_url import TierUrl
 from tests.kv.samples import make_key, make_kv
 
 URLS = ("host://?capacity=1MiB", "redis://cache:6380/2?ttl=1h&prefix=a:", "s3://bucket/kv")
-GIVEN = {"host_bytes": 1 << 20, "disk_bytes": 1 << 21, "ttl_seconds": 90.0}
+GIVEN = {
+    "host_bytes": 1 << 20,
+    "disk_bytes": 1 << 21,
+    "ttl_seconds": 90.0,
+    "read_only": True,
+    "precision": "fp8",
+}
 
 
 def held(store: TieredKVStore) -> dict[str, Any]:
@@ -29,12 +35,15 @@ def held(store: TieredKVStore) -> dict[str, Any]:
         "host_bytes": host.capacity_bytes,
         "disk_bytes": disk.capacity_bytes,
         "ttl_seconds": store.ttl_seconds,
+        "read_only": disk.policy.read_only,
+        "access_log": store.access_log and str(store.access_log.path),
+        "precision": store.precision,
     }
 
 
 @pytest.mark.parametrize("way", ["whole", "engine", "server", "command line"])
 def test_each_setting_reaches_the_store(way: str, tmp_path: Path) -> None:
-    given = {"kv_path": str(tmp_path / "kv"), **GIVEN}
+    given = {"kv_path": str(tmp_path), "access_log": str(tmp_path / "log.jsonl"), **GIVEN}
     assert {*given, "tiers"} == names_of(StoreConfig)
     if way == "engine":
         engine = open_engine("transformers", model="demo", **given)

@@ -172,7 +172,13 @@ class TransformersEngine(Engine):
             )
             with torch.no_grad():
                 keys = key_traits(self._stack, ids)
-        return model_identity(weights, self.model.config, self.model.dtype, keys=keys)
+        return model_identity(
+            weights,
+            self.model.config,
+            self.model.dtype,
+            keys=keys,
+            precision=self.store.precision,
+        )
 
     # Facts
 
@@ -190,6 +196,11 @@ class TransformersEngine(Engine):
     def blend_refusal(self) -> str | None:
         """Why the model cannot be blended, or None."""
         return self._blend_refusal
+
+    @property
+    def read_only(self) -> bool:
+        """Whether its store is only read."""
+        return self.store.read_only
 
     def _check_config(self, config: BlendConfig) -> None:
         if self._stack is not None:

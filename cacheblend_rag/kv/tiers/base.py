@@ -98,8 +98,9 @@ class Tier(ABC):
         self.name = name
         self.policy = TierPolicy.of(capacity_bytes, policy)
         self.capacity_bytes = self.policy.capacity_bytes
-        self.keeps_found = type(self).keeps_found and self.policy.promote
-        self.takes_puts = type(self).takes_puts and self.policy.write != "none"
+        writable = not self.policy.read_only
+        self.keeps_found = type(self).keeps_found and self.policy.promote and writable
+        self.takes_puts = type(self).takes_puts and self.policy.write != "none" and writable
         self.reading = Breaker()
         self.writing = self.reading if self.fails_whole else Breaker()
         self._queue = WriteQueue(self._put, name) if self.policy.write == "behind" else None
@@ -133,7 +134,10 @@ class Tier(ABC):
         """Remove a chunk; returns whether it was there. Raises OSError."""
 
     def quarantine(self, key: KVKey, reason: str) -> None:
-        """Take an unusable chunk out of sight, and count it."""
+        """Take an unusable chunk out of sight, and count it; what is read only stays as it is."""
+        if self.policy.read_only:
+            logger.warning("%s tier: %s cannot be used: %s", self.name, key, reason)
+            return
         logger.warning("%s tier: %s set aside: %s", self.name, key, reason)
         self._count("quarantined")
         try:
@@ -307,6 +311,8 @@ class Tier(ABC):
 
         Where the tier is written behind, it is stored soon, and found already.
         """
+        if self.policy.read_only:
+            return False
         if self._queue is None:
             return self._put(key, chunk)
         if self._queue.add(key, chunk):
@@ -343,6 +349,8 @@ class Tier(ABC):
         return self._remove(key, "expired")
 
     def _remove(self, key: KVKey, counter: str) -> bool:
+        if self.policy.read_only:
+            return False
         taken_back = self._queue is not None and self._queue.take_back(key)
         try:
             with self._accessing(self.writing, key):

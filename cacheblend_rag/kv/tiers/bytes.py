@@ -72,7 +72,8 @@ class BytesTier(Tier):
         if found is None:
             return None
         kv = codec.decode_raw(found.raw, key)
-        self._mark_used(key, found)
+        if not self.policy.read_only:
+            self._mark_used(key, found)
         return StoredChunk(kv, found.written_at)
 
     def _open(self, key: KVKey) -> ChunkReader | None:
@@ -80,7 +81,8 @@ class BytesTier(Tier):
         if start is None:
             return None
         reader = open_ranges(key, start, partial(self._read, key), least=self.range_bytes)
-        self._mark_used(key, start)
+        if not self.policy.read_only:
+            self._mark_used(key, start)
         return reader
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:

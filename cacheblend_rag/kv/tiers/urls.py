@@ -19,15 +19,17 @@ MEMORY_BYTES = {"device": 1 << 30, "host": 4 << 30}
 """Capacities of memory where a URL tells none."""
 
 
-def open_tier(url: TierUrl, device: torch.device | str) -> Tier:
+def open_tier(url: TierUrl, device: torch.device | str, *, read_only: bool = False) -> Tier:
     """Return the tier that a URL describes; ``device`` is where the engine computes.
+
+    read_only: whether it is only read; this process' own memory is used as ever.
 
     Raises MissingExtraError without its library, StoreError when it cannot be opened.
     """
-    return _OPENERS[url.scheme](url, _policy(url), device)
+    return _OPENERS[url.scheme](url, _policy(url, read_only and url.outlives), device)
 
 
-def _policy(url: TierUrl) -> TierPolicy:
+def _policy(url: TierUrl, read_only: bool) -> TierPolicy:
     told = url.options
     is_near = url.scheme in ("device", "host", "disk")
     return TierPolicy(
@@ -38,6 +40,7 @@ def _policy(url: TierUrl) -> TierPolicy:
         promote=told.get("promote", True),
         admit=told.get("admit", "frequency" if is_near else "always"),
         timeout_seconds=told.get("timeout"),
+        read_only=read_only,
     )
 
 

@@ -27,7 +27,7 @@ from cacheblend_rag.engines.vllm.protocol import (
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import Fetch
-from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
 from cacheblend_rag.prefill.blended import PromptPass, absent
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import too_little
@@ -41,6 +41,8 @@ from cacheblend_rag.prefill.precompute import (
 
 WorkResult = BlendResult | PrecomputeResult | EvictResult | PrefetchResult | Declined | Failed
 Work = Steps[WorkResult]
+WRITING = frozenset({"evict", "precompute"})
+"""Kinds of job that change what is stored."""
 
 
 class Jobs:
@@ -67,6 +69,8 @@ class Jobs:
     def work(self, allotted: Allotted, fetch: Fetch) -> Work:
         """Do a job, a piece at a time; fetch: of the chunks that it is to blend."""
         job = allotted.job
+        if self.store.read_only and job.kind in WRITING:
+            return Failed(READ_ONLY)
         model = self._fingerprint(job)
         named = [KVKey(chunk, model, context) for chunk, context in job.keys]
         if job.kind == "evict":

@@ -115,6 +115,7 @@ class ConnectorWorker:
             keys=keys,
             rank=get_tensor_model_parallel_rank(),
             ranks=self._vllm_config.parallel_config.tensor_parallel_size,
+            precision=self._settings.store.precision,
         )
 
     def work(self, step: StepJobs) -> None:
@@ -175,6 +176,7 @@ class ConnectorWorker:
             asynchronous=self._asynchronous,
             attention=settings.attention,
             namespace=namespace_id(settings.namespace),
+            read_only=settings.store.read_only,
             store=_stored(blender.store) if blender else StoredKV(),
         )
 
