@@ -401,12 +401,13 @@ class TieredKVStore:
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Start loading chunks into the fastest tier, as many as fit; returns at once.
 
-        A get for one of them waits for its load rather than loading it again.
+        A get for one of them waits for its load rather than loading it again. What memory would
+        turn away is left where it is.
         """
         fastest, room = self.tiers[0], self.tiers[0].capacity_bytes
         for key in dict.fromkeys(keys):
             entry = None if fastest.contains(key) else self._entry(key)
-            if entry is None:
+            if entry is None or not self._is_kept(key, entry.nbytes):
                 continue
             if room is not None and (room := room - entry.nbytes) < 0:
                 return
@@ -553,6 +554,12 @@ class TieredKVStore:
         for tier in self.tiers:
             tier.see(seen)
 
+    def _is_kept(self, key: KVKey, nbytes: int) -> bool:
+        """Whether memory that lacks a chunk would keep it; without memory there is none to ask."""
+        memory = [tier for tier in self.tiers if tier.keeps_found and not tier.durable]
+        lacking = [tier for tier in memory if not tier.contains(key)]
+        return not memory or any(tier.would_take(key, nbytes) for tier in lacking)
+
     def _note(self, log: AccessLog, keys: Sequence[KVKey]) -> None:
         with suppress(RuntimeError):  # closed meanwhile
             self._pool.submit(log.note, keys)
@@ -590,8 +597,9 @@ class TieredKVStore:
         with self._locks.held(key):
             shared = self._reading.get((key, promote))
             found = self._open_alone(key, promote) if shared is None else Found(shared, None)
-        if found.reason == "not stored" and self.has_relative(key):
-            return Found(None, "other model")
+        if found.reason == "not stored":
+            missed = self.absence(key)
+            return Found(None, missed.reason, missed.tier)
         return found
 
     def _open_alone(self, key: KVKey, promote: bool) -> Found:
