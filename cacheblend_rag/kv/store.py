@@ -475,6 +475,8 @@ class TieredKVStore:
             self._see([key])
         with self._locks.held(key):
             shared = self._reading.get((key, promote))
+            if shared is not None and shared.failure is not None:
+                shared = None
             found = self._open_alone(key, promote) if shared is None else Found(shared, None)
         if found.reason == "not stored" and self.has_relative(key):
             return Found(None, "other model")
