@@ -27,7 +27,7 @@ from cacheblend_rag.errors import (
     UnsupportedModelError,
 )
 from cacheblend_rag.secret import Secret
-from cacheblend_rag.text.chunk import Chunk, Document, read_hints
+from cacheblend_rag.text.chunk import BOUNDARY_KEY, Chunk, Document, read_boundary, read_hints
 from cacheblend_rag.text.prompt import BlendPrompt, Segment
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.rag.ordering import PassageOrder
-    from cacheblend_rag.report import BlendReport, ChunkReport, PrecomputeReport
+    from cacheblend_rag.report import BlendReport, ChunkReport, FillReport, PrecomputeReport
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
@@ -55,6 +55,7 @@ _LAZY = {
     "Delta": "cacheblend_rag.engines.answer",
     "Engine": "cacheblend_rag.engines.base",
     "EngineSource": "cacheblend_rag.engines.source",
+    "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
     "KVKey": "cacheblend_rag.kv",
     "PassageOrder": "cacheblend_rag.rag.ordering",
@@ -86,6 +87,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineUnavailableError",
+    "FillReport",
     "ForeignChunkError",
     "Generation",
     "KVKey",
@@ -106,12 +108,14 @@ __all__ = [
     "load_tokenizer",
     "open_engine",
     # For components of other frameworks:
+    "BOUNDARY_KEY",
     "Arguments",
     "EngineSource",
     "Secret",
     "describe_errors",
     "names_of",
     "public_name",
+    "read_boundary",
     "read_hints",
     "store_fields",
 ]

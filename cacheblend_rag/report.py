@@ -9,6 +9,7 @@ from typing import Any, Literal
 MissReason = Literal[
     "unknown",  # the chunk was given as such, but never registered
     "not stored",  # registered, but its KV is in no tier
+    "not stored, being filled",  # and is computed once nobody waits, as the engine fills on miss
     "other model",  # stored KV belongs to another model, tokenizer, lead-in or namespace
     "inseparable",  # the tokenizer cannot tell it from the text beside it
     "altered text",  # the text differs from the chunk the hint named
@@ -30,7 +31,8 @@ class ChunkReport:
         tokens: its length; 0 where it does not stand there as such.
         hit: whether its KV was reused.
         reason: why not, None on a hit.
-        tier: where the KV was found ("host", "disk"), None on a miss.
+        tier: where the KV was found ("host", "disk"); after a store error the tier that
+            could not be read; None on any other miss.
         document_id: the document it was cut from, None where it stands alone.
         recomputed: how many of its tokens were computed afresh.
     """
@@ -165,6 +167,7 @@ class PrecomputeReport:
         seconds: what all of it took.
         refused: how many chunks were not stored, by reason.
         replaced: of how many chunks that documents no longer have the KV was dropped.
+        registered: chunks that were only made known, as was asked for.
     """
 
     computed: int = 0
@@ -173,3 +176,27 @@ class PrecomputeReport:
     seconds: float = 0.0
     refused: Mapping[str, int] = field(default_factory=dict)
     replaced: int = 0
+    registered: int = 0
+
+
+@dataclass(frozen=True)
+class FillReport:
+    """What an engine that fills on miss did so far.
+
+    Args:
+        waiting: chunks that wait for idle time, or are being computed.
+        computed: chunks whose KV was computed and stored.
+        skipped: chunks that were stored by others meanwhile.
+        computed_tokens: tokens of the chunks that were computed.
+        seconds: what all of it took, waiting for idle time included.
+        refused: how many chunks were not stored, by reason.
+        dropped: chunks that were given up: too many waited, filling failed, or the engine closed.
+    """
+
+    waiting: int = 0
+    computed: int = 0
+    skipped: int = 0
+    computed_tokens: int = 0
+    seconds: float = 0.0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    dropped: int = 0

@@ -39,9 +39,9 @@ def chat_command(
     """Talk with a collection: a question a line, from the terminal or a pipe.
 
     /sources and /report tell of the last answer, /reset forgets all turns, /exit or the end of
-    input ends. Ctrl-C stops an answer.
+    input ends. Ctrl-C stops an answer. Passages whose KV was missed are computed while nobody asks.
     """
-    placement = Placement(device, options.collection_store(store))
+    placement = Placement(device, options.collection_store(store), fill_on_miss=True)
     with asking.opened(folder, placement, engine, ratio, selector) as asker:
         sampling = asker.sampling(max_tokens, temperature)
         conversation = Conversation(asker, sampling, top_k, order)

@@ -11,6 +11,7 @@ import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.engines.naming import DEMO_MODEL
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, known_paths, sole_writer
 from cacheblend_rag.rag.collection_engine import CHUNK_SIZE, Choices, Placement, resolved_name
@@ -71,6 +72,13 @@ def index_command(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Delete the collection first, and make it anew.")
     ] = False,
+    register_only: Annotated[
+        bool,
+        typer.Option(
+            "--register-only",
+            help="Compute no KV now: `chat` and engines with fill_on_miss do as chunks are missed.",
+        ),
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Say what there is to do and end; write nothing.")
     ] = False,
@@ -106,6 +114,8 @@ def index_command(
     }
     asked = {name: value for name, value in given.items() if value is not None}
     _check_choices(Choices(**asked), device)
+    if register_only and (dry_run or max_gib is not None):
+        raise ConfigError("--register-only computes no KV: leave --dry-run and --max-gib out")
     placement = Placement(device, options.collection_store(store))
     with output.stdout_reserved(as_json):
         found = find_files(paths, leave_out=into)
@@ -114,7 +124,14 @@ def index_command(
         with (
             nullcontext() if dry_run else sole_writer(into),
             output.progress_bar() as bar,
-            Indexing(into, asked, bar, placement=placement, rebuild=rebuild) as indexing,
+            Indexing(
+                into,
+                asked,
+                bar,
+                placement=placement,
+                rebuild=rebuild,
+                register_only=register_only,
+            ) as indexing,
         ):
             try:
                 if dry_run or max_gib is not None:
@@ -179,6 +196,8 @@ def _report_lines(into: Path, report: IndexReport) -> list[str]:
         f"files: {report.added} added, {report.changed} changed, {report.unchanged} unchanged",
         f"chunk KV: {report.computed_chunks} computed{pace}, {report.stored_chunks} stored already",
     ]
+    if report.registered_chunks:
+        lines[-1] = f"chunk KV: none computed, {report.registered_chunks} chunks are made known"
     if report.refused_chunks:
         reasons = ", ".join(f"{count} {why}" for why, count in report.refused_chunks.items())
         lines.append(f"chunks without KV: {reasons}")

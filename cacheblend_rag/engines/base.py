@@ -26,7 +26,7 @@ from contextlib import aclosing, closing
 from dataclasses import replace
 from threading import Event
 from typing import Any, ClassVar, Final, Self, cast
-from weakref import ref
+from weakref import WeakSet, ref
 
 from tqdm import tqdm
 
@@ -34,17 +34,22 @@ from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.config import BlendConfig, LeadInConfig, check_request, settle
 from cacheblend_rag.engines.answer import Delta, FinishReason, Generation, Request
 from cacheblend_rag.engines.background import CLOSED
+from cacheblend_rag.engines.exiting import working
+from cacheblend_rag.engines.filling import Filling
+from cacheblend_rag.engines.grouping import grouped
 from cacheblend_rag.engines.known_chunks import Item, KnownChunks, whole_documents
 from cacheblend_rag.engines.misses import FirstMiss
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.storing import Stored, Tally
 from cacheblend_rag.engines.stream import Cancellation, Stream
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.store import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
 from cacheblend_rag.report import (
     BlendReport,
+    FillReport,
     PhaseSeconds,
     PrecomputeReport,
     PrefillReport,
@@ -97,6 +102,7 @@ class Engine(ABC):
         registry: ChunkRegistry | None = None,
         instruction: str | Callable[[Tokenizer], str] = "",
         namespace: str = "default",
+        fill_on_miss: bool = False,
     ) -> None:
         """Settle what an engine is: the attributes of the same names, None for their defaults.
 
@@ -110,16 +116,20 @@ class Engine(ABC):
             instruction: what prompts say before their first chunk; a function is given the
                 tokenizer and returns it.
             namespace: tenants with different namespaces never share KV.
+            fill_on_miss: whether registered chunks whose KV a request missed are computed and
+                stored in the engine's idle time, as if by ``precompute``.
 
         Raises:
             ConfigError: when a setting is out of range.
         """
+        self._fillings = WeakSet[Filling]()
         self.model_name, self.tokenizer, self.namespace = model_name, tokenizer, namespace
         self.config, lead_in = settled(config, lead_in)
         self.instruction = instruction if isinstance(instruction, str) else instruction(tokenizer)
         self._identity = dict(identity)
         self._closed, self._elder = False, cast("Self | None", None)
         self._settle(lead_in, ChunkRegistry() if registry is None else registry)
+        self.fill_on_miss = fill_on_miss
         if self.encoder.cuts == "nowhere":
             logger.warning("the tokenizer needs whole texts: no chunk can be reused in a prompt")
 
@@ -144,6 +154,13 @@ class Engine(ABC):
 
         self._known = KnownChunks(registry, self._led, evict)
         self._first_miss = FirstMiss(registry)
+
+        def fill(chunks: Sequence[Chunk]) -> Generator[Stored, None, None]:
+            if (engine := me()) and engine.is_open:
+                yield from engine._filled(chunks)
+
+        self._filling = Filling(registry, fill)
+        self._fillings.add(self._filling)
         self._preparer = PromptPreparer(
             self.tokenizer, self.encoder, registry, self._led, self.context_window
         )
@@ -176,6 +193,11 @@ class Engine(ABC):
         return self._led.fingerprint
 
     @property
+    def read_only(self) -> bool:
+        """Whether its store is only read: what is not stored is computed anew with each prompt."""
+        return False
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether prompts may be chat messages."""
         return bool(getattr(self.tokenizer, "chat_template", None))
@@ -184,6 +206,18 @@ class Engine(ABC):
     def is_open(self) -> bool:
         """Whether ``close`` has yet to be called."""
         return not self._closed and (self._elder is None or self._elder.is_open)
+
+    @property
+    def fill_on_miss(self) -> bool:
+        """Whether registered chunks whose KV requests miss are computed in idle time.
+
+        It may be changed at any time; what waits already is still filled.
+        """
+        return self._filling.is_on
+
+    @fill_on_miss.setter
+    def fill_on_miss(self, is_on: bool) -> None:
+        self._filling.is_on = is_on
 
     # Prompts
 
@@ -227,7 +261,9 @@ class Engine(ABC):
         self._check_open()
         self._known.register(items)
 
-    def precompute(self, items: Iterable[Item], *, progress: bool = True) -> PrecomputeReport:
+    def precompute(
+        self, items: Iterable[Item], *, progress: bool = True, register_only: bool = False
+    ) -> PrecomputeReport:
         """Register chunks and store their KV; what is stored already is skipped.
 
         A Document replaces what was known of its document_id in its collection before this call:
@@ -239,13 +275,21 @@ class Engine(ABC):
         Args:
             items: chunks, documents, or texts that stand alone.
             progress: whether a bar is shown.
+            register_only: nothing is computed now; documents take the place of what was known of
+                them all the same. An engine with ``fill_on_miss`` computes what requests miss.
 
         Returns:
-            How many chunks were computed, skipped, refused and replaced.
+            How many chunks were computed, skipped, refused and replaced, or only registered.
+
+        Raises:
+            StoreError: when the store is read only.
         """
-        self._check_open()
+        self._check_writable()
         started, tally = time.perf_counter(), Tally()
         chunks, replaced = self._known.replace(items, tally.refused)
+        if register_only:
+            report = tally.report(time.perf_counter() - started, replaced)
+            return replace(report, registered=len(chunks))
         refusal = self._storing_refusal() if chunks else None
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in whole_documents(chunks, self.part_chunks):
@@ -297,6 +341,22 @@ class Engine(ABC):
         """Most tokens of a lead-in, a context and a chunk together."""
         return self.context_window
 
+    def fill_report(self) -> FillReport:
+        """Return what was done so far about chunks that requests missed (``fill_on_miss``)."""
+        return self._filling.report()
+
+    def _filled(self, chunks: Sequence[Chunk]) -> Generator[Stored, None, None]:
+        """Store chunks in idle time; those that are forgotten by then, or meanwhile, are not."""
+        with working():
+            known = [chunk for chunk in chunks if self._known.has(chunk)]
+            refusal = self._storing_refusal() if known else None
+            plans, done = self._admitted(known, refusal)
+        yield done
+        if plans:
+            yield from self._fill(plans)
+        lost = len(chunks) - len(known) + self._known.drop_forgotten(known)
+        yield Stored(refused={FORGOTTEN: lost} if lost else {})
+
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
         """Start loading chunks into the fastest tier; returns at once.
 
@@ -315,9 +375,9 @@ class Engine(ABC):
             collection: only what was cut for it; None is all.
 
         Raises:
-            StoreError: when the registry cannot be written.
+            StoreError: when the registry cannot be written, or the store is read only.
         """
-        self._check_open()
+        self._check_writable()
         return self._known.forget(document_id, collection)
 
     def evict_unregistered(self) -> int:
@@ -328,9 +388,9 @@ class Engine(ABC):
 
         Raises:
             ConfigError: when the engine does not tell what it stores.
-            StoreError: when the registry cannot be read.
+            StoreError: when the registry cannot be read, or the store is read only.
         """
-        self._check_open()
+        self._check_writable()
         return self._evict(self._known.unregistered(self._stored_keys()))
 
     # Question time
@@ -427,9 +487,10 @@ class Engine(ABC):
         config: BlendConfig | None = None,
         hints: Hints = (),
     ) -> list[Generation]:
-        """Answer several prompts, in order; all are checked before the first is served.
+        """Answer several prompts; all are checked before the first is served.
 
-        When one fails the others are given up.
+        Those that share chunks are served next to each other, so that KV is loaded once. When one
+        fails the others are given up.
 
         Args:
             prompts: each as for generate.
@@ -438,16 +499,18 @@ class Engine(ABC):
             hints: chunks, or ids of documents, that any of the prompts is known to hold.
 
         Returns:
-            An answer a prompt.
+            An answer a prompt, in the prompts' order.
 
         Raises:
             PromptError: when a prompt is empty or longer than the context window.
             ConfigError: when ``config`` does not suit the model or tells what is an engine's.
         """
         requests = [self._request(prompt, sampling, config, hints, None) for prompt in prompts]
+        order = grouped([[one.key for one in request.prepared.placed] for request in requests])
         try:
-            answers = [iter(self._start(request)) for request in requests]
-            return [_last_of(answer) for answer in answers]
+            begun = [iter(self._start(requests[index])) for index in order]
+            answers = dict(zip(order, map(_last_of, begun), strict=True))
+            return [answers[index] for index in range(len(requests))]
         finally:
             for request in requests:
                 request.cancel.set()
@@ -523,6 +586,7 @@ class Engine(ABC):
         younger = copy.copy(self)
         younger._closed, younger._elder = False, self
         younger._settle(LeadInConfig.of(lead_in), ChunkRegistry())
+        younger.fill_on_miss = self.fill_on_miss
         return younger
 
     def close(self) -> None:
@@ -530,7 +594,10 @@ class Engine(ABC):
         if self._closed:
             return
         self._closed = True
+        self._filling.close()
         if self._elder is None:
+            for filling in list(self._fillings):  # siblings', too
+                filling.close()
             self._close()
 
     # For subclasses
@@ -545,6 +612,13 @@ class Engine(ABC):
 
         plans: distinct chunks, whole documents in order. Closing the generator stops the work.
         """
+
+    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+        """As ``_store``, when no request would wait for it; in a thread of its own.
+
+        An engine that is closed meanwhile is waited for: it ends, or yields, within a moment.
+        """
+        yield from self._store(plans)
 
     @abstractmethod
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
@@ -564,6 +638,8 @@ class Engine(ABC):
 
     def _storing_refusal(self) -> str | None:
         """Say why no chunk's KV can be stored now, or None."""
+        if self.read_only:
+            return READ_ONLY
         return None if self.blend_refusal is None else UNSUPPORTED
 
     def _check_config(self, config: BlendConfig) -> None:  # noqa: B027 - most configs suit
@@ -585,6 +661,7 @@ class Engine(ABC):
         prepared = request.prepared
         tokens = len(prepared.token_ids)
         reused, recomputed = reused_and_recomputed(prefill.chunks)
+        chunks = self._filling.see(prepared, prefill.chunks)
         answer = Generation(
             text=text,
             token_ids=tuple(token_ids),
@@ -604,7 +681,7 @@ class Engine(ABC):
                 lead_in=self._led.name,
                 compute_share=prefill.compute_share,
                 seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),
-                chunks=(*prefill.chunks, *prepared.unmatched),
+                chunks=(*chunks, *prepared.unmatched),
             ),
         )
         self._first_miss.see(prepared.text, prepared.expects_chunks, answer)
@@ -643,6 +720,12 @@ class Engine(ABC):
 
     def _astart(self, request: Request) -> Any:
         return aiter(self._start(request))
+
+    def _check_writable(self) -> None:
+        """Raise ConfigError once the engine is closed, StoreError where its store is only read."""
+        self._check_open()
+        if self.read_only:
+            raise StoreError(READ_ONLY)
 
     def _check_open(self) -> None:
         """Raise ConfigError once the engine is closed."""

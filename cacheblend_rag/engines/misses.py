@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from itertools import islice
 
 from cacheblend_rag.engines.answer import FULL_PREFILL, Generation
+from cacheblend_rag.engines.filling import BEING_FILLED
 from cacheblend_rag.report import MissReason
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -21,7 +22,8 @@ CAUSES: Mapping[MissReason | None, str] = {
     "unknown": "its passages were never given to precompute (CacheBlendPrecompute in LlamaIndex, "
     "CacheBlendTransformer in LangChain) of an engine with this registry: kv_path, namespace",
     "altered text": "it holds them otherwise than they were indexed: cut, or changed by a template",
-    "not stored": "their KV was never computed, or was evicted: precompute them",
+    "not stored": "their KV was never computed, or was evicted: precompute them, or give the "
+    "engine fill_on_miss=True",
     "other model": "their KV was computed behind another instruction, or by another model or "
     "tokenizer: precompute them with what answers now",
 }
@@ -48,7 +50,8 @@ class FirstMiss:
         """
         report = answer.report
         uncalled = report.reason == FULL_PREFILL or answer.finish_reason == "cancelled"
-        if self._said or report.blended or uncalled:
+        is_healing = any(chunk.reason == BEING_FILLED for chunk in report.chunks)
+        if self._said or report.blended or uncalled or is_healing:
             return
         cause = self._cause(text, expected, answer)
         if cause:

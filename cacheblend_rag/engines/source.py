@@ -37,7 +37,8 @@ class EngineSource:
         Args:
             engine: the engine, where there is one already.
             shared: whether sources of a process whose settings are equal open one engine between
-                them; what a request may change is no matter.
+                them; what a request may change is no matter, and one that fills on miss does so
+                for all.
         """
         self._engine, self._shared = engine, shared
         self.was_given = engine is not None
@@ -148,10 +149,13 @@ def _open(config: EngineConfig, shared: bool) -> Engine:
     engine = _opened.get(key)
     if engine is None:
         engine = _opened[key] = open_engine(config)
+    if config.fill_on_miss:  # also where who opened it did not ask for that
+        engine.fill_on_miss = True
     return engine
 
 
 def _key(config: EngineConfig) -> tuple[object, ...]:
     """What two must agree on to share an engine; a forked process opens its own."""
-    kept = (getattr(config, field.name) for field in fields(config) if field.name != "blend")
+    changing = {"blend", "fill_on_miss"}
+    kept = (getattr(config, one.name) for one in fields(config) if one.name not in changing)
     return (os.getpid(), *kept)

@@ -22,10 +22,14 @@ PARTS_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What looking a chunk up came to: the chunk, or the reason why there is none."""
+    """What looking a chunk up came to: the chunk, or the reason why there is none.
+
+    failed: name of the tier that could not be read, if that is the reason.
+    """
 
     chunk: SharedChunk | None
     reason: StoreMiss | None
+    failed: str | None = None
 
     @property
     def head(self) -> ChunkReader | None:
@@ -34,8 +38,8 @@ class Found:
 
     @property
     def tier(self) -> str | None:
-        """Name of the tier where it was found."""
-        return None if self.chunk is None else self.chunk.tier
+        """Name of the tier where it was found, or that could not be read."""
+        return self.failed if self.chunk is None else self.chunk.tier
 
 
 class Room:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
@@ -20,14 +21,15 @@ LayerKV = tuple[Tensor, Tensor]
 class ChunkReader(ABC):
     """One chunk as it stands in a tier. Safe to share between threads.
 
-    shape: of keys and of values, (layers, kv_heads, tokens, head_dim). position, prior: see
-    ChunkKV. written_at: when it was first stored. part: layers that are worth a read together.
+    shape: of keys and of values, (layers, kv_heads, tokens, head_dim). position, prior, precision:
+    see ChunkKV. written_at: when it was first stored. part: layers that are worth a read together.
     """
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
     position: int
     prior: Tensor | None
+    precision: Precision
     written_at: float
     part: int
 
@@ -49,7 +51,7 @@ class ChunkReader(ABC):
     def assembled(self, layers: Sequence[LayerKV]) -> ChunkKV:
         """Return the chunk of all its layers, which are copied side by side."""
         kv = torch.stack([torch.stack(layer) for layer in layers])
-        return ChunkKV(kv[:, 0], kv[:, 1], self.position, self.prior)
+        return ChunkKV(kv[:, 0], kv[:, 1], self.position, self.prior, self.precision)
 
 
 class WholeReader(ChunkReader):
@@ -60,6 +62,7 @@ class WholeReader(ChunkReader):
         self.kv, self.written_at = kv, written_at
         self.shape, self.part = (layers, kv_heads, tokens, head_dim), layers
         self.dtype, self.position, self.prior = kv.keys.dtype, kv.position, kv.prior
+        self.precision = kv.precision
 
     @property
     def layer_bytes(self) -> int:
@@ -99,6 +102,7 @@ class RangeReader(ChunkReader):
         self._head, self._read_range, self.written_at = head, read_range, written_at
         self.shape = (head.layers, head.kv_heads, head.tokens, head.head_dim)
         self.dtype, self.position, self.prior = head.dtype, head.position, head.prior
+        self.precision = head.precision
         self.part = min(max(1, least // head.layer_bytes), head.layers)
 
     def read(self, first: int, last: int) -> list[LayerKV]:

@@ -5,23 +5,30 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
 from weakref import WeakValueDictionary
 
-from cacheblend_rag.config import StoreConfig
+import torch
+
+from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.access_log import AccessLog
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.layers import Found, LayerSource, Room, miss_of
-from cacheblend_rag.kv.lookup import Lookup, StoreMiss
+from cacheblend_rag.kv.lookup import Lookup
+from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import SharedChunk
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
+from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.tiers.urls import open_tier
 
 PREFETCH_THREADS = 2
 FETCH_THREADS = 16
@@ -30,6 +37,7 @@ FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
 ROOM_AHEAD_BYTES = 512 << 20
 """Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
+READ_ONLY = "the store is read only: store and evict where it is opened with read_only=False"
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
 
@@ -67,15 +75,23 @@ class TieredKVStore:
         tiers: from fastest to slowest, each with a name of its own.
         ttl_seconds: age since it was first stored at which a chunk is gone, None is never; a tier's
             own policy may say less.
+        precision: to which the numbers of what is put are rounded, see kv/precision.py.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
 
     Attributes:
-        tiers, ttl_seconds: as given.
+        tiers, ttl_seconds, precision: as given.
+        access_log: where it is noted what prompts ask for, or None.
     """
 
-    def __init__(self, tiers: Sequence[Tier], *, ttl_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        ttl_seconds: float | None = None,
+        precision: Precision = "native",
+    ) -> None:
         if not tiers:
             raise StoreError("a store needs at least one tier")
         names = [tier.name for tier in tiers]
@@ -85,7 +101,9 @@ class TieredKVStore:
             raise StoreError(f"ttl_seconds={ttl_seconds} must be above 0")
         self.tiers = tuple(tiers)
         self.ttl_seconds = ttl_seconds
+        self.precision = precision
         self._pinned: set[KVKey] = set()
+        self.access_log: AccessLog | None = None
         self._locks = KeyLocks()
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
@@ -101,6 +119,8 @@ class TieredKVStore:
         disk_path: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
         ttl_seconds: float | None = None,
+        read_only: bool = False,
+        precision: Precision = "native",
     ) -> TieredKVStore:
         """Return a store in memory, on disk, or both.
 
@@ -109,6 +129,8 @@ class TieredKVStore:
             disk_path: folder shared between processes and runs; None keeps nothing on disk.
             disk_bytes: room for chunk KV there; None is without limit.
             ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
+            read_only: whether the folder is only read; memory is used as ever.
+            precision: to which the numbers of what is put are rounded.
 
         Raises:
             StoreError: when there is neither memory nor disk, or the folder is unusable.
@@ -117,22 +139,50 @@ class TieredKVStore:
         if host_bytes != 0:
             tiers.append(HostTier(host_bytes))
         if disk_path is not None:
-            tiers.append(DiskTier(disk_path, disk_bytes))
-        return cls(tiers, ttl_seconds=ttl_seconds)
+            policy = TierPolicy(disk_bytes, read_only=read_only)
+            tiers.append(DiskTier(disk_path, policy=policy))
+        return cls(tiers, ttl_seconds=ttl_seconds, precision=precision)
 
     @classmethod
-    def of(cls, config: StoreConfig) -> TieredKVStore:
+    def of(cls, config: StoreConfig, *, device: torch.device | str = "cpu") -> TieredKVStore:
         """Return the store that a StoreConfig describes.
 
+        Args:
+            config: where chunk KV is kept.
+            device: where the engine computes, which is where a device tier keeps it.
+
         Raises:
-            StoreError: when there is neither memory nor disk, or the folder is unusable.
+            StoreError: when there is neither memory nor disk, or a tier cannot be opened.
+            MissingExtraError: when a tier's library is not there.
         """
+        store = cls._of(config, device)
+        if config.access_log is not None:
+            store.follow(AccessLog(config.access_log))
+        return store
+
+    @classmethod
+    def _of(cls, config: StoreConfig, device: torch.device | str) -> TieredKVStore:
+        if config.tiers is not None:
+            tiers = [open_tier(url, device, read_only=config.read_only) for url in config.urls]
+            return cls(tiers, ttl_seconds=config.ttl_seconds, precision=config.precision)
         return cls.open(
             host_bytes=config.host_bytes,
             disk_path=config.kv_path,
             disk_bytes=config.disk_bytes,
             ttl_seconds=config.ttl_seconds,
+            read_only=config.read_only,
+            precision=config.precision,
         )
+
+    def follow(self, log: AccessLog) -> None:
+        """Note in ``log`` what prompts ask for, and prefetch what it says most did before."""
+        self.access_log = log
+        self._pool.submit(lambda: self.prefetch(log.most_used()))
+
+    @property
+    def read_only(self) -> bool:
+        """Whether a tier is only read, so that nothing is stored or evicted for good."""
+        return any(tier.policy.read_only for tier in self.tiers)
 
     def contains(self, key: KVKey) -> bool:
         """Whether any tier holds the chunk; reads no tensors."""
@@ -144,6 +194,17 @@ class TieredKVStore:
         As far as tiers can tell without listing what they hold.
         """
         return any(tier.has_relative(key) for tier in self.tiers)
+
+    def absence(self, key: KVKey) -> Lookup:
+        """Say why a chunk is not there, without reading.
+
+        Returns:
+            A miss: a tier fails, another model's KV of the chunk is stored, or nothing.
+        """
+        for tier in self.tiers:
+            if tier.reading.is_failing:
+                return Lookup.missed("store error", tier.name)
+        return Lookup.missed("other model" if self.has_relative(key) else "not stored")
 
     def contains_many(self, keys: Iterable[KVKey]) -> list[bool]:
         """As contains, for many keys at once: each tier is asked once.
@@ -202,6 +263,9 @@ class TieredKVStore:
         Returns:
             What hands the chunks out; to be closed by whoever may not take them all.
         """
+        keys = list(keys)
+        if promote and keys and self.access_log is not None:
+            self._note(self.access_log, keys)
         return Fetch(keys, lambda key: self._begin_look(key, promote), self._room_ahead)
 
     def layers(self, keys: Iterable[KVKey], *, promote: bool = True) -> LayerSource:
@@ -216,6 +280,9 @@ class TieredKVStore:
         Returns:
             What hands the layers out; to be closed by whoever may not take them all.
         """
+        keys = list(keys)
+        if promote and keys and self.access_log is not None:
+            self._note(self.access_log, keys)
         return LayerSource(
             keys,
             lambda key: self._begin(partial(self._open, key, promote), Found(None, "store error")),
@@ -224,12 +291,13 @@ class TieredKVStore:
             self._room,
         )
 
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+    def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> bool:
         """Store a chunk in every tier that takes puts, fastest first.
 
         Args:
             key: the name it is stored under.
             kv: the chunk KV; its tensors must not be written to afterwards.
+            written_at: when it was first stored, a Unix time; None is now.
 
         Returns:
             Whether any tier took it.
@@ -238,21 +306,32 @@ class TieredKVStore:
             ValueError: when the tensors are not as ChunkKV promises.
         """
         kv.validate()
-        chunk = StoredChunk(kv, time.time())
+        now = time.time() if written_at is None else written_at
+        chunk = StoredChunk(rounded(kv, self.precision), now)
         self._see([key])
         with self._locks.held(key):
             self._part_with(key)
             return _put_all(self.tiers, key, chunk)
 
     def evict(self, key: KVKey) -> bool:
-        """Remove a chunk from all tiers, pinned or not; returns whether it was stored."""
+        """Remove a chunk from all tiers, pinned or not; returns whether it was stored.
+
+        Raises:
+            StoreError: when the store is read only: the chunk would come back.
+        """
+        self._check_writable()
         with self._locks.held(key):
             self._part_with(key)
             evicted = [tier.evict(key) for tier in self.tiers]
         return any(evicted)
 
     def evict_where(self, condition: Callable[[KVKey, Entry], bool]) -> int:
-        """Evict all chunks for which ``condition`` holds; returns how many."""
+        """Evict all chunks for which ``condition`` holds; returns how many.
+
+        Raises:
+            StoreError: when the store is read only.
+        """
+        self._check_writable()
         doomed = [key for key, entry in self.entries().items() if condition(key, entry)]
         return sum(self.evict(key) for key in doomed)
 
@@ -261,7 +340,7 @@ class TieredKVStore:
         return sum(
             self._expire(tier, key)
             for tier in self.tiers
-            for key, entry in tier.entries()
+            for key, entry in _entries_of(tier)
             if self._is_expired(tier, key, entry)
         )
 
@@ -327,7 +406,7 @@ class TieredKVStore:
         return {
             key: entry
             for tier in reversed(self.tiers)
-            for key, entry in tier.entries()
+            for key, entry in _entries_of(tier)
             if not self._is_expired(tier, key, entry)
         }
 
@@ -336,8 +415,9 @@ class TieredKVStore:
 
         Returns:
             Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of
-            what happened there: hits, misses, admitted, rejected, refused, evictions, expired,
-            quarantined, errors.
+            hits, misses, admitted, rejected, refused, evictions, expired, quarantined, errors,
+            skipped (reads while it was out), dropped (writes) and queued (chunks not written yet);
+            entries and bytes are None where it cannot be asked.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 
@@ -369,10 +449,14 @@ class TieredKVStore:
         return VerifyReport(len(todo), expired, tuple(damaged))
 
     def close(self) -> None:
-        """Stop reading ahead and let go of memory; the store must not be used afterwards."""
+        """Stop reading ahead, write what waits for it and let go of memory.
+
+        The store must not be used afterwards.
+        """
         for pool in (self._pool, self._fetching):
             pool.shutdown(wait=True, cancel_futures=True)
         for tier in self.tiers:
+            tier.drain()
             tier.close()
 
     def __enter__(self) -> Self:
@@ -380,6 +464,10 @@ class TieredKVStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise StoreError(READ_ONLY)
 
     def _entry(self, key: KVKey) -> Entry | None:
         return self._held([key]).get(key)
@@ -418,7 +506,7 @@ class TieredKVStore:
             missing = [key for key, lookup in found.items() if lookup.kv is None]
             for key, read in zip(missing, self._read(tier, missing), strict=True):
                 if isinstance(read, StoreError):
-                    found[key] = Lookup.missed(miss_of(read))
+                    found[key] = _missed(tier, read)
                 elif read is not None:
                     found[key] = Lookup(read.kv, tier.name, None)
                     if promote:
@@ -427,21 +515,32 @@ class TieredKVStore:
 
     def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
         """Read chunks of one tier that are not past their time to live."""
-        self._expire_of(tier, keys)
-        return tier.get_many(keys)
+        gone = self._expire_of(tier, keys)
+        read = iter(tier.get_many([key for key in keys if key not in gone]))
+        return [None if key in gone else next(read) for key in keys]
 
-    def _expire_of(self, tier: Tier, keys: Sequence[KVKey]) -> None:
-        """Remove those of a tier's chunks that are past their time to live."""
+    def _expire_of(self, tier: Tier, keys: Sequence[KVKey]) -> set[KVKey]:
+        """Remove those of a tier's chunks that are past their time to live.
+
+        Returns those that stay there, since the tier is only read: they are not to be read.
+        """
+        staying = set[KVKey]()
         if self._ttl(tier) is not None:
             for key, entry in zip(keys, tier.entry_many(keys), strict=True):
                 if entry is not None and self._is_expired(tier, key, entry):
                     tier.expire(key)
+                    staying |= {key} if tier.policy.read_only else set()
+        return staying
 
     def _see(self, keys: Iterable[KVKey]) -> None:
         """Tell all tiers what is asked for: the fastest have it, the others keep it, too."""
         seen = list(dict.fromkeys(keys))
         for tier in self.tiers:
             tier.see(seen)
+
+    def _note(self, log: AccessLog, keys: Sequence[KVKey]) -> None:
+        with suppress(RuntimeError):  # closed meanwhile
+            self._pool.submit(log.note, keys)
 
     def _prefetch(self, key: KVKey) -> None:
         """Read ahead of a request, which will be the chunk's use."""
@@ -478,20 +577,20 @@ class TieredKVStore:
             if shared is not None and shared.failure is not None:
                 shared = None
             found = self._open_alone(key, promote) if shared is None else Found(shared, None)
-        if found.reason == "not stored" and self.has_relative(key):
-            return Found(None, "other model")
+        if found.reason == "not stored":
+            absence = self.absence(key)
+            return Found(None, absence.reason, absence.tier)
         return found
 
     def _open_alone(self, key: KVKey, promote: bool) -> Found:
-        reason: StoreMiss = "not stored"
+        missed = Lookup.missed("not stored")
         for depth, tier in enumerate(self.tiers):
-            self._expire_of(tier, [key])
-            opened = tier.open(key)
+            opened = None if self._expire_of(tier, [key]) else tier.open(key)
             if isinstance(opened, ChunkReader):
                 return Found(self._shared(key, depth, opened, promote), None)
             if opened is not None:
-                reason = miss_of(opened)
-        return Found(None, reason)
+                missed = _missed(tier, opened)
+        return Found(None, missed.reason, missed.tier)
 
     def _shared(self, key: KVKey, depth: int, reader: ChunkReader, promote: bool) -> SharedChunk:
         """Return what prompts read a chunk through; what is kept of it is kept once it is whole."""
@@ -526,9 +625,7 @@ class TieredKVStore:
     def _look(self, key: KVKey, promote: bool) -> Lookup:
         """Read a chunk; where it is missing, find out why while nobody waits for it."""
         found = self.get(key, promote=promote)
-        if found.reason == "not stored" and self.has_relative(key):
-            return Lookup.missed("other model")
-        return found
+        return self.absence(key) if found.reason == "not stored" else found
 
 
 def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:
@@ -537,8 +634,20 @@ def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:
     return any(taken)
 
 
+def _entries_of(tier: Tier) -> Iterator[tuple[KVKey, Entry]]:
+    """Go through a tier, beginning with what is on its way: it may have arrived meanwhile."""
+    yield from tier.queued()
+    yield from tier.entries()
+
+
 def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
     """Keep a chunk that was found below these tiers in those that keep such."""
     for tier in tiers:
         if tier.keeps_found:
             tier.put(key, chunk)
+
+
+def _missed(tier: Tier, error: StoreError) -> Lookup:
+    """Return what an unusable chunk is, or which tier could not be read."""
+    reason = miss_of(error)
+    return Lookup.missed(reason, tier.name if reason == "store error" else None)

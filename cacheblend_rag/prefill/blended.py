@@ -15,13 +15,12 @@ from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import BlendConfig
-from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.laying import LaidChunk, Laying, LostChunkError
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
-from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.report import ChunkReport
 
 CONTEXT_KEPT = "nothing to recompute: the chunks know their own documents"
 """Of a blend whose every chunk is contextual: fresh KV would forget its document."""
@@ -217,17 +216,17 @@ class PromptPass:
         return attention
 
 
-def absence(store: TieredKVStore, key: KVKey) -> MissReason:
-    """Why the store has no such key: at all, or because its KV is another model's."""
-    return "other model" if store.has_relative(key) else "not stored"
+def absent(store: TieredKVStore, chunk: PlacedChunk) -> ChunkReport:
+    """Report a chunk that the store does not hold, and why."""
+    found = store.absence(chunk.key)
+    return chunk.report(found.reason, found.tier)
 
 
 def _report(placed: PlacedChunk, chunk: LaidChunk) -> ChunkReport:
-    """Say what became of a chunk; of one that was lost on its way also where it was found."""
-    if chunk.is_used:
-        return placed.report(None, chunk.tier)
-    missed = placed.report(chunk.reason or "not stored")
-    return replace(missed, tier=chunk.tier) if chunk.reason else missed
+    """Say what became of a chunk; of one that only other ranks lack, that it is not stored."""
+    if chunk.is_used or chunk.reason:
+        return placed.report(chunk.reason, chunk.tier)
+    return placed.report("not stored")
 
 
 def _with_recomputed(report: ChunkReport, recomputed: Mask) -> ChunkReport:

@@ -53,10 +53,12 @@ class Placement:
     """What a run settles of a collection's engine, and the collection does not.
 
     device: None is the best one. store: how chunk KV is kept; where, is the collection's.
+    fill_on_miss: see EngineConfig; whoever asks once is gone before anything is filled.
     """
 
     device: str | None = None
     store: StoreConfig = field(default_factory=StoreConfig)
+    fill_on_miss: bool = False
 
 
 def resolved_name(name: str) -> str:
@@ -131,6 +133,7 @@ def _open(folder: Path, settings: CollectionSettings, placement: Placement) -> E
             instruction=settings.lead_in,
             namespace=settings.namespace,
             store=placement.store.with_changes(kv_path=folder / KV_NAME),
+            fill_on_miss=placement.fill_on_miss,
             device=placement.device,
             dtype=settings.dtype or None,
         )

@@ -23,8 +23,8 @@ class IndexReport:
     were kept. unknown: files with an extension that is not read. skipped: files that could not be
     indexed, and why. computed_chunks, stored_chunks: chunks of files that were read whose KV was
     computed, or was there already. computed_tokens, compute_seconds, computed_kv_bytes: of the
-    computed ones. refused_chunks: chunks that have no KV, by reason. documents, chunks: all that
-    the collection holds in the end.
+    computed ones. refused_chunks: chunks that have no KV, by reason. registered_chunks: chunks that
+    were only made known. documents, chunks: all that the collection holds in the end.
     """
 
     added: int = 0
@@ -40,6 +40,7 @@ class IndexReport:
     compute_seconds: float = 0.0
     stored_chunks: int = 0
     refused_chunks: dict[str, int] = field(default_factory=dict)
+    registered_chunks: int = 0
     documents: int = 0
     chunks: int = 0
 

@@ -69,7 +69,8 @@ class Indexing:
 
     asked: the fields of Choices that the user gave; a collection that is there must agree with
     them. watcher: is told what is being done. rebuild: delete the collection as soon as there is
-    something to put in its place, and make it anew, as asked or else as it was.
+    something to put in its place, and make it anew, as asked or else as it was. register_only:
+    chunks are made known, and computed once they are missed.
 
     Raises ConfigError when the collection does not agree, StoreError when it is damaged.
     """
@@ -82,12 +83,13 @@ class Indexing:
         *,
         placement: Placement | None = None,
         rebuild: bool = False,
+        register_only: bool = False,
     ) -> None:
         self.report = IndexReport()
         self._folder = folder
         self._watcher = watcher
         self._placement = placement or Placement()
-        self._rebuild = rebuild
+        self._rebuild, self._register_only = rebuild, register_only
         self._reader = FileReader()
         self._collection: Collection | None = None
         self._models: _Models | None = None
@@ -249,13 +251,17 @@ class Indexing:
             started = time.perf_counter()
             task.note("embedding")
             vectors.append(models.embedder.embed([f"{title}\n{chunk.text}" for chunk in part]))
-            task.note("computing")
-            self._count(models.engine.precompute(part, progress=False), models)
+            if not self._register_only:
+                task.note("computing")
+                self._count(models.engine.precompute(part, progress=False), models)
+                self._files_task.note(self.report.pace)
             task.advance(len(part))
-            self._files_task.note(self.report.pace)
             count = _next_count(count, time.perf_counter() - started)
         # The document as a whole takes the place of what the file held before.
-        models.engine.precompute([document], progress=False)
+        done = models.engine.precompute(
+            [document], progress=False, register_only=self._register_only
+        )
+        self.report.registered_chunks += done.registered
         task.end()
         return np.concatenate(vectors)
 

@@ -59,16 +59,19 @@ class SharedChunkRegistry(ChunkRegistry):
 
     Args:
         path: the file; it and its folder are made where they are not there.
+        read_only: whether the file is only read: what is added or forgotten here is so for this
+            object alone.
 
     Raises:
         StoreError: when the file cannot be opened or is no registry of this version.
 
     Attributes:
-        path: the file.
+        path, read_only: as given.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         super().__init__()
+        self.read_only = read_only
         self.path = Path(path)
         self._file_lock = RLock()
         self._rows: dict[int, Chunk] = {}
@@ -79,13 +82,19 @@ class SharedChunkRegistry(ChunkRegistry):
         self._last_chunk = self._last_removal = self._seen_version = 0
         self._patience = READ_SECONDS
         with self._failing("opened"):
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path.touch(mode=0o600)
+            if not read_only:
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.path.touch(mode=0o600)
             self._file = sqlite3.connect(
-                self.path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
+                f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}",
+                timeout=WAIT_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
+                uri=True,
             )
-            self._file.execute("PRAGMA secure_delete = ON")
-            self._make_tables()
+            if not read_only:
+                self._file.execute("PRAGMA secure_delete = ON")
+                self._make_tables()
             self._read_news()
 
     def __len__(self) -> int:
@@ -108,6 +117,9 @@ class SharedChunkRegistry(ChunkRegistry):
         chunks = list(dict.fromkeys(reversed(list(chunks))))[::-1]  # the last of equal ones counts
         for chunk in chunks:
             self.check(chunk)
+        if self.read_only:
+            super().add_many(chunks)
+            return
         with self._writing():
             for chunk in chunks:
                 if self._variants.get(chunk.text, {}).keys() != {chunk}:
@@ -120,6 +132,9 @@ class SharedChunkRegistry(ChunkRegistry):
         Raises:
             StoreError: when the file cannot be written.
         """
+        if self.read_only:
+            super().discard_many(chunks)
+            return
         with self._writing():
             for chunk in dict.fromkeys(chunks):
                 self._delete_row(chunk)
@@ -150,6 +165,9 @@ class SharedChunkRegistry(ChunkRegistry):
         Raises:
             StoreError: when the file cannot be read.
         """
+        if self.read_only:
+            self._catch_up()
+            return
         with self._writing():
             pass
 

@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 import zlib
-from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterable, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from queue import SimpleQueue
@@ -26,9 +26,12 @@ from cacheblend_rag import (
     SamplingParams,
 )
 from cacheblend_rag.engines import base
+from cacheblend_rag.engines import filling as filling_module
 from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.storing import Stored, Tally
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.lead_in import ChunkPlan
 from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
@@ -102,6 +105,31 @@ class Gate:
             return work(*arguments)
 
         monkeypatch.setattr(engine, method, waiting)
+
+
+class Fills:
+    """What an engine fills: the keys, in order. It waits at a gate, which is open at first.
+
+    begun, ended: whether filling ever was at the gate, or is through.
+    """
+
+    def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: list[KVKey] = []
+        self.begun, self.gate, self.ended = Event(), Event(), Event()
+        self.gate.set()
+        fill = engine._fill
+
+        def watched(plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+            self.keys += [plan.key for plan in plans]
+            self.begun.set()
+            try:
+                while not self.gate.wait(0.01):
+                    yield Stored()
+                yield from fill(plans)
+            finally:
+                self.ended.set()
+
+        monkeypatch.setattr(engine, "_fill", watched)
 
 
 class EngineContract:
@@ -622,6 +650,22 @@ class EngineContract:
         with pytest.raises(PromptError, match="empty"):
             engine.register([""])
 
+    def test_a_document_may_be_replaced_without_computing(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        old = texts.document(20, 15)
+        new = Document(old.document_id, (old.chunks[0], texts.text(12)), separator=" w77 ")
+        engine.precompute([old], progress=False)
+        report = engine.precompute([new, texts.text(9), " "], progress=False, register_only=True)
+        assert (report.registered, report.replaced, report.computed, report.skipped) == (3, 1, 0, 0)
+        assert report.refused == {"empty text": 1}
+        assert engine.registry.document(old.document_id) == tuple(new.to_chunks())
+        found = engine.generate(texts.asking(*new.to_chunks()), SHORT).report.chunks
+        assert [(chunk.hit, chunk.reason) for chunk in found] == [
+            (True, None),
+            (False, "not stored"),
+        ]
+
     def test_each_chunk_is_counted_once(self, engine: Engine, texts: Texts) -> None:
         document = texts.document(30, 20, 10)
         stands_alone = Chunk(texts.text(15))
@@ -667,6 +711,18 @@ class EngineContract:
         second = texts.document(11, 13, name=first.document_id)
         assert engine.precompute([first, second], progress=False).computed == 4
         assert len(engine.registry.document(first.document_id)) == 4
+
+    def test_a_boundary_ends_what_a_chunk_knows(self, engine: Engine, texts: Texts) -> None:
+        document = texts.document(30, 31, 32, boundaries=("staff", "all", "all"))
+        assert engine.precompute([document], progress=False).computed == 3
+        seen = Document(f"{document.document_id} alone", document.chunks[1:], document.separator)
+        report = engine.precompute([seen], progress=False)
+        assert (report.computed, report.skipped) == (0, 2)  # under the very keys
+        opened = texts.document(30, 31, 32)
+        whole, hidden = opened.to_chunks(), Document("", opened.chunks, boundaries=("", "a", "a"))
+        keys = [engine.key(chunk) for chunk in hidden.to_chunks()]
+        assert keys[0] == engine.key(whole[0])
+        assert not {keys[1], keys[2]} & {engine.key(chunk) for chunk in whole}
 
     def test_an_interrupted_run_goes_on_where_it_stopped(
         self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
@@ -765,6 +821,209 @@ class EngineContract:
         hits = engine.generate(texts.asking(*kept.to_chunks()), SHORT).report.chunks
         assert [chunk.hit for chunk in hits] == [True]
         assert engine.precompute([lost], progress=False).computed == 2
+
+    # Filling what was missed
+
+    @pytest.fixture
+    def filling(self, engine: Engine) -> Iterator[Engine]:
+        """The engine, which fills on miss for the time of a test."""
+        assert not engine.fill_on_miss, "nothing is computed that nobody asked for"
+        engine.fill_on_miss = True
+        yield engine
+        engine.fill_on_miss = False
+        self._wait_until_filled(engine)
+
+    def test_what_was_missed_is_filled(self, filling: Engine, texts: Texts) -> None:
+        document, before = texts.document(40, 30, 25), filling.fill_report()
+        first, _, last = document.to_chunks()
+        filling.register([document])
+        report = filling.generate(texts.asking(last, first), SHORT).report
+        assert (report.blended, report.reason) == (False, "no chunk of the prompt is stored")
+        assert [chunk.reason for chunk in report.chunks] == ["not stored, being filled"] * 2
+        self._wait_until_filled(filling)
+        prompt = texts.asking(last, first)
+        answer = filling.generate(prompt, SHORT, config=ALL)
+        assert [chunk.hit for chunk in answer.report.chunks] == [True, True]
+        assert answer.token_ids == filling.generate_full(prompt, SHORT).token_ids
+        after = filling.fill_report()
+        assert (after.computed - before.computed, after.dropped) == (2, before.dropped)
+        assert after.computed_tokens - before.computed_tokens == 65
+        assert after.seconds > before.seconds
+        done = filling.precompute([document], progress=False)
+        assert (done.computed, done.skipped) == (1, 2), "what was filled is what is precomputed"
+
+    def test_what_many_requests_missed_is_filled_once(
+        self, filling: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fills, chunks = Fills(filling, monkeypatch), texts.chunks(30, 20, 25)
+        fills.gate.clear()
+        filling.register(chunks)
+        prompts = [texts.asking(*chunks) for _ in range(4)]
+        answers = [filling.generate(prompts[0], SHORT)]
+        assert fills.begun.wait(PATIENCE)
+        answers += filling.generate_batch(prompts[1:], SHORT)
+        told = {chunk.reason for answer in answers for chunk in answer.report.chunks}
+        assert told == {"not stored, being filled"}
+        fills.gate.set()
+        self._wait_until_filled(filling)
+        assert sorted(map(str, fills.keys)) == sorted(str(filling.key(one)) for one in chunks)
+        report = filling.generate(texts.asking(*chunks), SHORT).report
+        assert [chunk.hit for chunk in report.chunks] == [True] * 3
+
+    def test_chunks_of_a_document_are_filled_together(
+        self, filling: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fills, document = Fills(filling, monkeypatch), texts.document(12, 13, 14, 15)
+        other = texts.chunks(20)
+        fills.gate.clear()
+        filling.register([*other, document])
+        filling.generate(texts.asking(*other), SHORT)
+        assert fills.begun.wait(PATIENCE)
+        chunks = document.to_chunks()
+        filling.generate(texts.asking(chunks[3], chunks[1], chunks[2]), SHORT)
+        fills.gate.set()
+        self._wait_until_filled(filling)
+        assert fills.keys == [filling.key(one) for one in (*other, *chunks[1:])]
+        report = filling.generate(texts.asking(*chunks[1:]), SHORT).report
+        assert [chunk.hit for chunk in report.chunks] == [True] * 3
+
+    def test_what_is_too_little_to_blend_is_filled_up(self, filling: Engine, texts: Texts) -> None:
+        stored, missing = texts.chunks(20, 30)
+        filling.precompute([stored], progress=False)
+        filling.register([missing])
+        config = CONFIG.with_changes(min_tokens=40)
+        report = filling.generate(texts.asking(stored, missing), SHORT, config=config).report
+        assert [c.reason for c in report.chunks] == ["too short", "not stored, being filled"]
+        self._wait_until_filled(filling)
+        report = filling.generate(texts.asking(stored, missing), SHORT, config=config).report
+        assert [chunk.hit for chunk in report.chunks] == [True, True]
+
+    def test_what_nobody_registered_or_reused_is_not_filled(
+        self, filling: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fills, (stranger, known) = Fills(filling, monkeypatch), texts.chunks(20, 30)
+        filling.register([known])
+        report = filling.generate(texts.asking(stranger), SHORT).report
+        assert [chunk.reason for chunk in report.chunks] == ["not stored"]
+        filling.generate_full(texts.asking(known), SHORT)
+        cancel = Event()
+        cancel.set()
+        filling.generate(texts.asking(known), SHORT, cancel=cancel)
+        filling.fill_on_miss = False
+        report = filling.generate(texts.asking(known), SHORT).report
+        assert [chunk.reason for chunk in report.chunks] == ["not stored"]
+        self._wait_until_filled(filling)
+        assert fills.keys == []
+
+    def test_what_is_evicted_meanwhile_is_not_filled(
+        self, filling: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Neither what waits for its turn nor what is being computed."""
+        at_work, waiting = texts.document(30, 20), texts.document(25)
+        fills = Fills(filling, monkeypatch)
+        fills.gate.clear()
+        filling.register([at_work, waiting])
+        for document in (at_work, waiting):
+            filling.generate(texts.asking(*document.to_chunks()), SHORT)
+            assert fills.begun.wait(PATIENCE)
+        for document in (at_work, waiting):
+            assert filling.evict_document(document.document_id) == 0
+        fills.gate.set()
+        self._wait_until_filled(filling)
+        assert filling.key(waiting.to_chunks()[0]) not in fills.keys
+        chunks = [*at_work.to_chunks(), *waiting.to_chunks()]
+        report = filling.generate(texts.asking(*chunks), SHORT).report
+        assert [chunk.hit for chunk in report.chunks] == [False] * 3
+
+    def test_too_many_misses_are_dropped_and_counted(
+        self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sibling, chunks = self._filling_sibling(engine), texts.chunks(20, 21, 22, 23, 24, 25)
+        monkeypatch.setattr(filling_module, "MOST_WAITING", 2)
+        fills = Fills(sibling, monkeypatch)
+        fills.gate.clear()
+        sibling.register(chunks)
+        sibling.generate(texts.asking(chunks[0]), SHORT)
+        assert fills.begun.wait(PATIENCE)
+        for missed in (chunks[1:3], chunks[1:2], chunks[3:4], chunks[4:]):
+            sibling.generate(texts.asking(*missed), SHORT)
+        fills.gate.set()
+        self._wait_until_filled(sibling)
+        report = sibling.fill_report()
+        assert (report.computed, report.dropped) == (3, 3)
+        kept = [sibling.key(chunks[index]) for index in (0, 1, 5)]
+        assert fills.keys == kept, "what was missed most is filled first, of the others the latest"
+        sibling.close()
+
+    def test_a_failure_to_fill_is_no_requests(
+        self,
+        engine: Engine,
+        texts: Texts,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        sibling, (first, second) = self._filling_sibling(engine), texts.chunks(20, 30)
+        sibling.register([first, second])
+
+        def fail(plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+            yield Stored()
+            raise RuntimeError("no way")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(sibling, "_fill", fail)
+            sibling.generate(texts.asking(first), SHORT)
+            self._wait_until_filled(sibling)
+        assert "chunks that requests missed are not filled for 60 s: no way" in caplog.text
+        assert (sibling.fill_report().computed, sibling.fill_report().dropped) == (0, 1)
+        report = sibling.generate(texts.asking(second), SHORT).report
+        assert [c.reason for c in report.chunks] == ["not stored"], "it rests"
+        monkeypatch.setattr(sibling._filling, "_rests_until", 0.0)
+        sibling.generate(texts.asking(first), SHORT)
+        self._wait_until_filled(sibling)
+        assert sibling.generate(texts.asking(first), SHORT).report.blended
+        sibling.close()
+
+    def test_closing_ends_filling(
+        self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sibling, chunks = self._filling_sibling(engine), texts.chunks(20, 30)
+        fills = Fills(sibling, monkeypatch)
+        fills.gate.clear()
+        sibling.register(chunks)
+        for chunk in chunks:
+            sibling.generate(texts.asking(chunk), SHORT)
+            assert fills.begun.wait(PATIENCE)
+        assert sibling.fill_report().waiting == 2
+        sibling.close()
+        assert fills.ended.is_set()
+        assert fills.keys == [sibling.key(chunks[0])]
+        assert (sibling.fill_report().waiting, sibling.fill_report().dropped) == (0, 2)
+        twin = engine.sibling(lead_in="bos")
+        assert twin.precompute(chunks, progress=False).computed == 2, "none was stored"
+        twin.close()
+
+    def test_each_engine_fills_its_own(self, filling: Engine, texts: Texts) -> None:
+        """Another lead-in, as another namespace, is another fingerprint."""
+        sibling, chunks = self._filling_sibling(filling), texts.chunks(20)
+        filling.register(chunks)
+        sibling.generate(texts.asking(*chunks), SHORT)
+        assert sibling.fill_report().waiting + sibling.fill_report().computed == 0
+        filling.generate(texts.asking(*chunks), SHORT)
+        self._wait_until_filled(filling)
+        assert filling.precompute(chunks, progress=False).skipped == 1
+        assert sibling.precompute(chunks, progress=False).computed == 1
+        sibling.close()
+
+    def _filling_sibling(self, engine: Engine) -> Engine:
+        sibling = engine.sibling(lead_in="bos")
+        sibling.fill_on_miss = True
+        return sibling
+
+    def _wait_until_filled(self, engine: Engine) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while engine.fill_report().waiting and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert engine.fill_report().waiting == 0
 
     # Siblings
 

@@ -18,9 +18,10 @@ from cacheblend_rag.errors import (
     EngineUnavailableError,
     MissingExtraError,
     ModelLoadError,
+    StoreError,
 )
 from cacheblend_rag.kv.chunk_kv import namespace_id
-from tests.models import make_model, make_tokenizer
+from tests.models import make_model, make_tokenizer, words
 
 DOCUMENT = Document("report", ("alpha beta gamma delta", "epsilon zeta eta theta"))
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -43,6 +44,43 @@ def test_the_bundled_model_has_a_name() -> None:
     assert engine.has_chat_template
     assert len(engine.tokenize("Clara lives in Rome.")) > 3
     engine.close()
+
+
+def test_a_replica_serves_what_others_index_and_changes_nothing(tmp_path: Path) -> None:
+    indexing = open_tiny(tmp_path)
+    indexing.precompute([DOCUMENT], progress=False)
+    replica = open_tiny(tmp_path, read_only=True)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    prompt = "\n\n".join(DOCUMENT.chunks) + " question"
+    assert [c.tier for c in replica.generate(prompt, ONE_TOKEN).report.chunks] == ["disk"] * 2
+    assert [c.tier for c in replica.generate(prompt, ONE_TOKEN).report.chunks] == ["host"] * 2
+
+    other = Document("other", (words(12, 1), words(9, 2)))
+    for refused in (
+        lambda: replica.precompute([other, Document("report", ("changed",))], progress=False),
+        lambda: replica.evict_document("report"),
+        replica.evict_unregistered,
+    ):
+        with pytest.raises(StoreError, match="the store is read only"):
+            refused()
+    replica.register([other])  # known here alone, computed with the prompt
+    asked = "\n\n".join(other.chunks) + " question"
+    assert [c.reason for c in replica.generate(asked, ONE_TOKEN).report.chunks] == [
+        "not stored"
+    ] * 2
+    assert files == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    assert not indexing.registry.document("other")
+
+    indexing.precompute([other], progress=False)
+    assert replica.generate(asked, ONE_TOKEN).report.reused_tokens > 0
+    indexing.evict_document("report")
+    assert replica.generate(prompt, ONE_TOKEN).report.reason == "no known chunk in the prompt"
+
+
+def test_a_replica_may_come_before_the_first_index(tmp_path: Path) -> None:
+    replica = open_tiny(tmp_path, read_only=True)
+    assert replica.generate("alpha beta", ONE_TOKEN).report.reused_tokens == 0
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_one_engine_precomputed_another_finds_and_reuses(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ class ToyEngine(Engine):
         found = [self._kv.get(chunk.key) for chunk in prepared.placed]
         refused = too_little(sum(len(one or ()) for one in found), config.min_tokens)
         if refused:
-            chunks = [chunk.report(refused[1] or "not stored") for chunk in prepared.placed]
+            told = zip(prepared.placed, found, strict=True)
+            chunks = [c.report((one and refused[1]) or "not stored") for c, one in told]
             return kv, PrefillReport(refused[0], chunks=chunks)
         chunks = []
         for chunk, one in zip(prepared.placed, found, strict=True):

@@ -39,13 +39,19 @@ from cacheblend_rag.engines.transformers.prefill import (
     ordinary_prefill,
 )
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.turns import Turns
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
-from cacheblend_rag.prefill.precompute import Computed, compute_chunks
+from cacheblend_rag.prefill.precompute import (
+    ComputeAlone,
+    Computed,
+    compute_chunks,
+    compute_one_by_one,
+)
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import MissReason, PrefillReport
 from cacheblend_rag.text.encoder import Tokenizer
@@ -57,8 +63,8 @@ ASYNC_THREADS = 32
 PATIENCE_SECONDS = 0.05
 """Between two looks at whether a request that waits for its chunks was cancelled."""
 
-_locks: WeakKeyDictionary[PreTrainedModel, threading.RLock] = WeakKeyDictionary()
-_locks_lock = threading.Lock()
+_turns: WeakKeyDictionary[PreTrainedModel, Turns] = WeakKeyDictionary()
+_turns_lock = threading.Lock()
 
 T = TypeVar("T")
 
@@ -87,6 +93,7 @@ class TransformersEngine(Engine):
         instruction: str | Callable[[Tokenizer], str] = "",
         namespace: str = "default",
         lead_in: LeadInConfig | str | None = None,
+        fill_on_miss: bool = False,
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> None:
@@ -104,6 +111,9 @@ class TransformersEngine(Engine):
                 it.
             namespace: tenants with different namespaces never share KV.
             lead_in: what chunks are computed behind, as settings or by its kind's name.
+            fill_on_miss: whether registered chunks whose KV a request missed are computed and
+                stored when no request wants the model: also between calls, so with a loaded model
+                that nothing else uses.
             device: where a model given by name is loaded.
             dtype: in what precision it is loaded.
 
@@ -125,7 +135,7 @@ class TransformersEngine(Engine):
         self.store = TieredKVStore.open() if store is None else store
         self._try_model()
         self._check_config(config)
-        self._lock = _lock_of(self.model)
+        self._turns = _turns_of(self.model)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
         self._eos = _eos_token_ids(self.model, tokenizer)
         super().__init__(
@@ -137,6 +147,7 @@ class TransformersEngine(Engine):
             registry=registry,
             instruction=instruction,
             namespace=namespace,
+            fill_on_miss=fill_on_miss,
         )
 
     def _try_model(self) -> None:
@@ -161,7 +172,13 @@ class TransformersEngine(Engine):
             )
             with torch.no_grad():
                 keys = key_traits(self._stack, ids)
-        return model_identity(weights, self.model.config, self.model.dtype, keys=keys)
+        return model_identity(
+            weights,
+            self.model.config,
+            self.model.dtype,
+            keys=keys,
+            precision=self.store.precision,
+        )
 
     # Facts
 
@@ -179,6 +196,11 @@ class TransformersEngine(Engine):
     def blend_refusal(self) -> str | None:
         """Why the model cannot be blended, or None."""
         return self._blend_refusal
+
+    @property
+    def read_only(self) -> bool:
+        """Whether its store is only read."""
+        return self.store.read_only
 
     def _check_config(self, config: BlendConfig) -> None:
         if self._stack is not None:
@@ -238,7 +260,7 @@ class TransformersEngine(Engine):
     ) -> Prefilled | None:
         """Run each step alone, and wait in between for the KV that the next one takes."""
         while not request.cancel.is_set():
-            with working(), self._lock, torch.no_grad():
+            with working(), self._turns.taken(), torch.no_grad():
                 try:
                     next(steps)
                 except StopIteration as done:
@@ -269,7 +291,7 @@ class TransformersEngine(Engine):
         for index in range(request.sampling.max_tokens):
             with working():
                 if index:
-                    with self._lock, torch.no_grad():
+                    with self._turns.taken(), torch.no_grad():
                         logits = self._ordinary.decode(prefilled.cache, token_ids)
                 token_ids.append(sampler.draw(logits, token_ids))
             watch.lap("decode" if index else "first_token")
@@ -280,35 +302,57 @@ class TransformersEngine(Engine):
 
     def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """Each chunk is stored as soon as it is computed."""
+        stack = cast(TransformersStack, self._stack)
+        steps = self._compute(plans, lambda chunks: compute_batches(stack, chunks))
+        return self._kept(plans, self._taking_turns(steps))
+
+    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+        """As ``_store``, a layer at a time, of one chunk at a time, while the model is idle."""
+        stack = cast(TransformersStack, self._stack)
+        steps = self._compute(plans, lambda chunks: compute_one_by_one(stack, chunks, self.store))
+        return self._kept(plans, self._taking_idle_turns(steps))
+
+    def _kept(self, plans: Sequence[ChunkPlan], steps: Computed) -> Generator[Stored, None, None]:
+        """Store what the steps compute of some chunks."""
         yield Stored(skipped=sum(self.store.contains_many([plan.key for plan in plans])))
-        for computed in self._taking_turns(self._compute(plans)):
+        for computed in steps:
             if computed is None:
+                yield Stored()
                 continue
             plan, kv = computed
-            if self.store.put(plan.key, kv):
+            with working():
+                was_stored = self.store.put(plan.key, kv)
+            if was_stored:
                 yield Stored(computed=1, computed_tokens=kv.tokens)
             else:
                 yield Stored(refused={"store full": 1})
 
-    def _compute(self, plans: Sequence[ChunkPlan]) -> Computed:
+    def _compute(self, plans: Sequence[ChunkPlan], alone: ComputeAlone) -> Computed:
         """Compute the KV of all that is not stored, a layer or batch at a time."""
-        stack = cast(TransformersStack, self._stack)
-        return compute_chunks(
-            stack,
-            plans,
-            self.store,
-            alone=lambda chunks: compute_batches(stack, chunks),
-            in_document=self.lead_in.kind == "document",
-        )
+        stack, in_document = cast(TransformersStack, self._stack), self.lead_in.kind == "document"
+        return compute_chunks(stack, plans, self.store, alone=alone, in_document=in_document)
 
     def _taking_turns(self, steps: Iterator[T]) -> Iterator[T]:
         """Run each step alone and without gradients, letting other requests run in between."""
         while True:
-            with working(), self._lock, torch.no_grad():
+            with working(), self._turns.taken(), torch.no_grad():
                 try:
                     item = next(steps)
                 except StopIteration:
                     return
+            yield item
+
+    def _taking_idle_turns(self, steps: Iterator[T | None]) -> Iterator[T | None]:
+        """Run each step alone, once no request wants the model; None while one does."""
+        while True:
+            item: T | None = None
+            with self._turns.left_over(PATIENCE_SECONDS) as is_mine:
+                if is_mine:
+                    with working(), torch.no_grad():
+                        try:
+                            item = next(steps)
+                        except StopIteration:
+                            return
             yield item
 
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
@@ -325,10 +369,10 @@ class TransformersEngine(Engine):
         self.store.close()
 
 
-def _lock_of(model: PreTrainedModel) -> threading.RLock:
-    """The lock of all engines around a model: driving its layers alters it for a moment."""
-    with _locks_lock:
-        return _locks.setdefault(model, threading.RLock())
+def _turns_of(model: PreTrainedModel) -> Turns:
+    """The turns of all engines around a model: driving its layers alters it for a moment."""
+    with _turns_lock:
+        return _turns.setdefault(model, Turns())
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -18,7 +18,8 @@ from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.blended import PromptPass, absence
+from cacheblend_rag.prefill.blended import PromptPass, absent
+from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 
@@ -54,18 +55,30 @@ class PromptChunks:
     def __init__(self, prompt: PreparedPrompt, store: TieredKVStore) -> None:
         self.token_ids, self.placed, self.store = prompt.token_ids, prompt.placed, store
 
+    def held(self) -> list[tuple[PlacedChunk, bool]]:
+        """The chunks, each with whether the store says that it holds its KV."""
+        held = self.store.contains_many([chunk.key for chunk in self.placed])
+        return list(zip(self.placed, held, strict=True))
+
     def stored_tokens(self) -> int:
         """Tokens of chunks whose KV the store says it holds."""
-        held = self.store.contains_many([chunk.key for chunk in self.placed])
-        return sum(c.end - c.start for c, there in zip(self.placed, held, strict=True) if there)
+        return sum(chunk.end - chunk.start for chunk, there in self.held() if there)
 
     def source(self) -> LayerSource:
         """Begin to read them."""
         return self.store.layers(chunk.key for chunk in self.placed)
 
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
-        """Report every chunk as a miss, for ``reason`` or else as not stored."""
-        return [chunk.report(reason or absence(self.store, chunk.key)) for chunk in self.placed]
+        """Report every chunk as a miss, for ``reason`` or else as not stored.
+
+        Of a prompt of which too little is stored, the rest is not stored all the same.
+        """
+        if reason != "too short":
+            return [c.report(reason) if reason else absent(self.store, c) for c in self.placed]
+        return [
+            chunk.report(reason) if there else absent(self.store, chunk)
+            for chunk, there in self.held()
+        ]
 
 
 def blended_prefill(

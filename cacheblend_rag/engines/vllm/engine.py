@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -34,6 +34,7 @@ from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
+from cacheblend_rag.kv.store import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
@@ -81,6 +82,7 @@ class VLLMEngine(Engine):
         instruction: str | Callable[[Tokenizer], str] = "",
         namespace: str = "default",
         lead_in: LeadInConfig | str | None = None,
+        fill_on_miss: bool = False,
     ) -> None:
         """Ask whom it talks to; the transport closes with the engine, also when this fails.
 
@@ -92,6 +94,8 @@ class VLLMEngine(Engine):
             instruction: what prompts say before their first chunk.
             namespace: the one that vLLM was started with.
             lead_in: what chunks are computed behind, as settings or by its kind's name.
+            fill_on_miss: whether registered chunks whose KV a request missed are computed and
+                stored while vLLM does nothing else.
 
         Raises:
             ConfigError: when a setting is wrong, or namespace or vocabulary are not vLLM's.
@@ -118,6 +122,7 @@ class VLLMEngine(Engine):
                 registry=registry,
                 instruction=instruction,
                 namespace=namespace,
+                fill_on_miss=fill_on_miss,
             )
         except BaseException:
             transport.close()
@@ -146,6 +151,11 @@ class VLLMEngine(Engine):
     def blend_refusal(self) -> str | None:
         """Why vLLM blends nothing, as it said when last asked, or None."""
         return None if self.status.active else self.status.refusal
+
+    @property
+    def read_only(self) -> bool:
+        """Whether vLLM's store is only read, as it said when last asked."""
+        return self.status.read_only
 
     @property
     def _longest_run(self) -> int:
@@ -226,23 +236,31 @@ class VLLMEngine(Engine):
         """Asked again when vLLM did not blend the last time."""
         if not self.status.active:
             self.status = self._jobs.status = ask_status(self.transport)
-        return self.blend_refusal
+        return READ_ONLY if self.read_only else self.blend_refusal
 
     def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """The work is done by vLLM's workers, several documents at once."""
-        cancel = Cancellation()
-        work = self._stored(self._runs(plans), cancel)
-        yield from PushedStream(work, cancel, self.transport.background)
+        yield from self._carried_out(plans, Cancellation())
+
+    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+        """As ``_store``, in the slices that vLLM's workers have no other use for."""
+        yield from self._carried_out(plans, Cancellation(is_over=lambda: not self.is_open), True)
+
+    def _carried_out(
+        self, plans: Sequence[ChunkPlan], cancel: Cancellation, idle: bool = False
+    ) -> Iterator[Stored]:
+        work = self._stored(self._runs(plans), cancel, idle)
+        return iter(PushedStream(work, cancel, self.transport.background))
 
     async def _stored(
-        self, runs: Sequence[DocumentPlan], cancel: Cancellation
+        self, runs: Sequence[DocumentPlan], cancel: Cancellation, idle: bool
     ) -> AsyncIterator[Stored]:
         waiting = iter(runs)
         at_work: dict[asyncio.Task[Result], DocumentPlan] = {}
         try:
             while not cancel.is_set():
                 for run in islice(waiting, JOBS_AT_ONCE - len(at_work)):
-                    at_work[asyncio.ensure_future(self._jobs.precompute(run))] = run
+                    at_work[asyncio.ensure_future(self._jobs.precompute(run, idle=idle))] = run
                 if not at_work:
                     return
                 done, _ = await asyncio.wait(

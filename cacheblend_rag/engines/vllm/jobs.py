@@ -42,8 +42,8 @@ class Jobs:
     def __init__(self, transport: Transport, lead_in: SentLeadIn, status: ConnectorStatus) -> None:
         self._transport, self._lead_in, self.status = transport, lead_in, status
 
-    async def precompute(self, work: DocumentPlan) -> Result:
-        """Have a document's chunks computed and stored.
+    async def precompute(self, work: DocumentPlan, *, idle: bool = False) -> Result:
+        """Have a document's chunks computed and stored; idle: while vLLM does nothing else.
 
         Replicas that share a folder find there what one of them computes.
         """
@@ -53,7 +53,8 @@ class Jobs:
             )
             for plan, start in work.members
         )
-        job = BlendJob("precompute", self._lead_in, chunks, tokens=tuple(work.tokens))
+        tokens = tuple(work.tokens)
+        job = BlendJob("precompute", self._lead_in, chunks, tokens=tokens, idle=idle)
         return await self._carry_out(carrier(job), everywhere=not self.status.shared)
 
     async def evict(self, keys: Sequence[KVKey]) -> int:

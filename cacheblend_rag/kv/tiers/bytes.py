@@ -6,11 +6,13 @@ written, listed and removed; what they mean, and whether they are sound, is sett
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,7 +62,7 @@ class BytesTier(Tier):
         try:
             found = self._read(key)
             if found is not None:
-                codec.decode(_view(found.raw), key)
+                codec.decode_raw(found.raw, key)
         except (DamagedChunkError, ForeignChunkError, OSError) as error:
             return str(error)
         return None
@@ -69,8 +71,9 @@ class BytesTier(Tier):
         found = self._read(key)
         if found is None:
             return None
-        kv = codec.decode(_view(found.raw), key)
-        self._mark_used(key, found)
+        kv = codec.decode_raw(found.raw, key)
+        if not self.policy.read_only:
+            self._mark_used(key, found)
         return StoredChunk(kv, found.written_at)
 
     def _open(self, key: KVKey) -> ChunkReader | None:
@@ -78,7 +81,8 @@ class BytesTier(Tier):
         if start is None:
             return None
         reader = open_ranges(key, start, partial(self._read, key), least=self.range_bytes)
-        self._mark_used(key, start)
+        if not self.policy.read_only:
+            self._mark_used(key, start)
         return reader
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
@@ -89,19 +93,31 @@ class BytesTier(Tier):
         self._write(key, parts, nbytes, chunk.written_at)
 
 
+def check_size(nbytes: int) -> None:
+    """Raise DamagedChunkError when no object has that many bytes."""
+    if nbytes > codec.MAX_BODY_BYTES:
+        raise DamagedChunkError(f"more than {codec.MAX_BODY_BYTES} bytes")
+
+
+def tensor_of(data: Any) -> Tensor:
+    """Return bytes that nobody else will write to as (bytes,) uint8, without a copy."""
+    array = np.frombuffer(data, dtype=np.uint8)
+    return torch.from_numpy(array) if array.size else torch.empty(0, dtype=torch.uint8)
+
+
+with warnings.catch_warnings():
+    # torch warns once a process of bytes that are not to be written to. Nobody does.
+    warnings.simplefilter("ignore")
+    tensor_of(b"\0")
+
+
 def room_for(nbytes: int) -> Tensor:
     """Return memory for bytes to be read into, (nbytes,) uint8.
 
     Raises DamagedChunkError when no object is that large, OSError when there is no such memory.
     """
-    if nbytes > codec.MAX_BODY_BYTES:
-        raise DamagedChunkError(f"more than {codec.MAX_BODY_BYTES} bytes")
+    check_size(nbytes)
     try:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(f"no memory for {nbytes} bytes") from error
-
-
-def _view(raw: Tensor) -> memoryview:
-    """Return raw, (bytes,) uint8, for the codec, which makes views into it."""
-    return raw.numpy().data

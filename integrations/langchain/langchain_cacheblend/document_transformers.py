@@ -24,8 +24,9 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
         CacheBlendTransformer(engine=llm.engine).transform_documents(chunks)
         store.add_documents(chunks)
 
-    Chunks of one source document are computed behind the chunks that precede them there, so give
-    all of them in one call; they replace what was known of that document in the collection. Chunks
+    Chunks of one source document are computed behind the chunks that precede them there, as far
+    back as ``metadata["cacheblend_boundary"]`` (who may read a chunk) is the same. So give all of
+    them in one call; they replace what was known of that document in the collection. Chunks
     without a source stand alone.
     """
 
@@ -34,6 +35,9 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
     ``doc_id``, ``source`` and ``id`` that is there."""
     collection: str = ""
     """Several indexes over the same documents, split in other ways, each need one of their own."""
+    register_only: bool = False
+    """Whether nothing is computed, only made known: for a corpus too large to precompute, whose
+    chunks an LLM with ``fill_on_miss=True`` computes once they are missed."""
     show_progress: bool = False
     """Whether a bar is shown."""
 
@@ -49,7 +53,9 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
         """As transform_documents, but return how many chunks were computed, skipped or refused."""
         checked = checked_documents(documents)
         given = to_engine_documents(checked, self.document_key, self.collection)
-        report = self.engine.precompute(given, progress=self.show_progress)
+        report = self.engine.precompute(
+            given, progress=self.show_progress, register_only=self.register_only
+        )
         for reason, count in report.refused.items():
             logger.warning("%d chunks were not precomputed: %s", count, reason)
         return report

@@ -77,6 +77,8 @@ class EngineOptions(_Stored):
     """Tenants with different namespaces share neither KV nor known chunks."""
     lead_in: InstanceOf[LeadInConfig] | None = None
     """What passages are computed behind: a LeadInConfig, its fields or its kind."""
+    fill_on_miss: bool = Field(default=False, exclude=True)
+    """Whether known passages whose KV was missed are computed while no request waits."""
     device: str | None = None
     """Where the model runs."""
     dtype: str | None = None
@@ -195,6 +197,7 @@ class EngineOptions(_Stored):
             blend=BlendConfig.of(self.blend_config),
             lead_in=LeadInConfig.of(self.lead_in),
             store=self.store,
+            fill_on_miss=self.fill_on_miss,
             device=self.device,
             dtype=self.dtype,
             api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),

@@ -99,6 +99,16 @@ def test_nothing_is_said_where_nothing_was_to_be_reused(
     assert warnings(caplog) == []
 
 
+def test_a_miss_that_is_being_filled_is_no_reason_to_warn(
+    make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = make_engine()
+    engine.fill_on_miss = True
+    never_computed(engine)
+    assert warnings(caplog) == []
+    engine.close()
+
+
 def test_a_second_cutting_of_a_document_is_warned_of_unless_it_has_a_collection(
     make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
 ) -> None:

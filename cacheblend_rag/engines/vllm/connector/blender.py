@@ -73,6 +73,7 @@ class Blender:
         self.sources: dict[str, LayerSource] = {}
         self._worked: dict[str, float] = {}
         self._together: set[str] = set()
+        self._idle: set[str] = set()
 
     @property
     def store(self) -> TieredKVStore:
@@ -95,6 +96,8 @@ class Blender:
         self.sources[allotted.request_id] = source
         self.at_work[allotted.request_id] = self.jobs.work(allotted, source)
         self._worked[allotted.request_id] = 0.0
+        if allotted.job.idle:
+            self._idle.add(allotted.request_id)
 
     def cancel(self, request_id: str) -> bool:
         """Give a job up; returns whether it was at work."""
@@ -105,16 +108,26 @@ class Blender:
     def _leave(self, request_id: str) -> None:
         """Let go of what belongs to a job that is over: chunks that it did not take."""
         self._together.discard(request_id)
+        self._idle.discard(request_id)
         if (source := self.sources.pop(request_id, None)) is not None:
             source.close()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no job is left but those for idle time."""
+        return self.at_work.keys() <= self._idle
 
     def advance(
         self, seconds: float | None, only: str | None = None
     ) -> Iterator[tuple[str, WorkResult]]:
-        """Work for so long, oldest job first; yields jobs that are done, with their results."""
+        """Work for so long, oldest job first; yields jobs that are done, with their results.
+
+        Jobs for idle time have it once no other is left, which all ranks see alike.
+        """
         until = math.inf if seconds is None else time.perf_counter() + seconds
+        idle = self.is_idle
         for request_id, work in list(self.at_work.items()):
-            if only is not None and request_id != only:
+            if request_id != only if only is not None else (request_id in self._idle) != idle:
                 continue
             started = time.perf_counter()
             result = self._step(request_id, work, until)

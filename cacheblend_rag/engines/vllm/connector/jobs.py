@@ -27,8 +27,8 @@ from cacheblend_rag.engines.vllm.protocol import (
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.layers import LayerSource
-from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.blended import PromptPass, absence
+from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
+from cacheblend_rag.prefill.blended import PromptPass, absent
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import too_little
 from cacheblend_rag.prefill.precompute import (
@@ -41,6 +41,8 @@ from cacheblend_rag.prefill.precompute import (
 
 WorkResult = BlendResult | PrecomputeResult | EvictResult | PrefetchResult | Declined | Failed
 Work = Steps[WorkResult]
+WRITING = frozenset({"evict", "precompute"})
+"""Kinds of job that change what is stored."""
 
 
 class Jobs:
@@ -67,6 +69,8 @@ class Jobs:
     def work(self, allotted: Allotted, source: LayerSource) -> Work:
         """Do a job, a piece at a time; source: of the chunks that it is to blend."""
         job = allotted.job
+        if self.store.read_only and job.kind in WRITING:
+            return Failed(READ_ONLY)
         model = self._fingerprint(job)
         named = [KVKey(chunk, model, context) for chunk, context in job.keys]
         if job.kind == "evict":
@@ -132,7 +136,10 @@ class Jobs:
         if refused is None:
             return None
         reason, miss = refused
-        missed = [c.report(miss or absence(self.store, c.key)) for c in placed]
+        missed = [
+            chunk.report(miss) if there and miss else absent(self.store, chunk)
+            for chunk, there in zip(placed, held, strict=True)
+        ]
         return Declined(reason, tuple(missed))
 
     def _lack_of_room(self, tokens: int) -> str | None:

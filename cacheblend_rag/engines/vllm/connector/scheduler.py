@@ -104,7 +104,11 @@ class ConnectorScheduler:
         if self._is_step_full(tokens - computed):
             return None, False
         pending.tokens, pending.work = tokens, _work_of(request, tokens)
-        return tokens - computed, self.asynchronous
+        return tokens - computed, self._may_wait(pending.job)
+
+    def _may_wait(self, job: BlendJob) -> bool:
+        """Whether a job is done between steps: where all are, or when nothing else is to do."""
+        return self.asynchronous or job.idle
 
     def _note_repeat(self, pending: Pending, work: str) -> None:
         """Note that vLLM has all the tokens that were to be provided, perhaps of a blend."""
@@ -133,7 +137,7 @@ class ConnectorScheduler:
                 first=pending.tokens - promised,
                 until=pending.tokens,
                 block_ids=tuple(blocks.get_block_ids()[0]),
-                wait=not self.asynchronous,
+                wait=not self._may_wait(pending.job),
             )
         )
 

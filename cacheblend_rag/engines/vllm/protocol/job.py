@@ -68,7 +68,8 @@ class BlendJob:
 
     tokens: lead-in and document to be computed (precompute only).
     keys: (chunk id, context id) of the chunks to evict or to prefetch. report_id: 32 hex digits
-    under which the result is kept for a later ``report``, or "".
+    under which the result is kept for a later ``report``, or "". idle: only to be worked on while
+    nothing else is (precompute only).
     """
 
     kind: Kind
@@ -78,6 +79,7 @@ class BlendJob:
     keys: tuple[tuple[str, str], ...] = ()
     config: BlendConfig = field(default_factory=BlendConfig)
     report_id: str = ""
+    idle: bool = False
 
     def to_params(self) -> dict[str, Any]:
         """Return plain JSON values for ``kv_transfer_params``."""
@@ -94,6 +96,7 @@ class BlendJob:
                 "keys": [list(key) for key in self.keys],
                 "config": self.config.to_dict(),
                 "report_id": self.report_id,
+                "idle": self.idle,
             }
         }
 
@@ -161,6 +164,7 @@ class BlendJob:
             _keys(sent.get("keys", ())),
             BlendConfig.from_dict(config),
             _report_id(sent.get("report_id", ""), required=kind == "report"),
+            kind == "precompute" and sent.get("idle") is True,
         )
 
 

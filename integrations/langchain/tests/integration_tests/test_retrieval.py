@@ -239,6 +239,21 @@ def texts(documents: Sequence[Document]) -> list[str]:
     return [document.page_content[:11] for document in documents]
 
 
+def test_the_compressor_orders_across_boundaries() -> None:
+    engine = random_engine()
+    chunks = [
+        Document(
+            page_content=f"Part {i} of a. " + "The river is quiet. " * 6,
+            metadata={"source": "a", "cacheblend_boundary": "staff" if i < 2 else "all"},
+        )
+        for i in range(4)
+    ]
+    CacheBlendTransformer(engine=engine).transform_documents(chunks)
+    compressor = CacheBlendCompressor(engine=engine, order="document")
+    found = [chunks[i] for i in (2, 1, 3, 0)]
+    assert texts(compressor.compress_documents(found, "")) == texts(chunks)
+
+
 async def test_the_compressor_orders_and_drops_nothing(
     ordered: tuple[TransformersEngine, list[Document]],
 ) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo,
 
 from cacheblend_rag import ConfigError, Engine, StoreConfig
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
+from llama_index.postprocessor.cacheblend.postprocessor import _hinted
 
 SMALL = {"blend_config": {"min_tokens": 0}, "instruction": "Notes:\n", "show_progress": False}
 
@@ -54,6 +56,36 @@ def test_chunks_know_what_precedes_them(precompute: CacheBlendPrecompute) -> Non
     assert shown[1].context == (nodes[0].get_content("llm"), "\n\n")
 
 
+def test_chunks_know_nothing_beyond_their_boundary(precompute: CacheBlendPrecompute) -> None:
+    nodes = split(sentences(12))
+    for node in nodes[2:]:
+        node.metadata["cacheblend_boundary"] = ["everybody"]
+        node.excluded_llm_metadata_keys = ["cacheblend_boundary"]
+    empty = TextNode(text="", relationships=nodes[0].relationships)
+    precompute([*nodes, empty])
+    engine = precompute.open()
+    for show in ("llm", "none"):
+        texts = [node.get_content(show) for node in nodes]
+        chunks = [engine.registry.variants(text)[0] for text in texts]
+        assert [len(chunk.context) for chunk in chunks[:4]] == [0, 2, 0, 2]
+        assert chunks[3].context == (texts[2], "\n\n")
+
+
+def test_nodes_that_get_a_boundary_later_are_hinted_with_it(
+    precompute: CacheBlendPrecompute,
+) -> None:
+    nodes = split(sentences(12))
+    precompute(nodes)
+    last = nodes[-1]  # alone, it does not replace the document
+    last.metadata["cacheblend_boundary"] = "everybody"
+    last.excluded_llm_metadata_keys = ["cacheblend_boundary"]
+    precompute([last])
+    engine, name = precompute.open(), "doc"
+    assert len(engine.registry.variants(last.get_content("llm"))) == 2
+    assert not _hinted(last, engine).shown.context
+    assert _hinted(last, engine).shown.document_id == name
+
+
 def test_the_bare_text_is_known_but_not_stored(precompute: CacheBlendPrecompute) -> None:
     nodes = split(sentences(4))
     precompute(nodes)
@@ -68,6 +100,25 @@ def test_both_variants_can_be_stored(random_model: Path) -> None:
     precompute(nodes)
     for text in ("none", "llm"):
         assert found(precompute.open(), nodes[0].get_content(text))[0] == (True, None)
+
+
+def test_what_is_only_registered_is_filled_once_it_is_missed(
+    random_model: Path, tmp_path: Path
+) -> None:
+    """The step and the LLM share an engine, which fills as soon as one of them asks for it."""
+    shared = {**SMALL, "model": random_model, "kv_path": tmp_path / "kv"}
+    nodes = split(sentences(12))
+    CacheBlendPrecompute(**shared, register_only=True)(nodes)
+    del shared["show_progress"]
+    engine = CacheBlendLLM(**shared, fill_on_miss=True).open()
+    text = "\n\n".join(node.get_content("llm") for node in nodes)
+    assert found(engine, text) == [(False, "not stored, being filled")] * len(nodes)
+    deadline = time.monotonic() + 60
+    while engine.fill_report().waiting and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert engine.fill_report().computed == len(nodes)
+    assert found(engine, text) == [(True, None)] * len(nodes)
+    engine.close()
 
 
 def test_a_new_version_replaces_the_old(precompute: CacheBlendPrecompute) -> None:
@@ -150,12 +201,14 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
         {"namespace": "other"},
         {"dtype": "bfloat16"},
         {"variants": ("bare",)},
+        {"register_only": True},
         {"blend_config": {"lead_in": "bos"}},
         {"lead_in": "none"},
         {"lead_in": {"document_window": 512}},
     ]
     assert len({plain, *(key(**change) for change in changes)}) == len(changes) + 1
     assert key(show_progress=False, host_bytes=1 << 20, device="cpu") == plain
+    assert key(fill_on_miss=True) == plain
     assert key(store=StoreConfig(host_bytes=5, disk_bytes=6)) == plain
     assert key(store=StoreConfig("kv")) == key(kv_path="kv")
 

@@ -45,6 +45,7 @@ def sent(job: BlendJob) -> dict[str, Any]:
         BlendJob(
             "precompute", LEAD_IN, (SentChunk(3, 10, HASH, False, 2),), tokens=tuple(range(10))
         ),
+        BlendJob("precompute", LEAD_IN, (SentChunk(3, 9),), tokens=TEN, idle=True),
         BlendJob("evict", LEAD_IN, keys=((HASH, ""), (HASH, HASH))),
         BlendJob("prefetch", LEAD_IN, keys=((HASH, ""),)),
         BlendJob("status", LEAD_IN),
@@ -54,6 +55,16 @@ def sent(job: BlendJob) -> dict[str, Any]:
 )
 def test_a_job_survives_json(job: BlendJob) -> None:
     assert BlendJob.from_params(sent(job), 100) == job
+
+
+@pytest.mark.parametrize("given", [1, "true", None, [True]])
+def test_only_what_is_stored_can_wait_for_idle_time(given: object) -> None:
+    assert BlendJob.from_params(sent(replace(BLEND, idle=True)), 100) == BLEND
+    plain = sent(BlendJob("precompute", LEAD_IN, (SentChunk(3, 9),), tokens=TEN))
+    plain[PARAMETER]["idle"] = given
+    read = BlendJob.from_params(plain, 100)
+    assert read is not None
+    assert not read.idle
 
 
 def test_a_request_without_a_job_has_none() -> None:

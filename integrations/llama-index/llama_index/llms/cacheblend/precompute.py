@@ -10,7 +10,7 @@ from typing import Any, Literal
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, TransformComponent
 
-from cacheblend_rag import Chunk, ConfigError, Document, Engine
+from cacheblend_rag import Chunk, ConfigError, Document, Engine, read_boundary
 from llama_index.llms.cacheblend.documents import (
     SEPARATOR,
     SourceDocument,
@@ -31,8 +31,9 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     """Puts nodes' KV where a CacheBlendLLM with equal settings finds it; passes nodes on unchanged.
 
     Put it behind the node parser. A document's nodes are computed in order, each behind what
-    precedes it there. Nodes of a document replace all that was known of it in their collection. A
-    node without text is skipped; so is one that no tokenizer can encode.
+    precedes it there, as far back as ``metadata["cacheblend_boundary"]`` (who may read a node) is
+    the same. Nodes of a document replace all that was known of it in their collection. A node
+    without text is skipped; so is one that no tokenizer can encode.
 
     With ``num_workers`` every worker opens its own engine: give ``kv_path``, which they share.
     An IngestionCache hit skips this step. KV that is missing afterwards is computed with the
@@ -44,6 +45,8 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
             that a report can name it.
         collection: several indexes over the same documents, cut by different node parsers, each
             need one of their own.
+        register_only: nothing is computed, only made known: for a corpus too large to precompute,
+            whose chunks a CacheBlendLLM with ``fill_on_miss=True`` computes once they are missed.
         show_progress: whether bars are shown.
 
     Example:
@@ -61,6 +64,9 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     collection: str = Field(
         default="", description="Which of several indexes over the same documents nodes are for."
     )
+    register_only: bool = Field(
+        default=False, description="Make nodes known, and compute nothing before they are missed."
+    )
     show_progress: bool = Field(default=True, description="Show progress bars.", exclude=True)
 
     @classmethod
@@ -69,7 +75,7 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
 
         Args:
             llm: the CacheBlendLLM that will answer.
-            **fields: variants, collection, show_progress.
+            **fields: variants, collection, register_only, show_progress.
 
         Raises:
             ConfigError: for what ``llm`` settled.
@@ -99,14 +105,12 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         known: list[Document | Chunk] = []
         wanted: list[Document | Chunk] = []
         for source in source_documents(given):
-            texts = {name: _texts(source, read) for name, read in TEXTS.items()}
-            if texts["llm"] == texts["bare"]:
-                wanted += self._items(source, texts["llm"])
+            documents = {name: self._document(source, read) for name, read in TEXTS.items()}
+            if documents["llm"] == documents["bare"]:
+                wanted += _items(source, documents["llm"])
                 continue
             for name in TEXTS:
-                (wanted if name in self.variants else known).extend(
-                    self._items(source, texts[name])
-                )
+                (wanted if name in self.variants else known).extend(_items(source, documents[name]))
         self._precompute(engine, wanted)
         engine.register(known)
         return nodes
@@ -115,20 +119,32 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         """As a call, off the event loop."""
         return await asyncio.to_thread(self, nodes, **kwargs)
 
-    def _items(self, source: SourceDocument, texts: tuple[str, ...]) -> list[Document | Chunk]:
-        """Return a document, which replaces what is known of it, or, of a part, its chunks."""
-        document = Document(source.document_id, texts, SEPARATOR, self.collection)
-        return [document] if source.whole else list(document.to_chunks())
+    def _document(self, source: SourceDocument, read: Callable[[BaseNode], str]) -> Document:
+        texts = _texts(source, read)
+        return Document(
+            source.document_id,
+            tuple(texts.values()),
+            SEPARATOR,
+            self.collection,
+            tuple(read_boundary(node.metadata) for node in source.nodes if node.node_id in texts),
+        )
 
     def _precompute(self, engine: Engine, items: list[Document | Chunk]) -> None:
-        report = engine.precompute(items, progress=self.show_progress)
+        report = engine.precompute(
+            items, progress=self.show_progress, register_only=self.register_only
+        )
         for reason, count in report.refused.items():
             logger.warning("%d chunks were not precomputed: %s", count, reason)
 
 
-def _texts(source: SourceDocument, read: Callable[[BaseNode], str]) -> tuple[str, ...]:
-    """Return the nodes' texts in order, without those that hold nothing an engine can read."""
-    texts = []
+def _items(source: SourceDocument, document: Document) -> list[Document | Chunk]:
+    """Return a document, which replaces what is known of it, or, of a part, its chunks."""
+    return [document] if source.whole else list(document.to_chunks())
+
+
+def _texts(source: SourceDocument, read: Callable[[BaseNode], str]) -> dict[str, str]:
+    """Return the texts of nodes, by id, in order, without what no engine can read."""
+    texts = {}
     for node in source.nodes:
         text = read(node)
         if not text:
@@ -136,8 +152,8 @@ def _texts(source: SourceDocument, read: Callable[[BaseNode], str]) -> tuple[str
         elif not _encodable(text):
             logger.warning("node %s holds an unpaired surrogate: skipped", node.node_id)
         else:
-            texts.append(text)
-    return tuple(texts)
+            texts[node.node_id] = text
+    return texts
 
 
 def _encodable(text: str) -> bool:

@@ -49,6 +49,8 @@ INSIDE = {
     "additional_kwargs": SamplingParams,
 }
 """Options that are settings themselves."""
+LATER = {"lead_in", "register_only"}
+"""Options that older keys of components do not hold."""
 
 
 def is_url(engine: object) -> TypeGuard[str]:
@@ -130,6 +132,11 @@ class EngineSettings(_Stored):
         description="Whether prompts are chat messages; by default, if the model has a template.",
     )
     dtype: str | None = Field(default=None, description="Precision of the model's weights.")
+    fill_on_miss: bool = Field(
+        default=False,
+        description="Compute known chunks whose KV was missed, while no request waits.",
+        exclude=True,
+    )
     device: str | None = Field(default=None, description="Where the model runs.", exclude=True)
     api_key: SecretStr | None = Field(default=None, description="A server's key.", exclude=True)
 
@@ -166,9 +173,9 @@ class EngineSettings(_Stored):
     def custom_model_dump(
         self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
     ) -> dict[str, Any]:
-        """Name a lead-in only where one was given: it is part of a component's key."""
+        """Name some options only where they were given: all are part of a component's key."""
         told = {**handler(self), "class_name": self.class_name()}
-        return {n: v for n, v in told.items() if n != "lead_in" or v is not None}
+        return {name: value for name, value in told.items() if name not in LATER or value}
 
     def __copy__(self) -> Self:
         copied = super().__copy__()
@@ -240,6 +247,7 @@ class EngineSettings(_Stored):
             blend=self.blend_config,
             lead_in=LeadInConfig.of(self.lead_in),
             store=self.store,
+            fill_on_miss=self.fill_on_miss,
             device=self.device,
             dtype=self.dtype,
             api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),

@@ -1,0 +1,34 @@
+"""A batch loads what its prompts share once."""
+
+from __future__ import annotations
+
+from cacheblend_rag import Chunk, SamplingParams, TieredKVStore
+from cacheblend_rag.kv import HostTier
+from tests.engines.transformers.conftest import EngineFactory
+from tests.kv.samples import SlowTier
+from tests.models import prompt_of, words
+
+SHORT = SamplingParams(max_tokens=2)
+
+
+def test_a_batch_reads_each_shared_chunk_once(make_engine: EngineFactory) -> None:
+    """Also where memory has room for the chunks of one prompt only, and others come in between."""
+    topics = [[Chunk(words(40, 10 * topic + i)) for i in range(2)] for topic in range(3)]
+    chunks = [chunk for topic in topics for chunk in topic]
+    writer = make_engine(recompute_ratio=0.0)
+    writer.precompute(chunks, progress=False)
+    slow = SlowTier(lambda: None)
+    room = 0
+    for chunk in chunks:
+        kv = writer.store.get(writer.key(chunk)).kv
+        assert kv is not None
+        room = max(room, writer.store.nbytes(writer.key(chunk)) or 0)
+        TieredKVStore([slow]).put(writer.key(chunk), kv)
+    store = TieredKVStore([HostTier(2 * room), slow])
+    engine = make_engine(store=store, recompute_ratio=0.0)
+    prompts = [prompt_of(words(5, turn), *topic, "w9") for turn in range(4) for topic in topics]
+    alone = [writer.generate(prompt, SHORT) for prompt in prompts]
+    together = engine.generate_batch(prompts, SHORT)
+    assert [answer.token_ids for answer in together] == [answer.token_ids for answer in alone]
+    assert all(chunk.hit for answer in together for chunk in answer.report.chunks)
+    assert sorted(map(str, slow.keys)) == sorted(str(writer.key(chunk)) for chunk in chunks)

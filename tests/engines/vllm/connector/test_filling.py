@@ -1,0 +1,83 @@
+"""What is to be filled waits until vLLM does nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, Chunk, Document, SamplingParams
+from cacheblend_rag.engines.vllm.protocol import PrecomputeResult
+from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from cacheblend_rag.prefill.precompute import document_plans
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.kv.samples import until
+from tests.models import prompt_of, words
+
+CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
+
+
+@pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
+def core(
+    request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
+) -> Iterator[InProcessEngine]:
+    engine = InProcessEngine(model_folder("llama"), CONFIG, {"asynchronous": request.param})
+    yield engine
+    engine.close()
+
+
+def finished(engine: InProcessEngine, *work: tuple[str, Coroutine[Any, Any, Any]]) -> list[str]:
+    """Begin several things at once; return their names in the order of their ends."""
+    ended: list[str] = []
+
+    async def one(name: str, work: Coroutine[Any, Any, Any]) -> None:
+        result = await work
+        assert result is None or (isinstance(result, PrecomputeResult) and result.computed == 3)
+        ended.append(name)
+
+    async def main() -> None:
+        await asyncio.gather(*(one(name, part) for name, part in work))
+
+    engine.transport.run(main())
+    return ended
+
+
+async def asked(engine: InProcessEngine, tokens: int) -> None:
+    """Decode some tokens."""
+    prompt = tuple(engine.tokenize(words(20, tokens)))
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    async for _ in engine.transport.send(VLLMRequest(prompt, sampling), stream=True):
+        pass
+
+
+def test_a_fill_is_done_when_nobody_decodes(core: InProcessEngine) -> None:
+    def stored(seed: int, *, idle: bool) -> Coroutine[Any, Any, Any]:
+        texts = tuple(words(60 + i, seed + i) for i in range(3))
+        chunks = Document(f"d{seed}", texts, separator=" w77 ").to_chunks()
+        (run,) = document_plans(core._led.resolve(chunk) for chunk in chunks)
+        return core._jobs.precompute(run, idle=idle)
+
+    ordinary = finished(core, ("fill", stored(1, idle=False)), ("answer", asked(core, 60)))
+    assert ordinary == ["fill", "answer"]
+    idle = finished(core, ("fill", stored(11, idle=True)), ("answer", asked(core, 61)))
+    assert idle == ["answer", "fill"]
+    both = finished(core, ("fill", stored(21, idle=True)), ("index", stored(31, idle=False)))
+    assert both == ["index", "fill"], "whoever waits for what is stored comes first, too"
+
+
+def test_what_was_missed_is_filled(core: InProcessEngine) -> None:
+    chunks, short = [Chunk(words(40, seed)) for seed in range(4)], SamplingParams(max_tokens=3)
+
+    def told(seed: int) -> list[Any]:
+        prompt = prompt_of(words(5, seed), *chunks, words(9, seed))
+        return [chunk.reason for chunk in core.generate(prompt, short).report.chunks]
+
+    core.precompute(chunks[:2], progress=False)
+    core.register(chunks[2:])
+    core.fill_on_miss = True
+    assert told(50) == [None, None, *["not stored, being filled"] * 2]
+    assert until(lambda: core.fill_report().computed == 2, 60)
+    assert told(51) == [None] * 4
