@@ -199,7 +199,7 @@ class LayerSource:
         self.want(layer)
         with self._lock:
             asked = self._asked(layer)
-        parts = [_part(place.parts[first], layer) for place, _, first in asked]
+        parts = [_part(chunk, place.parts[first], layer) for place, chunk, first in asked]
         with self._lock:
             self._handed = layer
             for place, chunk, first in asked:
@@ -355,13 +355,13 @@ def _found(opened: Future[Found]) -> Found:
         return Found(None, "store error")
 
 
-def _part(future: Future[Part], layer: int) -> LayerKV | StoreError:
+def _part(chunk: SharedChunk, future: Future[Part], layer: int) -> LayerKV | StoreError:
     try:
         return future.result().layer(layer)
     except CancelledError:  # the store was closed meanwhile
         return StoreError("the store was closed")
     except StoreError as error:
-        return error
+        return chunk.failure or error
 
 
 def miss_of(error: StoreError) -> StoreMiss:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from weakref import WeakValueDictionary
 
+from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.reader import ChunkReader, LayerKV
 
@@ -30,7 +31,7 @@ class SharedChunk:
 
     reader: its head. tier: where it was found. read: reads layers first to last - 1; raises
     StoreError. keep: is handed the whole chunk once all of it was read, on the store's threads;
-    without it nothing is held on to but what prompts hold.
+    without it nothing is held on to but what prompts hold. failure: why it could not be read.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class SharedChunk:
         self._held: WeakValueDictionary[int, Part] = WeakValueDictionary()
         self._kept: dict[int, Part] = {}
         self._whole: ChunkKV | None = None
+        self.failure: StoreError | None = None
 
     def first_of(self, layer: int) -> int:
         """Return the first layer of the part that a layer is in."""
@@ -96,7 +98,13 @@ class SharedChunk:
         return self._kept.get(first) or self._held.get(first)
 
     def _read_part(self, first: int) -> Part:
-        part = Part(first, self._read(first, self.last_of(first)))
+        if self.failure is not None:  # set aside by now: no use in asking for it
+            raise self.failure
+        try:
+            part = Part(first, self._read(first, self.last_of(first)))
+        except StoreError as error:
+            self._fail(error)
+            raise
         with self._lock:
             self._held[first] = part
             if self._keep is None:
@@ -107,6 +115,13 @@ class SharedChunk:
             keep, self._keep = self._keep, None
         keep(self._assembled())
         return part
+
+    def _fail(self, error: StoreError) -> None:
+        """Note why it cannot be read: damage rather than that it was then gone for other parts."""
+        with self._lock:
+            is_cause = isinstance(error, DamagedChunkError | ForeignChunkError)
+            if self.failure is None or is_cause:
+                self.failure = error
 
     def _assembled(self) -> ChunkKV:
         """Put all parts together, to be read from there from now on."""

@@ -596,6 +596,8 @@ class TieredKVStore:
             self._see([key])
         with self._locks.held(key):
             shared = self._reading.get((key, promote))
+            if shared is not None and shared.failure is not None:
+                shared = None
             found = self._open_alone(key, promote) if shared is None else Found(shared, None)
         if found.reason == "not stored":
             missed = self.absence(key)

@@ -275,11 +275,10 @@ def absent(store: TieredKVStore, chunk: PlacedChunk) -> ChunkReport:
 
 
 def _report(placed: PlacedChunk, chunk: LaidChunk) -> ChunkReport:
-    """Say what became of a chunk; of one that was lost on its way also where it was found."""
-    if chunk.is_used:
-        return placed.report(None, chunk.tier)
-    missed = placed.report(chunk.reason or "not stored")
-    return replace(missed, tier=chunk.tier) if chunk.reason else missed
+    """Say what became of a chunk; of one that only other ranks lack, that it is not stored."""
+    if chunk.is_used or chunk.reason:
+        return placed.report(chunk.reason, chunk.tier)
+    return placed.report("not stored")
 
 
 def _with_recomputed(report: ChunkReport, recomputed: Mask) -> ChunkReport:

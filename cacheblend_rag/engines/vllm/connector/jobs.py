@@ -11,6 +11,7 @@ import torch
 
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
@@ -167,19 +168,26 @@ class Jobs:
     def _precompute(self, allotted: Allotted) -> Work:
         if lack := self._lack_of_room(len(allotted.tokens)):
             return Failed(lack)
+        writer = ChunkWriter(self.stack, self.store)
+        try:
+            return (yield from self._written(allotted, writer))
+        finally:
+            writer.close()
+
+    def _written(self, allotted: Allotted, writer: ChunkWriter) -> Work:
+        """Compute chunks, while those before them are written."""
         keys, counts = self._chunk_keys(allotted), Counter[str]()
         for done in self._computed(allotted, keys):
-            if done is None:
-                yield
-                continue
-            plan, kv = done
-            counts["computed"] += 1
-            counts["tokens"] += kv.tokens
-            counts["stored"] += self.store.put(plan.key, kv)
+            if done is not None:
+                plan, kv = done
+                counts["computed"] += 1
+                counts["tokens"] += kv.tokens
+                yield from writer.put(plan.key, kv)
             yield
-        full = counts["computed"] - counts["stored"]
+        stored = yield from writer.finish()
+        full = counts["computed"] - stored
         return PrecomputeResult(
-            computed=counts["stored"],
+            computed=stored,
             skipped=len(keys) - counts["computed"],
             computed_tokens=counts["tokens"],
             refused={"store full": full} if full else {},

@@ -13,7 +13,7 @@ layer after the other uses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,8 @@ PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
 """Over the fused KV always, by PyTorch."""
 
 NULL_BLOCK = 0
+WRITTEN_AT_ONCE = 4096
+"""Tokens of which KV is copied, to be written into the paged cache."""
 NATIVE_RUN = 8
 """With ``auto``, rows attend natively when their runs are at least this long on average."""
 NATIVE_RUN_AVX512 = 1
@@ -247,12 +249,22 @@ class PagedKV:
     def _write(
         self, index: int, fused: FusedKV, rows: Tensor | slice, cache: Tensor, slots: Tensor
     ) -> None:
-        into = slots[rows]
-        if into.numel() == 0:
-            return
         layer = self.cache.attention[index]
-        key, value = (part[:, rows].transpose(0, 1).contiguous() for part in fused.of_layer(index))
-        layer.impl.do_kv_cache_update(layer, key, value, cache, into)
+        keys, values = fused.of_layer(index)
+        for part in _parts(rows):
+            into = slots[part]
+            if into.numel():
+                key, value = (kv[:, part].transpose(0, 1).contiguous() for kv in (keys, values))
+                layer.impl.do_kv_cache_update(layer, key, value, cache, into)
+
+
+def _parts(rows: Tensor | slice) -> Iterator[Tensor | slice]:
+    """Cut rows into parts of which copies take no memory to speak of."""
+    if isinstance(rows, slice):
+        for start in range(rows.start, rows.stop, WRITTEN_AT_ONCE):
+            yield slice(start, min(start + WRITTEN_AT_ONCE, rows.stop))
+    else:
+        yield from torch.split(rows, WRITTEN_AT_ONCE)
 
 
 def _edges(positions: Positions) -> Positions:
