@@ -158,7 +158,7 @@ class RedisTier(BytesTier):
         )
 
     def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
-        with suppress(OSError), _failures():
+        with suppress(OSError, RefusedError), _failures():
             self._client.zadd(self._used, {str(key): time.time()}, xx=True)
 
     def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
