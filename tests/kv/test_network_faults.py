@@ -130,7 +130,9 @@ def test_redis_evicts_by_itself(own_redis):
     assert 0 < len(found) < len(keys)
     assert all(same(kv, make_kv(number, **LARGE)) for number, kv in found.items())
     assert {one.reason for one in lookups if one.kv is None} == {"not stored"}
-    assert len(store.entries()) == len(found) == store.stats()["redis"]["entries"]
+    left = store.entries()  # reading takes memory, too, for which more is let go of
+    assert 0 < len(left) <= len(found)
+    assert store.stats()["redis"]["entries"] == len(left)
     store.close()
 
 
