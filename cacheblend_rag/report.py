@@ -14,6 +14,7 @@ MissReason = Literal[
     "inseparable",  # the tokenizer cannot tell it from the text beside it
     "altered text",  # the text differs from the chunk the hint named
     "damaged",  # stored bytes failed their checksum and were quarantined
+    "unsealed",  # stored by who has not the store's key, or with one that this store lacks
     "store error",  # a tier could not be read
     "no room",  # there is too little device memory to fuse the prompt's KV
     "slow",  # loading it would take longer than computing it

@@ -4,10 +4,10 @@ Layout of format 2: the safetensors header (8 bytes of length, JSON), then ``pri
 one, ``scales`` where numbers are stored in a byte, then ``kv``: (layers, 2, kv_heads, tokens,
 head_dim), keys before values, so that a layer is one range of bytes. The header's metadata carries
 format, key, fingerprint, position, token count, precision (``native``, or ``fp8`` or ``int8`` and
-what type it stands for), ``layers`` (an xxh3_128 checksum of each layer's bytes) and ``head``: one
-over all of these, the tensors' dtypes and shapes, the prior and the scales. So a layer can be read,
-checked and used before the others are there. Format 1 (``keys``, ``values``, ``prior``, one
-checksum) is still read, as a whole.
+what type it stands for), ``seal`` (the kind of digests, see kv/seal.py), ``layers`` (a digest of
+each layer's bytes) and ``head``: one over all of these, the tensors' dtypes and shapes, the prior
+and the scales. So a layer can be read, checked and used before the others are there. Format 1
+(``keys``, ``values``, ``prior``, one checksum) is still read, as a whole.
 
 How numbers become bytes and back is told by kv/precision.py. The codec rounds nothing: a chunk has
 its numbers rounded before, and is stored as what its ``precision`` says of it.
@@ -21,7 +21,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
@@ -31,9 +31,10 @@ import xxhash
 from torch import Tensor
 
 from cacheblend_rag.config import Precision
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
+from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, UnsealedChunkError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.precision import CODES, pack, scales, unpack
+from cacheblend_rag.kv.seal import CHECKSUM, VARIABLE, Seal
 
 OLD_FORMAT = "cacheblend-rag/1"
 FORMAT = "cacheblend-rag/2"
@@ -50,7 +51,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _STORED = {**_DTYPES, "F8_E4M3": CODES["fp8"], "I8": CODES["int8"]}
 _CODE_NAMES = {"fp8": "F8_E4M3", "int8": "I8"}
 _NAMED = {"format", "key", "fingerprint", "position", "tokens"}
-_METADATA = {OLD_FORMAT: {*_NAMED, "checksum"}, FORMAT: {*_NAMED, "precision", "layers", "head"}}
+_METADATA = {
+    OLD_FORMAT: {*_NAMED, "checksum"},
+    FORMAT: {*_NAMED, "precision", "seal", "layers", "head"},
+}
 _TENSORS = {OLD_FORMAT: {"keys", "values"}, FORMAT: {"kv"}}
 _NUMBER = re.compile("0|[1-9][0-9]{0,9}", re.ASCII)
 _DIGESTS = re.compile("[0-9a-f]+")
@@ -96,6 +100,7 @@ class Head:
     checksums: tuple[str, ...]
     precision: Precision = "native"
     scales: Tensor | None = None
+    seal: Seal = CHECKSUM
 
     @property
     def _stored(self) -> torch.dtype:
@@ -118,7 +123,7 @@ class Head:
         """
         if raw.numel() != self.layer_bytes:
             raise DamagedChunkError(f"layer {index} was cut short")
-        if xxhash.xxh3_128_hexdigest(_bytes_of(raw)) != self.checksums[index]:
+        if not self.seal.holds(self.checksums[index], _bytes_of(raw)):
             raise DamagedChunkError(f"checksum of layer {index} does not match")
         kv = raw.view(self._stored).view(2, self.kv_heads, self.tokens, self.head_dim)
         if self.scales is not None:
@@ -143,12 +148,12 @@ class Head:
         return ChunkKV(keys, values, self.position, self.prior, self.precision)
 
 
-def encode(key: KVKey, kv: ChunkKV) -> bytes:
+def encode(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> bytes:
     """Return ``kv`` as one safetensors object; raises ValueError on malformed tensors."""
-    return b"".join(encode_parts(key, kv))
+    return b"".join(encode_parts(key, kv, seal))
 
 
-def encode_parts(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
+def encode_parts(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> list[bytes | memoryview]:
     """Return what ``encode`` joins.
 
     Layers that are on the CPU, contiguous and stored as they are, are not copied.
@@ -168,13 +173,14 @@ def encode_parts(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
         "position": str(kv.position),
         "tokens": str(kv.tokens),
         "precision": _precision_text(kv),
-        "layers": "".join(_digest(parts) for parts in layers),
+        "seal": seal.name,
+        "layers": "".join(seal.digest(*parts) for parts in layers),
     }
-    metadata["head"] = _head_checksum(metadata, spans, *own)
+    metadata["head"] = _head_digest(seal, metadata, spans, *own)
     return [_header(metadata, spans), *own, *(part for parts in layers for part in parts)]
 
 
-def decode(data: bytes | bytearray | memoryview, key: KVKey) -> ChunkKV:
+def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Seal = CHECKSUM) -> ChunkKV:
     """Read what ``encode`` wrote. The tensors share ``data`` where it is writable, else one copy.
 
     Raises DamagedChunkError, or ForeignChunkError when it is another key's or format's.
@@ -183,20 +189,22 @@ def decode(data: bytes | bytearray | memoryview, key: KVKey) -> ChunkKV:
     if not view.nbytes:
         raise DamagedChunkError("empty")
     writable = bytearray(view) if view.readonly else view
-    return decode_raw(torch.frombuffer(writable, dtype=torch.uint8), key)
+    return decode_raw(torch.frombuffer(writable, dtype=torch.uint8), key, seal)
 
 
-def decode_raw(raw: Tensor, key: KVKey) -> ChunkKV:
+def decode_raw(raw: Tensor, key: KVKey, seal: Seal = CHECKSUM) -> ChunkKV:
     """As decode, of raw: (bytes,) uint8, on the CPU; the tensors are views of it."""
     if not raw.numel():
         raise DamagedChunkError("empty")
-    head = read_head(lambda start, end: raw[start:end], raw.numel(), key)
+    head = read_head(lambda start, end: raw[start:end], raw.numel(), key, seal)
     if head is None:
         return _decode_old(raw, key)
     return head.whole(raw[slice(*head.span(0, head.layers))])
 
 
-def read_head(read: Callable[[int, int], Tensor], nbytes: int, key: KVKey) -> Head | None:
+def read_head(
+    read: Callable[[int, int], Tensor], nbytes: int, key: KVKey, seal: Seal = CHECKSUM
+) -> Head | None:
     """Read and check the head of an object of ``nbytes``; None where it is of format 1.
 
     read: returns the object's bytes from start to end, (end - start,) uint8. Nothing is asked for
@@ -208,6 +216,7 @@ def read_head(read: Callable[[int, int], Tensor], nbytes: int, key: KVKey) -> He
     if start > first.numel():
         first = read(0, start)
     header = _parse(bytes(first[_PREFIX_BYTES:start].numpy()), start, nbytes - start)
+    _check_seal(header.metadata, seal)
     if header.metadata["format"] == OLD_FORMAT:
         return None
     _check_shapes(header.metadata, header.spans)
@@ -218,7 +227,7 @@ def read_head(read: Callable[[int, int], Tensor], nbytes: int, key: KVKey) -> He
             raw = first[begin:end] if end <= first.numel() else read(begin, end)
             # not a view: it would hold on to what it lies in
             own[name] = raw.clone().view(_STORED[span.dtype]).view(span.shape)
-    return _checked_head(header, own, nbytes, key)
+    return _checked_head(header, own, nbytes, key, seal)
 
 
 def read(path: str, key: KVKey) -> ChunkKV:
@@ -312,22 +321,12 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _digest(parts: Sequence[memoryview]) -> str:
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        digest.update(part)
-    return str(digest.hexdigest())
-
-
-def _head_checksum(
-    metadata: Mapping[str, str], spans: Mapping[str, _Span], *tensors: memoryview
+def _head_digest(
+    seal: Seal, metadata: Mapping[str, str], spans: Mapping[str, _Span], *tensors: memoryview
 ) -> str:
-    """Return xxh3_128 over the metadata, the tensors' types, and the tensors that are no layers."""
+    """Return the digest of the metadata, the tensors' types, and the tensors that are no layers."""
     essential = {name: text for name, text in sorted(metadata.items()) if name != "head"}
-    digest = xxhash.xxh3_128(json.dumps([essential, _shapes(spans)]).encode())
-    for tensor in tensors:
-        digest.update(tensor)
-    return str(digest.hexdigest())
+    return seal.digest(json.dumps([essential, _shapes(spans)]).encode(), *tensors)
 
 
 def _shapes(spans: Mapping[str, _Span]) -> list[list[Any]]:
@@ -380,10 +379,24 @@ def _check_scales(span: _Span | None, precision: Precision, shape: tuple[int, ..
         raise DamagedChunkError(f"scales are {found}, {precision} has {wanted or 'none'}")
 
 
-def _checked_head(header: _Header, own: Mapping[str, Tensor], nbytes: int, key: KVKey) -> Head:
+def _check_seal(metadata: Mapping[str, str], seal: Seal) -> None:
+    """Check that an object is vouched for in the way that is asked for."""
+    found = metadata.get("seal", CHECKSUM.name)
+    if found == seal.name:
+        return
+    if seal.by_key:
+        raise UnsealedChunkError("was not written with the store's key")
+    raise UnsealedChunkError(f"was written with a key ({found!r:.40}), and {VARIABLE} is not set")
+
+
+def _checked_head(
+    header: _Header, own: Mapping[str, Tensor], nbytes: int, key: KVKey, seal: Seal
+) -> Head:
     metadata, span = header.metadata, header.spans["kv"]
     tensors = [_bytes_of(own[name]) for name in ("prior", "scales") if name in own]
-    if _head_checksum(metadata, header.spans, *tensors) != metadata["head"]:
+    if _head_digest(seal, metadata, header.spans, *tensors) != metadata["head"]:
+        if seal.by_key:
+            raise UnsealedChunkError("was written with another key, or is damaged")
         raise DamagedChunkError("checksum of the head does not match")
     if metadata["key"] != str(key):
         raise ForeignChunkError(f"holds {metadata['key']}, not {key}")
@@ -405,6 +418,7 @@ def _checked_head(header: _Header, own: Mapping[str, Tensor], nbytes: int, key: 
         checksums=tuple(re.findall(f".{{{_DIGEST_DIGITS}}}", metadata["layers"])),
         precision=precision,
         scales=own.get("scales"),
+        seal=seal,
     )
 
 

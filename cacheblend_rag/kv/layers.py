@@ -10,7 +10,12 @@ from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from typing import Self, cast
 
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
+from cacheblend_rag.errors import (
+    DamagedChunkError,
+    ForeignChunkError,
+    StoreError,
+    UnsealedChunkError,
+)
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.lookup import StoreMiss
 from cacheblend_rag.kv.reader import ChunkReader, LayerKV
@@ -366,6 +371,8 @@ def _part(chunk: SharedChunk, future: Future[Part], layer: int) -> LayerKV | Sto
 
 def miss_of(error: StoreError) -> StoreMiss:
     """Say in a word why a chunk could not be had."""
+    if isinstance(error, UnsealedChunkError):
+        return "unsealed"
     if isinstance(error, ForeignChunkError):
         return "other model"
     return "damaged" if isinstance(error, DamagedChunkError) else "store error"

@@ -13,6 +13,7 @@ from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.seal import CHECKSUM, Seal
 
 LayerKV = tuple[Tensor, Tensor]
 """One layer's keys and values, each (kv_heads, tokens, head_dim)."""
@@ -118,7 +119,7 @@ class RangeReader(ChunkReader):
 
 
 def open_ranges(
-    key: KVKey, start: StoredBytes, read_range: ReadRange, *, least: int
+    key: KVKey, start: StoredBytes, read_range: ReadRange, *, least: int, seal: Seal = CHECKSUM
 ) -> ChunkReader:
     """Open an object that is read by ranges.
 
@@ -132,11 +133,11 @@ def open_ranges(
             return first[begin:end]
         return _part_of(read_range, begin, end, total, written_at)
 
-    if first.numel() < total and (head := codec.read_head(read, total, key)):
+    if first.numel() < total and (head := codec.read_head(read, total, key, seal)):
         return RangeReader(head, read_range, written_at, least)
     if not total:
         raise DamagedChunkError("empty")
-    return WholeReader(codec.decode_raw(read(0, total), key), written_at)
+    return WholeReader(codec.decode_raw(read(0, total), key, seal), written_at)
 
 
 def _part_of(read_range: ReadRange, begin: int, end: int, total: int, written_at: float) -> Tensor:

@@ -25,6 +25,7 @@ from cacheblend_rag.kv.layers import Found, LayerSource, Room, miss_of
 from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
+from cacheblend_rag.kv.seal import CHECKSUM, Seal, seal_of
 from cacheblend_rag.kv.shared_chunk import SharedChunk
 from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
@@ -77,12 +78,13 @@ class TieredKVStore:
         ttl_seconds: age since it was first stored at which a chunk is gone, None is never; a tier's
             own policy may say less.
         precision: to which the numbers of what is put are rounded, see kv/precision.py.
+        seal: what vouches for stored bytes, see kv/seal.py.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
 
     Attributes:
-        tiers, ttl_seconds, precision: as given.
+        tiers, ttl_seconds, precision, seal: as given.
         access_log: where it is noted what prompts ask for, or None.
         speeds: how fast tiers were read lately, noted by whoever waits for them.
     """
@@ -93,6 +95,7 @@ class TieredKVStore:
         *,
         ttl_seconds: float | None = None,
         precision: Precision = "native",
+        seal: Seal = CHECKSUM,
     ) -> None:
         if not tiers:
             raise StoreError("a store needs at least one tier")
@@ -103,7 +106,9 @@ class TieredKVStore:
             raise StoreError(f"ttl_seconds={ttl_seconds} must be above 0")
         self.tiers = tuple(tiers)
         self.ttl_seconds = ttl_seconds
-        self.precision = precision
+        self.precision, self.seal = precision, seal
+        for tier in self.tiers:
+            tier.seal = seal
         self._pinned: set[KVKey] = set()
         self.access_log: AccessLog | None = None
         self.speeds = Speeds()
@@ -144,7 +149,7 @@ class TieredKVStore:
         if disk_path is not None:
             policy = TierPolicy(disk_bytes, read_only=read_only)
             tiers.append(DiskTier(disk_path, policy=policy))
-        return cls(tiers, ttl_seconds=ttl_seconds, precision=precision)
+        return cls(tiers, ttl_seconds=ttl_seconds, precision=precision, seal=seal_of())
 
     @classmethod
     def of(cls, config: StoreConfig, *, device: torch.device | str = "cpu") -> TieredKVStore:
@@ -167,7 +172,9 @@ class TieredKVStore:
     def _of(cls, config: StoreConfig, device: torch.device | str) -> TieredKVStore:
         if config.tiers is not None:
             tiers = [open_tier(url, device, read_only=config.read_only) for url in config.urls]
-            return cls(tiers, ttl_seconds=config.ttl_seconds, precision=config.precision)
+            return cls(
+                tiers, ttl_seconds=config.ttl_seconds, precision=config.precision, seal=seal_of()
+            )
         return cls.open(
             host_bytes=config.host_bytes,
             disk_path=config.kv_path,

@@ -61,7 +61,7 @@ def export(store: TieredKVStore, condition: Condition, target: Path) -> MoveRepo
                 if found.kv is None:
                     report.skipped[str(key)] = found.reason or "not stored"
                     continue
-                data = codec.encode(key, found.kv)
+                data = codec.encode(key, found.kv, store.seal)
                 write(f"{key}{SUFFIX}", data, entry.written_at)
                 report.moved += 1
                 report.nbytes += len(data)
@@ -99,7 +99,7 @@ def _take(
     if most_bytes is not None and report.nbytes + found.nbytes > most_bytes:
         return "beyond the bound that was given"
     try:
-        kv = codec.decode(bytearray(found.read()), key)
+        kv = codec.decode(bytearray(found.read()), key, store.seal)
     except (DamagedChunkError, ForeignChunkError) as error:
         return str(error)
     except OSError as error:

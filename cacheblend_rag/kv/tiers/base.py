@@ -13,9 +13,15 @@ from dataclasses import dataclass
 from threading import Thread
 from typing import ClassVar, TypeVar
 
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
+from cacheblend_rag.errors import (
+    DamagedChunkError,
+    ForeignChunkError,
+    StoreError,
+    UnsealedChunkError,
+)
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.reader import ChunkReader, LayerKV, WholeReader
+from cacheblend_rag.kv.seal import CHECKSUM
 from cacheblend_rag.kv.tiers.admission import Admission, RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.breaker import Breaker, OutError
 from cacheblend_rag.kv.tiers.policy import TierPolicy
@@ -101,6 +107,7 @@ class Tier(ABC):
         writable = not self.policy.read_only
         self.keeps_found = type(self).keeps_found and self.policy.promote and writable
         self.takes_puts = type(self).takes_puts and self.policy.write != "none" and writable
+        self.seal = CHECKSUM
         self.reading = Breaker()
         self.writing = self.reading if self.fails_whole else Breaker()
         self._queue = WriteQueue(self._put, name) if self.policy.write == "behind" else None
@@ -289,7 +296,10 @@ class Tier(ABC):
 
     def _failed(self, key: KVKey, found: StoreError | OSError | None) -> StoreError | None:
         """Take a chunk that is unusable out of sight; returns what to say of one, if there is."""
-        if isinstance(found, DamagedChunkError | ForeignChunkError):
+        if isinstance(found, UnsealedChunkError) and not self.seal.by_key:
+            # It is sound to those who have the key, and theirs to remove.
+            logger.warning("%s tier: %s is not read: %s", self.name, key, found)
+        elif isinstance(found, DamagedChunkError | ForeignChunkError):
             self.quarantine(key, str(found))
         if not isinstance(found, OSError):
             return found

@@ -62,7 +62,7 @@ class BytesTier(Tier):
         try:
             found = self._read(key)
             if found is not None:
-                codec.decode_raw(found.raw, key)
+                codec.decode_raw(found.raw, key, self.seal)
         except (DamagedChunkError, ForeignChunkError, OSError) as error:
             return str(error)
         return None
@@ -71,7 +71,7 @@ class BytesTier(Tier):
         found = self._read(key)
         if found is None:
             return None
-        kv = codec.decode_raw(found.raw, key)
+        kv = codec.decode_raw(found.raw, key, self.seal)
         if not self.policy.read_only:
             self._mark_used(key, found)
         return StoredChunk(kv, found.written_at)
@@ -80,13 +80,15 @@ class BytesTier(Tier):
         start = self._read(key, 0, max(self.whole_bytes, codec.HEAD_BYTES))
         if start is None:
             return None
-        reader = open_ranges(key, start, partial(self._read, key), least=self.range_bytes)
+        reader = open_ranges(
+            key, start, partial(self._read, key), least=self.range_bytes, seal=self.seal
+        )
         if not self.policy.read_only:
             self._mark_used(key, start)
         return reader
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        parts = codec.encode_parts(key, chunk.kv)
+        parts = codec.encode_parts(key, chunk.kv, self.seal)
         nbytes = sum(memoryview(part).nbytes for part in parts)
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
             raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
