@@ -34,7 +34,7 @@ from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, UnsealedChunkError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.precision import CODES, pack, scales, unpack
-from cacheblend_rag.kv.seal import CHECKSUM, VARIABLE, Seal
+from cacheblend_rag.kv.seal import CHECKSUM, SEALS, VARIABLE, Seal
 
 OLD_FORMAT = "cacheblend-rag/1"
 FORMAT = "cacheblend-rag/2"
@@ -382,11 +382,13 @@ def _check_scales(span: _Span | None, precision: Precision, shape: tuple[int, ..
 def _check_seal(metadata: Mapping[str, str], seal: Seal) -> None:
     """Check that an object is vouched for in the way that is asked for."""
     found = metadata.get("seal", CHECKSUM.name)
+    if found not in SEALS:
+        raise DamagedChunkError(f"is sealed in no known way ({found!r:.40})")
     if found == seal.name:
         return
     if seal.by_key:
         raise UnsealedChunkError("was not written with the store's key")
-    raise UnsealedChunkError(f"was written with a key ({found!r:.40}), and {VARIABLE} is not set")
+    raise UnsealedChunkError(f"was written with a key, and {VARIABLE} is not set")
 
 
 def _checked_head(

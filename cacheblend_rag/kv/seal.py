@@ -83,6 +83,8 @@ class KeyedSeal:
 
 
 CHECKSUM: Seal = Checksum()
+SEALS = (Checksum.name, KeyedSeal.name)
+"""The kinds there are, as headers tell them."""
 
 
 def seal_of(environment: Mapping[str, str] = os.environ) -> Seal:
