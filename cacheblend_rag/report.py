@@ -16,6 +16,7 @@ MissReason = Literal[
     "damaged",  # stored bytes failed their checksum and were quarantined
     "store error",  # a tier could not be read
     "no room",  # there is too little device memory to fuse the prompt's KV
+    "slow",  # loading it would take longer than computing it
     "too short",  # the prompt's reusable tokens are fewer than min_tokens
     "unsupported model",  # this model's KV cannot be blended
 ]
@@ -96,6 +97,7 @@ class PrefillReport:
     reason: str | None = None
     selector: str = "none"
     selector_reason: str | None = None
+    ratio_reason: str | None = None
     ratio: float = 1.0
     compute_share: float = 1.0
     chunks: Sequence[ChunkReport] = ()
@@ -131,6 +133,8 @@ class BlendReport:
         chunks: what became of each chunk: those of the prompt, in order, then those that were
             expected but do not stand in it.
         selector_reason: why ``selector`` is not the rule that was asked for, None where it is.
+        ratio_reason: what was chosen by measured speeds, and why: the ratio where that is ``auto``,
+            chunks that are computed sooner than loaded. None where there was nothing to choose.
     """
 
     engine: str
@@ -147,6 +151,7 @@ class BlendReport:
     seconds: PhaseSeconds
     chunks: tuple[ChunkReport, ...] = ()
     selector_reason: str | None = None
+    ratio_reason: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with ``seconds.time_to_first_token`` added."""

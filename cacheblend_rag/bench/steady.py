@@ -89,9 +89,12 @@ class SteadyPlan:
 
 @dataclass(frozen=True)
 class SteadyRow:
-    """A hundred requests (fewer at the end). ``speedup`` = full / blend seconds, medians.
+    """A hundred requests (fewer at the end).
 
-    hit_share: share of the chunks that the host tier had; the disk had the others.
+    speedup: median over those that were prefilled in full, too, of full / blend seconds: the two
+    runs of one prompt follow each other, so that a machine whose speed changes changes both.
+    hit_share: share of the chunks that the host tier had; the disk had the others. full_seconds,
+    blend_seconds: medians, of those and of all.
     """
 
     requests: int
@@ -103,10 +106,15 @@ class SteadyRow:
     @classmethod
     def of(cls, answers: Sequence[_Answer]) -> SteadyRow:
         """Sum up."""
-        full = median(one.full_seconds for one in answers if one.full_seconds is not None)
-        blend = median(one.blend_seconds for one in answers)
+        pairs = [(a.full_seconds, a.blend_seconds) for a in answers if a.full_seconds is not None]
         tiers = [tier for one in answers for tier in one.tiers]
-        return cls(len(answers), full / blend, tiers.count("host") / len(tiers), full, blend)
+        return cls(
+            requests=len(answers),
+            speedup=median(full / blend for full, blend in pairs),
+            hit_share=tiers.count("host") / len(tiers),
+            full_seconds=median(full for full, _ in pairs),
+            blend_seconds=median(one.blend_seconds for one in answers),
+        )
 
 
 @dataclass(frozen=True)

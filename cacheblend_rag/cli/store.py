@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli.options import (
+    DtypeOption,
     JsonOption,
+    ModelOption,
     StoreOption,
     finite,
     store_folder,
@@ -20,12 +22,14 @@ from cacheblend_rag.cli.options import (
 from cacheblend_rag.cli.output import print_json, progress_bar, result_console
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
+from cacheblend_rag.rag.units import size
 from cacheblend_rag.rag.watching import Task
 
 if TYPE_CHECKING:
     from cacheblend_rag.observe.choosing import Choice, Condition
     from cacheblend_rag.observe.moving import MoveReport
     from cacheblend_rag.observe.stored import OpenStore
+    from cacheblend_rag.rag.planning import StorePlan
 
 store_app = typer.Typer(
     help="Look at, check, warm, move and empty a store of chunk KV.", no_args_is_help=True
@@ -61,9 +65,11 @@ MaxGibOption = Annotated[
 
 
 @store_app.command()
-def stats(path: StorePath = DEFAULT_STORE, as_json: JsonOption = False) -> None:
+def stats(
+    path: StorePath = DEFAULT_STORE, store: StoreOption = None, as_json: JsonOption = False
+) -> None:
     """Count chunks and bytes, in all, by tier and by fingerprint."""
-    with _opened(path, read_only=True) as found:
+    with _opened(path, store, read_only=True) as found:
         held = found.count()
     models = {name: label.model for name, label in held.labels.items()}
     result = {
@@ -97,6 +103,7 @@ def stats(path: StorePath = DEFAULT_STORE, as_json: JsonOption = False) -> None:
 def list_chunks(
     path: StorePath = DEFAULT_STORE,
     *,
+    store: StoreOption = None,
     fingerprint: FingerprintOption = None,
     older_than: OlderOption = None,
     newer_than: NewerOption = None,
@@ -106,7 +113,7 @@ def list_chunks(
     as_json: JsonOption = False,
 ) -> None:
     """List stored chunks that match every given condition, least recently used first."""
-    with _opened(path, read_only=True) as found:
+    with _opened(path, store, read_only=True) as found:
         choice = _choice(
             fingerprint=fingerprint,
             older_than=older_than,
@@ -135,11 +142,12 @@ def list_chunks(
 @store_app.command()
 def verify(
     path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
     as_json: JsonOption = False,
     repair: Annotated[bool, typer.Option("--repair", help="Quarantine what is damaged.")] = False,
 ) -> None:
     """Read every chunk through; exits 1 when any is damaged."""
-    with _opened(path) as opened, _progress("verify", shown=not as_json) as progress:
+    with _opened(path, store) as opened, _progress("verify", shown=not as_json) as progress:
         report = opened.store.verify(repair=repair, progress=progress)
     damaged = [{"key": str(found.key), "reason": found.reason} for found in report.damaged]
     result = {
@@ -160,6 +168,7 @@ def evict(
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys.")] = None,
     *,
     path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
     everything: Annotated[bool, typer.Option("--all", help="All chunks.")] = False,
     fingerprint: FingerprintOption = None,
     older_than: OlderOption = None,
@@ -175,7 +184,7 @@ def evict(
     Of a document, what other documents share stays. Documents stay known: an application forgets
     them by its framework, or by `index --prune`.
     """
-    with _opened(path) as opened:
+    with _opened(path, store) as opened:
         choice = _choice(
             fingerprint=fingerprint,
             older_than=older_than,
@@ -195,10 +204,10 @@ def evict(
 def warm(
     path: StorePath = DEFAULT_STORE,
     *,
+    store: StoreOption = None,
     log: Annotated[
         Path | None, typer.Option("--log", help="An access log; else what was used latest.")
     ] = None,
-    store: StoreOption = None,
     max_gib: MaxGibOption = None,
     namespace: NamespaceOption = None,
     model: OfModelOption = None,
@@ -227,6 +236,7 @@ def export_chunks(
     target: Annotated[Path, typer.Argument(help="A new folder, or a new file ending in .tar.")],
     *,
     path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
     fingerprint: FingerprintOption = None,
     older_than: OlderOption = None,
     newer_than: NewerOption = None,
@@ -238,7 +248,7 @@ def export_chunks(
     """Copy chunks that match every given condition; exits 1 when some cannot be read."""
     from cacheblend_rag.observe import moving
 
-    with _opened(path, read_only=True) as opened:
+    with _opened(path, store, read_only=True) as opened:
         choice = _choice(
             fingerprint=fingerprint,
             older_than=older_than,
@@ -256,15 +266,57 @@ def import_chunks(
     source: Annotated[Path, typer.Argument(help="What `store export` wrote.")],
     *,
     path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
     max_gib: MaxGibOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Check and store chunks of a folder or a tar; exits 1 when some are not such."""
     from cacheblend_rag.observe import moving
 
-    with _opened(path, make=True) as opened:
+    with _opened(path, store, make=True) as opened:
         report = moving.import_chunks(opened.store, source, _bytes(max_gib))
     _show_moved("imported", path, report, as_json)
+
+
+@store_app.command()
+def plan(
+    model: ModelOption,
+    corpus_tokens: Annotated[int, typer.Option(min=1, help="Tokens of all chunks.")],
+    *,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=CAPACITY,BANDWIDTH[,LATENCY]",
+            help="A tier, such as disk=1TiB,2GiB/s,0.001; the fastest first.",
+        ),
+    ] = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Chunk tokens of a prompt.")] = 4096,
+    compute_seconds: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Until the first token, beside loading.")
+    ] = 0.0,
+    ttft: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, callback=finite, help="What it may take in all."),
+    ] = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what a model's chunk KV takes, where it fits and what is fast enough, by arithmetic."""
+    from cacheblend_rag.rag import planning
+
+    tiers = [planning.PlannedTier.parse(text) for text in tier or ()]
+    work = planning.Workload(corpus_tokens, chunk_tokens, prompt_tokens, compute_seconds, ttft)
+    shape = planning.KVShape.of(model, dtype or "", None)
+    made = planning.plan_store(shape, work, tiers)
+    sizes = [
+        (of.precision, f"{of.bytes_per_token:,.0f}", size(of.corpus_bytes), size(of.prompt_bytes))
+        for of in made.precisions
+    ]
+    columns = ("precision", "bytes a token", "corpus", "a prompt")
+    _show({"model": model, **made.to_dict()}, as_json, columns, sizes)
+    if not as_json and tiers:
+        _show_tiers(made)
 
 
 @store_app.command()
@@ -280,6 +332,23 @@ def gc(
 
     evicted = evict_unregistered(folder)
     _show({"path": str(folder), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
+
+
+def _show_tiers(made: StorePlan) -> None:
+    rows = [
+        (
+            of.precision,
+            on.tier,
+            f"{on.chunks:,}",
+            f"{on.share:.0%}",
+            f"{on.seconds:.3f}",
+            "yes" if on.suffices else "too slow" if not on.is_fast else "too small",
+        )
+        for of in made.precisions
+        for on in of.tiers
+    ]
+    columns = ("precision", "tier", "chunks", "of the corpus", "seconds", "suffices")
+    _show({}, False, columns, rows)
 
 
 def _choice(**given: Any) -> Choice:

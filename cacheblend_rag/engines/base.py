@@ -152,7 +152,12 @@ class Engine(ABC):
             engine = me()
             return engine._evict(keys) if engine else 0
 
+        def forget(chunks: Sequence[Chunk]) -> None:
+            if (engine := me()) and engine.is_open:
+                engine._forget(engine._known.removed_by_others(chunks))
+
         self._known = KnownChunks(registry, self._led, evict)
+        registry.watch(forget)
         self._first_miss = FirstMiss(registry)
 
         def fill(chunks: Sequence[Chunk]) -> Generator[Stored, None, None]:
@@ -628,6 +633,10 @@ class Engine(ABC):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         """Drop the KV of keys; returns of how many there was any."""
 
+    def _forget(self, keys: Sequence[KVKey]) -> None:
+        """Let go of KV in memory that another writer has evicted from what is shared."""
+        self._evict(keys)
+
     @abstractmethod
     def _close(self) -> None:
         """Free what this engine and its siblings hold; called once."""
@@ -678,6 +687,7 @@ class Engine(ABC):
                 recompute_ratio=prefill.ratio,
                 selector=prefill.selector,
                 selector_reason=prefill.selector_reason,
+                ratio_reason=prefill.ratio_reason,
                 lead_in=self._led.name,
                 compute_share=prefill.compute_share,
                 seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),

@@ -88,6 +88,10 @@ class KnownChunks:
         self.registry.refresh()
         return self._drop(chunks)
 
+    def removed_by_others(self, chunks: Iterable[Chunk]) -> list[KVKey]:
+        """Return the keys of chunks that another writer forgot, and no registered chunk shares."""
+        return [self._lead_in.key(chunk) for chunk in chunks if not self._is_shared(chunk, ())]
+
     def unregistered(self, keys: Iterable[KVKey]) -> list[KVKey]:
         """Return those keys that no registered chunk has."""
         self.registry.refresh()

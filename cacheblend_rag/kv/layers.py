@@ -135,6 +135,7 @@ class LayerSource:
         self._wanted = self._handed = -1
         self._closed = False
         self.busy = BusySeconds()
+        self._read_from: dict[str, tuple[BusySeconds, int]] = {}
         self._open_ahead()
 
     def __len__(self) -> int:
@@ -206,6 +207,11 @@ class LayerSource:
                     self._give_back(place, first)
             self._read_ahead()
         return parts
+
+    def measured(self) -> dict[str, tuple[int, float]]:
+        """Return how many bytes were read of each tier, and in how many seconds; memory is none."""
+        with self._lock:
+            return {tier: (nbytes, busy.total) for tier, (busy, nbytes) in self._read_from.items()}
 
     def rewind(self) -> None:
         """Begin with the first layer again."""
@@ -317,6 +323,9 @@ class LayerSource:
         if not future.done():
             self._under_way += 1
             self.busy.watch(future)
+            busy, before = self._read_from.get(chunk.tier, (BusySeconds(), 0))
+            self._read_from[chunk.tier] = (busy, before + nbytes)
+            busy.watch(future)
             future.add_done_callback(lambda _: self._is_read())
         return True
 

@@ -26,6 +26,7 @@ from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import SharedChunk
+from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.urls import open_tier
@@ -83,6 +84,7 @@ class TieredKVStore:
     Attributes:
         tiers, ttl_seconds, precision: as given.
         access_log: where it is noted what prompts ask for, or None.
+        speeds: how fast tiers were read lately, noted by whoever waits for them.
     """
 
     def __init__(
@@ -104,6 +106,7 @@ class TieredKVStore:
         self.precision = precision
         self._pinned: set[KVKey] = set()
         self.access_log: AccessLog | None = None
+        self.speeds = Speeds()
         self._locks = KeyLocks()
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
@@ -325,6 +328,18 @@ class TieredKVStore:
             evicted = [tier.evict(key) for tier in self.tiers]
         return any(evicted)
 
+    def forget(self, keys: Iterable[KVKey]) -> None:
+        """Remove chunks from this process' memory alone: others have evicted them elsewhere.
+
+        Args:
+            keys: chunks, stored or not.
+        """
+        for key in keys:
+            with self._locks.held(key):
+                for tier in self.tiers:
+                    if not tier.durable:
+                        tier.evict(key)
+
     def evict_where(self, condition: Callable[[KVKey, Entry], bool]) -> int:
         """Evict all chunks for which ``condition`` holds; returns how many.
 
@@ -386,12 +401,13 @@ class TieredKVStore:
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Start loading chunks into the fastest tier, as many as fit; returns at once.
 
-        A get for one of them waits for its load rather than loading it again.
+        A get for one of them waits for its load rather than loading it again. What memory would
+        turn away is left where it is.
         """
         fastest, room = self.tiers[0], self.tiers[0].capacity_bytes
         for key in dict.fromkeys(keys):
             entry = None if fastest.contains(key) else self._entry(key)
-            if entry is None:
+            if entry is None or not self._is_kept(key, entry.nbytes):
                 continue
             if room is not None and (room := room - entry.nbytes) < 0:
                 return
@@ -538,6 +554,12 @@ class TieredKVStore:
         for tier in self.tiers:
             tier.see(seen)
 
+    def _is_kept(self, key: KVKey, nbytes: int) -> bool:
+        """Whether memory that lacks a chunk would keep it; without memory there is none to ask."""
+        memory = [tier for tier in self.tiers if tier.keeps_found and not tier.durable]
+        lacking = [tier for tier in memory if not tier.contains(key)]
+        return not memory or any(tier.would_take(key, nbytes) for tier in lacking)
+
     def _note(self, log: AccessLog, keys: Sequence[KVKey]) -> None:
         with suppress(RuntimeError):  # closed meanwhile
             self._pool.submit(log.note, keys)
@@ -578,8 +600,8 @@ class TieredKVStore:
                 shared = None
             found = self._open_alone(key, promote) if shared is None else Found(shared, None)
         if found.reason == "not stored":
-            absence = self.absence(key)
-            return Found(None, absence.reason, absence.tier)
+            missed = self.absence(key)
+            return Found(None, missed.reason, missed.tier)
         return found
 
     def _open_alone(self, key: KVKey, promote: bool) -> Found:

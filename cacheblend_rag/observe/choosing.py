@@ -51,8 +51,9 @@ class Choice:
         return replace(self, spare=True)
 
     def condition(self, store: Path | None) -> Condition:
-        """Return the test for the chunks; store: the folder where known chunks and models are noted.
+        """Return the test for the chunks.
 
+        store: the folder where known chunks and models are noted.
         Raises StoreError when a fingerprint is none, or the folder does not tell what is asked.
         """
         tests = [*self._by_entry(), *self._by_name(), *self._by_folder(store)]

@@ -1,7 +1,7 @@
 """Moving: chunk KV out of one store and into another, as a folder or a tar of single objects.
 
-What comes in is not trusted: a file is read only where its name is a key, never where the name says;
-it is checked as whatever is read from a store, and nothing is unpacked.
+What comes in is not trusted: a file is read only where its name is a key, and its name leads
+nowhere; it is checked as whatever is read from a store, and nothing is unpacked.
 """
 
 from __future__ import annotations

@@ -90,13 +90,18 @@ class OpenStore:
 def opened(
     path: Path, settings: StoreConfig | None = None, *, make: bool = False
 ) -> Iterator[OpenStore]:
-    """Open a store in a folder, without this process' memory; raises StoreError when it cannot be.
+    """Open a store without this process' memory; raises StoreError when it cannot be.
 
-    make: it need not be there already.
+    path: where it is, or where its known chunks are where settings tell of tiers. make: a folder
+    need not be there already.
     """
-    if not make:
-        check_is_store(path)
-    config = (settings or StoreConfig()).with_changes(kv_path=str(path), host_bytes=0)
+    config = (settings or StoreConfig()).with_changes(access_log=None)
+    if config.tiers is not None:
+        config = config.with_changes(tiers=tuple(url for url in config.urls if url.outlives))
+    else:
+        if not make:
+            check_is_store(path)
+        config = config.with_changes(kv_path=str(path), host_bytes=0)
     try:
         with TieredKVStore.of(config) as store:
             yield OpenStore(store, path)

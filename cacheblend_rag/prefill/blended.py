@@ -14,9 +14,10 @@ from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import AUTO, BlendConfig
 from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.laying import LaidChunk, Laying, LostChunkError
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
@@ -32,7 +33,7 @@ class FusedPrompt:
 
     hidden: the last token's final hidden state (1, 1, hidden), None when it was not asked for.
     selector: the rule that chose rows. selector_reason: why not the one of the config, if so.
-    seconds: by phase, as PhaseSeconds names them.
+    seconds: by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds.
     """
 
     fused: FusedKV
@@ -43,11 +44,20 @@ class FusedPrompt:
     compute_share: float
     seconds: dict[str, float]
     selector_reason: str | None = None
+    ratio_reason: str | None = None
 
     @property
     def blended(self) -> bool:
         """Whether any chunk could be reused."""
         return any(chunk.hit for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class NotWorthLoading:
+    """A prompt whose chunks are computed sooner than loaded: why, and what to say of them."""
+
+    why: str
+    chunks: list[ChunkReport]
 
 
 @dataclass
@@ -60,7 +70,8 @@ class PromptPass:
     needs_hidden: whether the last token's hidden state is wanted.
     until: only so many of the first tokens are wanted, at least all chunks; None is all.
     attention: see BlendPass. on_layer: called with each layer whose KV is final. on_restart: called
-    before the pass starts anew, since a chunk was lost on its way.
+    before the pass starts anew, since a chunk was lost on its way. controller: decides by measured
+    speeds what is loaded; without one everything is.
     """
 
     stack: DecoderStack
@@ -74,13 +85,15 @@ class PromptPass:
     attention: Attention | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
     on_restart: Callable[[], None] | None = None
+    controller: Controller | None = None
     watch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.stack.geometry.device)
         self._work = 0.0
+        self._ratio_reason: str | None = None
 
-    def steps(self) -> Steps[FusedPrompt]:
+    def steps(self) -> Steps[FusedPrompt | NotWorthLoading]:
         """Load, select, recompute: yields after each chunk, then after each block of rows.
 
         The buffer is made in a step of its own: a rank that cannot have it says so before the
@@ -91,6 +104,8 @@ class PromptPass:
         yield
         yield from laying.heads()
         self.watch.lap("load")
+        if why := self._decide(laying):
+            return NotWorthLoading(why, self._reports(laying))
         while True:
             try:
                 done = yield from self._blended(laying)
@@ -101,7 +116,36 @@ class PromptPass:
             else:
                 hidden = self.source.busy.total - laying.waited
                 done.seconds["load_hidden"] = max(0.0, hidden)
+                self._measure(done)
                 return done
+
+    def _decide(self, laying: Laying) -> str | None:
+        """Choose by measured speeds what to load and recompute; why nothing is to be loaded, if so.
+
+        The first rank decides for all.
+        """
+        found = [chunk for chunk in laying.chunks if chunk.is_used]
+        if self.controller is None or not found:
+            return None
+        placed = [p for p, chunk in zip(self.placed, laying.chunks, strict=True) if chunk.is_used]
+        parts = [_stored_part(p, chunk) for p, chunk in zip(placed, found, strict=True)]
+        decided = self.controller.decide(self.token_ids.numel(), parts, self.config)
+        loaded = [part in decided.load for part in parts]
+        ratio, *kept = self.stack.broadcast(
+            torch.tensor([decided.config.ratio, *loaded], dtype=torch.float64)
+        ).tolist()
+        if self.config.recompute_ratio == AUTO:
+            self.config = self.config.with_ratio(ratio)
+        self._ratio_reason = decided.why
+        laying.leave_out([chunk for chunk, keep in zip(found, kept, strict=True) if not keep])
+        return None if any(kept) else decided.why or "ordinary prefill is faster"
+
+    def _measure(self, done: FusedPrompt) -> None:
+        """Note what reading and computing took."""
+        if self.controller is not None:
+            self.controller.rates.record("blend", self._work, done.seconds["recompute"])
+            for tier, (nbytes, seconds) in self.source.measured().items():
+                self.controller.speeds.record(tier, nbytes, seconds)
 
     def _laying(self) -> Laying:
         geometry, tokens = self.stack.geometry, self.token_ids.numel()
@@ -144,14 +188,16 @@ class PromptPass:
             hidden=run.hidden if self.needs_hidden else None,
             selector=selector,
             ratio=schedule.ratio,
-            chunks=[
-                _with_recomputed(_report(placed, chunk), run.stats.recomputed)
-                for placed, chunk in zip(self.placed, laying.chunks, strict=True)
-            ],
+            chunks=[_with_recomputed(r, run.stats.recomputed) for r in self._reports(laying)],
             compute_share=run.compute_share,
             seconds=self.watch.seconds,
             selector_reason=selector_reason,
+            ratio_reason=self._ratio_reason,
         )
+
+    def _reports(self, laying: Laying) -> list[ChunkReport]:
+        pairs = zip(self.placed, laying.chunks, strict=True)
+        return [_report(placed, chunk) for placed, chunk in pairs]
 
     def _charge(self, laying: Laying, phase: str) -> None:
         """Charge the time since the last reading to a phase, but for that of loading in it."""
@@ -214,6 +260,12 @@ class PromptPass:
         if not laying.fused.keeps_layers:
             laying.rewind()
         return attention
+
+
+def _stored_part(placed: PlacedChunk, chunk: LaidChunk) -> StoredPart:
+    """What the controller is to know of a chunk; what is in memory takes no reading."""
+    nbytes = 0 if chunk.head is None else chunk.head.layers * chunk.head.layer_bytes
+    return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, placed.protected)
 
 
 def absent(store: TieredKVStore, chunk: PlacedChunk) -> ChunkReport:

@@ -88,6 +88,13 @@ class Laying:
             chunk.is_used = is_used
         self.source.keep(agreed)
 
+    def leave_out(self, unwanted: Sequence[LaidChunk]) -> None:
+        """Leave out chunks that are computed sooner than loaded, the same on all ranks."""
+        left = {id(chunk) for chunk in unwanted}
+        for chunk in unwanted:
+            chunk.reason = "slow"
+        self._agree([chunk.is_used and id(chunk) not in left for chunk in self.chunks])
+
     def lay(self, layer: int) -> Steps[None]:
         """Lay one layer of all chunks in, unless it is there; yields while it is waited for.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
@@ -79,6 +79,9 @@ class SharedChunkRegistry(ChunkRegistry):
         self._contexts: dict[int, Context] = {NO_CONTEXT: EMPTY}
         self._written: dict[int, Chunk] = {}
         self._latest: tuple[Context, int] = (EMPTY, NO_CONTEXT)
+        self._watchers: list[Callable[[Sequence[Chunk]], None]] = []
+        self._removed_here: set[int] = set()
+        self._untold: list[Chunk] = []
         self._last_chunk = self._last_removal = self._seen_version = 0
         self._patience = READ_SECONDS
         with self._failing("opened"):
@@ -171,6 +174,10 @@ class SharedChunkRegistry(ChunkRegistry):
         with self._writing():
             pass
 
+    def watch(self, removed: Callable[[Sequence[Chunk]], None]) -> None:
+        """Have a function told of chunks that other processes, or registries, forget."""
+        self._watchers.append(removed)
+
     def variants(self, text: str) -> tuple[Chunk, ...]:
         """Return the registered chunks with this text, the most recently added last."""
         self._catch_up()
@@ -208,6 +215,14 @@ class SharedChunkRegistry(ChunkRegistry):
             logger.warning("chunk registry %s cannot be read: %s", self.path, error)
         finally:
             self._file_lock.release()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell watchers of what others removed, once the file is not held."""
+        untold, self._untold = self._untold, []
+        if untold:
+            for watcher in self._watchers:
+                watcher(untold)
 
     def _wait_for_others(self, seconds: float) -> None:
         """Set how long each use of the file waits for other processes, as within a transaction."""
@@ -226,6 +241,8 @@ class SharedChunkRegistry(ChunkRegistry):
                 " JOIN texts ON texts.id = chunks.text WHERE chunks.id > ? ORDER BY chunks.id",
                 (self._last_chunk,),
             ).fetchall()
+            others = [row for _, row in removed if row not in self._removed_here]
+            self._untold += [self._rows[row] for row in others if row in self._rows]
             gone = [self._rows.pop(row) for _, row in removed if row in self._rows]
             for chunk in gone:
                 self._ids.pop(chunk, None)
@@ -319,6 +336,7 @@ class SharedChunkRegistry(ChunkRegistry):
         ).fetchone()
         self._file.execute("DELETE FROM chunks WHERE id = ?", (row,))
         self._insert("removals", chunk=row)
+        self._removed_here.add(row)
         self._delete_text(text)
         while context != NO_CONTEXT and not self._needs_context(context):
             (parent, text) = self._file.execute(
@@ -375,6 +393,8 @@ class SharedChunkRegistry(ChunkRegistry):
             finally:  # others may remove it once the file is not held
                 self._latest = EMPTY, NO_CONTEXT
                 self._written.clear()
+                self._removed_here.clear()
+        self._tell()
 
     @contextmanager
     def _transaction(self, kind: str) -> Iterator[None]:

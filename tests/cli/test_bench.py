@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from cacheblend_rag.bench import shapes
 from cacheblend_rag.bench.memory import peak_extra_bytes
-from cacheblend_rag.bench.steady import SteadyPlan, combinations
+from cacheblend_rag.bench.steady import SteadyPlan, SteadyRow, _Answer, combinations
 from cacheblend_rag.bench.ttft import TtftPlan
 from cacheblend_rag.errors import ConfigError
 
@@ -176,7 +176,7 @@ def test_steady_tells_hundreds_of_requests_that_never_repeat(cli, tiny_shape):
     found = outcome.json
     assert [row["requests"] for row in found["hundreds"]] == [100, 100, 30]
     for row in found["hundreds"]:
-        assert row["speedup"] == pytest.approx(row["full_seconds"] / row["blend_seconds"])
+        assert min(row["speedup"], row["full_seconds"], row["blend_seconds"]) > 0
     first, second, last = (row["hit_share"] for row in found["hundreds"])
     assert min(second, last) > 0.25, "more than what is held, as what is drawn often is"
     assert max(first, second, last) < 1
@@ -190,6 +190,12 @@ def test_steady_as_a_table(cli, tiny_shape):
     outcome = cli("bench", "steady", "--shape", "tiny", *STEADY[2:], "--requests", 20)
     assert outcome.code == 0
     assert "up to 20" in outcome.stdout
+
+
+def test_a_hundreds_speedup_is_that_of_its_pairs():
+    pairs = [(1.0, 4.0), (2.0, 6.0), (9.0, 18.0), (7.0, None), (8.0, None)]
+    answers = [_Answer(blend, full, ("host", "disk")) for blend, full in pairs]
+    assert SteadyRow.of(answers) == SteadyRow(5, 3.0, 0.5, 6.0, 7.0)
 
 
 def test_combinations_are_drawn_by_rank_and_never_again():

@@ -77,6 +77,36 @@ def test_a_replica_serves_what_others_index_and_changes_nothing(tmp_path: Path) 
     assert replica.generate(prompt, ONE_TOKEN).report.reason == "no known chunk in the prompt"
 
 
+@pytest.mark.parametrize("read_only", [False, True])
+def test_what_one_engine_forgets_another_does_not_hold(tmp_path: Path, read_only: bool) -> None:
+    shared, own = words(12, 1), words(11, 3)
+    kept = Document("kept", (shared,))
+    gone = Document("gone", (shared, own))
+    indexing = open_tiny(tmp_path)
+    indexing.precompute([kept, gone], progress=False)
+    asking = open_tiny(tmp_path, read_only=read_only)
+    prompt = f"{shared}\n\n{own} question"
+    assert [c.hit for c in asking.generate(prompt, ONE_TOKEN).report.chunks] == [True, True]
+    host, _ = asking.store.tiers
+    keys = {asking.key(chunk) for chunk in gone.to_chunks()}
+    assert {key for key, _ in host.entries()} == keys
+
+    assert indexing.evict_document("gone") == 1  # the other chunk's KV is the kept document's
+    answer = asking.generate(prompt, ONE_TOKEN)
+    assert [(chunk.hit, chunk.tokens) for chunk in answer.report.chunks] == [(True, 12)]
+    assert asking.key(kept.to_chunks()[0]) in keys
+    assert {key for key, _ in host.entries()} == {asking.key(kept.to_chunks()[0])}
+    assert asking.store.keys() == [asking.key(kept.to_chunks()[0])]
+
+    indexing.precompute([Document("kept", (words(13, 5),))], progress=False)  # an update
+    answer = asking.generate(prompt, ONE_TOKEN)
+    assert answer.report.reason == "no known chunk in the prompt"
+    assert answer.token_ids == asking.generate_full(prompt, ONE_TOKEN).token_ids
+    assert not [*host.entries()]
+    (left,) = asking.store.keys()
+    assert left == indexing.key(*indexing.registry.document("kept"))
+
+
 def test_a_replica_may_come_before_the_first_index(tmp_path: Path) -> None:
     replica = open_tiny(tmp_path, read_only=True)
     assert replica.generate("alpha beta", ONE_TOKEN).report.reused_tokens == 0

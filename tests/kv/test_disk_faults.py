@@ -163,8 +163,8 @@ def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_pa
         str(behind),
     )
     told = json.loads(finish(process))
-    assert told["found"] > 50
-    assert told["most"] > 2
+    assert told["found"] > 10
+    assert told["most"] > 1
     with TieredKVStore([DiskTier(tmp_path)]) as store:
         assert store.verify().damaged == ()
         assert store.put(KEYS[0], make_kv())

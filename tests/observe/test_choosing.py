@@ -27,8 +27,8 @@ def indexed(folder: Path, *documents: Document, **options: object) -> Engine:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    yield tmp_path_factory.mktemp("kv")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("kv")
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.blended import PromptPass, absent
+from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
+from cacheblend_rag.prefill.controller import Controller
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
@@ -87,17 +88,22 @@ def blended_prefill(
     source: LayerSource,
     config: BlendConfig,
     reserve: int,
-) -> Steps[Prefilled]:
+    *,
+    controller: Controller | None = None,
+) -> Steps[Prefilled | NotWorthLoading]:
     """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.token_ids, device=stack.geometry.device)
-    work = PromptPass(stack, ids, chunks.placed, source, config, reserve)
+    work = PromptPass(stack, ids, chunks.placed, source, config, reserve, controller=controller)
     done = yield from work.steps()
+    if isinstance(done, NotWorthLoading):
+        return done
     logits = stack.logits(cast(Tensor, done.hidden))
     work.watch.lap("first_token")
     report = PrefillReport(
         reason=None if done.blended else "no stored chunk could be read",
         selector=done.selector,
         selector_reason=done.selector_reason,
+        ratio_reason=done.ratio_reason,
         ratio=done.ratio,
         compute_share=done.compute_share,
         chunks=done.chunks,

@@ -290,6 +290,16 @@ class VLLMEngine(Engine):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         return self.transport.run(self._jobs.evict(keys)) if keys else 0
 
+    def _forget(self, keys: Sequence[KVKey]) -> None:
+        async def evict() -> None:
+            try:
+                await self._jobs.evict(keys)
+            except CacheBlendError as error:
+                logger.warning("chunks that others evicted were not dropped: %s", error)
+
+        if keys:
+            self.transport.background.start(evict())
+
     def _close(self) -> None:
         self.transport.close()
 
@@ -320,6 +330,7 @@ def _prefill_report(
         reason=None if blended else _reason(sent, finish_reason, result),
         selector=done.selector,
         selector_reason=done.selector_reason,
+        ratio_reason=done.ratio_reason,
         ratio=done.ratio,
         compute_share=done.compute_share,
         chunks=chunks,

@@ -302,6 +302,10 @@ class Tier(ABC):
         """Count chunks as asked for, wherever they are: what is seen often is kept."""
         self._admission.see(keys)
 
+    def would_take(self, key: KVKey, nbytes: int) -> bool:
+        """Whether a chunk of so many bytes would be stored, as far as can be told at once."""
+        return True
+
     def put(self, key: KVKey, chunk: StoredChunk) -> bool:
         """Store or replace a chunk; returns False, and logs why, when the tier did not take it.
 

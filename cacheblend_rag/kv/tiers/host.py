@@ -113,16 +113,35 @@ class HostTier(Tier):
         self._nbytes -= chunk.kv.nbytes
         return True
 
+    def would_take(self, key: KVKey, nbytes: int) -> bool:
+        """As for any tier: whether it fits, or is asked for more often than what would go."""
+        with self._lock:
+            try:
+                self._admission.victims(
+                    key,
+                    self._evictable(key),
+                    excess=self._excess(key, nbytes),
+                    spare=0,
+                    held=len(self._chunks),
+                )
+            except RefusedError:
+                return False
+        return True
+
     def _make_room(self, key: KVKey, nbytes: int) -> None:
         """Evict until ``nbytes`` more fit in place of ``key``; refuse before evicting in vain."""
-        if self.capacity_bytes is None:
-            return
-        own = self._chunks[key].kv.nbytes if key in self._chunks else 0
-        excess = self._nbytes - own + nbytes - self.capacity_bytes
+        excess = self._excess(key, nbytes)
         for victim in self._let_go(
             key, self._evictable(key), excess=excess, held=len(self._chunks)
         ):
             self._discard(victim)
+
+    def _excess(self, key: KVKey, nbytes: int) -> int:
+        """Return the bytes too many once ``nbytes`` are stored in place of ``key``."""
+        if self.capacity_bytes is None:
+            return 0
+        own = self._chunks[key].kv.nbytes if key in self._chunks else 0
+        return self._nbytes - own + nbytes - self.capacity_bytes
 
     def _evictable(self, key: KVKey) -> Iterator[Resident]:
         for other, chunk in self._chunks.items():

@@ -39,12 +39,13 @@ redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
 redis.call('HINCRBY', KEYS[1], '', bytes)
 redis.call('ZADD', KEYS[2], ARGV[4], ARGV[1])
 """
+# Where memory is full, a script may not begin with what could take more.
 _FORGET = """
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 if old then
-  redis.call('HINCRBY', KEYS[1], '', -tonumber(string.match(old, '%d+')))
   redis.call('HDEL', KEYS[1], ARGV[1])
   redis.call('ZREM', KEYS[2], ARGV[1])
+  redis.call('HINCRBY', KEYS[1], '', -tonumber(string.match(old, '%d+')))
 end
 return redis.call('UNLINK', KEYS[3])
 """
@@ -166,7 +167,11 @@ class RedisTier(BytesTier):
         if nbytes > VALUE_BYTES:
             raise RefusedError(f"{nbytes} bytes: Redis keeps at most {VALUE_BYTES} under a key")
         # One after the other in a bounded tier: two must not fill the room made for one.
-        with _failures(), nullcontext() if self.capacity_bytes is None else self._one_by_one:
+        with (
+            _failures(),
+            _refusals(),
+            nullcontext() if self.capacity_bytes is None else self._one_by_one,
+        ):
             self._make_room(key, nbytes)
             self._set(self._value(key), parts, nbytes, self._expires(written_at))
             # Only now: what the index names may be evicted, and then written by whoever was slow.
@@ -264,15 +269,24 @@ def _connect(**options: Any) -> Any:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise what Redis says as OSError, and as RefusedError that its memory is full."""
-    from redis.exceptions import OutOfMemoryError, RedisError
+    """Raise what Redis says as OSError."""
+    from redis.exceptions import RedisError
+
+    try:
+        yield
+    except RedisError as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise that the server's memory is full as RefusedError: it can be read as before."""
+    from redis.exceptions import OutOfMemoryError
 
     try:
         yield
     except OutOfMemoryError as error:
         raise RefusedError(f"the server has no memory left: {error}") from error
-    except RedisError as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _entry(note: bytes | None, used_at: float | None, nbytes: int) -> Entry | None:

@@ -29,7 +29,8 @@ from cacheblend_rag.engines.vllm.protocol import (
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
-from cacheblend_rag.prefill.blended import PromptPass, absent
+from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
+from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import too_little
 from cacheblend_rag.prefill.precompute import (
@@ -61,6 +62,8 @@ class Jobs:
         self.stack, self.cache, self.store = stack, cache, store
         self.identity: dict[str, Any] = {}
         self._namespace, self.mode = namespace, mode
+        # vLLM's own prefill is not timed here: that it would be faster is never said.
+        self._controller = Controller(stack.costs, Rates(), store.speeds)
 
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""
@@ -101,6 +104,8 @@ class Jobs:
         if lack := self._lack_of_room(len(allotted.tokens)):
             return Declined(lack, tuple(chunk.report("no room") for chunk in placed))
         done = yield from self._pass(allotted, placed, source).steps()
+        if isinstance(done, NotWorthLoading):
+            return Declined(done.why, tuple(done.chunks))
         return BlendResult(
             chunks=tuple(done.chunks),
             selector=done.selector,
@@ -109,6 +114,7 @@ class Jobs:
             seconds=done.seconds,
             wall_seconds=time.perf_counter() - started,
             selector_reason=done.selector_reason,
+            ratio_reason=done.ratio_reason,
         )
 
     def _pass(
@@ -127,6 +133,7 @@ class Jobs:
             attention=paged.attend,
             on_layer=paged.finish_layer,
             on_restart=paged.forget,
+            controller=self._controller,
         )
 
     def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Declined | None:
