@@ -127,7 +127,7 @@ def test_a_store_that_dies_meanwhile_costs_reuse_and_nothing_else(
     def dead(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(DiskTier, "_load", dead)
+    monkeypatch.setattr(DiskTier, "_read", dead)
     answer = engine.generate(TEXT, SHORT)
     assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
     assert {(c.reason, c.tier) for c in answer.report.chunks} == {("store error", "disk")}

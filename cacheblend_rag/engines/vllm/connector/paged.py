@@ -30,15 +30,13 @@ from cacheblend_rag.blend.passes import Attention, attend_fused
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
-from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
+from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE, VLLMStack
 from cacheblend_rag.errors import UnsupportedModelError
 
 PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
 """Over the fused KV always, by PyTorch."""
 
 NULL_BLOCK = 0
-WRITTEN_AT_ONCE = 4096
-"""Tokens of which KV is copied, to be written into the paged cache."""
 NATIVE_RUN = 8
 """With ``auto``, rows attend natively when their runs are at least this long on average."""
 NATIVE_RUN_AVX512 = 1
