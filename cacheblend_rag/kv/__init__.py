@@ -1,7 +1,7 @@
 """Chunk KV and where it lives: codec, tiers, store."""
 
 from cacheblend_rag.kv.chunk_kv import FORMAT_VERSION, ChunkKV, KVKey, chunk_id, fingerprint
-from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.lookup import Lookup, StoreMiss
 from cacheblend_rag.kv.store import DamagedObject, TieredKVStore, VerifyReport
 from cacheblend_rag.kv.tiers import (
@@ -26,9 +26,9 @@ __all__ = [
     "DeviceTier",
     "DiskTier",
     "Entry",
-    "Fetch",
     "HostTier",
     "KVKey",
+    "LayerSource",
     "Lookup",
     "ObjectTier",
     "RedisTier",

@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
-import stat
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -228,35 +226,6 @@ def read_head(
             # not a view: it would hold on to what it lies in
             own[name] = raw.clone().view(_STORED[span.dtype]).view(span.shape)
     return _checked_head(header, own, nbytes, key, seal)
-
-
-def read(path: str, key: KVKey) -> ChunkKV:
-    """Read one file into memory of its own: what befalls the file later changes nothing.
-
-    A memory map would save a copy, but end the process when the file is cut short, and pass on
-    what is written into it after it was checked. Raises as ``decode`` does, and OSError
-    (FileNotFoundError when there is no such file, another when it is a link).
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    with open(descriptor, "rb", buffering=0) as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise DamagedChunkError("no file")
-        if not found.st_size:
-            raise DamagedChunkError("empty")
-        if found.st_size > MAX_BODY_BYTES:
-            raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
-        try:
-            raw = torch.empty(found.st_size, dtype=torch.uint8)
-        except RuntimeError as error:
-            raise OSError(f"{path}: no memory for {found.st_size} bytes") from error
-        left = _bytes_of(raw)
-        while left:
-            count = file.readinto(left)
-            if not count:
-                raise DamagedChunkError("was cut short")
-            left = left[count:]
-    return decode_raw(raw, key)
 
 
 def _pack(kv: ChunkKV) -> tuple[list[list[memoryview]], Tensor | None]:

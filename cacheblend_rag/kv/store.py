@@ -19,9 +19,8 @@ from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import AccessLog
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
-from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.fetch import Found, LayerSource, Room, miss_of
 from cacheblend_rag.kv.key_locks import KeyLocks
-from cacheblend_rag.kv.layers import Found, LayerSource, Room, miss_of
 from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
@@ -263,22 +262,7 @@ class TieredKVStore:
             found = self._get_many(wanted, promote)
         return [found[key] for key in wanted]
 
-    def fetch(self, keys: Iterable[KVKey], *, promote: bool = True) -> Fetch:
-        """Begin to read chunks on the store's own threads, to be taken in order; returns at once.
-
-        Args:
-            keys: the chunks of one prompt.
-            promote: as for get.
-
-        Returns:
-            What hands the chunks out; to be closed by whoever may not take them all.
-        """
-        keys = list(keys)
-        if promote and keys and self.access_log is not None:
-            self._note(self.access_log, keys)
-        return Fetch(keys, lambda key: self._begin_look(key, promote), self._room_ahead)
-
-    def layers(self, keys: Iterable[KVKey], *, promote: bool = True) -> LayerSource:
+    def fetch(self, keys: Iterable[KVKey], *, promote: bool = True) -> LayerSource:
         """Begin to read chunks, to be taken layer by layer; returns at once.
 
         Whoever reads the same chunk at the same time reads it together.
@@ -577,9 +561,6 @@ class TieredKVStore:
             with self._locks.held(key):
                 self._get_many([key], promote=True)
 
-    def _begin_look(self, key: KVKey, promote: bool) -> Future[Lookup]:
-        return self._begin(partial(self._look, key, promote), Lookup.missed("store error"))
-
     def _begin(self, work: Callable[[], T], otherwise: T) -> Future[T]:
         """Have work done on a thread of the store's; otherwise: what it comes to without one."""
         try:
@@ -650,11 +631,6 @@ class TieredKVStore:
         """Let nobody join those who read a chunk that is not the stored one any more."""
         for promote in (False, True):
             self._reading.pop((key, promote), None)
-
-    def _look(self, key: KVKey, promote: bool) -> Lookup:
-        """Read a chunk; where it is missing, find out why while nobody waits for it."""
-        found = self.get(key, promote=promote)
-        return self.absence(key) if found.reason == "not stored" else found
 
 
 def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:

@@ -15,7 +15,7 @@ from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import AUTO, BlendConfig
-from cacheblend_rag.kv.layers import LayerSource
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.laying import LaidChunk, Laying, LostChunkError

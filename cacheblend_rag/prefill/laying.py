@@ -11,7 +11,7 @@ from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv.layers import Found, LayerSource, miss_of
+from cacheblend_rag.kv.fetch import Found, LayerSource, miss_of
 from cacheblend_rag.kv.reader import ChunkReader, LayerKV
 from cacheblend_rag.report import MissReason
 

@@ -23,7 +23,7 @@ from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, Geometry, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.layers import LayerSource
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.laying import Laying, LostChunkError
 from cacheblend_rag.prefill.lead_in import ChunkPlan
@@ -114,7 +114,7 @@ def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVSto
     end = missing[-1][1] + len(missing[-1][0].token_ids)
     ids = torch.tensor(work.tokens[:end], device=stack.geometry.device)
     earlier = [m for m, found in zip(work.members, stored, strict=True) if found and m[1] < end]
-    with store.layers((chunk.key for chunk, _ in earlier), promote=False) as source:
+    with store.fetch((chunk.key for chunk, _ in earlier), promote=False) as source:
         cut = yield from _cut_out(stack, ids, missing, earlier, source)
     for (chunk, start), kv in cut:
         prior = torch.zeros(kv.tokens)

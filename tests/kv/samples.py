@@ -7,6 +7,7 @@ from functools import partial
 import torch
 
 from cacheblend_rag.kv import ChunkKV, HostTier, KVKey, StoredChunk, chunk_id, codec, fingerprint
+from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.reader import StoredBytes, open_ranges
 from cacheblend_rag.kv.tiers import Entry
 
@@ -23,6 +24,20 @@ def make_kv(number=0, *, tokens=4, dtype=torch.float32, prior=True):
     keys, values = torch.randn(2, 2, 1, tokens, 8, generator=generator).to(dtype).unbind()
     scores = torch.rand(tokens, generator=generator) if prior else None
     return ChunkKV(keys, values, position=3, prior=scores)
+
+
+def taken(source):
+    """All that is left of a source as lookups: chunks are put together from their layers."""
+    found = [source.take() for _ in range(len(source))]
+    source.keep([one.head is not None for one in found])
+    heads = [one.head for one in found if one.head is not None]
+    layers = [source.layer(index) for index in range(max((h.layers for h in heads), default=0))]
+    whole = iter(
+        [h.assembled(list(own)) for h, own in zip(heads, zip(*layers, strict=True), strict=True)]
+    )
+    return [
+        Lookup(None if one.head is None else next(whole), one.tier, one.reason) for one in found
+    ]
 
 
 class SlowTier(HostTier):

@@ -11,15 +11,14 @@ from cacheblend_rag import StoreConfig
 from cacheblend_rag.kv import TieredKVStore
 from cacheblend_rag.kv.access_log import AccessLog
 
-from .samples import chunk_files, make_key, make_kv, until
+from .samples import chunk_files, make_key, make_kv, taken, until
 
 KEYS = [make_key(number) for number in range(5)]
 
 
 def read(store: TieredKVStore, *numbers: int) -> None:
-    with store.fetch([KEYS[number] for number in numbers]) as fetch:
-        for _ in numbers:
-            fetch.take()
+    with store.fetch([KEYS[number] for number in numbers]) as source:
+        taken(source)
 
 
 def filled(folder: Path, *prompts: tuple[int, ...], log: Path) -> None:

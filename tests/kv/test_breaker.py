@@ -9,7 +9,7 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy
 from cacheblend_rag.kv.tiers.breaker import FIRST_SECONDS, MOST_SECONDS, Breaker
 
-from .samples import make_key, make_kv, same, until
+from .samples import make_key, make_kv, same, taken, until
 
 KEYS = [make_key(number) for number in range(8)]
 
@@ -74,8 +74,8 @@ def filled(tier):
 def request(store):
     """What a request does: is it worth it, prefetch, fetch."""
     store.contains_many(KEYS)
-    with store.fetch(KEYS) as fetch:
-        return [fetch.take() for _ in KEYS]
+    with store.fetch(KEYS) as source:
+        return taken(source)
 
 
 def recovered(tier, ticks):
@@ -172,7 +172,7 @@ def test_layers_of_a_dead_tier_are_not_asked_for_either(ticks):
     with TieredKVStore([tier]) as store:
         tier.failure = OSError("gone")
         for _ in range(3):
-            with store.layers(KEYS[:4]) as source:
+            with store.fetch(KEYS[:4]) as source:
                 found = [source.take() for _ in KEYS[:4]]
             assert {(one.reason, one.tier) for one in found} == {("store error", "far")}
         assert tier.calls <= 4, "reads of one prompt that had all begun"

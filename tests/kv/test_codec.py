@@ -1,6 +1,5 @@
 import ast
 import json
-import os
 import struct
 from pathlib import Path
 
@@ -86,27 +85,6 @@ def layers_sealed(body, layers=2, prior=16):
 def test_what_is_encoded_is_decoded(encode, kv, context):
     key = KVKey(KEY.chunk_id, KEY.fingerprint, context)
     assert same(codec.decode(encode(key, kv), key), kv)
-
-
-@in_each_format
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_files_are_read_as_bytes_are(encode, tmp_path, dtype):
-    kv = make_kv(dtype=dtype)
-    path = tmp_path / "chunk"
-    path.write_bytes(encode(KEY, kv))
-    assert same(codec.read(str(path), KEY), kv)
-
-
-@in_each_format
-def test_tensors_read_from_a_file_outlive_it_and_never_reach_it(encode, tmp_path):
-    kv = make_kv()
-    path = tmp_path / "chunk"
-    path.write_bytes(encode(KEY, kv))
-    read = codec.read(str(path), KEY)
-    read.keys.zero_()
-    assert same(codec.read(str(path), KEY), kv)
-    path.unlink()
-    assert torch.equal(read.values, kv.values)
 
 
 def test_views_that_are_not_contiguous_are_stored_by_value():
@@ -501,16 +479,6 @@ def test_more_layers_than_a_header_has_room_for_are_not_written():
 def test_what_is_no_safetensors_header_is_named(data, said):
     with pytest.raises(DamagedChunkError, match=f"^{said}$"):
         codec.decode(data, KEY)
-
-
-def test_what_is_no_file_is_not_read(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DamagedChunkError, match=r"^no file$"):
-        codec.read(tmp_path / "pipe", KEY)
-    with pytest.raises(IsADirectoryError):
-        codec.read(tmp_path, KEY)
-    with pytest.raises(FileNotFoundError):
-        codec.read(tmp_path / "absent", KEY)
 
 
 def test_tensors_at_odd_offsets_are_damage():

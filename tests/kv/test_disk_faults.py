@@ -245,9 +245,9 @@ def test_a_crowd_of_threads_and_processes_gets_right_bytes_or_misses(tmp_path):
                         store.put(keys[n], wanted[n])
                 if draw.random() < 0.1:
                     store.evict(keys[numbers[0]])
-                with store.fetch([keys[n] for n in numbers[:3]]) as fetch:
-                    for n in numbers[:3]:
-                        check(n, fetch.take())
+                with store.fetch([keys[n] for n in numbers[:3]]) as source:
+                    for n, one in zip(numbers[:3], taken(source)):
+                        check(n, one)
             done.append((asked, hits))
 
         threads = [threading.Thread(target=work, args=((int(sys.argv[2]), n).__hash__(),))

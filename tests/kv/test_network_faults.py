@@ -7,7 +7,7 @@ import pytest
 from cacheblend_rag.bench.servers import BUCKET, HOST, redis_server
 from cacheblend_rag.kv import TieredKVStore
 from cacheblend_rag.kv.tiers import breaker
-from tests.kv.samples import make_key, make_kv, same, until
+from tests.kv.samples import make_key, make_kv, same, taken, until
 from tests.servers import Proxy, redis_place, refusing, s3_place, tier_at
 
 KEY, OTHER, THIRD = (make_key(number) for number in range(3))
@@ -94,10 +94,10 @@ def test_redis_stalled_for_less_than_the_timeout(own_redis):
     store = opened(redis_place(own_redis, "timeout=20s"))
     assert store.put(KEY, make_kv())
     own_redis.pause()
-    with store.fetch([KEY]) as fetch:
-        assert not fetch.wait(1.0)
+    with store.fetch([KEY]) as source:
+        assert not source.wait(1.0)
         own_redis.resume()
-        assert same(fetch.take().kv, make_kv())
+        assert same(taken(source)[0].kv, make_kv())
     store.close()
 
 
@@ -125,7 +125,7 @@ def test_redis_evicts_by_itself(own_redis):
     keys = [make_key(number) for number in range(16)]
     for number, key in enumerate(keys):
         assert store.put(key, make_kv(number, **LARGE))
-    lookups = store.get_many(keys)
+    lookups = [store.get(key) for key in keys]  # each answer takes memory of the server's, too
     found = {n: lookup.kv for n, lookup in enumerate(lookups) if lookup.kv is not None}
     assert 0 < len(found) < len(keys)
     assert all(same(kv, make_kv(number, **LARGE)) for number, kv in found.items())

@@ -75,7 +75,7 @@ def test_a_foreign_writers_chunk_is_a_miss_with_a_reason_and_is_set_aside(opened
     with opened(OURS) as ours:
         assert ours.get(KEY).reason == "unsealed"
         assert not chunk_files(tmp_path)
-        with ours.layers([KEY]) as source:
+        with ours.fetch([KEY]) as source:
             assert source.take().reason == "not stored"
         ours.put(KEY, make_kv(1))
         assert same(ours.get(KEY).kv, make_kv(1))
@@ -85,7 +85,7 @@ def test_who_has_no_key_reads_nothing_that_is_sealed_and_leaves_it_alone(opened,
     with opened(OURS) as ours:
         ours.put(KEY, make_kv())
     with opened() as bare:
-        with bare.layers([KEY]) as source:
+        with bare.fetch([KEY]) as source:
             assert source.take().reason == "unsealed"
         assert bare.get(KEY).reason == "unsealed"
         assert len(chunk_files(tmp_path)) == 1

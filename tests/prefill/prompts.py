@@ -64,7 +64,7 @@ def prompt_pass(
     options: dict[str, Any] | None = None,
     **config: Any,
 ) -> PromptPass:
-    source = store.layers(chunk.key for chunk in chunks)
+    source = store.fetch(chunk.key for chunk in chunks)
     return PromptPass(
         stack or FakeStack(), prompt_ids(), chunks, source, BlendConfig(**config), **(options or {})
     )

@@ -282,7 +282,7 @@ def test_all_ranks_hold_what_each_holds() -> None:
 
 
 def test_a_prompt_pass_needs_no_more_than_its_parts() -> None:
-    work = PromptPass(FakeStack(), prompt_ids(), [], TieredKVStore.open().layers(()), BlendConfig())
+    work = PromptPass(FakeStack(), prompt_ids(), [], TieredKVStore.open().fetch(()), BlendConfig())
     found = finished(work)
     assert (found.chunks, found.blended) == ([], False)
     assert found.hidden is not None

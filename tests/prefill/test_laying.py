@@ -17,7 +17,7 @@ from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend import BlendPass, FusedKV
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import HostTier, codec
-from cacheblend_rag.kv.layers import LayerSource
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.tiers import Tier
 from cacheblend_rag.prefill.blended import FusedPrompt, PromptPass
 from cacheblend_rag.report import PhaseSeconds
@@ -79,7 +79,7 @@ def over(
     told = Told()
     with (
         TieredKVStore(tiers) as store,
-        store.layers(chunk.key for chunk in placed()) as source,
+        store.fetch(chunk.key for chunk in placed()) as source,
     ):
         work = PromptPass(
             stack or FakeStack(), prompt_ids(), placed(), source, BlendConfig(**config),

@@ -53,7 +53,7 @@ def test_a_pass_over_a_ring_holds_two_layers(tokens: int, selector: str) -> None
         store.put(key, ChunkKV(keys, values, 2, torch.rand(CHUNK)))
         placed.append(PlacedChunk(key, start, start + CHUNK))
     config = BlendConfig(selector=selector, recompute_ratio=0.05)
-    with store.layers(chunk.key for chunk in placed) as source, PeakBytes() as memory:
+    with store.fetch(chunk.key for chunk in placed) as source, PeakBytes() as memory:
         work = PromptPass(
             stack, ids, placed, source, config,
             reserve=None, needs_hidden=False, attention=shallow,

@@ -43,7 +43,7 @@ from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.turns import Turns
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.layers import LayerSource
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import NotWorthLoading
 from cacheblend_rag.prefill.controller import Controller, Rates

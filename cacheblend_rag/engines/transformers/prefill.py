@@ -16,7 +16,7 @@ from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.kv.layers import LayerSource
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
 from cacheblend_rag.prefill.controller import Controller
@@ -67,7 +67,7 @@ class PromptChunks:
 
     def source(self) -> LayerSource:
         """Begin to read them."""
-        return self.store.layers(chunk.key for chunk in self.placed)
+        return self.store.fetch(chunk.key for chunk in self.placed)
 
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
         """Report every chunk as a miss, for ``reason`` or else as not stored.

@@ -21,7 +21,7 @@ from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
 from cacheblend_rag.engines.vllm.protocol import Failed
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.kv.layers import LayerSource
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     SentChunk,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
-from cacheblend_rag.kv.layers import LayerSource
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
 from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
 from cacheblend_rag.prefill.controller import Controller, Rates
@@ -68,7 +68,7 @@ class Jobs:
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""
         keys = self._chunk_keys(allotted) if allotted.job.kind == "blend" else ()
-        return self.store.layers(keys)
+        return self.store.fetch(keys)
 
     def work(self, allotted: Allotted, source: LayerSource) -> Work:
         """Do a job, a piece at a time; source: of the chunks that it is to blend."""
