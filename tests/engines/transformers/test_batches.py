@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore
 from cacheblend_rag.kv import HostTier
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 from tests.engines.transformers.conftest import EngineFactory
 from tests.kv.samples import SlowTier
 from tests.models import prompt_of, words
@@ -24,7 +25,8 @@ def test_a_batch_reads_each_shared_chunk_once(make_engine: EngineFactory) -> Non
         assert kv is not None
         room = max(room, writer.store.nbytes(writer.key(chunk)) or 0)
         TieredKVStore([slow]).put(writer.key(chunk), kv)
-    store = TieredKVStore([HostTier(2 * room), slow])
+    host = HostTier(policy=TierPolicy(2 * room, admit="always"))
+    store = TieredKVStore([host, slow])
     engine = make_engine(store=store, recompute_ratio=0.0)
     prompts = [prompt_of(words(5, turn), *topic, "w9") for turn in range(4) for topic in topics]
     alone = [writer.generate(prompt, SHORT) for prompt in prompts]
