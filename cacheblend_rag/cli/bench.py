@@ -368,6 +368,66 @@ def registry_command(
     )
 
 
+@bench_app.command("fill")
+def fill_command(
+    *,
+    shape: ShapeOption = "smollm2-135m",
+    layers: Annotated[int, typer.Option(min=2, help="Layers of that shape.")] = 4,
+    chunks: Annotated[int, typer.Option(min=1, help="Registered chunks.")] = 20_000,
+    room: Annotated[float, typer.Option(help="Share of them that the store has room for.")] = 0.05,
+    requests: Annotated[int, typer.Option(min=1, help="Requests, one after another.")] = 1000,
+    drawn: Annotated[int, typer.Option(min=1, help="Chunks a request draws.")] = 4,
+    chunk_tokens: ChunkTokensOption = 64,
+    question_tokens: QuestionTokensOption = 16,
+    exponent: Annotated[float, typer.Option(help="Of Zipf's law.")] = 1.0,
+    pause: Annotated[
+        float, typer.Option(min=0, help="Seconds between two requests, in which chunks are filled.")
+    ] = 0.1,
+    neighbours: Annotated[int, typer.Option(min=1, help="Timed requests without chunks.")] = 200,
+    ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = 0.15,
+    selector: SelectorOption = "chunk_head",
+    seed: Annotated[int, typer.Option(help="Draws chunks and requests.")] = 7,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    as_json: options.JsonOption = False,
+) -> None:
+    """How a store that holds a part of the corpus warms by traffic, and what neighbours feel of it.
+
+    Nothing is precomputed: registered chunks are filled as requests miss them.
+    """
+    _check_options(dtype, selector)
+    from cacheblend_rag.bench.fill import FillPlan, measure_fill
+    from cacheblend_rag.bench.shapes import named_shape
+    from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
+
+    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+        quiet_libraries()
+        plan = FillPlan(
+            named_shape(shape),
+            layers=layers,
+            chunks=chunks,
+            room=room,
+            requests=requests,
+            drawn=drawn,
+            chunk_tokens=chunk_tokens,
+            question_tokens=question_tokens,
+            exponent=exponent,
+            pause_seconds=pause,
+            neighbours=neighbours,
+            ratio=ratio,
+            selector=selector,
+            dtype=named_dtype(dtype),
+            device=pick_device(device),
+            seed=seed,
+        )
+        found = measure_fill(plan, status.update)
+    if as_json:
+        output.print_json(found)
+        return
+    _print_hundreds(found)
+    output.print_facts("requests without chunks, meanwhile", found["neighbours"])
+
+
 def _check_options(dtype: str, selector: str | None = None) -> None:
     """Raise ConfigError for what is wrong whatever is measured, before importing what measures."""
     checks.check_placement(None, dtype)
@@ -392,6 +452,25 @@ def _measure_facts(title: str, measure: Callable[[Advance], dict[str, Any]], as_
         output.print_json(found)
     else:
         output.print_facts(title, {name: v for name, v in found.items() if name != "runs"})
+
+
+def _print_hundreds(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    title = f"{found['chunks']:,} chunks registered, room for {found['room_chunks']:,}"
+    table = Table(title=title)
+    for heading in ("requests", "hits", "asked before", "speedup"):
+        table.add_column(heading, justify="right")
+    asked = 0
+    for row in found["hundreds"]:
+        asked += row["requests"]
+        table.add_row(
+            f"{asked:,}",
+            output.percent(row["hit_share"]),
+            output.percent(row["seen_share"]),
+            f"{row['speedup']:.2f}x",
+        )
+    output.result_console().print(table)
 
 
 def _print_ttft(rows: Sequence[TtftRow]) -> None:

@@ -17,7 +17,7 @@ import xxhash
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.secret import Secret
 
-VARIABLE = "CACHEBLEND_STORE_KEY"
+VARIABLE = "CACHEBLEND_SEAL_KEY"
 """The environment variable that holds a store's key."""
 DIGITS = 32
 """Hex digits of a digest."""

@@ -242,3 +242,26 @@ def test_precision_tells_bytes_time_and_error(cli, tiny_shape):
     assert all(
         row[f"{verb}_seconds"] > 0 for row in (native, fp8, int8) for verb in ("put", "load")
     )
+
+
+FEW = ("--chunks", 60, "--room", 0.3, "--requests", 120, "--drawn", 3, "--chunk-tokens", 12)
+
+
+def test_filling_warms_a_store_by_its_traffic(cli, tiny_shape):
+    given = ("--question-tokens", 4, "--pause", 0.03, "--neighbours", 20, "--shape", "tiny")
+    found = cli("bench", "fill", *FEW, *given, "--json").json
+    assert [row["requests"] for row in found["hundreds"]] == [100, 20]
+    for row in found["hundreds"]:
+        assert 0 < row["hit_share"] <= row["seen_share"] <= 1, "only what was missed is stored"
+        assert row["speedup"] > 0
+    assert found["computed"] >= 18 == found["room_chunks"]
+    assert found["neighbours"]["requests"] == 20
+    assert found["neighbours"]["filled_meanwhile"] > 0
+    table = cli("bench", "fill", *FEW, *given)
+    assert "60 chunks registered, room for 18" in table.stdout
+
+
+@pytest.mark.parametrize("wrong", [("--drawn", 61), ("--room", 0), ("--selector", "nonsense")])
+def test_a_fill_that_cannot_be_measured_is_refused(cli, tiny_shape, wrong):
+    outcome = cli("bench", "fill", *FEW, "--shape", "tiny", *wrong)
+    assert (outcome.code, outcome.stdout) == (2, "")

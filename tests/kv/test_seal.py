@@ -42,7 +42,7 @@ def test_what_a_key_wrote_it_reads(precision):
     ("written", "read", "said"),
     [
         (CHECKSUM, keyed(), "was not written with the store's key"),
-        (keyed(), CHECKSUM, "was written with a key, and CACHEBLEND_STORE_KEY is not set"),
+        (keyed(), CHECKSUM, "was written with a key, and CACHEBLEND_SEAL_KEY is not set"),
         (keyed(THEIRS), keyed(), "was written with another key, or is damaged"),
     ],
 )
@@ -104,6 +104,6 @@ def test_a_key_shows_itself_nowhere(opened, tmp_path, caplog):
 
 
 def test_a_key_that_is_too_short_is_refused():
-    with pytest.raises(ConfigError, match="CACHEBLEND_STORE_KEY must have at least 16 characters"):
+    with pytest.raises(ConfigError, match="CACHEBLEND_SEAL_KEY must have at least 16 characters"):
         seal_of({VARIABLE: "short"})
     assert seal_of({}) is CHECKSUM
