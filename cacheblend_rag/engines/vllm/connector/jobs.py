@@ -62,8 +62,8 @@ class Jobs:
         self.stack, self.cache, self.store = stack, cache, store
         self.identity: dict[str, Any] = {}
         self._namespace, self.mode = namespace, mode
-        # vLLM's own prefill is not timed here: that it would be faster is never said.
-        self._controller = Controller(stack.costs, Rates(), store.speeds)
+        # Of passes: vLLM's own prefill is not timed here, and so is never said to be faster.
+        self._rates = Rates()
 
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""
@@ -133,7 +133,7 @@ class Jobs:
             attention=paged.attend,
             on_layer=paged.finish_layer,
             on_restart=paged.forget,
-            controller=self._controller,
+            controller=Controller(self.stack.costs, self._rates, self.store.speeds),
         )
 
     def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Declined | None:

