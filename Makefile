@@ -5,10 +5,11 @@ READY := .venv/.ready
 READY_VLLM := .venv/.ready-vllm
 VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+REDIS := redis-server
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo test mutants lint format help
+.PHONY: setup demo redis test mutants lint format help
 
 setup: $(READY) ## make .venv with the tested versions of everything
 
@@ -30,11 +31,16 @@ $(READY_VLLM): $(READY)
 demo: $(READY) ## run the demo: answers with and without reuse, and how long each took
 	$(BIN)/cacheblend-rag demo
 
+# Tests of the shared store run a Redis of their own; PyPI has none.
+redis:
+	@command -v $(REDIS) > /dev/null || { \
+		echo 'the tests need $(REDIS), which is not installed: apt-get install -y $(REDIS)'; exit 1; }
+
 # One thread a process: two processes of tests fill two cores, and threads that wait for each other
 # on shared cores cost more than they bring.
 test: export OMP_NUM_THREADS := 1
 test: export VLLM_CPU_OMP_THREADS_BIND := nobind
-test: $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebooks
+test: redis $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebooks
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(VLLM_TESTS)
 	$(BIN)/python -m pytest --nbmake examples

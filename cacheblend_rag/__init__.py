@@ -27,7 +27,7 @@ from cacheblend_rag.errors import (
     UnsupportedModelError,
 )
 from cacheblend_rag.secret import Secret
-from cacheblend_rag.text.chunk import Chunk, Document, read_hints
+from cacheblend_rag.text.chunk import BOUNDARY_KEY, Chunk, Document, read_boundary, read_hints
 from cacheblend_rag.text.prompt import BlendPrompt, Segment
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -108,12 +108,14 @@ __all__ = [
     "load_tokenizer",
     "open_engine",
     # For components of other frameworks:
+    "BOUNDARY_KEY",
     "Arguments",
     "EngineSource",
     "Secret",
     "describe_errors",
     "names_of",
     "public_name",
+    "read_boundary",
     "read_hints",
     "store_fields",
 ]

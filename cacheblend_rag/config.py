@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
@@ -14,22 +12,21 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 from cacheblend_rag.arguments import Arguments, check_engine_name
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.quantities import read_bytes, read_seconds
 from cacheblend_rag.secret import Secret
+from cacheblend_rag.tier_url import TierUrl, passwords, read_tiers
 
 logger = logging.getLogger(__name__)
 
 LeadIn = Literal["none", "bos", "instruction", "document"]
 Preset = Literal["quality", "balanced", "speed"]
+Precision = Literal["native", "fp8", "int8"]
 
 PRESET_RATIOS: Mapping[str, float] = {"quality": 0.25, "balanced": 0.16, "speed": 0.10}
+RATIO_BOUNDS = (0.05, 0.30)
 AUTO, EMBEDDED, VLLM = "auto", "transformers", "vllm"
 ENGINES = (AUTO, EMBEDDED, VLLM)
 """Kinds of engine that go by a name; a server goes by its URL."""
-BYTE_UNITS: Mapping[str, int] = {
-    "": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-}  # fmt: skip
-SECOND_UNITS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def names_of(settings: type[Any]) -> frozenset[str]:
@@ -111,6 +108,17 @@ class StoreConfig(Settings):
             keeps none there.
         disk_bytes: room for chunk KV in ``kv_path``; None is without limit.
         ttl_seconds: age since it was first stored at which a chunk is gone; None is never.
+        tiers: where chunk KV is kept, fastest first, as URLs: ``host://?capacity=8GiB``,
+            ``disk:///folder``, ``redis://host:6379/0``, ``s3://bucket/prefix``, ...; None is
+            memory and ``kv_path``. With it ``kv_path`` keeps the registry alone. A password in a
+            URL is in no representation, and in nothing that is serialized.
+        read_only: serve from what others store: nothing outside of this process' memory is written,
+            evicted, set aside or marked as used.
+        access_log: file in which is noted, in lines of JSON, which chunks prompts ask for. A store
+            that is opened with one that is there brings the most used of them into its fastest
+            tier, in the background.
+        precision: of the numbers that are stored: ``native`` as computed, ``fp8`` or ``int8`` a
+            byte each. Chunks of one precision are not found by engines of another.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -122,14 +130,43 @@ class StoreConfig(Settings):
     host_bytes: int | None = 4 << 30
     disk_bytes: int | None = None
     ttl_seconds: float | None = None
+    tiers: tuple[str, ...] | None = None
+    read_only: bool = False
+    access_log: str | None = None
+    precision: Precision = "native"
 
     def __post_init__(self) -> None:
+        if self.precision not in get_args(Precision):
+            known = ", ".join(get_args(Precision))
+            raise ConfigError(f"precision={self.precision!r:.100} must be one of {known}")
+        object.__setattr__(self, "read_only", _flag("read_only", self.read_only))
         if self.kv_path is not None:
             _check_path("kv_path", self.kv_path)
             object.__setattr__(self, "kv_path", os.fspath(self.kv_path))
+        if self.access_log is not None:
+            _check_path("access_log", self.access_log, "a file")
+            object.__setattr__(self, "access_log", os.fspath(self.access_log))
         for name in ("host_bytes", "disk_bytes"):
-            object.__setattr__(self, name, _bytes(name, getattr(self, name)))
-        object.__setattr__(self, "ttl_seconds", _seconds("ttl_seconds", self.ttl_seconds))
+            object.__setattr__(self, name, read_bytes(name, getattr(self, name)))
+        object.__setattr__(self, "ttl_seconds", read_seconds("ttl_seconds", self.ttl_seconds))
+        object.__setattr__(self, "tiers", read_tiers(self.tiers))
+        self._check_tiers()
+
+    @property
+    def outlives(self) -> bool:
+        """Whether chunk KV outlives the process, or is shared with others."""
+        if self.tiers is None:
+            return self.kv_path is not None
+        return any(url.outlives for url in self.urls)
+
+    @property
+    def urls(self) -> tuple[TierUrl, ...]:
+        """The tiers, as read."""
+        return tuple(TierUrl(url) for url in self.tiers or ())
+
+    def environment(self) -> dict[str, str]:
+        """Return the passwords of tiers as variables, for the environment of a worker process."""
+        return passwords(self.urls)
 
     @classmethod
     def spread(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,8 +184,19 @@ class StoreConfig(Settings):
         return {**given, **cls.of(store).to_dict()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
+        """Return plain JSON values; passwords stay here, see ``environment``."""
+        plain = asdict(self)
+        return plain if self.tiers is None else {**plain, "tiers": [str(u) for u in self.tiers]}
+
+    def _check_tiers(self) -> None:
+        """Raise ConfigError where memory or disk is told twice."""
+        if self.tiers is None:
+            return
+        for name, scheme in (("host_bytes", "host://"), ("disk_bytes", "disk:///folder")):
+            if getattr(self, name) != getattr(type(self), name):
+                raise ConfigError(
+                    f"{name} beside tiers: give {scheme}?capacity=... as one of tiers instead"
+                )
 
 
 @dataclass(frozen=True)
@@ -156,7 +204,9 @@ class BlendConfig(Settings):
     """How one request's cached chunk KV is fused.
 
     Args:
-        recompute_ratio: share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill).
+        recompute_ratio: share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill);
+            ``auto`` is the largest whose recompute takes no longer than loading the chunks does.
+        ratio_bounds: the smallest and the largest ratio that ``auto`` may choose.
         check_layers: layers at which a selector that needs fresh KV compares it with cached KV;
             ignored by selectors that choose rows before layer 0.
         recompute_ratios: one ratio a check layer, never rising; None uses recompute_ratio for all.
@@ -172,13 +222,14 @@ class BlendConfig(Settings):
         ConfigError: when a field is out of range.
     """
 
-    recompute_ratio: float = PRESET_RATIOS["balanced"]
+    recompute_ratio: float | Literal["auto"] = PRESET_RATIOS["balanced"]
     check_layers: tuple[int, ...] = (1,)
     recompute_ratios: tuple[float, ...] | None = None
     selector: str = "hkvd"
     selector_options: Mapping[str, Any] = field(default_factory=dict)
     min_tokens: int = 256
     protect_context: bool = True
+    ratio_bounds: tuple[float, float] = RATIO_BOUNDS
     lead_in: LeadIn | None = None
     document_window: int | None = None
     split_special_tokens: bool | None = None
@@ -189,7 +240,7 @@ class BlendConfig(Settings):
             ratios = _list("recompute_ratios", self.recompute_ratios)
             object.__setattr__(self, "recompute_ratios", ratios)
         object.__setattr__(self, "selector_options", _options(self.selector_options))
-        _check_ratio("recompute_ratio", self.recompute_ratio)
+        self._check_ratios()
         _check_layers(self.check_layers)
         if self.recompute_ratios is not None:
             _check_schedule(self.recompute_ratios, self.check_layers)
@@ -198,6 +249,17 @@ class BlendConfig(Settings):
         _check_int("min_tokens", self.min_tokens, 0)
         _check_flag("protect_context", self.protect_context)
         self.lead_in_config()
+
+    def _check_ratios(self) -> None:
+        object.__setattr__(self, "ratio_bounds", _list("ratio_bounds", self.ratio_bounds))
+        if len(self.ratio_bounds) != 2 or self.ratio_bounds[0] > self.ratio_bounds[-1]:
+            raise ConfigError(f"ratio_bounds={self.ratio_bounds} must be two ratios that rise")
+        for ratio in self.ratio_bounds:
+            _check_ratio("ratio_bounds", ratio)
+        if self.recompute_ratio != AUTO:
+            _check_ratio("recompute_ratio", self.recompute_ratio, f' or "{AUTO}"')
+        elif self.recompute_ratios is not None:
+            raise ConfigError(f'recompute_ratio="{AUTO}" chooses: leave recompute_ratios out')
 
     @classmethod
     def preset(cls, name: Preset, **overrides: Any) -> BlendConfig:
@@ -233,11 +295,15 @@ class BlendConfig(Settings):
         """Return a copy with one ratio, in force after every check layer."""
         return self.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
 
+    @property
+    def ratio(self) -> float:
+        """The recompute ratio; the largest that may be chosen where that is left to the engine."""
+        chosen = self.recompute_ratio
+        return self.ratio_bounds[1] if isinstance(chosen, str) else chosen
+
     def ratio_at(self, check: int) -> float:
         """Return the recompute ratio in force after the ``check``-th check layer."""
-        return (
-            self.recompute_ratio if self.recompute_ratios is None else self.recompute_ratios[check]
-        )
+        return self.ratio if self.recompute_ratios is None else self.recompute_ratios[check]
 
 
 _LEAD_IN_FIELDS: Mapping[str, str] = {
@@ -406,9 +472,16 @@ def _check_flag(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value!r:.100} must be true or false")
 
 
-def _check_ratio(name: str, value: object) -> None:
+def _flag(name: str, value: object) -> bool:
+    """Return a flag, which a command line gives as a text."""
+    read = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
+    _check_flag(name, value if read is None else read)
+    return bool(read)
+
+
+def _check_ratio(name: str, value: object, otherwise: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ConfigError(f"{name}={value!r} must be a number from 0 to 1")
+        raise ConfigError(f"{name}={value!r} must be a number from 0 to 1{otherwise}")
 
 
 def _check_int(name: str, value: object, low: int) -> None:
@@ -436,35 +509,6 @@ def _check_schedule(ratios: tuple[float, ...], layers: tuple[int, ...]) -> None:
         raise ConfigError(f"recompute_ratios={ratios} must not rise: rows are only ever dropped")
 
 
-def _check_path(name: str, value: object) -> None:
+def _check_path(name: str, value: object, what: str = "a folder") -> None:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
-        raise ConfigError(f"{name}={value!r:.100} must be a folder")
-
-
-def _bytes(name: str, value: object) -> int | None:
-    """Return a size in bytes; text may name a unit, such as ``"8GiB"``."""
-    if isinstance(value, str):
-        return int(_quantity(name, value, BYTE_UNITS, "a size, such as 8GiB"))
-    if value is not None:
-        _check_int(name, value, 0)
-    return value  # type: ignore[return-value]
-
-
-def _seconds(name: str, value: object) -> float | None:
-    """Return a time above 0 in seconds; text may name a unit, such as ``"12h"``."""
-    if isinstance(value, str):
-        value = _quantity(name, value, SECOND_UNITS, "a time, such as 12h")
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ConfigError(f"{name}={value!r:.100} must be a number above 0")
-    return value
-
-
-def _quantity(name: str, text: str, units: Mapping[str, int], wanted: str) -> float:
-    """Read a number with one of ``units`` behind it."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    unit = units.get(found[2].lower()) if found else None
-    if found is None or unit is None:
-        raise ConfigError(f"{name}={text!r:.100} must be {wanted}")
-    return float(found[1]) * unit
+        raise ConfigError(f"{name}={value!r:.100} must be {what}")

@@ -50,5 +50,9 @@ class ForeignChunkError(StoreError):
     """Stored bytes are a valid chunk KV, but of another model, tokenizer, lead-in or namespace."""
 
 
+class UnsealedChunkError(ForeignChunkError):
+    """Stored bytes were not written with the key that this store has, or with one that it lacks."""
+
+
 class DatasetError(CacheBlendError, ValueError):
     """An evaluation dataset cannot be read; the message names file and field."""

@@ -14,8 +14,10 @@ MissReason = Literal[
     "inseparable",  # the tokenizer cannot tell it from the text beside it
     "altered text",  # the text differs from the chunk the hint named
     "damaged",  # stored bytes failed their checksum and were quarantined
+    "unsealed",  # stored by who has not the store's key, or with one that this store lacks
     "store error",  # a tier could not be read
     "no room",  # there is too little device memory to fuse the prompt's KV
+    "slow",  # loading it would take longer than computing it
     "too short",  # the prompt's reusable tokens are fewer than min_tokens
     "unsupported model",  # this model's KV cannot be blended
 ]
@@ -31,7 +33,8 @@ class ChunkReport:
         tokens: its length; 0 where it does not stand there as such.
         hit: whether its KV was reused.
         reason: why not, None on a hit.
-        tier: where the KV was found ("host", "disk"), None on a miss.
+        tier: where the KV was found ("host", "disk"); after a store error the tier that
+            could not be read; None on any other miss.
         document_id: the document it was cut from, None where it stands alone.
         recomputed: how many of its tokens were computed afresh.
     """
@@ -55,15 +58,19 @@ def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Wall-clock seconds a phase. ``time_to_first_token`` is their sum without ``decode``.
+    """Wall-clock seconds a phase.
+
+    ``time_to_first_token`` is their sum without ``decode`` and ``load_hidden``.
 
     Args:
         prepare: segmentation and tokenization.
-        load: fetching and re-rotating KV.
+        load: waiting for stored KV, and laying it in, re-rotated.
         selection: probes, scoring.
         recompute: running layers (all of prefill when nothing was reused).
         first_token: last norm, logits, sampling.
         decode: all later tokens.
+        load_hidden: reading stored KV while something else was computed, which took no time of
+            its own.
     """
 
     prepare: float = 0.0
@@ -72,6 +79,7 @@ class PhaseSeconds:
     recompute: float = 0.0
     first_token: float = 0.0
     decode: float = 0.0
+    load_hidden: float = 0.0
 
     @property
     def time_to_first_token(self) -> float:
@@ -90,6 +98,7 @@ class PrefillReport:
     reason: str | None = None
     selector: str = "none"
     selector_reason: str | None = None
+    ratio_reason: str | None = None
     ratio: float = 1.0
     compute_share: float = 1.0
     chunks: Sequence[ChunkReport] = ()
@@ -125,6 +134,8 @@ class BlendReport:
         chunks: what became of each chunk: those of the prompt, in order, then those that were
             expected but do not stand in it.
         selector_reason: why ``selector`` is not the rule that was asked for, None where it is.
+        ratio_reason: what was chosen by measured speeds, and why: the ratio where that is ``auto``,
+            chunks that are computed sooner than loaded. None where there was nothing to choose.
     """
 
     engine: str
@@ -141,6 +152,7 @@ class BlendReport:
     seconds: PhaseSeconds
     chunks: tuple[ChunkReport, ...] = ()
     selector_reason: str | None = None
+    ratio_reason: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values, with ``seconds.time_to_first_token`` added."""

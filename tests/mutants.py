@@ -68,7 +68,7 @@ def main() -> int:
     files = all_mutants(chosen.processes)
     draw = random.Random(chosen.seed)
     sample = draw.sample(sorted(files), min(chosen.sample, len(files)))
-    command = [Path(sys.executable).with_name("mutmut"), "run"]
+    command = [sys.executable, "-m", "mutmut", "run"]
     command += ["--max-children", str(chosen.processes), *sample]
     with LOG.open("w") as log:  # it draws itself anew ten times a second
         if subprocess.run(command, stdout=log, stderr=log, check=False).returncode:

@@ -1,6 +1,6 @@
 """The blend pass: re-rotation, row selection, and layers run on the chosen rows only."""
 
-from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.passes import BlendPass, PassStats
 from cacheblend_rag.blend.schedule import Schedule, plan_schedule
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
@@ -11,6 +11,7 @@ __all__ = [
     "DecoderStack",
     "FusedKV",
     "PassStats",
+    "RingKV",
     "Schedule",
     "plan_schedule",
 ]

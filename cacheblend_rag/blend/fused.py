@@ -1,27 +1,42 @@
-"""FusedKV: one buffer for a whole prompt's KV, filled from cached chunks and from fresh rows."""
+"""FusedKV: a prompt's KV, filled layer by layer from cached chunks and from fresh rows.
+
+``RingKV`` is the same with room for two layers only, for whoever needs no layer once it is final.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend.rotary import rotate_into
+from cacheblend_rag.blend.rotary import Rotation, rotate_into
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.stack import DecoderStack, Geometry
-from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.blend.stack import Geometry
 
 
 class FusedKV:
     """The KV of a prompt, and room for the tokens that will be decoded after it.
 
-    keys, values: (layers, kv_heads, capacity, head_dim), index = position.
+    keys, values: (layers, kv_heads, capacity, head_dim), index = position. keeps_layers: whether a
+    layer is still there when the pass is over.
     """
+
+    keeps_layers: ClassVar[bool] = True
 
     def __init__(self, geometry: Geometry, tokens: int, reserve: int = 0) -> None:
         shape = (geometry.layers, geometry.kv_heads, tokens + reserve, geometry.head_dim)
-        self.tokens = tokens
+        self.tokens, self._geometry = tokens, geometry
         self.keys = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
         self.values = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
+
+    def fits(self, shape: Sequence[int], dtype: torch.dtype, tokens: int) -> bool:
+        """Whether KV of this shape and type is this model's, and of so many tokens."""
+        geometry = self._geometry
+        wanted = (geometry.layers, geometry.kv_heads, tokens, geometry.head_dim)
+        return tuple(shape) == wanted and dtype == geometry.dtype
 
     @staticmethod
     def bytes_for(geometry: Geometry, tokens: int) -> int:
@@ -29,41 +44,64 @@ class FusedKV:
         elements = 2 * geometry.layers * geometry.kv_heads * tokens * geometry.head_dim
         return elements * geometry.dtype.itemsize
 
-    def fits(self, kv: ChunkKV, tokens: int) -> bool:
-        """Whether a chunk KV has this model's shape and type, and so many tokens."""
-        layers, kv_heads, _, head_dim = self.keys.shape
-        wanted = (layers, kv_heads, tokens, head_dim)
-        return tuple(kv.keys.shape) == wanted and kv.keys.dtype == self.keys.dtype
+    def lay(
+        self, layer: int, start: int, keys: Tensor, values: Tensor, turn: Rotation | None
+    ) -> None:
+        """Lay one layer of a chunk's KV, (kv_heads, tokens, head_dim), at positions from ``start``.
 
-    def place(self, stack: DecoderStack, kv: ChunkKV, start: int) -> None:
-        """Lay a chunk's KV at positions start .. start + kv.tokens - 1, keys re-rotated."""
-        end = start + kv.tokens
-        device = self.keys.device
-        keys, values = kv.keys.to(device), kv.values.to(device)
-        self.values[:, :, start:end] = values
-        if start == kv.position:
-            self.keys[:, :, start:end] = keys
+        turn: what moves its keys there, of this layer; None when they were computed there.
+        """
+        here = slice(start, start + keys.shape[1])
+        whole_keys, whole_values = self.of_layer(layer)
+        whole_values[:, here] = values.to(whole_values.device)
+        keys = keys.to(whole_keys.device)
+        if turn is None:
+            whole_keys[:, here] = keys
         else:
-            rotate_into(self.keys[:, :, start:end], keys, stack.rotation(start - kv.position))
+            rotate_into(whole_keys[None, :, here], keys[None], turn)
+
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, each (kv_heads, capacity, head_dim), not copied."""
+        place = self._place(layer)
+        return self.keys[place], self.values[place]
 
     def write(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
         """Store fresh KV (1, kv_heads, rows, head_dim) of ``rows``."""
+        whole_keys, whole_values = self.of_layer(layer)
         if rows.is_run:
-            self.keys[layer, :, rows.first : rows.last + 1] = keys[0]
-            self.values[layer, :, rows.first : rows.last + 1] = values[0]
+            whole_keys[:, rows.first : rows.last + 1] = keys[0]
+            whole_values[:, rows.first : rows.last + 1] = values[0]
         else:
-            self.keys[layer].index_copy_(1, rows.device, keys[0])
-            self.values[layer].index_copy_(1, rows.device, values[0])
+            whole_keys.index_copy_(1, rows.device, keys[0])
+            whole_values.index_copy_(1, rows.device, values[0])
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, each (1, kv_heads, tokens, head_dim), not copied."""
-        return (
-            self.keys[layer, None, :, : self.tokens],
-            self.values[layer, None, :, : self.tokens],
-        )
+        keys, values = self.of_layer(layer)
+        return keys[None, :, : self.tokens], values[None, :, : self.tokens]
 
-    def slice(self, start: int, end: int) -> ChunkKV:
-        """Return a copy of positions [start, end) as a chunk KV computed at ``start``."""
-        return ChunkKV(
-            self.keys[:, :, start:end].clone(), self.values[:, :, start:end].clone(), start
-        )
+    def _place(self, layer: int) -> int:
+        """Return where in the buffer a layer stands."""
+        return layer
+
+
+class RingKV(FusedKV):
+    """The KV of two layers of a prompt: a layer takes the place of the one before the last.
+
+    keys, values: (2, kv_heads, tokens, head_dim).
+    """
+
+    LAYERS: ClassVar[int] = 2
+    keeps_layers: ClassVar[bool] = False
+
+    def __init__(self, geometry: Geometry, tokens: int) -> None:
+        super().__init__(replace(geometry, layers=self.LAYERS), tokens)
+        self._geometry = geometry
+
+    @staticmethod
+    def bytes_for(geometry: Geometry, tokens: int) -> int:
+        """Return what two layers' KV of so many tokens takes, in bytes."""
+        return FusedKV.bytes_for(replace(geometry, layers=RingKV.LAYERS), tokens)
+
+    def _place(self, layer: int) -> int:
+        return layer % self.LAYERS

@@ -95,12 +95,13 @@ class BlendPass:
     """Computes the fused KV of a prompt and the hidden state of its last token.
 
     token_ids: (tokens,) int64, on the model's device. fused: holds the cached tokens' KV,
-    re-rotated. candidates: which tokens those are. row_block: most rows run through a layer at
-    once, which bounds the memory of layers that compute all tokens; more are run in blocks of one
-    size; None is the stack's own. needs_hidden: whether the last token's hidden state is wanted, or
-    only KV. attention: how rows attend; by default exactly, over the fused KV. layers: run only so
-    many of the first layers, for their KV; None is all. on_layer: called with each layer whose KV
-    is final.
+    re-rotated, or is given it by ``before_layer``. candidates: which tokens those are. row_block:
+    most rows run through a layer at once, which bounds the memory of layers that compute all
+    tokens; more are run in blocks of one size; None is the stack's own. needs_hidden: whether the
+    last token's hidden state is wanted, or only KV. attention: how rows attend; by default exactly,
+    over the fused KV. layers: run only so many of the first layers, for their KV; None is all.
+    before_layer: the steps that lay a layer's cached KV in, taken before the layer is run.
+    on_layer: called with each layer whose KV is final.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
     in between. Afterwards ``stats`` is complete and, where it was wanted, ``hidden`` is the last
@@ -120,6 +121,7 @@ class BlendPass:
     needs_hidden: bool = True
     attention: Attention | None = None
     layers: int | None = None
+    before_layer: Callable[[int], Steps[None]] | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
     hidden: Tensor = field(init=False)
     stats: PassStats = field(init=False)
@@ -144,6 +146,8 @@ class BlendPass:
         self.hidden = self.stack.embed(self.token_ids[self._rows.device][None])
         last = (self.layers or self.stack.geometry.layers) - 1
         for layer in range(last + 1):
+            if self.before_layer is not None:
+                yield from self.before_layer(layer)
             if layer in self.schedule.checks:
                 self._check(layer, self.schedule.checks[layer])
             yield from self._finish(layer) if layer == last else self._run(layer)
@@ -217,12 +221,13 @@ class BlendPass:
             here = self._rows.host
             index = self._rows_where((self._eligible & ~self._always)[here])  # among the rows
             rows = Rows.at(here[index.host], self._device)
+            cached_keys, cached_values = self.fused.of_layer(layer)
             evidence = self.candidates.evidence(
                 rows.host,
                 fresh_keys=keys[0].index_select(1, index.device),
                 fresh_values=values[0].index_select(1, index.device),
-                cached_keys=self.fused.keys[layer].index_select(1, rows.device),
-                cached_values=self.fused.values[layer].index_select(1, rows.device),
+                cached_keys=cached_keys.index_select(1, rows.device),
+                cached_values=cached_values.index_select(1, rows.device),
                 total=lambda part: self.stack.all_reduce(part, "sum"),
             )
             kept = self._kept(rows.host, self.schedule.selector.score(evidence), ratio)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -24,6 +26,8 @@ def probe_question(
     fused: FusedKV,
     candidates: Candidates,
     question_start: int,
+    *,
+    before_layer: Callable[[int], Steps[None]] | None = None,
 ) -> Steps[tuple[Tensor, float]]:
     """Return the attention each token gets from the question, and the work that took.
 
@@ -32,6 +36,7 @@ def probe_question(
     layers, where a question has found what it asks for. Result: (tokens,) float32, on the host.
 
     question_start: position of the question's first token; the question ends the prompt.
+    before_layer: see BlendPass.
     """
     upper = stack.geometry.layers // 2
     masses: list[Tensor] = []
@@ -50,7 +55,10 @@ def probe_question(
         # Query by key once more, over all keys, and no values: half of what a pair costs.
         work += stack.costs[call.layer].per_pair / 2 * shares.shape[1] * shares.shape[2]
 
-    probe = BlendPass(stack, token_ids, fused, candidates, REUSE_ONLY, observer=observe)
+    probe = BlendPass(
+        stack, token_ids, fused, candidates, REUSE_ONLY,
+        observer=observe, before_layer=before_layer,
+    )  # fmt: skip
     yield from probe.steps()
     work += probe.stats.work
     if not masses:

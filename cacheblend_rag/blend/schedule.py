@@ -44,7 +44,7 @@ def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
     Raises ConfigError when a check layer is not below ``layers``.
     """
     selector = make_selector(config.selector, config.selector_options)
-    ratio = selector.fixed_ratio if selector.fixed_ratio is not None else config.recompute_ratio
+    ratio = selector.fixed_ratio if selector.fixed_ratio is not None else config.ratio
     if not selector.needs_fresh_kv:
         return Schedule(selector, None if ratio == 1 else ratio, {})
     ratios = {layer: config.ratio_at(i) for i, layer in enumerate(config.check_layers)}

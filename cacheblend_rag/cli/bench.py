@@ -184,6 +184,60 @@ def throughput_command(
     _measure_facts("throughput in vLLM", measure, as_json)
 
 
+@bench_app.command("steady")
+def steady_command(
+    *,
+    shape: ShapeOption = "smollm2-135m",
+    requests: Annotated[int, typer.Option(min=1, help="Requests, no two alike.")] = 1000,
+    chunks: Annotated[int, typer.Option(min=1, help="Stored chunks.")] = 200,
+    drawn: Annotated[int, typer.Option(min=1, help="Chunks a request draws.")] = 4,
+    chunk_tokens: ChunkTokensOption = 96,
+    question_tokens: QuestionTokensOption = 16,
+    exponent: Annotated[float, typer.Option(min=0, help="Of Zipf's law.")] = 1.0,
+    held: Annotated[float, typer.Option(help="Share of the chunks that memory holds.")] = 0.25,
+    full_every: Annotated[
+        int, typer.Option(min=1, max=100, help="Every so many requests ordinary prefill, too.")
+    ] = 5,
+    ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = 0.15,
+    selector: SelectorOption = "hkvd",
+    check_layers: CheckLayersOption = "1",
+    seed: Annotated[int, typer.Option(help="Draws chunks and questions.")] = 7,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    as_json: options.JsonOption = False,
+) -> None:
+    """Speedup and hit share by hundreds of requests, from a store larger than memory."""
+    _check_options(dtype, selector)
+    from cacheblend_rag.bench.shapes import named_shape
+    from cacheblend_rag.bench.steady import SteadyPlan, measure_steady
+    from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
+
+    quiet_libraries()
+    plan = SteadyPlan(
+        named_shape(shape),
+        requests=requests,
+        chunks=chunks,
+        drawn=drawn,
+        chunk_tokens=chunk_tokens,
+        question_tokens=question_tokens,
+        exponent=exponent,
+        held=held,
+        full_every=full_every,
+        ratio=ratio,
+        selector=selector,
+        check_layers=options.layers(check_layers, "--check-layers"),
+        seed=seed,
+        dtype=named_dtype(dtype),
+        device=pick_device(device),
+    )
+    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+        found = measure_steady(plan, status.update)
+    if as_json:
+        output.print_json(found)
+    else:
+        _print_steady(found)
+
+
 @bench_app.command("decode-gap")
 def decode_gap_command(
     *,
@@ -261,6 +315,42 @@ def attention_command(
     for row in found["rows"]:
         title = f"one layer of {shape}, {row['computed_rows']:,} of {row['tokens']:,} rows, seconds"
         output.print_facts(title, row["seconds"])
+
+
+@bench_app.command("precision")
+def precision_command(
+    *,
+    shape: ShapeOption = "llama-3.1-8b",
+    chunk_tokens: ChunkTokensOption = 512,
+    dtype: DtypeOption = "bfloat16",
+    questions: Annotated[
+        int, typer.Option(min=1, help="Demo questions whose chunks' KV is rounded.")
+    ] = 5,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs each; medians are shown.")] = 5,
+    as_json: options.JsonOption = False,
+) -> None:
+    """Bytes, time and error of chunk KV stored as computed, as fp8 and as int8.
+
+    Bytes and time are of one chunk of the shape on disk, the error is that of the bundled model's
+    KV. What it does to answers is told by `eval --store precision=fp8`.
+    """
+    _check_options(dtype)
+    from cacheblend_rag.bench.precision import PrecisionPlan, measure_precision
+    from cacheblend_rag.bench.shapes import named_shape
+    from cacheblend_rag.engines.transformers.loading import named_dtype
+    from cacheblend_rag.quality.sample import demo_kv
+
+    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+        quiet_libraries()
+        plan = PrecisionPlan(
+            named_shape(shape), named_dtype(dtype), chunk_tokens, demo_kv(questions), repeat
+        )
+        rows = [row.to_dict() for row in measure_precision(plan, status.update)]
+    if as_json:
+        output.print_json({"shape": shape, "chunk_tokens": chunk_tokens, "rows": rows})
+    else:
+        for row in rows:
+            output.print_facts(f"{row.pop('precision')}, {shape}", row)
 
 
 @bench_app.command("registry")
@@ -406,6 +496,26 @@ def _print_ttft(rows: Sequence[TtftRow]) -> None:
             f"{row.bound:.2f}x",
             output.percent(row.share_of_bound),
             output.duration(row.prefix_caching_seconds or 0.0) if vllm else _memory(row),
+        )
+    output.result_console().print(table)
+
+
+def _print_steady(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title=f"{found['shape']}, {found['prompt_tokens']:,} tokens a prompt")
+    table.add_column("requests")
+    for heading in ("full prefill", "blend", "speedup", "from memory"):
+        table.add_column(heading, justify="right")
+    until = 0
+    for row in found["hundreds"]:
+        until += row["requests"]
+        table.add_row(
+            f"up to {until:,}",
+            output.duration(row["full_seconds"]),
+            output.duration(row["blend_seconds"]),
+            f"{row['speedup']:.2f}x",
+            output.percent(row["hit_share"]),
         )
     output.result_console().print(table)
 

@@ -56,6 +56,7 @@ def evaluate_command(
         str, typer.Option(help="Where hkvd compares, comma-separated.", metavar="LAYER,...")
     ] = "1",
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer, at most.")] = 16,
+    store: options.StoreOption = None,
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = None,
     as_json: options.JsonOption = False,
@@ -75,6 +76,7 @@ def evaluate_command(
         checks.check_selector("hkvd", {"deviation": deviation})
         checks.check_check_layers(base, model)
         checks.check_placement(device, dtype)
+        kept = options.collection_store(store) if store else None
         from cacheblend_rag.engines.sampling import SamplingParams
         from cacheblend_rag.quality.engines import opened_engines
         from cacheblend_rag.quality.evaluator import evaluate_settings, used_lead_ins
@@ -88,6 +90,7 @@ def evaluate_command(
             model,
             used_lead_ins(plans),
             instruction=lead_text(data.instruction),
+            store=kept,
             device=device,
             dtype=dtype,
         )

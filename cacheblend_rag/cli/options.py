@@ -42,7 +42,8 @@ StoreOption = Annotated[
     typer.Option(
         "--store",
         metavar="NAME=VALUE",
-        help="A setting of the KV store, such as host_bytes=8GiB; to be given several times.",
+        help="A setting of the KV store, such as host_bytes=8GiB or tiers=redis://host:6379/0; "
+        "to be given several times.",
     ),
 ]
 
@@ -57,7 +58,9 @@ def store_settings(given: Sequence[str] | None, **flags: Any) -> StoreConfig:
         name, is_setting, value = text.partition("=")
         if not is_setting:
             raise ConfigError(f"--store {text!r} must be NAME=VALUE, such as host_bytes=8GiB")
-        if name in settings:
+        if name == "tiers":
+            value = ",".join([*settings.get(name, "").split(","), value]).lstrip(",")
+        elif name in settings:
             raise ConfigError(f"--store {name} is given twice: give it once")
         settings[name] = None if value == "none" else value
     return StoreConfig.from_dict(settings)

@@ -110,7 +110,7 @@ def serve_command(
     )
     if kept.kv_path is None and kept.disk_bytes is not None:
         raise ConfigError("--disk-gib is room in a folder: give --kv-path too")
-    if kept.kv_path is None and kept.host_bytes == 0:
+    if kept.kv_path is None and kept.tiers is None and kept.host_bytes == 0:
         raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
     checks.check_model(model)
     if kept.kv_path is not None:
@@ -129,7 +129,7 @@ def serve_command(
             attention=cast(AttentionMode, attention),
         ),
     )
-    if kept.kv_path is None:
+    if not kept.outlives:
         output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")
     has_key = serve.flag_value(context.args, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
     if not (has_key or _is_loopback(host)):
@@ -138,7 +138,7 @@ def serve_command(
             f"{STORE_KEY_VARIABLE} for who may store and evict"
         )
     logger.info("starting %s", shlex.join(command[: len(command) - len(context.args)]))
-    environment = {**os.environ, BODY_VARIABLE: str(max_body_mib)}
+    environment = {**os.environ, **kept.environment(), BODY_VARIABLE: str(max_body_mib)}
     os.execve(command[0], command, environment)  # noqa: S606  # signals and exit code: vLLM's own
 
 

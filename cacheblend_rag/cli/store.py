@@ -1,4 +1,4 @@
-"""``store``: look at, check and empty a folder of chunk KV."""
+"""``store``: look at, check, warm, move and empty a store of chunk KV."""
 
 from __future__ import annotations
 
@@ -10,43 +10,89 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli.options import JsonOption, finite, store_folder
+from cacheblend_rag.cli.options import (
+    DtypeOption,
+    JsonOption,
+    ModelOption,
+    StoreOption,
+    finite,
+    store_folder,
+    store_settings,
+)
 from cacheblend_rag.cli.output import print_json, progress_bar, result_console
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
+from cacheblend_rag.rag.units import size
 from cacheblend_rag.rag.watching import Task
 
 if TYPE_CHECKING:
-    from cacheblend_rag.observe.stored import Condition, StoreFolder
+    from cacheblend_rag.observe.choosing import Choice, Condition
+    from cacheblend_rag.observe.moving import MoveReport
+    from cacheblend_rag.observe.stored import OpenStore
+    from cacheblend_rag.rag.planning import StorePlan
 
-store_app = typer.Typer(help="Look at, check and empty a folder of chunk KV.", no_args_is_help=True)
+store_app = typer.Typer(
+    help="Look at, check, warm, move and empty a store of chunk KV.", no_args_is_help=True
+)
 
 DEFAULT_STORE = DEFAULT_FOLDER / KV_NAME
 
 StorePath = Annotated[
     Path, typer.Option("--path", envvar="CACHEBLEND_STORE", help="Folder of chunk KV.")
 ]
+FingerprintOption = Annotated[
+    str | None, typer.Option(help="Chunks of this fingerprint: of one model and its settings.")
+]
+OlderOption = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", min=0, callback=finite, help="Chunks written longer ago."),
+]
+NewerOption = Annotated[
+    float | None,
+    typer.Option(metavar="SECONDS", min=0, callback=finite, help="Chunks written since."),
+]
+NamespaceOption = Annotated[str | None, typer.Option(help="Chunks of this namespace.")]
+OfModelOption = Annotated[
+    str | None,
+    typer.Option("--model", help="Chunks of this model: 'demo', its folder or its name."),
+]
+DocumentOption = Annotated[
+    str | None, typer.Option(help="Chunks of this document; give its --model, too.")
+]
+MaxGibOption = Annotated[
+    float | None, typer.Option("--max-gib", min=0, callback=finite, help="At most so much.")
+]
 
 
 @store_app.command()
-def stats(path: StorePath = DEFAULT_STORE, as_json: JsonOption = False) -> None:
-    """Count chunks and bytes, in all and by fingerprint."""
-    with _opened(path) as found:
+def stats(
+    path: StorePath = DEFAULT_STORE, store: StoreOption = None, as_json: JsonOption = False
+) -> None:
+    """Count chunks and bytes, in all, by tier and by fingerprint."""
+    with _opened(path, store, read_only=True) as found:
         held = found.count()
+    models = {name: label.model for name, label in held.labels.items()}
     result = {
         "path": str(path),
         "entries": held.total.entries,
         "bytes": held.total.nbytes,
         "quarantined": held.quarantined,
         "old": held.old,
+        "tiers": held.tiers,
         "fingerprints": {
             name: {"entries": of.entries, "bytes": of.nbytes}
             for name, of in held.fingerprints.items()
         },
+        "models": models,
     }
-    rows = [(name, of.entries, of.nbytes) for name, of in sorted(held.fingerprints.items())]
-    total = ("all", held.total.entries, held.total.nbytes)
-    _show(result, as_json, ("fingerprint", "entries", "bytes"), [*rows, total])
+    rows = [
+        (name, models.get(name, ""), of.entries, of.nbytes)
+        for name, of in sorted(held.fingerprints.items())
+    ]
+    tiers = [(f"{name} tier", "", of["entries"], of["bytes"]) for name, of in held.tiers.items()]
+    total = ("all", "", held.total.entries, held.total.nbytes)
+    columns = ("fingerprint", "model", "entries", "bytes")
+    _show(result, as_json, columns, [*rows, total, *tiers])
     if held.old and not as_json:
         typer.echo(f"{held.old} of an older version: nothing reads them, `evict` removes them")
     if held.quarantined and not as_json:
@@ -54,10 +100,29 @@ def stats(path: StorePath = DEFAULT_STORE, as_json: JsonOption = False) -> None:
 
 
 @store_app.command("ls")
-def list_chunks(path: StorePath = DEFAULT_STORE, as_json: JsonOption = False) -> None:
-    """List stored chunks, least recently used first."""
-    with _opened(path) as found:
-        held = found.by_use()
+def list_chunks(
+    path: StorePath = DEFAULT_STORE,
+    *,
+    store: StoreOption = None,
+    fingerprint: FingerprintOption = None,
+    older_than: OlderOption = None,
+    newer_than: NewerOption = None,
+    namespace: NamespaceOption = None,
+    model: OfModelOption = None,
+    document: DocumentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List stored chunks that match every given condition, least recently used first."""
+    with _opened(path, store, read_only=True) as found:
+        choice = _choice(
+            fingerprint=fingerprint,
+            older_than=older_than,
+            newer_than=newer_than,
+            namespace=namespace,
+            model=model,
+            document=document,
+        )
+        held = found.by_use(choice.condition(path))
     chunks = [
         {
             "key": str(key),
@@ -77,11 +142,12 @@ def list_chunks(path: StorePath = DEFAULT_STORE, as_json: JsonOption = False) ->
 @store_app.command()
 def verify(
     path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
     as_json: JsonOption = False,
     repair: Annotated[bool, typer.Option("--repair", help="Quarantine what is damaged.")] = False,
 ) -> None:
     """Read every chunk through; exits 1 when any is damaged."""
-    with _opened(path) as opened, _progress(shown=not as_json) as progress:
+    with _opened(path, store) as opened, _progress("verify", shown=not as_json) as progress:
         report = opened.store.verify(repair=repair, progress=progress)
     damaged = [{"key": str(found.key), "reason": found.reason} for found in report.damaged]
     result = {
@@ -102,24 +168,155 @@ def evict(
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys.")] = None,
     *,
     path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
     everything: Annotated[bool, typer.Option("--all", help="All chunks.")] = False,
-    fingerprint: Annotated[
-        str | None, typer.Option(help="Chunks of this fingerprint: of one model and its settings.")
-    ] = None,
-    older_than: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=0, callback=finite, help="Chunks written longer ago."),
-    ] = None,
+    fingerprint: FingerprintOption = None,
+    older_than: OlderOption = None,
+    newer_than: NewerOption = None,
+    namespace: NamespaceOption = None,
+    model: OfModelOption = None,
+    document: DocumentOption = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask before --all.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove chunks: those named, all, or those that match every given condition."""
-    condition = _condition(keys or [], everything, fingerprint, older_than)
-    with _opened(path) as opened:
+    """Remove chunks: those named, all, or those that match every given condition.
+
+    Of a document, what other documents share stays. Documents stay known: an application forgets
+    them by its framework, or by `index --prune`.
+    """
+    with _opened(path, store) as opened:
+        choice = _choice(
+            fingerprint=fingerprint,
+            older_than=older_than,
+            newer_than=newer_than,
+            namespace=namespace,
+            model=model,
+            document=document,
+        )
+        condition = _condition(keys or [], everything, choice, path)
         if everything and not yes:
             typer.confirm(f"Evict all chunks in {path}?", abort=True, err=True)
         evicted = opened.store.evict_where(condition)
     _show({"path": str(path), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
+
+
+@store_app.command()
+def warm(
+    path: StorePath = DEFAULT_STORE,
+    *,
+    store: StoreOption = None,
+    log: Annotated[
+        Path | None, typer.Option("--log", help="An access log; else what was used latest.")
+    ] = None,
+    max_gib: MaxGibOption = None,
+    namespace: NamespaceOption = None,
+    model: OfModelOption = None,
+    document: DocumentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring the most used chunks into the fastest tier that outlives this command."""
+    from cacheblend_rag.observe import warming
+
+    with _opened(path, store) as opened, _progress("warm", shown=not as_json) as progress:
+        choice = _choice(namespace=namespace, model=model, document=document)
+        keys = warming.most_used(opened.store, choice.condition(path), log)
+        done = warming.warm(opened.store, keys, _bytes(max_gib), progress)
+    result = {
+        "warmed": done.warmed,
+        "there": done.there,
+        "missing": done.missing,
+        "left": done.left,
+        "bytes": done.nbytes,
+    }
+    _show({"path": str(path), **result}, as_json, tuple(result), [tuple(result.values())])
+
+
+@store_app.command("export")
+def export_chunks(
+    target: Annotated[Path, typer.Argument(help="A new folder, or a new file ending in .tar.")],
+    *,
+    path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
+    fingerprint: FingerprintOption = None,
+    older_than: OlderOption = None,
+    newer_than: NewerOption = None,
+    namespace: NamespaceOption = None,
+    model: OfModelOption = None,
+    document: DocumentOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Copy chunks that match every given condition; exits 1 when some cannot be read."""
+    from cacheblend_rag.observe import moving
+
+    with _opened(path, store, read_only=True) as opened:
+        choice = _choice(
+            fingerprint=fingerprint,
+            older_than=older_than,
+            newer_than=newer_than,
+            namespace=namespace,
+            model=model,
+            document=document,
+        )
+        report = moving.export(opened.store, choice.condition(path), target)
+    _show_moved("exported", path, report, as_json)
+
+
+@store_app.command("import")
+def import_chunks(
+    source: Annotated[Path, typer.Argument(help="What `store export` wrote.")],
+    *,
+    path: StorePath = DEFAULT_STORE,
+    store: StoreOption = None,
+    max_gib: MaxGibOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check and store chunks of a folder or a tar; exits 1 when some are not such."""
+    from cacheblend_rag.observe import moving
+
+    with _opened(path, store, make=True) as opened:
+        report = moving.import_chunks(opened.store, source, _bytes(max_gib))
+    _show_moved("imported", path, report, as_json)
+
+
+@store_app.command()
+def plan(
+    model: ModelOption,
+    corpus_tokens: Annotated[int, typer.Option(min=1, help="Tokens of all chunks.")],
+    *,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=CAPACITY,BANDWIDTH[,LATENCY]",
+            help="A tier, such as disk=1TiB,2GiB/s,0.001; the fastest first.",
+        ),
+    ] = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Chunk tokens of a prompt.")] = 4096,
+    compute_seconds: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Until the first token, beside loading.")
+    ] = 0.0,
+    ttft: Annotated[
+        float | None,
+        typer.Option(metavar="SECONDS", min=0, callback=finite, help="What it may take in all."),
+    ] = None,
+    dtype: DtypeOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Tell what a model's chunk KV takes, where it fits and what is fast enough, by arithmetic."""
+    from cacheblend_rag.rag import planning
+
+    tiers = [planning.PlannedTier.parse(text) for text in tier or ()]
+    work = planning.Workload(corpus_tokens, chunk_tokens, prompt_tokens, compute_seconds, ttft)
+    shape = planning.KVShape.of(model, dtype or "", None)
+    made = planning.plan_store(shape, work, tiers)
+    sizes = [
+        (of.precision, f"{of.bytes_per_token:,.0f}", size(of.corpus_bytes), size(of.prompt_bytes))
+        for of in made.precisions
+    ]
+    columns = ("precision", "bytes a token", "corpus", "a prompt")
+    _show({"model": model, **made.to_dict()}, as_json, columns, sizes)
+    if not as_json and tiers:
+        _show_tiers(made)
 
 
 @store_app.command()
@@ -137,30 +334,64 @@ def gc(
     _show({"path": str(folder), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
 
 
-def _condition(
-    keys: Sequence[str], everything: bool, fingerprint: str | None, older_than: float | None
-) -> Condition:
-    """Return the test for chunks to evict; raises StoreError unless the choice is clear."""
-    from cacheblend_rag.observe import stored
+def _show_tiers(made: StorePlan) -> None:
+    rows = [
+        (
+            of.precision,
+            on.tier,
+            f"{on.chunks:,}",
+            f"{on.share:.0%}",
+            f"{on.seconds:.3f}",
+            "yes" if on.suffices else "too slow" if not on.is_fast else "too small",
+        )
+        for of in made.precisions
+        for on in of.tiers
+    ]
+    columns = ("precision", "tier", "chunks", "of the corpus", "seconds", "suffices")
+    _show({}, False, columns, rows)
 
-    filtered = fingerprint is not None or older_than is not None
-    if bool(keys) + everything + filtered != 1:
-        raise StoreError("give keys, or --all, or --fingerprint and --older-than")
-    return stored.named(keys) if keys else stored.matching(fingerprint, older_than)
+
+def _choice(**given: Any) -> Choice:
+    from cacheblend_rag.observe.choosing import Choice
+
+    return Choice(**given)
+
+
+def _condition(keys: Sequence[str], everything: bool, choice: Choice, path: Path) -> Condition:
+    """Return the test for chunks to evict; raises StoreError unless the choice is clear."""
+    from cacheblend_rag.observe import choosing
+
+    if bool(keys) + everything + (not choice.is_open) != 1:
+        raise StoreError(
+            "give keys, or --all, or some of --document, --namespace, --model, --fingerprint, "
+            "--older-than and --newer-than"
+        )
+    return choosing.named(keys) if keys else choice.sparing().condition(path)
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[StoreFolder]:
-    """Open a store that is there already; raises StoreError when it cannot be used."""
+def _opened(
+    path: Path,
+    given: Sequence[str] | None = None,
+    *,
+    read_only: bool = False,
+    make: bool = False,
+) -> Iterator[OpenStore]:
+    """Open a store, which is there already unless ``make``; raises StoreError when it is none."""
     store_folder(path)
     from cacheblend_rag.observe import stored
 
-    with stored.opened(path) as found:
+    settings = store_settings(given, read_only=read_only or None)
+    with stored.opened(path, settings, make=make) as found:
         yield found
 
 
+def _bytes(gib: float | None) -> int | None:
+    return None if gib is None else int(gib * (1 << 30))
+
+
 @contextmanager
-def _progress(*, shown: bool) -> Iterator[Callable[[int, int], None]]:
+def _progress(name: str, *, shown: bool) -> Iterator[Callable[[int, int], None]]:
     if not shown:
         yield lambda done, total: None
         return
@@ -169,10 +400,20 @@ def _progress(*, shown: bool) -> Iterator[Callable[[int, int], None]]:
 
         def advance(done: int, total: int) -> None:
             if not tasks:
-                tasks.append(bar.begin("verify", total))
+                tasks.append(bar.begin(name, total))
             tasks[0].advance()
 
         yield advance
+
+
+def _show_moved(done: str, path: Path, report: MoveReport, as_json: bool) -> None:
+    skipped = [{"name": name, "reason": reason} for name, reason in report.skipped.items()]
+    result = {"path": str(path), done: report.moved, "bytes": report.nbytes, "skipped": skipped}
+    _show(result, as_json, ("skipped", "reason"), [tuple(one.values()) for one in skipped])
+    if not as_json:
+        typer.echo(f"{report.moved} {done}, {report.nbytes} bytes, {len(skipped)} skipped")
+    if skipped:
+        raise typer.Exit(1)
 
 
 def _show(

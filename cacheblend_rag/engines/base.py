@@ -43,8 +43,9 @@ from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPre
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.storing import Stored, Tally
 from cacheblend_rag.engines.stream import Cancellation, Stream
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.store import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
 from cacheblend_rag.report import (
     BlendReport,
@@ -151,7 +152,12 @@ class Engine(ABC):
             engine = me()
             return engine._evict(keys) if engine else 0
 
+        def forget(chunks: Sequence[Chunk]) -> None:
+            if (engine := me()) and engine.is_open:
+                engine._forget(engine._known.removed_by_others(chunks))
+
         self._known = KnownChunks(registry, self._led, evict)
+        registry.watch(forget)
         self._first_miss = FirstMiss(registry)
 
         def fill(chunks: Sequence[Chunk]) -> Generator[Stored, None, None]:
@@ -190,6 +196,11 @@ class Engine(ABC):
     def fingerprint(self) -> str:
         """What this engine's chunk KV is stored under: model, tokenizer, lead-in, namespace."""
         return self._led.fingerprint
+
+    @property
+    def read_only(self) -> bool:
+        """Whether its store is only read: what is not stored is computed anew with each prompt."""
+        return False
 
     @property
     def has_chat_template(self) -> bool:
@@ -274,8 +285,11 @@ class Engine(ABC):
 
         Returns:
             How many chunks were computed, skipped, refused and replaced, or only registered.
+
+        Raises:
+            StoreError: when the store is read only.
         """
-        self._check_open()
+        self._check_writable()
         started, tally = time.perf_counter(), Tally()
         chunks, replaced = self._known.replace(items, tally.refused)
         if register_only:
@@ -366,9 +380,9 @@ class Engine(ABC):
             collection: only what was cut for it; None is all.
 
         Raises:
-            StoreError: when the registry cannot be written.
+            StoreError: when the registry cannot be written, or the store is read only.
         """
-        self._check_open()
+        self._check_writable()
         return self._known.forget(document_id, collection)
 
     def evict_unregistered(self) -> int:
@@ -379,9 +393,9 @@ class Engine(ABC):
 
         Raises:
             ConfigError: when the engine does not tell what it stores.
-            StoreError: when the registry cannot be read.
+            StoreError: when the registry cannot be read, or the store is read only.
         """
-        self._check_open()
+        self._check_writable()
         return self._evict(self._known.unregistered(self._stored_keys()))
 
     # Question time
@@ -619,6 +633,10 @@ class Engine(ABC):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         """Drop the KV of keys; returns of how many there was any."""
 
+    def _forget(self, keys: Sequence[KVKey]) -> None:
+        """Let go of KV in memory that another writer has evicted from what is shared."""
+        self._evict(keys)
+
     @abstractmethod
     def _close(self) -> None:
         """Free what this engine and its siblings hold; called once."""
@@ -629,6 +647,8 @@ class Engine(ABC):
 
     def _storing_refusal(self) -> str | None:
         """Say why no chunk's KV can be stored now, or None."""
+        if self.read_only:
+            return READ_ONLY
         return None if self.blend_refusal is None else UNSUPPORTED
 
     def _check_config(self, config: BlendConfig) -> None:  # noqa: B027 - most configs suit
@@ -650,7 +670,9 @@ class Engine(ABC):
         prepared = request.prepared
         tokens = len(prepared.token_ids)
         reused, recomputed = reused_and_recomputed(prefill.chunks)
-        chunks = self._filling.see(prepared, prefill.chunks)
+        chunks = prefill.chunks
+        if not self.read_only:
+            chunks = self._filling.see(prepared, chunks)
         answer = Generation(
             text=text,
             token_ids=tuple(token_ids),
@@ -667,6 +689,7 @@ class Engine(ABC):
                 recompute_ratio=prefill.ratio,
                 selector=prefill.selector,
                 selector_reason=prefill.selector_reason,
+                ratio_reason=prefill.ratio_reason,
                 lead_in=self._led.name,
                 compute_share=prefill.compute_share,
                 seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),
@@ -709,6 +732,12 @@ class Engine(ABC):
 
     def _astart(self, request: Request) -> Any:
         return aiter(self._start(request))
+
+    def _check_writable(self) -> None:
+        """Raise ConfigError once the engine is closed, StoreError where its store is only read."""
+        self._check_open()
+        if self.read_only:
+            raise StoreError(READ_ONLY)
 
     def _check_open(self) -> None:
         """Raise ConfigError once the engine is closed."""

@@ -113,16 +113,21 @@ def _open_vllm(config: EngineConfig) -> Engine:
 
 
 def _open_transformers(config: EngineConfig) -> Engine:
+    from cacheblend_rag.engines.labels import put_label
     from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.engines.transformers.loading import pick_device
     from cacheblend_rag.kv.store import TieredKVStore
 
-    return TransformersEngine(
+    engine = TransformersEngine(
         config.model,
-        store=TieredKVStore.of(config.store),
+        store=TieredKVStore.of(config.store, device=pick_device(config.device)),
         device=config.device,
         dtype=config.dtype,
         **_common(config),
     )
+    if config.store.kv_path is not None and not config.store.read_only:
+        put_label(Path(config.store.kv_path), engine)
+    return engine
 
 
 def _common(config: EngineConfig) -> dict[str, Any]:
@@ -154,4 +159,11 @@ def _open_registry(config: EngineConfig) -> ChunkRegistry:
             kv_path,
             own.name,
         )
-    return SharedChunkRegistry(own)
+    if config.store.read_only and not own.exists():
+        logger.warning(
+            "%s holds no known chunks of this namespace: those that are indexed from now on are "
+            "known once the engine is opened anew",
+            kv_path,
+        )
+        return ChunkRegistry()
+    return SharedChunkRegistry(own, read_only=config.store.read_only)

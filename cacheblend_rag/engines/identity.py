@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import ModelLoadError
 
 SAMPLES_PER_WEIGHT = 16
@@ -44,14 +45,17 @@ def model_identity(
     keys: Sequence[int],
     rank: int = 0,
     ranks: int = 1,
+    precision: Precision = "native",
 ) -> dict[str, Any]:
     """Return what KV depends on, for ``fingerprint``.
 
     weights: their hash. config: the model's Hugging Face config; all of its text part counts but
     what is HARMLESS. dtype: the model's. keys: how the engine's keys come out (``key_traits``),
     since two libraries may read one config in two ways. rank, ranks: the tensor-parallel shard.
+    precision: to which the store rounds it.
     """
     text = config.get_text_config()
+    own = {} if precision == "native" else {"precision": precision}
     return {
         "weights": weights,
         "dtype": str(dtype).removeprefix("torch."),
@@ -60,6 +64,7 @@ def model_identity(
         "vocabulary": int(text.vocab_size),
         "keys": list(keys),
         "tensor_parallel": [rank, ranks],
+        **own,
     }
 
 

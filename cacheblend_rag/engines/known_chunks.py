@@ -44,7 +44,7 @@ class KnownChunks:
         refused.
         """
         given: list[Chunk] = []
-        documents: dict[tuple[str, str], None] = {}
+        documents: dict[tuple[str, str], bool] = {}
         for item in items:
             for chunk in chunks_of(item):
                 if chunk.text.strip():
@@ -52,13 +52,15 @@ class KnownChunks:
                 else:
                     refused["empty text"] += 1
             if isinstance(item, Document):
-                documents[item.document_id, item.collection] = None
+                one = item.document_id, item.collection
+                documents[one] = bool(item.boundaries) or documents.get(one, False)
         current = set(given)
         stale = [c for one in documents for c in self.registry.document(*one) if c not in current]
         if stale:
             self.registry.discard_many(stale)
         self.registry.add_many(given)
-        replaced = self._drop(stale)
+        bounded = [c for c in stale if documents[c.document_id or "", c.collection]]
+        replaced = self._forget_priors(bounded) + self._drop(stale)
         if replaced:
             _log_replaced(replaced, stale, given)
         return given, replaced
@@ -86,6 +88,10 @@ class KnownChunks:
         self.registry.refresh()
         return self._drop(chunks)
 
+    def removed_by_others(self, chunks: Iterable[Chunk]) -> list[KVKey]:
+        """Return the keys of chunks that another writer forgot, and no registered chunk shares."""
+        return [self._lead_in.key(chunk) for chunk in chunks if not self._is_shared(chunk, ())]
+
     def unregistered(self, keys: Iterable[KVKey]) -> list[KVKey]:
         """Return those keys that no registered chunk has."""
         self.registry.refresh()
@@ -105,6 +111,15 @@ class KnownChunks:
         """Drop the KV of those chunks that no registered chunk shares, ``besides`` left out."""
         alone = [chunk for chunk in chunks if not self._is_shared(chunk, besides)]
         return self._evict([self._lead_in.key(chunk) for chunk in alone])
+
+    def _forget_priors(self, chunks: Iterable[Chunk]) -> int:
+        """Drop the KV of chunks of documents with boundaries, where its key tells no context.
+
+        Its prior may know what a boundary that is new now hides.
+        """
+        if self._lead_in.name == "document":
+            return 0
+        return self._evict([self._lead_in.key(chunk) for chunk in chunks])
 
     def _is_shared(self, chunk: Chunk, besides: Collection[Chunk]) -> bool:
         key = self._lead_in.key(chunk)

@@ -7,11 +7,13 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from cacheblend_rag.config import Precision
 
 FORMAT_VERSION = 1
 NAMESPACE_DIGITS = 32
@@ -122,12 +124,15 @@ class ChunkKV:
         position: position of the first token when the KV was computed (the lead-in's length).
         prior: (tokens,) float32, how much each token's KV depends on what precedes the chunk in
             its document; None for a chunk that stands alone.
+        precision: ``native``, or in what way every number was rounded before it was stored (see
+            kv/precision.py).
     """
 
     keys: Tensor
     values: Tensor
     position: int
     prior: Tensor | None = None
+    precision: Precision = "native"
 
     @property
     def tokens(self) -> int:
@@ -164,11 +169,11 @@ class ChunkKV:
         if self.position < 0:
             raise ValueError(f"position={self.position} must be at least 0")
         for part in (keys, values) if prior is None else (keys, values, prior):
-            # The sum of numbers that are not all finite is not; those of large ones may not be.
-            if not math.isfinite(part.sum(dtype=torch.float32)) and not part.isfinite().all():
+            # NaN is handed on by both, infinity is one of them: all in one pass.
+            if not all(map(math.isfinite, part.aminmax())):
                 raise ValueError("holds NaN or infinity")
 
     def to(self, device: torch.device | str) -> ChunkKV:
         """Return the same chunk KV with its tensors on ``device``."""
         prior = None if self.prior is None else self.prior.to(device)
-        return ChunkKV(self.keys.to(device), self.values.to(device), self.position, prior)
+        return replace(self, keys=self.keys.to(device), values=self.values.to(device), prior=prior)

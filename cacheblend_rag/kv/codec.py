@@ -1,15 +1,16 @@
 """Chunk KV to bytes and back: one safetensors object a chunk, checked before it is trusted.
 
 Layout of format 2: the safetensors header (8 bytes of length, JSON), then ``prior`` where there is
-one, then ``kv``: (layers, 2, kv_heads, tokens, head_dim), keys before values, so that a layer is
-one range of bytes. The header's metadata carries format, key, fingerprint, position, token count,
-precision, ``layers`` (an xxh3_128 checksum of each layer's bytes) and ``head``: one over all of
-these, the tensors' dtypes and shapes, and the prior. So a layer can be read, checked and used
-before the others are there. Format 1 (``keys``, ``values``, ``prior``, one checksum) is still read,
-as a whole.
+one, ``scales`` where numbers are stored in a byte, then ``kv``: (layers, 2, kv_heads, tokens,
+head_dim), keys before values, so that a layer is one range of bytes. The header's metadata carries
+format, key, fingerprint, position, token count, precision (``native``, or ``fp8`` or ``int8`` and
+what type it stands for), ``seal`` (the kind of digests, see kv/seal.py), ``layers`` (a digest of
+each layer's bytes) and ``head``: one over all of these, the tensors' dtypes and shapes, the prior
+and the scales. So a layer can be read, checked and used before the others are there. Format 1
+(``keys``, ``values``, ``prior``, one checksum) is still read, as a whole.
 
-``_pack`` and ``_unpack`` are the one place where tensors become stored tensors and back: a
-compressing encoding belongs there, under a ``precision`` of its own.
+How numbers become bytes and back is told by kv/precision.py. The codec rounds nothing: a chunk has
+its numbers rounded before, and is stored as what its ``precision`` says of it.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import xxhash
 from torch import Tensor
 
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
+from cacheblend_rag.config import Precision
+from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, UnsealedChunkError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.precision import CODES, pack, scales, unpack
+from cacheblend_rag.kv.seal import CHECKSUM, SEALS, VARIABLE, Seal
 
 OLD_FORMAT = "cacheblend-rag/1"
 FORMAT = "cacheblend-rag/2"
-PRECISION = "native"
 MAX_HEADER_BYTES = 1 << 16
 MAX_BODY_BYTES = 1 << 36
 HEAD_BYTES = 1 << 14
@@ -45,8 +48,13 @@ _ALIGNMENT = 64
 _DIGEST_DIGITS = 32
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_STORED = {**_DTYPES, "F8_E4M3": CODES["fp8"], "I8": CODES["int8"]}
+_CODE_NAMES = {"fp8": "F8_E4M3", "int8": "I8"}
 _NAMED = {"format", "key", "fingerprint", "position", "tokens"}
-_METADATA = {OLD_FORMAT: {*_NAMED, "checksum"}, FORMAT: {*_NAMED, "precision", "layers", "head"}}
+_METADATA = {
+    OLD_FORMAT: {*_NAMED, "checksum"},
+    FORMAT: {*_NAMED, "precision", "seal", "layers", "head"},
+}
 _TENSORS = {OLD_FORMAT: {"keys", "values"}, FORMAT: {"kv"}}
 _NUMBER = re.compile("0|[1-9][0-9]{0,9}", re.ASCII)
 _DIGESTS = re.compile("[0-9a-f]+")
@@ -75,7 +83,9 @@ class _Header:
 class Head:
     """All of a stored chunk but its layers, checked; and which bytes of the object are a layer.
 
-    nbytes: of the whole object. start: where layer 0 begins in it. prior: (tokens,) float32.
+    dtype: of keys and values. precision: how these are stored. scales: (layers, scales) int8, None
+    where numbers are stored as they are. nbytes: of the whole object. start: where layer 0 begins
+    in it. prior: (tokens,) float32.
     """
 
     position: int
@@ -88,67 +98,89 @@ class Head:
     nbytes: int
     start: int
     checksums: tuple[str, ...]
+    precision: Precision = "native"
+    scales: Tensor | None = None
+    seal: Seal = CHECKSUM
+
+    @property
+    def _stored(self) -> torch.dtype:
+        return CODES.get(self.precision, self.dtype)
 
     @property
     def layer_bytes(self) -> int:
         """Bytes of one layer, keys and values."""
-        return 2 * self.kv_heads * self.tokens * self.head_dim * self.dtype.itemsize
+        return 2 * self.kv_heads * self.tokens * self.head_dim * self._stored.itemsize
 
     def span(self, first: int, last: int) -> tuple[int, int]:
         """Return where layers ``first`` to ``last - 1`` begin and end in the object."""
         return self.start + first * self.layer_bytes, self.start + last * self.layer_bytes
 
     def layer(self, index: int, raw: Tensor) -> tuple[Tensor, Tensor]:
-        """Check one layer's bytes, raw: (layer_bytes,) uint8; return keys and values, views of it.
+        """Check one layer's bytes, raw: (layer_bytes,) uint8; return keys and values.
 
-        Keys and values are (kv_heads, tokens, head_dim). Raises DamagedChunkError.
+        Both are (kv_heads, tokens, head_dim), views of it where numbers are stored as they are.
+        Raises DamagedChunkError.
         """
         if raw.numel() != self.layer_bytes:
             raise DamagedChunkError(f"layer {index} was cut short")
-        if xxhash.xxh3_128_hexdigest(_bytes_of(raw)) != self.checksums[index]:
+        if not self.seal.holds(self.checksums[index], _bytes_of(raw)):
             raise DamagedChunkError(f"checksum of layer {index} does not match")
-        kv = raw.view(self.dtype).view(2, self.kv_heads, self.tokens, self.head_dim)
-        # The sum of numbers that are not all finite is not; that of large ones may not be.
-        if not math.isfinite(kv.sum(dtype=torch.float32)) and not kv.isfinite().all():
+        kv = raw.view(self._stored).view(2, self.kv_heads, self.tokens, self.head_dim)
+        if self.scales is not None:
+            kv = torch.stack(unpack(kv, self.scales[index], self.precision, self.dtype))
+        # NaN is handed on by both extremes, infinity is one of them: all in one pass.
+        if not all(map(math.isfinite, kv.aminmax())):
             raise DamagedChunkError("holds NaN or infinity")
         return kv[0], kv[1]
 
     def whole(self, raw: Tensor) -> ChunkKV:
         """Check all layers' bytes, raw: (layers * layer_bytes,) uint8; return views of them."""
         size = self.layer_bytes
-        for index in range(self.layers):
+        layers = [
             self.layer(index, raw[index * size : (index + 1) * size])
-        shape = (self.layers, 2, self.kv_heads, self.tokens, self.head_dim)
-        return _unpack(raw.view(self.dtype).view(shape), self)
+            for index in range(self.layers)
+        ]
+        if self.scales is None:
+            shape = (self.layers, 2, self.kv_heads, self.tokens, self.head_dim)
+            keys, values = raw.view(self.dtype).view(shape).unbind(1)
+        else:
+            keys, values = (torch.stack(parts) for parts in zip(*layers, strict=True))
+        return ChunkKV(keys, values, self.position, self.prior, self.precision)
 
 
-def encode(key: KVKey, kv: ChunkKV) -> bytes:
+def encode(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> bytes:
     """Return ``kv`` as one safetensors object; raises ValueError on malformed tensors."""
-    return b"".join(encode_parts(key, kv))
+    return b"".join(encode_parts(key, kv, seal))
 
 
-def encode_parts(key: KVKey, kv: ChunkKV) -> list[bytes | memoryview]:
-    """Return what ``encode`` joins; layers that are on the CPU and contiguous are not copied."""
+def encode_parts(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> list[bytes | memoryview]:
+    """Return what ``encode`` joins.
+
+    Layers that are on the CPU, contiguous and stored as they are, are not copied.
+    """
     kv.validate()
     if kv.keys.dtype not in _DTYPE_NAMES:
         raise ValueError(f"dtype {kv.keys.dtype} is none of {', '.join(map(str, _DTYPE_NAMES))}")
-    layers = _pack(kv)
-    prior = [] if kv.prior is None else [_bytes_of(kv.prior.detach().cpu().contiguous())]
+    own = [] if kv.prior is None else [_bytes_of(kv.prior.detach().cpu().contiguous())]
+    layers, exponents = _pack(kv)
     spans = _spans_of(kv)
+    if exponents is not None:
+        own.append(_bytes_of(exponents))
     metadata = {
         "format": FORMAT,
         "key": str(key),
         "fingerprint": key.fingerprint,
         "position": str(kv.position),
         "tokens": str(kv.tokens),
-        "precision": PRECISION,
-        "layers": "".join(_digest(parts) for parts in layers),
+        "precision": _precision_text(kv),
+        "seal": seal.name,
+        "layers": "".join(seal.digest(*parts) for parts in layers),
     }
-    metadata["head"] = _head_checksum(metadata, spans, *prior)
-    return [_header(metadata, spans), *prior, *(part for parts in layers for part in parts)]
+    metadata["head"] = _head_digest(seal, metadata, spans, *own)
+    return [_header(metadata, spans), *own, *(part for parts in layers for part in parts)]
 
 
-def decode(data: bytes | bytearray | memoryview, key: KVKey) -> ChunkKV:
+def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Seal = CHECKSUM) -> ChunkKV:
     """Read what ``encode`` wrote. The tensors share ``data`` where it is writable, else one copy.
 
     Raises DamagedChunkError, or ForeignChunkError when it is another key's or format's.
@@ -157,18 +189,22 @@ def decode(data: bytes | bytearray | memoryview, key: KVKey) -> ChunkKV:
     if not view.nbytes:
         raise DamagedChunkError("empty")
     writable = bytearray(view) if view.readonly else view
-    return decode_raw(torch.frombuffer(writable, dtype=torch.uint8), key)
+    return decode_raw(torch.frombuffer(writable, dtype=torch.uint8), key, seal)
 
 
-def decode_raw(raw: Tensor, key: KVKey) -> ChunkKV:
+def decode_raw(raw: Tensor, key: KVKey, seal: Seal = CHECKSUM) -> ChunkKV:
     """As decode, of raw: (bytes,) uint8, on the CPU; the tensors are views of it."""
-    head = read_head(lambda start, end: raw[start:end], raw.numel(), key)
+    if not raw.numel():
+        raise DamagedChunkError("empty")
+    head = read_head(lambda start, end: raw[start:end], raw.numel(), key, seal)
     if head is None:
         return _decode_old(raw, key)
     return head.whole(raw[slice(*head.span(0, head.layers))])
 
 
-def read_head(read: Callable[[int, int], Tensor], nbytes: int, key: KVKey) -> Head | None:
+def read_head(
+    read: Callable[[int, int], Tensor], nbytes: int, key: KVKey, seal: Seal = CHECKSUM
+) -> Head | None:
     """Read and check the head of an object of ``nbytes``; None where it is of format 1.
 
     read: returns the object's bytes from start to end, (end - start,) uint8. Nothing is asked for
@@ -180,15 +216,18 @@ def read_head(read: Callable[[int, int], Tensor], nbytes: int, key: KVKey) -> He
     if start > first.numel():
         first = read(0, start)
     header = _parse(bytes(first[_PREFIX_BYTES:start].numpy()), start, nbytes - start)
+    _check_seal(header.metadata, seal)
     if header.metadata["format"] == OLD_FORMAT:
         return None
     _check_shapes(header.metadata, header.spans)
-    prior = None
-    if span := header.spans.get("prior"):
-        begin, end = start + span.start, start + span.end
-        raw = first[begin:end] if end <= first.numel() else read(begin, end)
-        prior = raw.clone().view(torch.float32)  # not a view: it would hold on to what it lies in
-    return _checked_head(header, prior, nbytes, key)
+    own: dict[str, Tensor] = {}
+    for name, span in header.spans.items():
+        if name != "kv":
+            begin, end = start + span.start, start + span.end
+            raw = first[begin:end] if end <= first.numel() else read(begin, end)
+            # not a view: it would hold on to what it lies in
+            own[name] = raw.clone().view(_STORED[span.dtype]).view(span.shape)
+    return _checked_head(header, own, nbytes, key, seal)
 
 
 def read(path: str, key: KVKey) -> ChunkKV:
@@ -220,10 +259,17 @@ def read(path: str, key: KVKey) -> ChunkKV:
     return decode_raw(raw, key)
 
 
-def _pack(kv: ChunkKV) -> list[list[memoryview]]:
-    """Return each layer's bytes: one part where its keys and values lie side by side, else two."""
+def _pack(kv: ChunkKV) -> tuple[list[list[memoryview]], Tensor | None]:
+    """Return each layer's bytes, and the exponents (layers, scales) of what is stored in a byte.
+
+    A layer is one part where its keys and values lie side by side, else two.
+    """
     keys, values = kv.keys.detach().cpu(), kv.values.detach().cpu()
-    return [_side_by_side(*layer) for layer in zip(keys, values, strict=True)]
+    both = zip(keys, values, strict=True)
+    if kv.precision == "native":
+        return [_side_by_side(*layer) for layer in both], None
+    packed = [pack(*layer, kv.precision) for layer in both]
+    return [[_bytes_of(codes)] for codes, _ in packed], torch.stack([own for _, own in packed])
 
 
 def _side_by_side(keys: Tensor, values: Tensor) -> list[memoryview]:
@@ -235,20 +281,39 @@ def _side_by_side(keys: Tensor, values: Tensor) -> list[memoryview]:
     return [_bytes_of(keys), _bytes_of(values)]
 
 
-def _unpack(kv: Tensor, head: Head) -> ChunkKV:
-    """Return the chunk of kv: (layers, 2, kv_heads, tokens, head_dim)."""
-    return ChunkKV(kv[:, 0], kv[:, 1], head.position, head.prior)
+def _precision_text(kv: ChunkKV) -> str:
+    """Return what a header says of the numbers: codes tell nothing of the type they stand for."""
+    if kv.precision == "native":
+        return kv.precision
+    return f"{kv.precision}/{_DTYPE_NAMES[kv.keys.dtype]}"
+
+
+def _precision_of(metadata: Mapping[str, str], stored: str) -> tuple[Precision, torch.dtype]:
+    """Return the precision and the type of the numbers; stored: the type of what is stored."""
+    text = metadata["precision"]
+    if text == "native" and stored in _DTYPES:
+        return "native", _DTYPES[stored]
+    kind, _, dtype = text.partition("/")
+    for precision, name in _CODE_NAMES.items():
+        if kind == precision and stored == name and dtype in _DTYPES:
+            return cast(Precision, precision), _DTYPES[dtype]
+    raise ForeignChunkError(f"precision is {text!r:.80} of {stored}, which nothing here writes")
 
 
 def _spans_of(kv: ChunkKV) -> dict[str, _Span]:
-    layers, *rest = kv.keys.shape
-    nbytes = 2 * kv.keys.numel() * kv.keys.element_size()
-    start, spans = 0, {}
+    layers, kv_heads, tokens, head_dim = kv.keys.shape
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     if kv.prior is not None:
-        start = 4 * kv.tokens
-        spans["prior"] = _Span("F32", (kv.tokens,), 0, start)
-    dtype = _DTYPE_NAMES[kv.keys.dtype]
-    spans["kv"] = _Span(dtype, (layers, 2, *rest), start, start + nbytes)
+        shapes["prior"] = ("F32", (tokens,))
+    code = _CODE_NAMES.get(kv.precision, _DTYPE_NAMES[kv.keys.dtype])
+    if kv.precision != "native":
+        shapes["scales"] = ("I8", (layers, scales(kv_heads, tokens, head_dim, kv.precision)))
+    shapes["kv"] = (code, (layers, 2, kv_heads, tokens, head_dim))
+    start, spans = 0, {}
+    for name, (dtype, shape) in shapes.items():
+        end = start + prod(shape) * _STORED[dtype].itemsize
+        spans[name] = _Span(dtype, shape, start, end)
+        start = end
     return spans
 
 
@@ -256,22 +321,12 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return tensor.view(-1).view(torch.uint8).numpy().data
 
 
-def _digest(parts: Sequence[memoryview]) -> str:
-    digest = xxhash.xxh3_128()
-    for part in parts:
-        digest.update(part)
-    return str(digest.hexdigest())
-
-
-def _head_checksum(
-    metadata: Mapping[str, str], spans: Mapping[str, _Span], *tensors: memoryview
+def _head_digest(
+    seal: Seal, metadata: Mapping[str, str], spans: Mapping[str, _Span], *tensors: memoryview
 ) -> str:
-    """Return xxh3_128 over the metadata, the tensors' types, and the tensors that are no layers."""
+    """Return the digest of the metadata, the tensors' types, and the tensors that are no layers."""
     essential = {name: text for name, text in sorted(metadata.items()) if name != "head"}
-    digest = xxhash.xxh3_128(json.dumps([essential, _shapes(spans)]).encode())
-    for tensor in tensors:
-        digest.update(tensor)
-    return str(digest.hexdigest())
+    return seal.digest(json.dumps([essential, _shapes(spans)]).encode(), *tensors)
 
 
 def _shapes(spans: Mapping[str, _Span]) -> list[list[Any]]:
@@ -305,33 +360,67 @@ def _check_shapes(metadata: Mapping[str, str], spans: Mapping[str, _Span]) -> No
     prior = spans.get("prior")
     if prior is not None and (prior.shape != (tokens,) or prior.dtype != "F32"):
         raise DamagedChunkError(
-            f"prior is {_DTYPES[prior.dtype]} {prior.shape}, want float32 ({tokens},)"
+            f"prior is {_STORED[prior.dtype]} {prior.shape}, want float32 ({tokens},)"
         )
+    precision, _ = _precision_of(metadata, spans["kv"].dtype)
+    _check_scales(spans.get("scales"), precision, shape)
 
 
-def _checked_head(header: _Header, prior: Tensor | None, nbytes: int, key: KVKey) -> Head:
+def _check_scales(span: _Span | None, precision: Precision, shape: tuple[int, ...]) -> None:
+    """shape: (layers, 2, kv_heads, tokens, head_dim)."""
+    layers, _, kv_heads, tokens, head_dim = shape
+    wanted = (
+        None if precision == "native" else (layers, scales(kv_heads, tokens, head_dim, precision))
+    )
+    if wanted is None and span is None:
+        return
+    if span is None or span.shape != wanted or span.dtype != "I8":
+        found = "none" if span is None else f"{_STORED[span.dtype]} {span.shape}"
+        raise DamagedChunkError(f"scales are {found}, {precision} has {wanted or 'none'}")
+
+
+def _check_seal(metadata: Mapping[str, str], seal: Seal) -> None:
+    """Check that an object is vouched for in the way that is asked for."""
+    found = metadata.get("seal", CHECKSUM.name)
+    if found not in SEALS:
+        raise DamagedChunkError(f"is sealed in no known way ({found!r:.40})")
+    if found == seal.name:
+        return
+    if seal.by_key:
+        raise UnsealedChunkError("was not written with the store's key")
+    raise UnsealedChunkError(f"was written with a key, and {VARIABLE} is not set")
+
+
+def _checked_head(
+    header: _Header, own: Mapping[str, Tensor], nbytes: int, key: KVKey, seal: Seal
+) -> Head:
     metadata, span = header.metadata, header.spans["kv"]
-    tensors = [] if prior is None else [_bytes_of(prior)]
-    if _head_checksum(metadata, header.spans, *tensors) != metadata["head"]:
+    tensors = [_bytes_of(own[name]) for name in ("prior", "scales") if name in own]
+    if _head_digest(seal, metadata, header.spans, *tensors) != metadata["head"]:
+        if seal.by_key:
+            raise UnsealedChunkError("was written with another key, or is damaged")
         raise DamagedChunkError("checksum of the head does not match")
     if metadata["key"] != str(key):
         raise ForeignChunkError(f"holds {metadata['key']}, not {key}")
-    if metadata["precision"] != PRECISION:
-        raise ForeignChunkError(f"precision is {metadata['precision']!r:.80}, not {PRECISION!r}")
+    prior = own.get("prior")
     if prior is not None and not prior.isfinite().all():
         raise DamagedChunkError("holds NaN or infinity")
     layers, _, kv_heads, tokens, head_dim = span.shape
+    precision, dtype = _precision_of(metadata, span.dtype)
     return Head(
         position=int(metadata["position"]),
         layers=layers,
         kv_heads=kv_heads,
         tokens=tokens,
         head_dim=head_dim,
-        dtype=_DTYPES[span.dtype],
+        dtype=dtype,
         prior=prior,
         nbytes=nbytes,
         start=header.start + span.start,
         checksums=tuple(re.findall(f".{{{_DIGEST_DIGITS}}}", metadata["layers"])),
+        precision=precision,
+        scales=own.get("scales"),
+        seal=seal,
     )
 
 
@@ -397,9 +486,11 @@ def _parse(header: bytes, start: int, body_bytes: int) -> _Header:
         raise DamagedChunkError("header carries no metadata")
     metadata = _parse_metadata(fields.pop("__metadata__"))
     needed = _TENSORS[metadata["format"]]
-    if not needed <= set(fields) <= needed | {"prior"}:
+    others = {"prior", "scales"} if metadata["format"] == FORMAT else {"prior"}
+    if not needed <= set(fields) <= needed | others:
         raise DamagedChunkError(f"holds tensors {', '.join(sorted(fields))!r:.80}")
-    spans = {name: _parse_span(name, field) for name, field in fields.items()}
+    known = _STORED if metadata["format"] == FORMAT else _DTYPES
+    spans = {name: _parse_span(name, field, known) for name, field in fields.items()}
     position = 0
     for name, span in sorted(spans.items(), key=lambda item: item[1].start):
         if span.start != position:
@@ -432,15 +523,15 @@ def _parse_metadata(metadata: dict[str, Any]) -> dict[str, str]:
     return metadata
 
 
-def _parse_span(name: str, field: Any) -> _Span:
+def _parse_span(name: str, field: Any, known: Mapping[str, torch.dtype]) -> _Span:
     match field:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [start, end]} if (
-            dtype in _DTYPES and all(type(n) is int and n >= 0 for n in (*shape, start, end))
+            dtype in known and all(type(n) is int and n >= 0 for n in (*shape, start, end))
         ):
             pass
         case _:
             raise DamagedChunkError(f"{name} is ill described")
-    itemsize = _DTYPES[dtype].itemsize
+    itemsize = known[dtype].itemsize
     if end - start != prod(shape) * itemsize or start % itemsize:
         raise DamagedChunkError(f"{name}'s shape and bytes contradict each other")
     return _Span(dtype, tuple(shape), start, end)

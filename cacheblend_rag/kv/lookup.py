@@ -7,18 +7,21 @@ from typing import Literal
 
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 
-StoreMiss = Literal["not stored", "damaged", "other model", "store error"]
+StoreMiss = Literal["not stored", "damaged", "other model", "unsealed", "store error"]
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What a get found: the chunk KV and its tier's name, or the reason why there is none."""
+    """What a get found: the chunk KV and its tier's name, or the reason why there is none.
+
+    A ``store error`` names the tier that could not be read.
+    """
 
     kv: ChunkKV | None
     tier: str | None
     reason: StoreMiss | None
 
     @classmethod
-    def missed(cls, reason: StoreMiss) -> Lookup:
+    def missed(cls, reason: StoreMiss, tier: str | None = None) -> Lookup:
         """Return what is known of a chunk that was not found."""
-        return cls(None, None, reason)
+        return cls(None, tier, reason)

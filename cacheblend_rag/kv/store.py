@@ -5,26 +5,45 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+from functools import partial
+from typing import Self, TypeVar
+from weakref import WeakValueDictionary
 
-from cacheblend_rag.config import StoreConfig
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
+import torch
+
+from cacheblend_rag.config import Precision, StoreConfig
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.access_log import AccessLog
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.fetch import Fetch
 from cacheblend_rag.kv.key_locks import KeyLocks
-from cacheblend_rag.kv.lookup import Lookup, StoreMiss
+from cacheblend_rag.kv.layers import Found, LayerSource, Room, miss_of
+from cacheblend_rag.kv.lookup import Lookup
+from cacheblend_rag.kv.precision import rounded
+from cacheblend_rag.kv.reader import ChunkReader, WholeReader
+from cacheblend_rag.kv.seal import CHECKSUM, Seal, seal_of
+from cacheblend_rag.kv.shared_chunk import SharedChunk
+from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
+from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.tiers.urls import open_tier
 
 PREFETCH_THREADS = 2
 FETCH_THREADS = 16
 """Reads at once for all prompts on their way."""
 FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
+ROOM_AHEAD_BYTES = 512 << 20
+"""Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
+READ_ONLY = "the store is read only: store and evict where it is opened with read_only=False"
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +77,26 @@ class TieredKVStore:
         tiers: from fastest to slowest, each with a name of its own.
         ttl_seconds: age since it was first stored at which a chunk is gone, None is never; a tier's
             own policy may say less.
+        precision: to which the numbers of what is put are rounded, see kv/precision.py.
+        seal: what vouches for stored bytes, see kv/seal.py.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
 
     Attributes:
-        tiers, ttl_seconds: as given.
+        tiers, ttl_seconds, precision, seal: as given.
+        access_log: where it is noted what prompts ask for, or None.
+        speeds: how fast tiers were read lately, noted by whoever waits for them.
     """
 
-    def __init__(self, tiers: Sequence[Tier], *, ttl_seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        *,
+        ttl_seconds: float | None = None,
+        precision: Precision = "native",
+        seal: Seal = CHECKSUM,
+    ) -> None:
         if not tiers:
             raise StoreError("a store needs at least one tier")
         names = [tier.name for tier in tiers]
@@ -76,11 +106,18 @@ class TieredKVStore:
             raise StoreError(f"ttl_seconds={ttl_seconds} must be above 0")
         self.tiers = tuple(tiers)
         self.ttl_seconds = ttl_seconds
+        self.precision, self.seal = precision, seal
+        for tier in self.tiers:
+            tier.seal = seal
         self._pinned: set[KVKey] = set()
+        self.access_log: AccessLog | None = None
+        self.speeds = Speeds()
         self._locks = KeyLocks()
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
         self._room_ahead = threading.Semaphore(FETCHED_AHEAD)
+        self._room = Room(ROOM_AHEAD_BYTES)
+        self._reading: WeakValueDictionary[tuple[KVKey, bool], SharedChunk] = WeakValueDictionary()
 
     @classmethod
     def open(
@@ -90,6 +127,8 @@ class TieredKVStore:
         disk_path: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
         ttl_seconds: float | None = None,
+        read_only: bool = False,
+        precision: Precision = "native",
     ) -> TieredKVStore:
         """Return a store in memory, on disk, or both.
 
@@ -98,6 +137,8 @@ class TieredKVStore:
             disk_path: folder shared between processes and runs; None keeps nothing on disk.
             disk_bytes: room for chunk KV there; None is without limit.
             ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
+            read_only: whether the folder is only read; memory is used as ever.
+            precision: to which the numbers of what is put are rounded.
 
         Raises:
             StoreError: when there is neither memory nor disk, or the folder is unusable.
@@ -106,22 +147,52 @@ class TieredKVStore:
         if host_bytes != 0:
             tiers.append(HostTier(host_bytes))
         if disk_path is not None:
-            tiers.append(DiskTier(disk_path, disk_bytes))
-        return cls(tiers, ttl_seconds=ttl_seconds)
+            policy = TierPolicy(disk_bytes, read_only=read_only)
+            tiers.append(DiskTier(disk_path, policy=policy))
+        return cls(tiers, ttl_seconds=ttl_seconds, precision=precision, seal=seal_of())
 
     @classmethod
-    def of(cls, config: StoreConfig) -> TieredKVStore:
+    def of(cls, config: StoreConfig, *, device: torch.device | str = "cpu") -> TieredKVStore:
         """Return the store that a StoreConfig describes.
 
+        Args:
+            config: where chunk KV is kept.
+            device: where the engine computes, which is where a device tier keeps it.
+
         Raises:
-            StoreError: when there is neither memory nor disk, or the folder is unusable.
+            StoreError: when there is neither memory nor disk, or a tier cannot be opened.
+            MissingExtraError: when a tier's library is not there.
         """
+        store = cls._of(config, device)
+        if config.access_log is not None:
+            store.follow(AccessLog(config.access_log))
+        return store
+
+    @classmethod
+    def _of(cls, config: StoreConfig, device: torch.device | str) -> TieredKVStore:
+        if config.tiers is not None:
+            tiers = [open_tier(url, device, read_only=config.read_only) for url in config.urls]
+            return cls(
+                tiers, ttl_seconds=config.ttl_seconds, precision=config.precision, seal=seal_of()
+            )
         return cls.open(
             host_bytes=config.host_bytes,
             disk_path=config.kv_path,
             disk_bytes=config.disk_bytes,
             ttl_seconds=config.ttl_seconds,
+            read_only=config.read_only,
+            precision=config.precision,
         )
+
+    def follow(self, log: AccessLog) -> None:
+        """Note in ``log`` what prompts ask for, and prefetch what it says most did before."""
+        self.access_log = log
+        self._pool.submit(lambda: self.prefetch(log.most_used()))
+
+    @property
+    def read_only(self) -> bool:
+        """Whether a tier is only read, so that nothing is stored or evicted for good."""
+        return any(tier.policy.read_only for tier in self.tiers)
 
     def contains(self, key: KVKey) -> bool:
         """Whether any tier holds the chunk; reads no tensors."""
@@ -133,6 +204,17 @@ class TieredKVStore:
         As far as tiers can tell without listing what they hold.
         """
         return any(tier.has_relative(key) for tier in self.tiers)
+
+    def absence(self, key: KVKey) -> Lookup:
+        """Say why a chunk is not there, without reading.
+
+        Returns:
+            A miss: a tier fails, another model's KV of the chunk is stored, or nothing.
+        """
+        for tier in self.tiers:
+            if tier.reading.is_failing:
+                return Lookup.missed("store error", tier.name)
+        return Lookup.missed("other model" if self.has_relative(key) else "not stored")
 
     def contains_many(self, keys: Iterable[KVKey]) -> list[bool]:
         """As contains, for many keys at once: each tier is asked once.
@@ -191,14 +273,41 @@ class TieredKVStore:
         Returns:
             What hands the chunks out; to be closed by whoever may not take them all.
         """
+        keys = list(keys)
+        if promote and keys and self.access_log is not None:
+            self._note(self.access_log, keys)
         return Fetch(keys, lambda key: self._begin_look(key, promote), self._room_ahead)
 
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+    def layers(self, keys: Iterable[KVKey], *, promote: bool = True) -> LayerSource:
+        """Begin to read chunks, to be taken layer by layer; returns at once.
+
+        Whoever reads the same chunk at the same time reads it together.
+
+        Args:
+            keys: the chunks of one prompt.
+            promote: as for get; a chunk is kept once all of its layers were read.
+
+        Returns:
+            What hands the layers out; to be closed by whoever may not take them all.
+        """
+        keys = list(keys)
+        if promote and keys and self.access_log is not None:
+            self._note(self.access_log, keys)
+        return LayerSource(
+            keys,
+            lambda key: self._begin(partial(self._open, key, promote), Found(None, "store error")),
+            self._submit,
+            self._room_ahead,
+            self._room,
+        )
+
+    def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> bool:
         """Store a chunk in every tier that takes puts, fastest first.
 
         Args:
             key: the name it is stored under.
             kv: the chunk KV; its tensors must not be written to afterwards.
+            written_at: when it was first stored, a Unix time; None is now.
 
         Returns:
             Whether any tier took it.
@@ -207,19 +316,44 @@ class TieredKVStore:
             ValueError: when the tensors are not as ChunkKV promises.
         """
         kv.validate()
-        chunk = StoredChunk(kv, time.time())
+        now = time.time() if written_at is None else written_at
+        chunk = StoredChunk(rounded(kv, self.precision), now)
         self._see([key])
         with self._locks.held(key):
+            self._part_with(key)
             return _put_all(self.tiers, key, chunk)
 
     def evict(self, key: KVKey) -> bool:
-        """Remove a chunk from all tiers, pinned or not; returns whether it was stored."""
+        """Remove a chunk from all tiers, pinned or not; returns whether it was stored.
+
+        Raises:
+            StoreError: when the store is read only: the chunk would come back.
+        """
+        self._check_writable()
         with self._locks.held(key):
+            self._part_with(key)
             evicted = [tier.evict(key) for tier in self.tiers]
         return any(evicted)
 
+    def forget(self, keys: Iterable[KVKey]) -> None:
+        """Remove chunks from this process' memory alone: others have evicted them elsewhere.
+
+        Args:
+            keys: chunks, stored or not.
+        """
+        for key in keys:
+            with self._locks.held(key):
+                for tier in self.tiers:
+                    if not tier.durable:
+                        tier.evict(key)
+
     def evict_where(self, condition: Callable[[KVKey, Entry], bool]) -> int:
-        """Evict all chunks for which ``condition`` holds; returns how many."""
+        """Evict all chunks for which ``condition`` holds; returns how many.
+
+        Raises:
+            StoreError: when the store is read only.
+        """
+        self._check_writable()
         doomed = [key for key, entry in self.entries().items() if condition(key, entry)]
         return sum(self.evict(key) for key in doomed)
 
@@ -228,7 +362,7 @@ class TieredKVStore:
         return sum(
             self._expire(tier, key)
             for tier in self.tiers
-            for key, entry in tier.entries()
+            for key, entry in _entries_of(tier)
             if self._is_expired(tier, key, entry)
         )
 
@@ -274,12 +408,13 @@ class TieredKVStore:
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Start loading chunks into the fastest tier, as many as fit; returns at once.
 
-        A get for one of them waits for its load rather than loading it again.
+        A get for one of them waits for its load rather than loading it again. What memory would
+        turn away is left where it is.
         """
         fastest, room = self.tiers[0], self.tiers[0].capacity_bytes
         for key in dict.fromkeys(keys):
             entry = None if fastest.contains(key) else self._entry(key)
-            if entry is None:
+            if entry is None or not self._is_kept(key, entry.nbytes):
                 continue
             if room is not None and (room := room - entry.nbytes) < 0:
                 return
@@ -294,7 +429,7 @@ class TieredKVStore:
         return {
             key: entry
             for tier in reversed(self.tiers)
-            for key, entry in tier.entries()
+            for key, entry in _entries_of(tier)
             if not self._is_expired(tier, key, entry)
         }
 
@@ -302,9 +437,10 @@ class TieredKVStore:
         """Return numbers by tier.
 
         Returns:
-            Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of what
-            happened there: hits, misses, admitted, rejected, refused, evictions, expired,
-            quarantined, errors.
+            Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of
+            hits, misses, admitted, rejected, refused, evictions, expired, quarantined, errors,
+            skipped (reads while it was out), dropped (writes) and queued (chunks not written yet);
+            entries and bytes are None where it cannot be asked.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 
@@ -336,10 +472,14 @@ class TieredKVStore:
         return VerifyReport(len(todo), expired, tuple(damaged))
 
     def close(self) -> None:
-        """Stop reading ahead and let go of memory; the store must not be used afterwards."""
+        """Stop reading ahead, write what waits for it and let go of memory.
+
+        The store must not be used afterwards.
+        """
         for pool in (self._pool, self._fetching):
             pool.shutdown(wait=True, cancel_futures=True)
         for tier in self.tiers:
+            tier.drain()
             tier.close()
 
     def __enter__(self) -> Self:
@@ -347,6 +487,10 @@ class TieredKVStore:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise StoreError(READ_ONLY)
 
     def _entry(self, key: KVKey) -> Entry | None:
         return self._held([key]).get(key)
@@ -385,7 +529,7 @@ class TieredKVStore:
             missing = [key for key, lookup in found.items() if lookup.kv is None]
             for key, read in zip(missing, self._read(tier, missing), strict=True):
                 if isinstance(read, StoreError):
-                    found[key] = Lookup.missed(_miss(read))
+                    found[key] = _missed(tier, read)
                 elif read is not None:
                     found[key] = Lookup(read.kv, tier.name, None)
                     if promote:
@@ -394,17 +538,38 @@ class TieredKVStore:
 
     def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
         """Read chunks of one tier that are not past their time to live."""
+        gone = self._expire_of(tier, keys)
+        read = iter(tier.get_many([key for key in keys if key not in gone]))
+        return [None if key in gone else next(read) for key in keys]
+
+    def _expire_of(self, tier: Tier, keys: Sequence[KVKey]) -> set[KVKey]:
+        """Remove those of a tier's chunks that are past their time to live.
+
+        Returns those that stay there, since the tier is only read: they are not to be read.
+        """
+        staying = set[KVKey]()
         if self._ttl(tier) is not None:
             for key, entry in zip(keys, tier.entry_many(keys), strict=True):
                 if entry is not None and self._is_expired(tier, key, entry):
                     tier.expire(key)
-        return tier.get_many(keys)
+                    staying |= {key} if tier.policy.read_only else set()
+        return staying
 
     def _see(self, keys: Iterable[KVKey]) -> None:
         """Tell all tiers what is asked for: the fastest have it, the others keep it, too."""
         seen = list(dict.fromkeys(keys))
         for tier in self.tiers:
             tier.see(seen)
+
+    def _is_kept(self, key: KVKey, nbytes: int) -> bool:
+        """Whether memory that lacks a chunk would keep it; without memory there is none to ask."""
+        memory = [tier for tier in self.tiers if tier.keeps_found and not tier.durable]
+        lacking = [tier for tier in memory if not tier.contains(key)]
+        return not memory or any(tier.would_take(key, nbytes) for tier in lacking)
+
+    def _note(self, log: AccessLog, keys: Sequence[KVKey]) -> None:
+        with suppress(RuntimeError):  # closed meanwhile
+            self._pool.submit(log.note, keys)
 
     def _prefetch(self, key: KVKey) -> None:
         """Read ahead of a request, which will be the chunk's use."""
@@ -413,25 +578,95 @@ class TieredKVStore:
                 self._get_many([key], promote=True)
 
     def _begin_look(self, key: KVKey, promote: bool) -> Future[Lookup]:
+        return self._begin(partial(self._look, key, promote), Lookup.missed("store error"))
+
+    def _begin(self, work: Callable[[], T], otherwise: T) -> Future[T]:
+        """Have work done on a thread of the store's; otherwise: what it comes to without one."""
         try:
-            return self._fetching.submit(self._look, key, promote)
+            return self._fetching.submit(work)
         except RuntimeError:  # closed meanwhile, or the system has no thread left
-            refused: Future[Lookup] = Future()
-            refused.set_result(Lookup.missed("store error"))
+            refused: Future[T] = Future()
+            refused.set_result(otherwise)
             return refused
+
+    def _submit(self, work: Callable[[], T]) -> Future[T]:
+        try:
+            return self._fetching.submit(work)
+        except RuntimeError as error:
+            refused: Future[T] = Future()
+            refused.set_exception(StoreError(f"nothing can be read any more: {error}"))
+            return refused
+
+    def _open(self, key: KVKey, promote: bool) -> Found:
+        """Open a chunk, or join those who read it; where it is missing, find out why."""
+        if promote:
+            self._see([key])
+        with self._locks.held(key):
+            shared = self._reading.get((key, promote))
+            if shared is not None and shared.failure is not None:
+                shared = None
+            found = self._open_alone(key, promote) if shared is None else Found(shared, None)
+        if found.reason == "not stored":
+            missed = self.absence(key)
+            return Found(None, missed.reason, missed.tier)
+        return found
+
+    def _open_alone(self, key: KVKey, promote: bool) -> Found:
+        missed = Lookup.missed("not stored")
+        for depth, tier in enumerate(self.tiers):
+            opened = None if self._expire_of(tier, [key]) else tier.open(key)
+            if isinstance(opened, ChunkReader):
+                return Found(self._shared(key, depth, opened, promote), None)
+            if opened is not None:
+                missed = _missed(tier, opened)
+        return Found(None, missed.reason, missed.tier)
+
+    def _shared(self, key: KVKey, depth: int, reader: ChunkReader, promote: bool) -> SharedChunk:
+        """Return what prompts read a chunk through; what is kept of it is kept once it is whole."""
+        tier, above = self.tiers[depth], self.tiers[:depth]
+        if isinstance(reader, WholeReader):
+            if promote:
+                _keep(above, key, StoredChunk(reader.kv, reader.written_at))
+            return SharedChunk(reader, tier.name, reader.read)
+        keeps = promote and any(other.keeps_found for other in above)
+        shared = SharedChunk(
+            reader,
+            tier.name,
+            partial(tier.read_layers, key, reader),
+            partial(self._keep_read, key, depth, reader) if keeps else None,
+        )
+        self._reading[key, promote] = shared
+        return shared
+
+    def _keep_read(self, key: KVKey, depth: int, reader: ChunkReader, kv: ChunkKV) -> None:
+        """Keep a chunk that was read by its layers, unless it was evicted or replaced meanwhile."""
+        with self._locks.held(key):
+            shared = self._reading.get((key, True))
+            is_current = shared is not None and shared.reader is reader
+            if is_current and self.tiers[depth].contains(key):
+                _keep(self.tiers[:depth], key, StoredChunk(kv, reader.written_at))
+
+    def _part_with(self, key: KVKey) -> None:
+        """Let nobody join those who read a chunk that is not the stored one any more."""
+        for promote in (False, True):
+            self._reading.pop((key, promote), None)
 
     def _look(self, key: KVKey, promote: bool) -> Lookup:
         """Read a chunk; where it is missing, find out why while nobody waits for it."""
         found = self.get(key, promote=promote)
-        if found.reason == "not stored" and self.has_relative(key):
-            return Lookup.missed("other model")
-        return found
+        return self.absence(key) if found.reason == "not stored" else found
 
 
 def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:
     """Store a chunk in every tier that takes it; returns whether any did."""
     taken = [tier.put(key, chunk) for tier in tiers if tier.takes_puts]
     return any(taken)
+
+
+def _entries_of(tier: Tier) -> Iterator[tuple[KVKey, Entry]]:
+    """Go through a tier, beginning with what is on its way: it may have arrived meanwhile."""
+    yield from tier.queued()
+    yield from tier.entries()
 
 
 def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
@@ -441,7 +676,7 @@ def _keep(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
             tier.put(key, chunk)
 
 
-def _miss(error: StoreError) -> StoreMiss:
-    if isinstance(error, ForeignChunkError):
-        return "other model"
-    return "damaged" if isinstance(error, DamagedChunkError) else "store error"
+def _missed(tier: Tier, error: StoreError) -> Lookup:
+    """Return what an unusable chunk is, or which tier could not be read."""
+    reason = miss_of(error)
+    return Lookup.missed(reason, tier.name if reason == "store error" else None)

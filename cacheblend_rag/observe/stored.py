@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cacheblend_rag.config import StoreConfig
+from cacheblend_rag.engines.labels import Label, labels_in
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore, chunk_id
-
-Condition = Callable[[KVKey, Entry], bool]
+from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore
+from cacheblend_rag.observe.choosing import Condition
 
 USAGE_NAME = "usage"
 """The file in which every store counts what it holds."""
@@ -33,12 +33,17 @@ class Holding:
 
 @dataclass(frozen=True)
 class StoreCount:
-    """What a store holds: in all and by fingerprint, of older versions, and in quarantine."""
+    """What a store holds: in all and by fingerprint, of older versions, and in quarantine.
+
+    labels: what is known of fingerprints' models. tiers: each tier's own numbers.
+    """
 
     total: Holding
     fingerprints: Mapping[str, Holding]
     old: int
     quarantined: int
+    labels: Mapping[str, Label]
+    tiers: Mapping[str, Mapping[str, int | None]]
 
 
 def check_is_store(path: Path) -> None:
@@ -50,11 +55,11 @@ def check_is_store(path: Path) -> None:
 
 
 @dataclass(frozen=True)
-class StoreFolder:
-    """A store that is open, and the one tier it has."""
+class OpenStore:
+    """A store that is open, and the folder in which its known chunks and models are noted."""
 
     store: TieredKVStore
-    disk: DiskTier
+    folder: Path
 
     def count(self) -> StoreCount:
         """Count what the store holds."""
@@ -63,22 +68,43 @@ class StoreFolder:
         for key, entry in held.items():
             total = total.with_entry(entry)
             by_fingerprint[key.fingerprint] = by_fingerprint[key.fingerprint].with_entry(entry)
-        old = sum(key.is_old for key in held)
-        return StoreCount(total, dict(by_fingerprint), old, len(self.disk.quarantined()))
+        return StoreCount(
+            total,
+            dict(by_fingerprint),
+            old=sum(key.is_old for key in held),
+            quarantined=sum(
+                len(t.quarantined()) for t in self.store.tiers if isinstance(t, DiskTier)
+            ),
+            labels=labels_in(self.folder),
+            tiers=self.store.stats(),
+        )
 
-    def by_use(self) -> list[tuple[KVKey, Entry]]:
-        """Return all chunks, least recently used first."""
-        return sorted(self.store.entries().items(), key=lambda item: item[1].used_at)
+    def by_use(self, condition: Condition | None = None) -> list[tuple[KVKey, Entry]]:
+        """Return the chunks for which a condition holds, least recently used first."""
+        held = self.store.entries().items()
+        chosen = [one for one in held if condition is None or condition(*one)]
+        return sorted(chosen, key=lambda item: item[1].used_at)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[StoreFolder]:
-    """Open a store that is there already; raises StoreError when it cannot be used."""
-    check_is_store(path)
+def opened(
+    path: Path, settings: StoreConfig | None = None, *, make: bool = False
+) -> Iterator[OpenStore]:
+    """Open a store without this process' memory; raises StoreError when it cannot be.
+
+    path: where it is, or where its known chunks are where settings tell of tiers. make: a folder
+    need not be there already.
+    """
+    config = (settings or StoreConfig()).with_changes(access_log=None)
+    if config.tiers is not None:
+        config = config.with_changes(tiers=tuple(url for url in config.urls if url.outlives))
+    else:
+        if not make:
+            check_is_store(path)
+        config = config.with_changes(kv_path=str(path), host_bytes=0)
     try:
-        disk = DiskTier(path)
-        with TieredKVStore([disk]) as store:
-            yield StoreFolder(store, disk)
+        with TieredKVStore.of(config) as store:
+            yield OpenStore(store, path)
     except OSError as error:
         raise StoreError(f"{path}: {error}") from error
 
@@ -99,39 +125,3 @@ def examine_store(path: Path) -> dict[str, Any]:
         "bytes": stored,
         "damaged": [{"key": str(d.key), "reason": d.reason} for d in report.damaged],
     }
-
-
-def named(keys: Iterable[str]) -> Condition:
-    """Return the test for chunks of these keys; raises StoreError when one is no key."""
-    wanted = {_canonical(text) for text in keys}
-    return lambda key, entry: str(key) in wanted
-
-
-def matching(fingerprint: str | None = None, older_than: float | None = None) -> Condition:
-    """Return the test for chunks that match every given condition; all do where none is given.
-
-    older_than: seconds since they were written. Raises StoreError when a fingerprint is none.
-    """
-    if fingerprint is not None:
-        _check_fingerprint(fingerprint)
-    oldest = None if older_than is None else time.time() - older_than
-
-    def matches(key: KVKey, entry: Entry) -> bool:
-        of_fingerprint = fingerprint is None or key.fingerprint == fingerprint
-        return of_fingerprint and (oldest is None or entry.written_at < oldest)
-
-    return matches
-
-
-def _check_fingerprint(text: str) -> None:
-    try:
-        KVKey(chunk_id([]), text)
-    except ValueError as error:
-        raise StoreError(f"{text!r} is no fingerprint: `store stats` prints them") from error
-
-
-def _canonical(text: str) -> str:
-    try:
-        return str(KVKey.parse(text))
-    except ValueError as error:
-        raise StoreError(f"{text!r} is no KV key: `store ls` prints them") from error

@@ -51,12 +51,12 @@ class PlacedChunk:
     document_id: str | None = None
 
     def report(self, reason: MissReason | None, tier: str | None = None) -> ChunkReport:
-        """Report a hit when ``tier`` says where, otherwise a miss for ``reason``."""
+        """Report a hit in a tier, or a miss for a reason, which may be a tier's fault."""
         return ChunkReport(
             chunk_id=self.key.chunk_id,
             start=self.start,
             tokens=self.end - self.start,
-            hit=tier is not None,
+            hit=reason is None,
             reason=reason,
             tier=tier,
             document_id=self.document_id,

@@ -2,7 +2,7 @@
 
 Chunks that need no document are computed in padded batches. A document is computed in one pass and
 sliced into its chunks; chunks of it that are stored already are laid into the pass as cached KV, so
-editing a document recomputes only what follows the edit.
+editing a document recomputes only what follows the edit. No pass holds more than two layers.
 
 The prior of a token is the squared deviation of its key in the first layer that depends on other
 tokens, between the chunk behind its lead-in alone and the chunk in its document. Whichever of the
@@ -11,21 +11,26 @@ two is not computed anyway is run through that one layer only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
-from cacheblend_rag.blend import BlendPass, FusedKV
+from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
-from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
+from cacheblend_rag.blend.stack import DecoderStack, Geometry, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.laying import Laying, LostChunkError
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.prior import context_deviation, keys_of_prior_layer, prior_layer
+
+Member = tuple[ChunkPlan, int]
+"""A chunk of a document, and where it begins in the pass over it."""
 
 Computed = Iterator[tuple[ChunkPlan, ChunkKV] | None]
 """Chunks as they are computed; None where a layer was run and others may have their turn."""
@@ -39,7 +44,7 @@ class DocumentPlan:
     """One run over lead-in and document tokens, and the chunks sliced from it."""
 
     tokens: list[int]
-    members: list[tuple[ChunkPlan, int]] = field(default_factory=list)
+    members: list[Member] = field(default_factory=list)
 
     def takes(self, chunk: ChunkPlan) -> bool:
         """Add the chunk when its lead-in continues this pass; returns whether it did."""
@@ -107,34 +112,52 @@ def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVSto
     if not missing:
         return
     end = missing[-1][1] + len(missing[-1][0].token_ids)
-    device = stack.geometry.device
-    ids = torch.tensor(work.tokens[:end], device=device)
-    fused = FusedKV(stack.geometry, end)
-    cached = torch.zeros(end, dtype=torch.bool)
+    ids = torch.tensor(work.tokens[:end], device=stack.geometry.device)
     earlier = [m for m, found in zip(work.members, stored, strict=True) if found and m[1] < end]
-    read = []
-    with store.fetch((chunk.key for chunk, _ in earlier), promote=False) as fetch:
-        for chunk, start in earlier:
-            found = fetch.take().kv
-            read.append(found is not None and fused.fits(found, len(chunk.token_ids)))
-            if found is not None and read[-1]:
-                fused.place(stack, found, start)
-    yield None
-    for (chunk, start), held in zip(earlier, on_all_ranks(stack, read), strict=True):
-        if held:
-            cached[start : start + len(chunk.token_ids)] = True
-        else:
-            missing.append((chunk, start))
-    yield from _run(stack, ids, fused, cached)
-    for chunk, start in missing:
-        kv = fused.slice(start, start + len(chunk.token_ids))
-        prior = torch.zeros(kv.tokens, device=device)
+    with store.layers((chunk.key for chunk, _ in earlier), promote=False) as source:
+        cut = yield from _cut_out(stack, ids, missing, earlier, source)
+    for (chunk, start), kv in cut:
+        prior = torch.zeros(kv.tokens)
         if chunk.context:
             lead = len(chunk.lead)
             alone = yield from keys_of_prior_layer(stack, [*chunk.lead, *chunk.token_ids])
-            there = kv.keys[prior_layer(stack)]
+            there = kv.keys[prior_layer(stack)].to(stack.geometry.device)
             prior = context_deviation(stack, alone[:, lead:], there, start - lead)
         yield chunk, replace(kv, prior=prior)
+
+
+def _cut_out(
+    stack: DecoderStack,
+    ids: Tensor,
+    missing: Sequence[Member],
+    earlier: Sequence[Member],
+    source: LayerSource,
+) -> Generator[None, None, list[tuple[Member, ChunkKV]]]:
+    """Run a document over what is stored of it; returns the KV of the chunks that were computed.
+
+    Those are the missing ones and those that were not there after all.
+    """
+    fused = RingKV(stack.geometry, ids.numel())
+    laying = Laying(stack, fused, [_span(member) for member in earlier], source)
+    yield from laying.heads()
+    while True:
+        cached = torch.zeros(ids.numel(), dtype=torch.bool)
+        for chunk in laying.chunks:
+            cached[chunk.start : chunk.end] = chunk.is_used
+        there = [chunk.is_used for chunk in laying.chunks]
+        lost = [member for member, held in zip(earlier, there, strict=True) if not held]
+        computed = [*missing, *lost]
+        cut = Cut(stack.geometry, [_span(member) for member in computed])
+        try:
+            yield from _run(stack, ids, cached, cut, laying)
+        except LostChunkError:
+            continue
+        return list(zip(computed, cut.chunks(), strict=True))
+
+
+def _span(member: Member) -> tuple[int, int]:
+    chunk, start = member
+    return start, start + len(chunk.token_ids)
 
 
 def compute_one_by_one(
@@ -152,12 +175,49 @@ def compute_one_by_one(
         if found:
             continue
         ids = torch.tensor([*chunk.lead, *chunk.token_ids], device=device)
-        fused = FusedKV(stack.geometry, ids.numel())
-        yield from _run(stack, ids, fused, torch.zeros(ids.numel(), dtype=torch.bool))
-        yield chunk, fused.slice(len(chunk.lead), ids.numel())
+        cut = Cut(stack.geometry, [(len(chunk.lead), ids.numel())])
+        nothing = torch.zeros(ids.numel(), dtype=torch.bool)
+        yield from _run(stack, ids, nothing, cut)
+        yield chunk, cut.chunks()[0]
 
 
-def _run(stack: DecoderStack, ids: Tensor, fused: FusedKV, cached: Tensor) -> Steps[None]:
+class Cut:
+    """Chunks cut out of a pass, each layer as it becomes final, into the host's memory.
+
+    spans: where they stand.
+    """
+
+    def __init__(self, geometry: Geometry, spans: Sequence[tuple[int, int]]) -> None:
+        self._spans = spans
+        layers, kv_heads, head_dim = geometry.layers, geometry.kv_heads, geometry.head_dim
+        self._cut = [
+            torch.empty(layers, 2, kv_heads, end - start, head_dim, dtype=geometry.dtype)
+            for start, end in spans
+        ]
+
+    def take(self, layer: int, fused: FusedKV) -> None:
+        """Copy a layer's part of each chunk."""
+        for kv, (start, end) in zip(self._cut, self._spans, strict=True):
+            for part, whole in zip(kv[layer], fused.of_layer(layer), strict=True):
+                part.copy_(whole[:, start:end])
+
+    def chunks(self) -> list[ChunkKV]:
+        """Return the chunks, computed where they stood; without a prior."""
+        return [
+            ChunkKV(kv[:, 0], kv[:, 1], start)
+            for kv, (start, _) in zip(self._cut, self._spans, strict=True)
+        ]
+
+
+def _run(
+    stack: DecoderStack, ids: Tensor, cached: Tensor, cut: Cut, laying: Laying | None = None
+) -> Steps[None]:
     """Compute all tokens that are not ``cached``, (tokens,) bool on the host."""
     candidates = Candidates(cached, cached, torch.zeros(ids.numel(), dtype=torch.long))
-    yield from BlendPass(stack, ids, fused, candidates, REUSE_ONLY, needs_hidden=False).steps()
+    fused = RingKV(stack.geometry, ids.numel()) if laying is None else laying.fused
+    yield from BlendPass(
+        stack, ids, fused, candidates, REUSE_ONLY,
+        needs_hidden=False,
+        before_layer=None if laying is None else laying.lay,
+        on_layer=cut.take,
+    ).steps()  # fmt: skip

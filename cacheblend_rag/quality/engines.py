@@ -27,6 +27,7 @@ def opened_engines(
     lead_ins: Sequence[LeadIn],
     *,
     instruction: str,
+    store: StoreConfig | None = None,
     device: str | None = None,
     dtype: str | None = None,
 ) -> Iterator[Mapping[LeadIn, Engine]]:
@@ -34,23 +35,24 @@ def opened_engines(
 
     engine: ``transformers``, ``vllm`` (a server that runs meanwhile) or the URL of a server. model:
     as open_engine takes it. instruction: the text before the first chunk, exactly as prompts hold
-    it. Raises UnsupportedModelError when the model's KV cannot be blended, what running_server and
-    open_engine raise.
+    it. store: by default memory enough for one prompt. Raises UnsupportedModelError when the
+    model's KV cannot be blended, what running_server and open_engine raise.
     """
     from cacheblend_rag.engines.factory import open_engine
 
     quiet_libraries()
+    kept = store or StoreConfig(host_bytes=HOST_BYTES)
     with ExitStack() as stack:
         where = engine
         if engine == VLLM:
-            where = stack.enter_context(_server(source_of(model), dtype)).url
+            where = stack.enter_context(_server(source_of(model), dtype, kept)).url
         own = where == EMBEDDED
         first = open_engine(
             where,
             model=model,
             config=BlendConfig(min_tokens=0),
             lead_in=lead_ins[0],
-            store=StoreConfig(host_bytes=HOST_BYTES),
+            store=kept if own else StoreConfig(),
             instruction=instruction,
             device=device if own else None,
             dtype=dtype if own else None,
@@ -64,11 +66,13 @@ def opened_engines(
         }
 
 
-def _server(model: str, dtype: str | None) -> AbstractContextManager[RunningServer]:
+def _server(
+    model: str, dtype: str | None, store: StoreConfig
+) -> AbstractContextManager[RunningServer]:
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
     from cacheblend_rag.engines.vllm.serve import running_server
 
     environment = {} if CPU_KV_SPACE in os.environ else {CPU_KV_SPACE: SERVED_KV_GIB}
     flags = ["--dtype", dtype or "auto"]
-    settings = ConnectorSettings(StoreConfig(host_bytes=HOST_BYTES))
+    settings = ConnectorSettings(store)
     return running_server(model, flags=flags, settings=settings, environment=environment)

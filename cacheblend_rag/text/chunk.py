@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 from cacheblend_rag.errors import ConfigError
+
+BOUNDARY_KEY = "cacheblend_boundary"
+"""The metadata field by which frameworks' nodes and documents tell their boundary."""
 
 
 class Context(Sequence[str]):
@@ -113,7 +117,8 @@ class Chunk:
         document_id: the document it was cut from, or None when it stands alone.
         context: what precedes it in that document, in pieces, each of which is one tokenization
             unit (an earlier chunk's text or the separator between two chunks). Empty for the first
-            chunk of a document and for chunks that stand alone.
+            chunk of a document and for chunks that stand alone. Its KV knows all of it, so it holds
+            nothing that a reader of the chunk may not see.
         collection: which of several indexes over the same documents it was cut for.
     """
 
@@ -137,21 +142,41 @@ class Document:
         collection: the index that the chunks are for. Another index over the same documents, cut
             otherwise, needs another one: within a collection, a document's new chunks replace its
             old ones.
+        boundaries: who may read each of the chunks, in words of one's own; none where all may read
+            all. What precedes a chunk ends where this changes: its KV knows nothing beyond.
+
+    Raises:
+        ConfigError: when there are boundaries, but not one a chunk.
     """
 
     document_id: str
     chunks: tuple[str, ...]
     separator: str = "\n\n"
     collection: str = ""
+    boundaries: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.boundaries and len(self.boundaries) != len(self.chunks):
+            raise ConfigError(
+                f"document {self.document_id!r} has {len(self.boundaries)} boundaries for "
+                f"{len(self.chunks)} chunks: give one a chunk, or none"
+            )
+        if not any(self.boundaries):
+            object.__setattr__(self, "boundaries", ())
 
     def to_chunks(self) -> list[Chunk]:
-        """Return the chunks, each with the pieces of the document that precede it."""
+        """Return the chunks, each with the pieces that precede it within its boundary."""
         found: list[Chunk] = []
-        before = EMPTY
-        for text in self.chunks:
+        before, within = EMPTY, ""
+        for text, boundary in zip(self.chunks, self._boundaries(), strict=True):
+            if boundary != within:
+                before, within = EMPTY, boundary
             found.append(Chunk(text, self.document_id, before, self.collection))
             before = before.then(text).then(self.separator)
         return found
+
+    def _boundaries(self) -> Sequence[str]:
+        return self.boundaries or [""] * len(self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +186,19 @@ class Match:
     start: int
     end: int
     chunk: Chunk
+
+
+def read_boundary(metadata: Mapping[str, Any]) -> str:
+    """Return the boundary that a node's metadata tell, "" where they tell none.
+
+    Any JSON value may stand there; lists of groups are the same in whatever order.
+    """
+    told = metadata.get(BOUNDARY_KEY)
+    if told is None or isinstance(told, str):
+        return told or ""
+    if isinstance(told, list | tuple | set | frozenset):
+        told = sorted(map(str, told))
+    return json.dumps(told, sort_keys=True, default=str)
 
 
 def read_hints(given: Chunk | str | Iterable[Chunk | str]) -> tuple[Chunk | str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
 
 from cacheblend_rag.errors import PromptError
@@ -101,6 +101,14 @@ class ChunkRegistry:
         """Return all registered chunks, each variant by itself."""
         with self._lock:
             return tuple(chunk for variants in self._variants.values() for chunk in variants)
+
+    def watch(self, removed: Callable[[Sequence[Chunk]], None]) -> None:
+        """Have a function told of chunks that others forget; nobody else does in memory.
+
+        Args:
+            removed: called with chunks that are forgotten already, at the next look at what others
+                wrote; it must not raise.
+        """
 
     def refresh(self) -> None:
         """Take in what others wrote, waiting for whoever is writing; nothing to do in memory."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import RLock
@@ -59,16 +59,19 @@ class SharedChunkRegistry(ChunkRegistry):
 
     Args:
         path: the file; it and its folder are made where they are not there.
+        read_only: whether the file is only read: what is added or forgotten here is so for this
+            object alone.
 
     Raises:
         StoreError: when the file cannot be opened or is no registry of this version.
 
     Attributes:
-        path: the file.
+        path, read_only: as given.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *, read_only: bool = False) -> None:
         super().__init__()
+        self.read_only = read_only
         self.path = Path(path)
         self._file_lock = RLock()
         self._rows: dict[int, Chunk] = {}
@@ -76,16 +79,25 @@ class SharedChunkRegistry(ChunkRegistry):
         self._contexts: dict[int, Context] = {NO_CONTEXT: EMPTY}
         self._written: dict[int, Chunk] = {}
         self._latest: tuple[Context, int] = (EMPTY, NO_CONTEXT)
+        self._watchers: list[Callable[[Sequence[Chunk]], None]] = []
+        self._removed_here: set[int] = set()
+        self._untold: list[Chunk] = []
         self._last_chunk = self._last_removal = self._seen_version = 0
         self._patience = READ_SECONDS
         with self._failing("opened"):
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self.path.touch(mode=0o600)
+            if not read_only:
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                self.path.touch(mode=0o600)
             self._file = sqlite3.connect(
-                self.path, timeout=WAIT_SECONDS, isolation_level=None, check_same_thread=False
+                f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}",
+                timeout=WAIT_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
+                uri=True,
             )
-            self._file.execute("PRAGMA secure_delete = ON")
-            self._make_tables()
+            if not read_only:
+                self._file.execute("PRAGMA secure_delete = ON")
+                self._make_tables()
             self._read_news()
 
     def __len__(self) -> int:
@@ -108,6 +120,9 @@ class SharedChunkRegistry(ChunkRegistry):
         chunks = list(dict.fromkeys(reversed(list(chunks))))[::-1]  # the last of equal ones counts
         for chunk in chunks:
             self.check(chunk)
+        if self.read_only:
+            super().add_many(chunks)
+            return
         with self._writing():
             for chunk in chunks:
                 if self._variants.get(chunk.text, {}).keys() != {chunk}:
@@ -120,6 +135,9 @@ class SharedChunkRegistry(ChunkRegistry):
         Raises:
             StoreError: when the file cannot be written.
         """
+        if self.read_only:
+            super().discard_many(chunks)
+            return
         with self._writing():
             for chunk in dict.fromkeys(chunks):
                 self._delete_row(chunk)
@@ -150,8 +168,15 @@ class SharedChunkRegistry(ChunkRegistry):
         Raises:
             StoreError: when the file cannot be read.
         """
+        if self.read_only:
+            self._catch_up()
+            return
         with self._writing():
             pass
+
+    def watch(self, removed: Callable[[Sequence[Chunk]], None]) -> None:
+        """Have a function told of chunks that other processes, or registries, forget."""
+        self._watchers.append(removed)
 
     def variants(self, text: str) -> tuple[Chunk, ...]:
         """Return the registered chunks with this text, the most recently added last."""
@@ -190,6 +215,14 @@ class SharedChunkRegistry(ChunkRegistry):
             logger.warning("chunk registry %s cannot be read: %s", self.path, error)
         finally:
             self._file_lock.release()
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell watchers of what others removed, once the file is not held."""
+        untold, self._untold = self._untold, []
+        if untold:
+            for watcher in self._watchers:
+                watcher(untold)
 
     def _wait_for_others(self, seconds: float) -> None:
         """Set how long each use of the file waits for other processes, as within a transaction."""
@@ -208,6 +241,8 @@ class SharedChunkRegistry(ChunkRegistry):
                 " JOIN texts ON texts.id = chunks.text WHERE chunks.id > ? ORDER BY chunks.id",
                 (self._last_chunk,),
             ).fetchall()
+            others = [row for _, row in removed if row not in self._removed_here]
+            self._untold += [self._rows[row] for row in others if row in self._rows]
             gone = [self._rows.pop(row) for _, row in removed if row in self._rows]
             for chunk in gone:
                 self._ids.pop(chunk, None)
@@ -301,6 +336,7 @@ class SharedChunkRegistry(ChunkRegistry):
         ).fetchone()
         self._file.execute("DELETE FROM chunks WHERE id = ?", (row,))
         self._insert("removals", chunk=row)
+        self._removed_here.add(row)
         self._delete_text(text)
         while context != NO_CONTEXT and not self._needs_context(context):
             (parent, text) = self._file.execute(
@@ -357,6 +393,8 @@ class SharedChunkRegistry(ChunkRegistry):
             finally:  # others may remove it once the file is not held
                 self._latest = EMPTY, NO_CONTEXT
                 self._written.clear()
+                self._removed_here.clear()
+        self._tell()
 
     @contextmanager
     def _transaction(self, kind: str) -> Iterator[None]:

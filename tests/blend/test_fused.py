@@ -1,11 +1,11 @@
-"""The buffer of a prompt's KV: what is laid down, written, read and cut out."""
+"""The buffer of a prompt's KV: what is laid down, written and read."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from tests.blend.fake_stack import HEAD_DIM, KV_HEADS, LAYERS, FakeStack, Reference, plain_kv
@@ -19,6 +19,13 @@ def numbered() -> FusedKV:
     fused.keys[:] = torch.arange(fused.keys.numel()).view_as(fused.keys)
     fused.values[:] = -fused.keys
     return fused
+
+
+def place(fused: FusedKV, stack: FakeStack, kv: ChunkKV, start: int) -> None:
+    """Lay a chunk's KV down, a layer at a time."""
+    turn = stack.rotation(start - kv.position) if start != kv.position else None
+    for layer, part in enumerate(zip(kv.keys, kv.values, strict=True)):
+        fused.lay(layer, start, *part, turn and turn.of(layer))
 
 
 def test_its_size() -> None:
@@ -43,7 +50,7 @@ def test_a_chunk_is_laid_where_it_stands(start: int) -> None:
     kv = ChunkKV(keys[:, :, lead:].clone(), values[:, :, lead:].clone(), lead)
     fused = numbered()
     before = fused.keys.clone()
-    fused.place(stack, kv, start)
+    place(fused, stack, kv, start)
     here = slice(start, start + kv.tokens)
     there = Reference(stack, ids, torch.zeros(LAYERS, KV_HEADS, TOKENS, HEAD_DIM), keys).fresh(0)
     torch.testing.assert_close(fused.keys[0, :, here], there[0][:, here], atol=1e-5, rtol=0)
@@ -58,7 +65,7 @@ def test_a_chunk_that_stays_where_it_was_is_not_turned() -> None:
     keys, values, _ = plain_kv(stack, torch.arange(8))
     kv, fused = ChunkKV(keys[:, :, 3:].clone(), values[:, :, 3:].clone(), 3), numbered()
     stack.rotation = None  # type: ignore[assignment,method-assign]
-    fused.place(stack, kv, 3)
+    place(fused, stack, kv, 3)
     assert torch.equal(fused.keys[:, :, 3:8], kv.keys)
 
 
@@ -74,13 +81,26 @@ def test_rows_are_written_in_one_layer_and_nowhere_else(positions: tuple[int, ..
     assert torch.equal(fused.values, wanted.values)
 
 
-def test_a_slice_is_a_copy_that_knows_its_place() -> None:
-    fused = numbered()
-    kv = fused.slice(4, 9)
-    assert (kv.tokens, kv.position, kv.prior) == (5, 4, None)
-    assert torch.equal(kv.keys, fused.keys[:, :, 4:9])
-    assert torch.equal(kv.values, fused.values[:, :, 4:9])
-    assert kv.keys.untyped_storage().nbytes() == kv.keys.numel() * 4
+def test_a_ring_is_two_layers_of_which_the_later_takes_the_place_of_the_older() -> None:
+    whole, ring = numbered(), RingKV(FakeStack().geometry, TOKENS)
+    assert ring.keys.shape == ring.values.shape == (2, KV_HEADS, TOKENS, HEAD_DIM)
+    assert ring.tokens == TOKENS
+    held = ring.keys.untyped_storage().nbytes() + ring.values.untyped_storage().nbytes()
+    assert RingKV.bytes_for(FakeStack().geometry, TOKENS) == held
+    assert not ring.keeps_layers
+    for layer in range(LAYERS):
+        keys, values = (part[:, :TOKENS] for part in whole.of_layer(layer))
+        ring.lay(layer, 0, keys, values, None)
+        ring.write(
+            layer,
+            Rows.at(torch.tensor([3, 7]).numpy(), CPU),
+            *(torch.ones(2, 1, KV_HEADS, 2, HEAD_DIM)),
+        )
+        keys[:, [3, 7]] = values[:, [3, 7]] = 1.0
+        for held in (layer - 1, layer) if layer else (layer,):
+            for part, wanted in zip(ring.layer(held), whole.layer(held), strict=True):
+                assert torch.equal(part, wanted)
+    assert torch.equal(ring.of_layer(LAYERS - 3)[0], whole.of_layer(LAYERS - 1)[0][:, :TOKENS])
 
 
 def test_kv_of_another_shape_or_type_does_not_fit() -> None:
@@ -88,8 +108,11 @@ def test_kv_of_another_shape_or_type_does_not_fit() -> None:
     shape = (LAYERS, KV_HEADS, 5, HEAD_DIM)
 
     def fits(*shape: int, dtype: torch.dtype = torch.float32) -> bool:
-        zeros = torch.zeros(shape, dtype=dtype)
-        return fused.fits(ChunkKV(zeros, zeros, 0), 5)
+        there = {
+            buffer.fits(shape, dtype, 5) for buffer in (fused, RingKV(FakeStack().geometry, 9))
+        }
+        assert len(there) == 1
+        return there.pop()
 
     assert fits(*shape)
     for axis in range(4):

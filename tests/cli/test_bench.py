@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import random
 import sys
+from collections import Counter
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from cacheblend_rag.bench import shapes
 from cacheblend_rag.bench.memory import peak_extra_bytes
+from cacheblend_rag.bench.steady import SteadyPlan, SteadyRow, _Answer, combinations
 from cacheblend_rag.bench.ttft import TtftPlan
 from cacheblend_rag.errors import ConfigError
 
@@ -186,3 +189,79 @@ def test_filling_warms_a_store_by_its_traffic(cli, tiny_shape):
 def test_a_fill_that_cannot_be_measured_is_refused(cli, tiny_shape, wrong):
     outcome = cli("bench", "fill", *FEW, "--shape", "tiny", *wrong)
     assert (outcome.code, outcome.stdout) == (2, "")
+
+
+STEADY = ("--requests", 230, "--chunks", 40, "--drawn", 2, "--chunk-tokens", 16, "--full-every", 50)
+
+
+def test_steady_tells_hundreds_of_requests_that_never_repeat(cli, tiny_shape):
+    outcome = cli("bench", "steady", "--shape", "tiny", *STEADY, "--json")
+    found = outcome.json
+    assert [row["requests"] for row in found["hundreds"]] == [100, 100, 30]
+    for row in found["hundreds"]:
+        assert min(row["speedup"], row["full_seconds"], row["blend_seconds"]) > 0
+    first, second, last = (row["hit_share"] for row in found["hundreds"])
+    assert min(second, last) > 0.25, "more than what is held, as what is drawn often is"
+    assert max(first, second, last) < 1
+    assert found["host_bytes"] * 4 < found["stored_bytes"]
+    assert found["last_over_second"] == pytest.approx(
+        found["hundreds"][2]["speedup"] / found["hundreds"][1]["speedup"]
+    )
+
+
+def test_steady_as_a_table(cli, tiny_shape):
+    outcome = cli("bench", "steady", "--shape", "tiny", *STEADY[2:], "--requests", 20)
+    assert outcome.code == 0
+    assert "up to 20" in outcome.stdout
+
+
+def test_a_hundreds_speedup_is_that_of_its_pairs():
+    pairs = [(1.0, 4.0), (2.0, 6.0), (9.0, 18.0), (7.0, None), (8.0, None)]
+    answers = [_Answer(blend, full, ("host", "disk")) for blend, full in pairs]
+    assert SteadyRow.of(answers) == SteadyRow(5, 3.0, 0.5, 6.0, 7.0)
+
+
+def test_combinations_are_drawn_by_rank_and_never_again():
+    plan = SteadyPlan(TINY, requests=500, chunks=30, drawn=3, chunk_tokens=8)
+    drawn = [*combinations(plan, random.Random(0))]
+    assert len(set(drawn)) == len(drawn) == 500
+    assert all(len(set(ranks)) == 3 for ranks in drawn)
+    counts = Counter(rank for ranks in drawn for rank in ranks)
+    assert counts[0] > 2 * counts[5] > 2 * counts[29]
+    assert drawn == [*combinations(plan, random.Random(0))]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drawn": 300}, "drawn=300 must be at most chunks=200"),
+        ({"held": 1}, "held=1 must be between 0 and 1"),
+        ({"chunk_tokens": 600}, "prompt_tokens=2416 must be below 2048"),
+    ],
+)
+def test_a_steady_plan_that_cannot_be_is_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        SteadyPlan(TINY, **options)
+
+
+def test_more_requests_than_combinations_are_an_error():
+    plan = SteadyPlan(TINY, requests=7, chunks=3, drawn=2, chunk_tokens=8)
+    with pytest.raises(ConfigError, match="requests=7 are too many for chunks=3"):
+        list(combinations(plan, random.Random(0)))
+
+
+def test_precision_tells_bytes_time_and_error(cli, tiny_shape):
+    outcome = cli(
+        "bench", "precision", "--shape", "tiny", "--chunk-tokens", 256, "--questions", 1,
+        "--repeat", 1, "--json",
+    )  # fmt: skip
+    assert outcome.code == 0
+    native, fp8, int8 = outcome.json["rows"]
+    assert [row["precision"] for row in (native, fp8, int8)] == ["native", "fp8", "int8"]
+    assert native["keys_error"] == native["values_error"] == 0
+    assert 0 < int8["keys_error"] < fp8["keys_error"] < 0.05
+    assert 0 < int8["values_error"] < fp8["values_error"] < 0.05
+    assert fp8["bytes_per_token"] < 0.7 * native["bytes_per_token"]
+    assert all(
+        row[f"{verb}_seconds"] > 0 for row in (native, fp8, int8) for verb in ("put", "load")
+    )

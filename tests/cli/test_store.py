@@ -198,3 +198,86 @@ def test_help_does_not_wait_for_torch():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     )
     assert result.stdout == "False\n"
+
+
+def test_chunks_are_chosen_by_namespace_and_age(store, folder):
+    assert len(printed(store("ls", "--json", "--namespace", "default"))["chunks"]) == 3
+    assert printed(store("ls", "--json", "--namespace", "other"))["chunks"] == []
+    (old,) = printed(store("ls", "--json", "--older-than", "1000"))["chunks"]
+    assert old["key"] == str(KEYS[0])
+    assert printed(store("evict", "--json", "--newer-than", "1000"))["evicted"] == 2
+    assert remaining(folder) == {KEYS[0]}
+
+
+def test_stats_tell_each_tiers_numbers(store):
+    result = printed(store("stats", "--json"))
+    assert result["tiers"]["disk"]["entries"] == 3
+    assert {"hits", "misses", "evictions", "errors"} <= result["tiers"]["disk"].keys()
+    assert "disk tier" in store("stats").stdout
+
+
+@pytest.mark.parametrize("command", ["stats", "ls", "export"])
+def test_who_only_looks_writes_nothing(store, folder, tmp_path_factory, command):
+    def seen():
+        return {p: p.stat().st_mtime_ns for p in folder.rglob("*") if p.is_file()}
+
+    before = seen()
+    extra = [str(tmp_path_factory.mktemp("out") / "new")] if command == "export" else []
+    assert store(command, *extra).exit_code == 0
+    assert seen() == before
+
+
+@pytest.mark.parametrize("name", ["out", "out.tar"])
+def test_export_and_import_move_chunks(store, folder, tmp_path_factory, name):
+    base = tmp_path_factory.mktemp("moved")
+    out = printed(store("export", str(base / name), "--fingerprint", ONE, "--json"))
+    assert (out["exported"], out["skipped"]) == (2, [])
+    arguments = ["import", str(base / name), "--path", str(base / "kv")]
+    assert printed(run(*arguments, "--json"))["imported"] == 2
+    assert remaining(base / "kv") == set(KEYS[:2])
+    assert "2 imported" in run(*arguments).stdout
+    assert store("export", str(base / name)).exit_code == 2
+
+
+def test_an_import_names_what_it_leaves_out(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "x.pkl").write_bytes(b"\x80\x04.")
+    result = run("import", str(tmp_path / "in"), "--path", str(tmp_path / "kv"), "--json")
+    assert result.exit_code == 1
+    (skipped,) = printed(result)["skipped"]
+    assert skipped == {"name": "x.pkl", "reason": "its name is no key"}
+
+
+def test_warm_tells_what_it_brought(store, folder, tmp_path_factory):
+    log = tmp_path_factory.mktemp("log") / "log.jsonl"
+    log.write_text(json.dumps({"at": 1, "keys": [str(KEYS[1])]}) + "\n")
+    result = printed(store("warm", "--log", str(log), "--json"))
+    assert (result["there"], result["warmed"], result["left"]) == (1, 0, 0)
+    assert printed(store("warm", "--json"))["there"] == 3
+    assert store("warm", "--log", str(log) + "x").exit_code == 2
+
+
+def test_a_store_may_be_a_list_of_tiers(folder, tmp_path_factory):
+    fast = tmp_path_factory.mktemp("fast")
+    urls = ("host://?capacity=1GiB", f"disk://{fast}?name=fast", f"disk://{folder}?name=slow")
+    tiers = [part for url in urls for part in ("--store", f"tiers={url}")]
+    result = printed(run("stats", "--json", *tiers))
+    assert {name: of["entries"] for name, of in result["tiers"].items()} == {"fast": 0, "slow": 3}
+    assert printed(run("warm", "--json", *tiers))["warmed"] == 3
+    assert remaining(fast) == set(KEYS)
+    assert printed(run("evict", str(KEYS[0]), "--json", *tiers))["evicted"] == 1
+    assert remaining(fast) == remaining(folder) == set(KEYS[1:])
+
+
+def test_plan_tells_sizes_and_the_tier_that_suffices():
+    arguments = ["plan", "--model", "demo", "--corpus-tokens", "1000000", "--ttft", "1"]
+    tiers = ["--tier", "host=1GiB,10GiB/s", "--tier", "disk=1TiB,1GiB/s,0.001"]
+    result = printed(run(*arguments, *tiers, "--dtype", "float32", "--json"))
+    native, fp8, int8 = result["precisions"]
+    assert native["bytes_per_token"] > 3 * fp8["bytes_per_token"]
+    assert [of["tier"] for of in (native, fp8, int8)] == ["disk", "disk", "disk"]
+    assert native["tiers"][0].keys() == {"tier", "chunks", "share", "seconds", "is_fast"}
+    shown = run(*arguments, *tiers).stdout
+    assert "bytes a token" in shown
+    assert "suffices" in shown
+    assert run(*arguments, "--tier", "disk").exit_code == 2

@@ -712,6 +712,18 @@ class EngineContract:
         assert engine.precompute([first, second], progress=False).computed == 4
         assert len(engine.registry.document(first.document_id)) == 4
 
+    def test_a_boundary_ends_what_a_chunk_knows(self, engine: Engine, texts: Texts) -> None:
+        document = texts.document(30, 31, 32, boundaries=("staff", "all", "all"))
+        assert engine.precompute([document], progress=False).computed == 3
+        seen = Document(f"{document.document_id} alone", document.chunks[1:], document.separator)
+        report = engine.precompute([seen], progress=False)
+        assert (report.computed, report.skipped) == (0, 2)  # under the very keys
+        opened = texts.document(30, 31, 32)
+        whole, hidden = opened.to_chunks(), Document("", opened.chunks, boundaries=("", "a", "a"))
+        keys = [engine.key(chunk) for chunk in hidden.to_chunks()]
+        assert keys[0] == engine.key(whole[0])
+        assert not {keys[1], keys[2]} & {engine.key(chunk) for chunk in whole}
+
     def test_an_interrupted_run_goes_on_where_it_stopped(
         self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -18,9 +18,10 @@ from cacheblend_rag.errors import (
     EngineUnavailableError,
     MissingExtraError,
     ModelLoadError,
+    StoreError,
 )
 from cacheblend_rag.kv.chunk_kv import namespace_id
-from tests.models import make_model, make_tokenizer
+from tests.models import make_model, make_tokenizer, words
 
 DOCUMENT = Document("report", ("alpha beta gamma delta", "epsilon zeta eta theta"))
 ONE_TOKEN = SamplingParams(max_tokens=1)
@@ -43,6 +44,73 @@ def test_the_bundled_model_has_a_name() -> None:
     assert engine.has_chat_template
     assert len(engine.tokenize("Clara lives in Rome.")) > 3
     engine.close()
+
+
+def test_a_replica_serves_what_others_index_and_changes_nothing(tmp_path: Path) -> None:
+    indexing = open_tiny(tmp_path)
+    indexing.precompute([DOCUMENT], progress=False)
+    replica = open_tiny(tmp_path, read_only=True)
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    prompt = "\n\n".join(DOCUMENT.chunks) + " question"
+    assert [c.tier for c in replica.generate(prompt, ONE_TOKEN).report.chunks] == ["disk"] * 2
+    assert [c.tier for c in replica.generate(prompt, ONE_TOKEN).report.chunks] == ["host"] * 2
+
+    other = Document("other", (words(12, 1), words(9, 2)))
+    for refused in (
+        lambda: replica.precompute([other, Document("report", ("changed",))], progress=False),
+        lambda: replica.evict_document("report"),
+        replica.evict_unregistered,
+    ):
+        with pytest.raises(StoreError, match="the store is read only"):
+            refused()
+    replica.register([other])  # known here alone, computed with the prompt
+    asked = "\n\n".join(other.chunks) + " question"
+    assert [c.reason for c in replica.generate(asked, ONE_TOKEN).report.chunks] == [
+        "not stored"
+    ] * 2
+    assert files == {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    assert not indexing.registry.document("other")
+
+    indexing.precompute([other], progress=False)
+    assert replica.generate(asked, ONE_TOKEN).report.reused_tokens > 0
+    indexing.evict_document("report")
+    assert replica.generate(prompt, ONE_TOKEN).report.reason == "no known chunk in the prompt"
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_what_one_engine_forgets_another_does_not_hold(tmp_path: Path, read_only: bool) -> None:
+    shared, own = words(12, 1), words(11, 3)
+    kept = Document("kept", (shared,))
+    gone = Document("gone", (shared, own))
+    indexing = open_tiny(tmp_path)
+    indexing.precompute([kept, gone], progress=False)
+    asking = open_tiny(tmp_path, read_only=read_only)
+    prompt = f"{shared}\n\n{own} question"
+    assert [c.hit for c in asking.generate(prompt, ONE_TOKEN).report.chunks] == [True, True]
+    host, _ = asking.store.tiers
+    keys = {asking.key(chunk) for chunk in gone.to_chunks()}
+    assert {key for key, _ in host.entries()} == keys
+
+    assert indexing.evict_document("gone") == 1  # the other chunk's KV is the kept document's
+    answer = asking.generate(prompt, ONE_TOKEN)
+    assert [(chunk.hit, chunk.tokens) for chunk in answer.report.chunks] == [(True, 12)]
+    assert asking.key(kept.to_chunks()[0]) in keys
+    assert {key for key, _ in host.entries()} == {asking.key(kept.to_chunks()[0])}
+    assert asking.store.keys() == [asking.key(kept.to_chunks()[0])]
+
+    indexing.precompute([Document("kept", (words(13, 5),))], progress=False)  # an update
+    answer = asking.generate(prompt, ONE_TOKEN)
+    assert answer.report.reason == "no known chunk in the prompt"
+    assert answer.token_ids == asking.generate_full(prompt, ONE_TOKEN).token_ids
+    assert not [*host.entries()]
+    (left,) = asking.store.keys()
+    assert left == indexing.key(*indexing.registry.document("kept"))
+
+
+def test_a_replica_may_come_before_the_first_index(tmp_path: Path) -> None:
+    replica = open_tiny(tmp_path, read_only=True)
+    assert replica.generate("alpha beta", ONE_TOKEN).report.reused_tokens == 0
+    assert not [*tmp_path.iterdir()]
 
 
 def test_what_one_engine_precomputed_another_finds_and_reuses(tmp_path: Path) -> None:

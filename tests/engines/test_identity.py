@@ -61,6 +61,8 @@ def test_precision_shard_and_keys_are_part_of_it(folder: Path) -> None:
     assert whole != model_identity("w", config, torch.bfloat16, keys=KEYS)
     assert whole != model_identity("w", config, FLOAT32, keys=KEYS, rank=0, ranks=2)
     assert whole != model_identity("w", config, FLOAT32, keys=[4, *KEYS[1:]])
+    assert whole == model_identity("w", config, FLOAT32, keys=KEYS, precision="native")
+    assert whole != model_identity("w", config, FLOAT32, keys=KEYS, precision="fp8")
 
 
 GRANITE = GraniteConfig(embedding_multiplier=3.0, residual_multiplier=0.4)

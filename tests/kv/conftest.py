@@ -2,6 +2,8 @@ import time
 
 import pytest
 
+from tests.servers import redis, s3  # noqa: F401 - fixtures
+
 
 class Clock:
     """Stands in for time.time: starts now, moves only when told."""

@@ -2,10 +2,13 @@
 
 import threading
 import time
+from functools import partial
 
 import torch
 
-from cacheblend_rag.kv import ChunkKV, HostTier, KVKey, StoredChunk, chunk_id, fingerprint
+from cacheblend_rag.kv import ChunkKV, HostTier, KVKey, StoredChunk, chunk_id, codec, fingerprint
+from cacheblend_rag.kv.reader import StoredBytes, open_ranges
+from cacheblend_rag.kv.tiers import Entry
 
 FINGERPRINT = fingerprint({"model": "test"})
 OTHER_FINGERPRINT = fingerprint({"model": "other"})
@@ -48,6 +51,44 @@ class SlowTier(HostTier):
         with self._counting:
             self._reading -= 1
         return super()._load(key)
+
+
+class SlowBytes(HostTier):
+    """Objects that are read by ranges, as slow as a network: reads wait at ``gate(key, start)``.
+
+    objects: the bytes, to be altered. heads: bytes that are read first. least: bytes worth a read.
+    ranges: what was read behind the heads, in the order in which the reads began.
+    """
+
+    def __init__(self, gate=lambda key, start: None, *, least=1, name="bytes"):
+        super().__init__(None, name=name)
+        self.gate, self.least, self.objects, self.ranges, self.opened = gate, least, {}, [], []
+        self.written_at = time.time()
+
+    def fill(self, kvs):
+        for key, kv in kvs.items():
+            self.objects[key] = bytearray(codec.encode(key, kv))
+
+    def _entry(self, key):
+        return Entry(len(self.objects[key]), 0, 0) if key in self.objects else None
+
+    def _drop(self, key):
+        return self.objects.pop(key, None) is not None
+
+    def _open(self, key):
+        self.opened.append(key)
+        start = self._read(key, 0, codec.HEAD_BYTES)
+        return start and open_ranges(key, start, partial(self._read, key), least=self.least)
+
+    def _read(self, key, start, end):
+        if start:
+            self.ranges.append((key, start))
+            self.gate(key, start)
+        if key not in self.objects:
+            return None
+        data = self.objects[key]
+        raw = torch.tensor(list(data[start:end]), dtype=torch.uint8)
+        return StoredBytes(raw, len(data), self.written_at)
 
 
 def until(condition, seconds=5.0):

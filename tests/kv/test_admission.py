@@ -10,7 +10,7 @@ import pytest
 from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy, codec
 from cacheblend_rag.kv.tiers.admission import SAMPLE, Admission, RejectedError, Resident, Sightings
 
-from .samples import chunk_files, make_key, make_kv, same
+from .samples import SlowTier, chunk_files, make_key, make_kv, same, until
 
 CHUNK = make_kv().nbytes
 FILE = len(codec.encode(make_key(0), make_kv()))
@@ -132,6 +132,22 @@ def test_a_tiers_own_time_to_live_is_its_copys_alone(clock):
         assert not tiers[0].contains(make_key(0))
         clock.advance(90)
         assert store.get(make_key(0)).reason == "not stored"
+
+
+def test_nothing_is_read_ahead_that_memory_would_turn_away():
+    slow = SlowTier(lambda: None)
+    slow.fill(make_key(number) for number in range(20))
+    with TieredKVStore([HostTier(5 * CHUNK), slow]) as store:
+        hits_of = [store.get(make_key(n)).tier for n in [*range(5)] * 3]
+        assert hits_of == ["slow"] * 5 + ["host"] * 10
+        slow.keys.clear()
+        store.prefetch(make_key(number) for number in range(20))
+        for _ in range(6):
+            store.get(make_key(7), promote=True)
+        store.evict(make_key(4))
+        store.prefetch([make_key(8)])
+        assert until(lambda: store.tiers[0].contains(make_key(8)))
+        assert set(slow.keys) == {make_key(7), make_key(8)}
 
 
 # Disks that several processes share

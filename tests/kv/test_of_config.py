@@ -6,13 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cacheblend_rag import StoreConfig, TieredKVStore, TransformersEngine, open_engine
 from cacheblend_rag.cli.options import store_settings
 from cacheblend_rag.config import names_of
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.kv import HostTier, ObjectTier, RedisTier, TierPolicy
+from cacheblend_rag.kv.tiers.urls import open_tier
+from cacheblend_rag.tier_url import TierUrl
+from tests.kv.samples import make_key, make_kv
 
-GIVEN = {"host_bytes": 1 << 20, "disk_bytes": 1 << 21, "ttl_seconds": 90.0}
+URLS = ("host://?capacity=1MiB", "redis://cache:6380/2?ttl=1h&prefix=a:", "s3://bucket/kv")
+GIVEN = {
+    "host_bytes": 1 << 20,
+    "disk_bytes": 1 << 21,
+    "ttl_seconds": 90.0,
+    "read_only": True,
+    "precision": "fp8",
+}
 
 
 def held(store: TieredKVStore) -> dict[str, Any]:
@@ -23,13 +35,16 @@ def held(store: TieredKVStore) -> dict[str, Any]:
         "host_bytes": host.capacity_bytes,
         "disk_bytes": disk.capacity_bytes,
         "ttl_seconds": store.ttl_seconds,
+        "read_only": disk.policy.read_only,
+        "access_log": store.access_log and str(store.access_log.path),
+        "precision": store.precision,
     }
 
 
 @pytest.mark.parametrize("way", ["whole", "engine", "server", "command line"])
 def test_each_setting_reaches_the_store(way: str, tmp_path: Path) -> None:
-    given = {"kv_path": str(tmp_path / "kv"), **GIVEN}
-    assert set(given) == names_of(StoreConfig)
+    given = {"kv_path": str(tmp_path), "access_log": str(tmp_path / "log.jsonl"), **GIVEN}
+    assert {*given, "tiers"} == names_of(StoreConfig)
     if way == "engine":
         engine = open_engine("transformers", model="demo", **given)
         assert isinstance(engine, TransformersEngine)
@@ -45,3 +60,66 @@ def test_each_setting_reaches_the_store(way: str, tmp_path: Path) -> None:
     }[way]()
     with TieredKVStore.of(settings) as store:
         assert held(store) == given
+
+
+@pytest.mark.parametrize("way", ["whole", "engine", "server", "command line", "one text"])
+def test_a_list_of_urls_reaches_the_store(way: str, tmp_path: Path) -> None:
+    """No server is asked before it is needed."""
+    given = {"kv_path": str(tmp_path), "tiers": list(URLS), "ttl_seconds": 90.0}
+    if way == "engine":
+        engine = open_engine("transformers", model="demo", **given)
+        assert isinstance(engine, TransformersEngine)
+        check_tiers(engine.store)
+        engine.close()
+        return
+    settings = {
+        "whole": lambda: StoreConfig(**given),
+        "server": lambda: ConnectorSettings.from_extra_config(given).store,
+        "command line": lambda: store_settings(
+            [f"tiers={URLS[0]}", f"tiers={URLS[1]},{URLS[2]}", "ttl_seconds=90"]
+        ),
+        "one text": lambda: StoreConfig(tiers=", ".join(URLS), ttl_seconds=90),  # type: ignore[arg-type]
+    }[way]()
+    with TieredKVStore.of(settings) as store:
+        check_tiers(store)
+
+
+def check_tiers(store: TieredKVStore) -> None:
+    host, redis, s3 = store.tiers
+    assert [tier.name for tier in store.tiers] == ["host", "redis", "s3"]
+    assert isinstance(host, HostTier)
+    assert isinstance(redis, RedisTier)
+    assert isinstance(s3, ObjectTier)
+    assert (host.capacity_bytes, redis.policy.ttl_seconds, store.ttl_seconds) == (1 << 20, 3600, 90)
+    connection = redis._client.connection_pool.connection_kwargs
+    assert [connection[name] for name in ("host", "port", "db")] == ["cache", 6380, 2]
+    assert (redis._prefix, s3._store.prefix, s3._store.config["bucket"]) == ("a:", "kv", "bucket")
+
+
+@pytest.mark.parametrize("query", ["", "?"])
+def test_each_option_reaches_its_tier(query: str, tmp_path: Path) -> None:
+    policy = "capacity=3MB&ttl=5m&watermark=0.5&write=none&promote=no&admit=always&timeout=2s"
+    told = TierPolicy(3_000_000, 300.0, 0.5, "none", False, "always", 2.0)
+    places = ["host://", "device://", f"disk://{tmp_path}", "redis://cache", "s3://b", "memory://"]
+    for place in places:
+        tier = open_tier(TierUrl(f"{place}?{policy}&name=mine"), "cpu")
+        assert (tier.name, tier.policy) == ("mine", told), place
+        tier.close()
+    plain = {place: open_tier(TierUrl(place + query), "cpu").policy for place in places}
+    assert plain["host://"] == TierPolicy(4 << 30)
+    assert plain["device://"] == TierPolicy(1 << 30)
+    assert plain[f"disk://{tmp_path}"] == TierPolicy()
+    assert plain["redis://cache"] == plain["s3://b"] == TierPolicy(admit="always")
+
+
+def test_a_device_tier_is_where_the_engine_computes() -> None:
+    store = TieredKVStore.of(StoreConfig(tiers=("device://", "host://")), device="meta")
+    key, kv = make_key(0), make_kv()
+    assert store.put(key, kv)
+    found = store.get(key)
+    assert found.tier == "device"
+    assert found.kv is not None
+    assert {found.kv.keys.device.type, found.kv.values.device.type} == {"meta"}
+    below = store.tiers[1].get(key)
+    assert below is not None
+    assert torch.equal(below.kv.keys, kv.keys)

@@ -7,7 +7,8 @@ import torch
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, KVKey, StoredChunk, chunk_id, fingerprint
-from cacheblend_rag.observe import stored
+from cacheblend_rag.observe import choosing, stored
+from cacheblend_rag.observe.choosing import Choice
 
 ONE, TWO = fingerprint({"model": 1}), fingerprint({"model": 2})
 KEYS = [KVKey(chunk_id([number]), of) for number, of in enumerate([ONE, ONE, TWO])]
@@ -43,12 +44,12 @@ def test_chunks_are_listed_least_recently_used_first(folder):
 @pytest.mark.parametrize(
     ("condition", "chosen"),
     [
-        (stored.named([str(KEYS[1]), str(KEYS[2])]), {1, 2}),
-        (stored.matching(), {0, 1, 2}),
-        (stored.matching(fingerprint=ONE), {0, 1}),
-        (stored.matching(older_than=1000), {0, 2}),
-        (stored.matching(fingerprint=TWO, older_than=1000), {2}),
-        (stored.matching(fingerprint=TWO, older_than=4000), set()),
+        (choosing.named([str(KEYS[1]), str(KEYS[2])]), {1, 2}),
+        (Choice().condition(None), {0, 1, 2}),
+        (Choice(fingerprint=ONE).condition(None), {0, 1}),
+        (Choice(older_than=1000).condition(None), {0, 2}),
+        (Choice(fingerprint=TWO, older_than=1000).condition(None), {2}),
+        (Choice(fingerprint=TWO, older_than=4000).condition(None), set()),
     ],
 )
 def test_conditions_choose(folder, condition, chosen):
@@ -60,8 +61,8 @@ def test_conditions_choose(folder, condition, chosen):
 @pytest.mark.parametrize(
     ("choose", "message"),
     [
-        (lambda: stored.named(["../../etc/passwd"]), "is no KV key"),
-        (lambda: stored.matching(fingerprint="nothing"), "is no fingerprint"),
+        (lambda: choosing.named(["../../etc/passwd"]), "is no KV key"),
+        (lambda: Choice(fingerprint="nothing").condition(None), "is no fingerprint"),
     ],
 )
 def test_what_is_no_name_is_refused(choose, message):

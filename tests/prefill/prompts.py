@@ -64,9 +64,9 @@ def prompt_pass(
     options: dict[str, Any] | None = None,
     **config: Any,
 ) -> PromptPass:
-    fetch = store.fetch(chunk.key for chunk in chunks)
+    source = store.layers(chunk.key for chunk in chunks)
     return PromptPass(
-        stack or FakeStack(), prompt_ids(), chunks, fetch, BlendConfig(**config), **(options or {})
+        stack or FakeStack(), prompt_ids(), chunks, source, BlendConfig(**config), **(options or {})
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,17 @@ from cacheblend_rag.blend.question_probe import probe_question
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.blend.stack import on_all_ranks
+from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
+from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.prefill import stopwatch
-from cacheblend_rag.prefill.blended import CONTEXT_KEPT, FusedPrompt, PromptPass
+from cacheblend_rag.prefill.blended import (
+    CONTEXT_KEPT,
+    FusedPrompt,
+    NotWorthLoading,
+    PromptPass,
+)
+from cacheblend_rag.prefill.controller import Decision, Rates, StoredPart
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from tests.blend.fake_stack import LAYERS, FakeStack, plain_kv
 from tests.prefill.prompts import (
@@ -220,7 +229,7 @@ def test_every_phase_of_a_prompt_is_timed(selector: str) -> None:
     work = prompt_pass(filled(placed()), placed(), selector=selector, recompute_ratio=0.3)
     found = finished(work)
     assert found.seconds is work.watch.seconds
-    assert set(found.seconds) == {"load", "recompute", "selection"}
+    assert set(found.seconds) == {"load", "load_hidden", "recompute", "selection"}
     chooses = SELECTORS[selector].fixed_ratio is None
     assert (found.seconds["selection"] > 0) == chooses
     assert min(found.seconds["load"], found.seconds["recompute"]) > 0
@@ -273,7 +282,90 @@ def test_all_ranks_hold_what_each_holds() -> None:
 
 
 def test_a_prompt_pass_needs_no_more_than_its_parts() -> None:
-    work = PromptPass(FakeStack(), prompt_ids(), [], TieredKVStore.open().fetch(()), BlendConfig())
+    work = PromptPass(FakeStack(), prompt_ids(), [], TieredKVStore.open().layers(()), BlendConfig())
     found = finished(work)
     assert (found.chunks, found.blended) == ([], False)
     assert found.hidden is not None
+
+
+# What is loaded by measured speeds
+
+
+class Decides:
+    """A controller that has decided already."""
+
+    def __init__(self, keep: str = "abc", ratio: float | None = None, why: str | None = None):
+        self.keep, self.ratio, self.why = keep, ratio, why
+        self.rates, self.speeds, self.parts = Rates(), Speeds(), list[StoredPart]()
+
+    def decide(self, tokens: int, parts: list[StoredPart], config: BlendConfig) -> Decision:
+        assert tokens == TOKENS
+        self.parts = parts
+        kept = [SPANS[name] for name in self.keep]
+        load = tuple(part for part in parts if (part.start, part.end) in kept)
+        return Decision(
+            load, config if self.ratio is None else config.with_ratio(self.ratio), self.why
+        )
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "prior"])
+def test_what_is_not_worth_loading_is_computed(selector: str) -> None:
+    controller = Decides("ac", why="too slow")
+    options = {"controller": controller}
+    found = finished(prompt_pass(filled(placed()), placed(), None, options, selector=selector))
+    wanted = by_hand(BlendConfig(selector=selector), "ac")
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert torch.equal(found.hidden, wanted.hidden)  # type: ignore[arg-type]
+    assert [chunk.reason for chunk in found.chunks] == [None, "slow", None]
+    assert found.ratio_reason == "too slow"
+    assert [(part.tier, part.nbytes) for part in controller.parts] == [("host", 0)] * 3
+    assert controller.rates.of("blend") is not None
+
+
+def test_a_ratio_that_was_left_open_is_the_controllers() -> None:
+    auto = {"recompute_ratio": "auto", "selector": "prior"}
+    options = {"controller": Decides(ratio=0.4, why="ratio 0.4")}
+    found = finished(prompt_pass(filled(placed()), placed(), None, options, **auto))
+    wanted = by_hand(BlendConfig(recompute_ratio=0.4, selector="prior"))
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert (found.ratio, found.ratio_reason) == (0.4, "ratio 0.4")
+    given = finished(prompt_pass(filled(placed()), placed(), None, options, recompute_ratio=0.2))
+    assert given.ratio == 0.2, "a ratio that was given is not replaced"
+    assert finished(prompt_pass(filled(placed()), placed(), **auto)).ratio == 0.3, "its upper bound"
+
+
+def test_where_nothing_is_worth_loading_nobody_has_computed_anything() -> None:
+    stack = FakeStack()
+    options = {"controller": Decides("", why="prefill is faster")}
+    refused = run(prompt_pass(filled(placed()), placed(), stack, options).steps())
+    assert isinstance(refused, NotWorthLoading)
+    assert refused.why == "prefill is faster"
+    assert [chunk.reason for chunk in refused.chunks] == ["slow"] * 3
+    assert not stack.log
+
+
+def test_ranks_do_what_the_first_one_decides() -> None:
+    store = filled(placed())
+
+    def of(rank: int, stack: FakeStack) -> tuple[float, list[str | None]]:
+        controller = Decides("ab" if rank == 0 else "c", ratio=0.1 if rank == 0 else 0.5)
+        options = {"controller": controller}
+        config = {"recompute_ratio": "auto", "selector": "prior"}
+        found = run(prompt_pass(store, placed(), stack, options, **config).steps())
+        assert isinstance(found, FusedPrompt)
+        return found.ratio, [chunk.reason for chunk in found.chunks]
+
+    assert Ranks().run(of) == [(0.1, [None, None, "slow"])] * 2
+
+
+def test_reading_a_tier_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskTier, "whole_bytes", 0)
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1024)
+    chunks, controller = placed(), Decides()
+    with TieredKVStore([DiskTier(tmp_path)]) as store:
+        for chunk in chunks:
+            store.put(chunk.key, chunk_kv(FakeStack(), chunk))
+        finished(prompt_pass(store, chunks, None, {"controller": controller}))
+    assert {part.tier for part in controller.parts} == {"disk"}
+    assert all(part.nbytes > 0 for part in controller.parts)
+    assert controller.speeds.of("disk") is not None

@@ -48,6 +48,26 @@ def test_what_was_added_is_found_after_a_restart_with_its_context(path: Path) ->
     assert len(again) == 3
 
 
+def test_only_what_others_remove_is_told(path: Path) -> None:
+    one, two = SharedChunkRegistry(path), SharedChunkRegistry(path)
+    heard: dict[str, list[Chunk]] = {"one": [], "two": []}
+    one.watch(heard["one"].extend)
+    two.watch(heard["two"].extend)
+    one.add_many([*REPORT.to_chunks(), *LETTER.to_chunks()])
+    one.remove_document("letter")
+    assert two.document("letter") == ()  # looks, and hears of nothing that it had not known
+    assert heard == {"one": [], "two": []}
+    one.remove_document("report")
+    assert len(two) == 0
+    assert heard == {"one": [], "two": REPORT.to_chunks()}
+    two.add_many(LETTER.to_chunks())
+    assert len(one) == 2
+    two.remove_document("letter")
+    one.refresh()
+    assert heard["one"] == LETTER.to_chunks()
+    assert heard["two"] == REPORT.to_chunks()
+
+
 def test_two_open_registries_see_each_others_changes(path: Path) -> None:
     one, two = SharedChunkRegistry(path), SharedChunkRegistry(path)
     one.add_many(REPORT.to_chunks())

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import plan_schedule
+from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.config import BlendConfig, LeadInConfig
@@ -42,8 +43,10 @@ from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.turns import Turns
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.blended import NotWorthLoading
+from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import (
@@ -154,8 +157,10 @@ class TransformersEngine(Engine):
         """Find out how the model is run, and whether it can be blended."""
         self._blend_refusal: str | None = None
         self._stack: TransformersStack | None = None
+        self._controller: Controller | None = None
         try:
             self._stack = open_stack(self.model)
+            self._controller = Controller(self._stack.costs, Rates(), self.store.speeds)
             self._ordinary = find_ordinary_prefill(self.model, self._stack)
         except UnsupportedModelError as error:
             self._stack, self._blend_refusal = None, str(error)
@@ -172,7 +177,13 @@ class TransformersEngine(Engine):
             )
             with torch.no_grad():
                 keys = key_traits(self._stack, ids)
-        return model_identity(weights, self.model.config, self.model.dtype, keys=keys)
+        return model_identity(
+            weights,
+            self.model.config,
+            self.model.dtype,
+            keys=keys,
+            precision=self.store.precision,
+        )
 
     # Facts
 
@@ -190,6 +201,11 @@ class TransformersEngine(Engine):
     def blend_refusal(self) -> str | None:
         """Why the model cannot be blended, or None."""
         return self._blend_refusal
+
+    @property
+    def read_only(self) -> bool:
+        """Whether its store is only read."""
+        return self.store.read_only
 
     def _check_config(self, config: BlendConfig) -> None:
         if self._stack is not None:
@@ -237,25 +253,46 @@ class TransformersEngine(Engine):
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
         refusal, miss = self._refusal(request, chunks)
         if refusal is None and self._stack is not None:
-            with chunks.fetch() as fetch:
-                steps = blended_prefill(self._stack, chunks, fetch, request.config, reserve)
-                return self._stepped(request, steps, fetch)
-        told = PrefillReport(refusal, chunks=[] if request.full else chunks.missed(miss))
+            with chunks.source() as source:
+                steps = blended_prefill(
+                    self._stack,
+                    chunks,
+                    source,
+                    request.config,
+                    reserve,
+                    controller=self._controller,
+                )
+                blended = self._stepped(request, steps, source)
+            if not isinstance(blended, NotWorthLoading):
+                return blended
+            told = PrefillReport(blended.why, chunks=blended.chunks)
+        else:
+            told = PrefillReport(refusal, chunks=[] if request.full else chunks.missed(miss))
+        return self._ordinarily(request, reserve, told)
+
+    def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
+        """Serve a prompt by the model's own prefill, and note how long that took."""
         ids = request.prepared.token_ids
-        return self._stepped(request, ordinary_prefill(self._ordinary, ids, reserve, told))
+        steps = ordinary_prefill(self._ordinary, ids, reserve, told)
+        done = self._stepped(request, steps)
+        if done is not None and self._controller is not None:
+            work = prefill_cost(self._controller.costs, len(ids))
+            self._controller.rates.record("prefill", work, done.seconds["recompute"])
+        return done
 
     def _stepped(
-        self, request: Request, steps: Steps[Prefilled], fetch: Fetch | None = None
-    ) -> Prefilled | None:
-        """Run each step alone, and wait in between for the chunk that the next one takes."""
+        self, request: Request, steps: Steps[T], source: LayerSource | None = None
+    ) -> T | None:
+        """Run each step alone, and wait in between for the KV that the next one takes."""
         while not request.cancel.is_set():
             with working(), self._turns.taken(), torch.no_grad():
                 try:
                     next(steps)
                 except StopIteration as done:
-                    return cast(Prefilled, done.value)
-            while fetch and not (fetch.wait(PATIENCE_SECONDS) or request.cancel.is_set()):
-                pass
+                    return cast(T, done.value)
+            while source is not None and not source.wait(PATIENCE_SECONDS):
+                if request.cancel.is_set():
+                    return None
         return None
 
     def _refusal(
@@ -348,6 +385,9 @@ class TransformersEngine(Engine):
 
     def _evict(self, keys: Sequence[KVKey]) -> int:
         return sum(self.store.evict(key) for key in keys)
+
+    def _forget(self, keys: Sequence[KVKey]) -> None:
+        self.store.forget(keys)
 
     def _stored_keys(self) -> list[KVKey]:
         return [key for key in self.store.entries() if key.fingerprint == self.fingerprint]

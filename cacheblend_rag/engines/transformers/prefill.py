@@ -16,9 +16,10 @@ from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.blended import PromptPass, absence
+from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
+from cacheblend_rag.prefill.controller import Controller
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
@@ -64,9 +65,9 @@ class PromptChunks:
         """Tokens of chunks whose KV the store says it holds."""
         return sum(chunk.end - chunk.start for chunk, there in self.held() if there)
 
-    def fetch(self) -> Fetch:
+    def source(self) -> LayerSource:
         """Begin to read them."""
-        return self.store.fetch(chunk.key for chunk in self.placed)
+        return self.store.layers(chunk.key for chunk in self.placed)
 
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
         """Report every chunk as a miss, for ``reason`` or else as not stored.
@@ -74,26 +75,35 @@ class PromptChunks:
         Of a prompt of which too little is stored, the rest is not stored all the same.
         """
         if reason != "too short":
-            return [c.report(reason or absence(self.store, c.key)) for c in self.placed]
+            return [c.report(reason) if reason else absent(self.store, c) for c in self.placed]
         return [
-            chunk.report(reason if there else absence(self.store, chunk.key))
+            chunk.report(reason) if there else absent(self.store, chunk)
             for chunk, there in self.held()
         ]
 
 
 def blended_prefill(
-    stack: TransformersStack, chunks: PromptChunks, fetch: Fetch, config: BlendConfig, reserve: int
-) -> Steps[Prefilled]:
+    stack: TransformersStack,
+    chunks: PromptChunks,
+    source: LayerSource,
+    config: BlendConfig,
+    reserve: int,
+    *,
+    controller: Controller | None = None,
+) -> Steps[Prefilled | NotWorthLoading]:
     """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.token_ids, device=stack.geometry.device)
-    work = PromptPass(stack, ids, chunks.placed, fetch, config, reserve)
+    work = PromptPass(stack, ids, chunks.placed, source, config, reserve, controller=controller)
     done = yield from work.steps()
+    if isinstance(done, NotWorthLoading):
+        return done
     logits = stack.logits(cast(Tensor, done.hidden))
     work.watch.lap("first_token")
     report = PrefillReport(
         reason=None if done.blended else "no stored chunk could be read",
         selector=done.selector,
         selector_reason=done.selector_reason,
+        ratio_reason=done.ratio_reason,
         ratio=done.ratio,
         compute_share=done.compute_share,
         chunks=done.chunks,

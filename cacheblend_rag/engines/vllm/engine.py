@@ -34,6 +34,7 @@ from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
+from cacheblend_rag.kv.store import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
@@ -152,6 +153,11 @@ class VLLMEngine(Engine):
         return None if self.status.active else self.status.refusal
 
     @property
+    def read_only(self) -> bool:
+        """Whether vLLM's store is only read, as it said when last asked."""
+        return self.status.read_only
+
+    @property
     def _longest_run(self) -> int:
         return self.context_window - 2  # a job's request decodes one token behind its prompt
 
@@ -230,7 +236,7 @@ class VLLMEngine(Engine):
         """Asked again when vLLM did not blend the last time."""
         if not self.status.active:
             self.status = self._jobs.status = ask_status(self.transport)
-        return self.blend_refusal
+        return READ_ONLY if self.read_only else self.blend_refusal
 
     def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """The work is done by vLLM's workers, several documents at once."""
@@ -284,6 +290,16 @@ class VLLMEngine(Engine):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         return self.transport.run(self._jobs.evict(keys)) if keys else 0
 
+    def _forget(self, keys: Sequence[KVKey]) -> None:
+        async def evict() -> None:
+            try:
+                await self._jobs.evict(keys)
+            except CacheBlendError as error:
+                logger.warning("chunks that others evicted were not dropped: %s", error)
+
+        if keys:
+            self.transport.background.start(evict())
+
     def _close(self) -> None:
         self.transport.close()
 
@@ -314,11 +330,13 @@ def _prefill_report(
         reason=None if blended else _reason(sent, finish_reason, result),
         selector=done.selector,
         selector_reason=done.selector_reason,
+        ratio_reason=done.ratio_reason,
         ratio=done.ratio,
         compute_share=done.compute_share,
         chunks=chunks,
         seconds={
             **phases,
+            "load_hidden": done.seconds.get("load_hidden", 0.0),
             "first_token": max(0.0, first - sum(phases.values())),
             "decode": rest,
         },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -63,6 +64,7 @@ class InProcessVLLM(Transport):
         replicas = int(options.get("data_parallel_size", 1))
         settings = (settings or ConnectorSettings()).with_changes(replicas=replicas)
         options.setdefault("kv_transfer_config", KVTransferConfig(**settings.to_transfer_config()))
+        os.environ.update(settings.store.environment())  # workers are started from here
         arguments = AsyncEngineArgs(model=source_of(model), dtype=dtype, **options)
         self._model, self.model_name = model, public_name(str(model))
         self.background = BackgroundLoop("cacheblend-vllm")

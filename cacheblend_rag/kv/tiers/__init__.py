@@ -1,17 +1,24 @@
 """Tiers, fastest first: one file each, named here."""
 
+from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.base import Entry, Read, StoredChunk, Tier, Usage
-from cacheblend_rag.kv.tiers.bytes import BytesTier, StoredBytes
+from cacheblend_rag.kv.tiers.bytes import BytesTier
+from cacheblend_rag.kv.tiers.device import DeviceTier
 from cacheblend_rag.kv.tiers.disk import DiskTier
 from cacheblend_rag.kv.tiers.host import HostTier
+from cacheblend_rag.kv.tiers.object import ObjectTier
 from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.tiers.redis import RedisTier
 
 __all__ = [
     "BytesTier",
+    "DeviceTier",
     "DiskTier",
     "Entry",
     "HostTier",
+    "ObjectTier",
     "Read",
+    "RedisTier",
     "StoredBytes",
     "StoredChunk",
     "Tier",

@@ -6,16 +6,20 @@ written, listed and removed; what they mean, and whether they are sound, is sett
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.base import StoredChunk, Tier
 
@@ -23,26 +27,19 @@ Parts = Sequence[bytes | memoryview]
 """One object's bytes in order, as the codec hands them out: none is joined to another."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredBytes:
-    """Bytes that were read of an object: all of them or a range.
-
-    raw: (bytes,) uint8, in memory of its own. total: bytes of the whole object. written_at: when
-    the chunk was first stored, a Unix time.
-    """
-
-    raw: Tensor
-    total: int
-    written_at: float
-
-
 class BytesTier(Tier):
     """A tier that keeps chunks as bytes.
 
-    A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and ``_read``,
-    ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears whole under its
-    key or not at all, and is replaced, never written into.
+    A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and
+    ``_read``, ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears
+    whole under its key or not at all, and is replaced, never written into.
+
+    whole_bytes: up to so many, an object is read at once. range_bytes: as many are worth a read of
+    their own, so that layers of less are read together.
     """
+
+    whole_bytes: ClassVar[int] = 1 << 18
+    range_bytes: ClassVar[int] = 1 << 20
 
     @abstractmethod
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
@@ -65,7 +62,7 @@ class BytesTier(Tier):
         try:
             found = self._read(key)
             if found is not None:
-                codec.decode(_view(found.raw), key)
+                codec.decode_raw(found.raw, key, self.seal)
         except (DamagedChunkError, ForeignChunkError, OSError) as error:
             return str(error)
         return None
@@ -74,16 +71,46 @@ class BytesTier(Tier):
         found = self._read(key)
         if found is None:
             return None
-        kv = codec.decode(_view(found.raw), key)
-        self._mark_used(key, found)
+        kv = codec.decode_raw(found.raw, key, self.seal)
+        if not self.policy.read_only:
+            self._mark_used(key, found)
         return StoredChunk(kv, found.written_at)
 
+    def _open(self, key: KVKey) -> ChunkReader | None:
+        start = self._read(key, 0, max(self.whole_bytes, codec.HEAD_BYTES))
+        if start is None:
+            return None
+        reader = open_ranges(
+            key, start, partial(self._read, key), least=self.range_bytes, seal=self.seal
+        )
+        if not self.policy.read_only:
+            self._mark_used(key, start)
+        return reader
+
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        parts = codec.encode_parts(key, chunk.kv)
+        parts = codec.encode_parts(key, chunk.kv, self.seal)
         nbytes = sum(memoryview(part).nbytes for part in parts)
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
             raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
         self._write(key, parts, nbytes, chunk.written_at)
+
+
+def check_size(nbytes: int) -> None:
+    """Raise DamagedChunkError when no object has that many bytes."""
+    if nbytes > codec.MAX_BODY_BYTES:
+        raise DamagedChunkError(f"more than {codec.MAX_BODY_BYTES} bytes")
+
+
+def tensor_of(data: Any) -> Tensor:
+    """Return bytes that nobody else will write to as (bytes,) uint8, without a copy."""
+    array = np.frombuffer(data, dtype=np.uint8)
+    return torch.from_numpy(array) if array.size else torch.empty(0, dtype=torch.uint8)
+
+
+with warnings.catch_warnings():
+    # torch warns once a process of bytes that are not to be written to. Nobody does.
+    warnings.simplefilter("ignore")
+    tensor_of(b"\0")
 
 
 def room_for(nbytes: int) -> Tensor:
@@ -91,14 +118,8 @@ def room_for(nbytes: int) -> Tensor:
 
     Raises DamagedChunkError when no object is that large, OSError when there is no such memory.
     """
-    if nbytes > codec.MAX_BODY_BYTES:
-        raise DamagedChunkError(f"more than {codec.MAX_BODY_BYTES} bytes")
+    check_size(nbytes)
     try:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:
         raise OSError(f"no memory for {nbytes} bytes") from error
-
-
-def _view(raw: Tensor) -> memoryview:
-    """Return raw, (bytes,) uint8, for the codec, which makes views into it."""
-    return raw.numpy().data

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, StoredBytes, room_for
+from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, room_for
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 SUFFIX = ".safetensors"
@@ -60,7 +61,7 @@ class DiskTier(BytesTier):
     fsync: wait until each file has reached the disk; without it a power cut may cost recent chunks,
     whose checksums then fail, and nothing else.
 
-    Raises StoreError when the folder cannot be made or written to.
+    Raises StoreError when the folder cannot be made or written to, or is read only and not there.
     """
 
     entries_at_once: ClassVar[int] = 1  # a file's status takes less time than a thread's start
@@ -80,6 +81,10 @@ class DiskTier(BytesTier):
         self._fsync = fsync
         self._mutex = threading.Lock()
         self._file_lock = FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_SECONDS, mode=0o600)
+        if self.policy.read_only:
+            if not self.path.is_dir():
+                raise StoreError(f"there is no chunk KV to read in {self.path}: index first")
+            return
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._exclusive():
@@ -117,6 +122,8 @@ class DiskTier(BytesTier):
         except OSError as error:
             return str(error)
         wrong = super().check(key)
+        if self.policy.read_only:
+            return wrong
         with suppress(OSError):
             # Checking is no use of the chunk, whatever the mount's atime option.
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -132,7 +139,7 @@ class DiskTier(BytesTier):
     def _entry(self, key: KVKey) -> Entry | None:
         try:
             return _entry(os.stat(self._file(key)))
-        except OSError:  # absent or out of reach
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
@@ -169,6 +176,7 @@ class DiskTier(BytesTier):
         try:
             self._create(temporary, parts)
             with self._exclusive():
+                os.stat(temporary)  # gone where another's clock is far ahead: nothing is recorded
                 self._write_usage(self._make_room(key, nbytes))
                 # Not before: until it is in place, its modification time says whether it is stale.
                 os.utime(temporary, ns=(time.time_ns(), int(written_at * 1e9)))
@@ -214,7 +222,13 @@ class DiskTier(BytesTier):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold off other threads and processes; raises OSError when the lock stays taken."""
+        """Hold off other threads and processes; raises OSError when the lock stays taken.
+
+        Whoever only reads takes no lock: what it reads appears by rename.
+        """
+        if self.policy.read_only:
+            yield
+            return
         with self._mutex, self._file_lock.acquire(poll_interval=0.005):
             yield
 
@@ -231,7 +245,8 @@ class DiskTier(BytesTier):
         for item in found:
             with suppress(FileNotFoundError):  # evicted meanwhile
                 if item.name.endswith(TEMPORARY_SUFFIX):
-                    if time.time() - item.stat().st_mtime > STALE_TEMPORARY_SECONDS:
+                    age = time.time() - item.stat().st_mtime
+                    if age > STALE_TEMPORARY_SECONDS and not self.policy.read_only:
                         os.unlink(item.path)
                 elif key := _key_of(item.name):
                     yield _File(key, item.path, _entry(item.stat()))

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.compact import compact
 from cacheblend_rag.kv.tiers.admission import RefusedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, StoredChunk, Tier, Usage
 from cacheblend_rag.kv.tiers.policy import TierPolicy
@@ -36,6 +36,7 @@ class HostTier(Tier):
         policy: TierPolicy | None = None,
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
+        self.device = torch.device("cpu")
         self._chunks: OrderedDict[KVKey, StoredChunk] = OrderedDict()
         self._used_at: dict[KVKey, float] = {}
         self._of_chunk: defaultdict[str, set[KVKey]] = defaultdict(set)
@@ -88,14 +89,14 @@ class HostTier(Tier):
         # Checked before copying too, so that a refusal costs nothing.
         if self.capacity_bytes is not None and chunk.kv.nbytes > self.capacity_bytes:
             raise RefusedError(f"{chunk.kv.nbytes} bytes, capacity is {self.capacity_bytes}")
-        compact = StoredChunk(_compact(chunk.kv), chunk.written_at)
+        kept = StoredChunk(compact(chunk.kv, self.device), chunk.written_at)
         with self._lock:
-            self._make_room(key, compact.kv.nbytes)
+            self._make_room(key, kept.kv.nbytes)
             self._discard(key)
-            self._chunks[key] = compact
+            self._chunks[key] = kept
             self._of_chunk[key.chunk_id].add(key)
             self._used_at[key] = time.time()
-            self._nbytes += compact.kv.nbytes
+            self._nbytes += kept.kv.nbytes
 
     def _drop(self, key: KVKey) -> bool:
         with self._lock:
@@ -112,33 +113,37 @@ class HostTier(Tier):
         self._nbytes -= chunk.kv.nbytes
         return True
 
+    def would_take(self, key: KVKey, nbytes: int) -> bool:
+        """As for any tier: whether it fits, or is asked for more often than what would go."""
+        with self._lock:
+            try:
+                self._admission.victims(
+                    key,
+                    self._evictable(key),
+                    excess=self._excess(key, nbytes),
+                    spare=0,
+                    held=len(self._chunks),
+                )
+            except RefusedError:
+                return False
+        return True
+
     def _make_room(self, key: KVKey, nbytes: int) -> None:
         """Evict until ``nbytes`` more fit in place of ``key``; refuse before evicting in vain."""
-        if self.capacity_bytes is None:
-            return
-        own = self._chunks[key].kv.nbytes if key in self._chunks else 0
-        excess = self._nbytes - own + nbytes - self.capacity_bytes
+        excess = self._excess(key, nbytes)
         for victim in self._let_go(
             key, self._evictable(key), excess=excess, held=len(self._chunks)
         ):
             self._discard(victim)
 
+    def _excess(self, key: KVKey, nbytes: int) -> int:
+        """Return the bytes too many once ``nbytes`` are stored in place of ``key``."""
+        if self.capacity_bytes is None:
+            return 0
+        own = self._chunks[key].kv.nbytes if key in self._chunks else 0
+        return self._nbytes - own + nbytes - self.capacity_bytes
+
     def _evictable(self, key: KVKey) -> Iterator[Resident]:
         for other, chunk in self._chunks.items():
             if other != key and other not in self._pinned:
                 yield Resident(other, chunk.kv.nbytes)
-
-
-def _compact(kv: ChunkKV) -> ChunkKV:
-    """Return ``kv`` on the CPU, cut loose from any storage larger than the chunk itself."""
-    prior = None if kv.prior is None else _own(kv.prior, kv.nbytes)
-    return ChunkKV(_own(kv.keys, kv.nbytes), _own(kv.values, kv.nbytes), kv.position, prior)
-
-
-def _own(tensor: Tensor, chunk_nbytes: int) -> Tensor:
-    tensor = tensor.detach().cpu()
-    # A chunk read from bytes is views of one buffer, layer by layer, that holds its header besides.
-    slack = 1 << 16
-    if tensor.untyped_storage().nbytes() <= chunk_nbytes + slack and tensor[0].is_contiguous():
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)

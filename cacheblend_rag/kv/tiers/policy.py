@@ -26,6 +26,7 @@ class TierPolicy:
         admit: what a full tier takes: ``frequency`` only what is asked for more often than what
             would have to go, ``always`` everything, the least recently used goes.
         timeout_seconds: an answer that takes longer counts as a failure; None is never.
+        read_only: nothing here is written, removed, set aside or marked as used.
 
     Raises:
         StoreError: when a field is out of range.
@@ -38,6 +39,7 @@ class TierPolicy:
     promote: bool = True
     admit: Admit = "frequency"
     timeout_seconds: float | None = None
+    read_only: bool = False
 
     def __post_init__(self) -> None:
         if self.capacity_bytes is not None and self.capacity_bytes < 0:

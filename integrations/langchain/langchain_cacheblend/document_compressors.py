@@ -39,13 +39,23 @@ class CacheBlendCompressor(EngineOptions, BaseDocumentCompressor):
         )
 
     def _place(self, document: Document) -> int:
-        """Return how many pieces precede the chunk in its document; unknown ones come last."""
+        """Return a number that rises along a document; unknown chunks come last.
+
+        Between two boundaries that is how much precedes the chunk, before it the order in which
+        the document's parts were indexed.
+        """
         chunk = self._known(document)
-        return len(chunk.context) if chunk else 1 << 62
+        if chunk is None:
+            return 1 << 62
+        known = self.engine.registry.document(chunk.document_id or "", chunk.collection)
+        starts = [one.text for one in known if not one.context]
+        start = chunk.context[0] if chunk.context else chunk.text
+        part = starts.index(start) if start in starts else 0
+        return (part << 32) + len(chunk.context)
 
     def _known(self, document: Document) -> Chunk | None:
         """Return the registered chunk with this text, of the document's own source if there."""
         variants = self.engine.registry.variants(document.page_content)
         source = document_id(document, self.document_key)
         own = [chunk for chunk in variants if chunk.document_id == source]
-        return next(iter(own or variants), None)
+        return next(reversed(own or variants), None)

@@ -24,8 +24,9 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
         CacheBlendTransformer(engine=llm.engine).transform_documents(chunks)
         store.add_documents(chunks)
 
-    Chunks of one source document are computed behind the chunks that precede them there, so give
-    all of them in one call; they replace what was known of that document in the collection. Chunks
+    Chunks of one source document are computed behind the chunks that precede them there, as far
+    back as ``metadata["cacheblend_boundary"]`` (who may read a chunk) is the same. So give all of
+    them in one call; they replace what was known of that document in the collection. Chunks
     without a source stand alone.
     """
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from cacheblend_rag import Chunk, ConfigError
+from cacheblend_rag import Chunk, ConfigError, read_boundary
 from cacheblend_rag import Document as EngineDocument
 from langchain_core.documents import Document
 
@@ -51,7 +51,8 @@ def to_engine_documents(
 ) -> list[EngineDocument | Chunk]:
     """Return source documents with their chunks in order, and chunks that stand alone.
 
-    Documents without text are left out.
+    Documents without text are left out. Where ``metadata["cacheblend_boundary"]`` (who may read a
+    chunk) changes, what precedes a chunk ends.
     """
     found: list[EngineDocument | Chunk] = []
     groups: dict[str, list[Document]] = {}
@@ -64,8 +65,10 @@ def to_engine_documents(
         else:
             groups.setdefault(source, []).append(document)
     for source, parts in groups.items():
-        texts = tuple(d.page_content for d in _in_order(parts))
-        found.append(EngineDocument(source, texts, collection=collection))
+        ordered = _in_order(parts)
+        texts = tuple(d.page_content for d in ordered)
+        boundaries = tuple(read_boundary(d.metadata) for d in ordered)
+        found.append(EngineDocument(source, texts, collection=collection, boundaries=boundaries))
     return found
 
 

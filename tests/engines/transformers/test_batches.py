@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore
-from cacheblend_rag.kv import HostTier
-from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv import HostTier, TierPolicy
+from cacheblend_rag.kv.tiers.policy import Admit
 from tests.engines.transformers.conftest import EngineFactory
 from tests.kv.samples import SlowTier
 from tests.models import prompt_of, words
@@ -12,7 +14,10 @@ from tests.models import prompt_of, words
 SHORT = SamplingParams(max_tokens=2)
 
 
-def test_a_batch_reads_each_shared_chunk_once(make_engine: EngineFactory) -> None:
+@pytest.mark.parametrize(("held", "admit"), [(2, "always"), (6, "frequency")])
+def test_a_batch_reads_each_shared_chunk_once(
+    make_engine: EngineFactory, held: int, admit: Admit
+) -> None:
     """Also where memory has room for the chunks of one prompt only, and others come in between."""
     topics = [[Chunk(words(40, 10 * topic + i)) for i in range(2)] for topic in range(3)]
     chunks = [chunk for topic in topics for chunk in topic]
@@ -25,8 +30,8 @@ def test_a_batch_reads_each_shared_chunk_once(make_engine: EngineFactory) -> Non
         assert kv is not None
         room = max(room, writer.store.nbytes(writer.key(chunk)) or 0)
         TieredKVStore([slow]).put(writer.key(chunk), kv)
-    host = HostTier(policy=TierPolicy(2 * room, admit="always"))
-    store = TieredKVStore([host, slow])
+    memory = HostTier(policy=TierPolicy(held * room, admit=admit))
+    store = TieredKVStore([memory, slow])
     engine = make_engine(store=store, recompute_ratio=0.0)
     prompts = [prompt_of(words(5, turn), *topic, "w9") for turn in range(4) for topic in topics]
     alone = [writer.generate(prompt, SHORT) for prompt in prompts]

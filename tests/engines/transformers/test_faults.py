@@ -30,6 +30,7 @@ from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from tests.engines.transformers.conftest import EngineFactory, keys_of
+from tests.kv.test_breaker import Dead, Ticks, recovered
 from tests.models import SHAPE, VOCABULARY, make_model, make_tokenizer, words
 
 CHUNKS = [Chunk(words(30, seed)) for seed in range(2)]
@@ -126,13 +127,32 @@ def test_a_store_that_dies_meanwhile_costs_reuse_and_nothing_else(
     def dead(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(DiskTier, "_load", dead)
+    monkeypatch.setattr(DiskTier, "_read", dead)
     answer = engine.generate(TEXT, SHORT)
     assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
-    assert {c.reason for c in answer.report.chunks} == {"store error"}
+    assert {(c.reason, c.tier) for c in answer.report.chunks} == {("store error", "disk")}
     assert answer.report.reused_tokens == 0
     assert not answer.report.blended
     assert answer.report.reason == "no stored chunk could be read"
+
+
+def test_a_dead_tier_is_asked_once_and_each_report_names_it(make_engine: EngineFactory) -> None:
+    ticks = Ticks()
+    tier = Dead(ticks, takes=2.0)
+    engine = make_engine(store=TieredKVStore([tier]), recompute_ratio=0.0)
+    engine.precompute(CHUNKS, progress=False)
+    plain = engine.generate_full(TEXT, SHORT).token_ids
+    tier.failure, tier.calls = OSError("no route to host"), 0
+    for _ in range(3):
+        answer = engine.generate(TEXT, SHORT)
+        assert answer.token_ids == plain
+        assert {(c.reason, c.tier, c.hit) for c in answer.report.chunks} == {
+            ("store error", "far", False)
+        }
+    assert tier.calls == 1
+    tier.failure = None
+    assert recovered(tier, ticks)
+    assert all(c.hit and c.tier == "far" for c in engine.generate(TEXT, SHORT).report.chunks)
 
 
 REFUSED = {

@@ -165,9 +165,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(make_engine: EngineFactory)
     others = [Document(f"d{i}", (words(8, 80 + i), words(8, 90 + i))) for i in range(3)]
     compute = engine._compute
 
-    def interrupted(wanted):
+    def interrupted(*wanted):
         computed = 0
-        for done in compute(wanted):
+        for done in compute(*wanted):
             if computed == 3:
                 raise KeyboardInterrupt
             computed += done is not None

@@ -21,7 +21,7 @@ from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
 from cacheblend_rag.engines.vllm.protocol import Failed
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.kv.fetch import Fetch
+from cacheblend_rag.kv.layers import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Blender:
         self._pace = Pace.of(self.stack.geometry.device)
         self.slices = Slices.of(self.stack.geometry.device, slice_seconds)
         self.at_work: dict[str, Work] = {}
-        self.fetches: dict[str, Fetch] = {}
+        self.sources: dict[str, LayerSource] = {}
         self._worked: dict[str, float] = {}
         self._together: set[str] = set()
         self._idle: set[str] = set()
@@ -92,9 +92,9 @@ class Blender:
     def start(self, allotted: Allotted) -> None:
         """Take a job on, and begin to read the chunks it is to blend; ``advance`` works on it."""
         self._leave(allotted.request_id)
-        fetch = self.jobs.fetch(allotted)
-        self.fetches[allotted.request_id] = fetch
-        self.at_work[allotted.request_id] = self.jobs.work(allotted, fetch)
+        source = self.jobs.source(allotted)
+        self.sources[allotted.request_id] = source
+        self.at_work[allotted.request_id] = self.jobs.work(allotted, source)
         self._worked[allotted.request_id] = 0.0
         if allotted.job.idle:
             self._idle.add(allotted.request_id)
@@ -109,8 +109,8 @@ class Blender:
         """Let go of what belongs to a job that is over: chunks that it did not take."""
         self._together.discard(request_id)
         self._idle.discard(request_id)
-        if fetch := self.fetches.pop(request_id, None):
-            fetch.close()
+        if (source := self.sources.pop(request_id, None)) is not None:
+            source.close()
 
     @property
     def is_idle(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
@@ -26,9 +27,10 @@ from cacheblend_rag.engines.vllm.protocol import (
     SentChunk,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
-from cacheblend_rag.kv.fetch import Fetch
-from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.blended import PromptPass, absence
+from cacheblend_rag.kv.layers import LayerSource
+from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
+from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
+from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import too_little
 from cacheblend_rag.prefill.precompute import (
@@ -41,6 +43,8 @@ from cacheblend_rag.prefill.precompute import (
 
 WorkResult = BlendResult | PrecomputeResult | EvictResult | PrefetchResult | Declined | Failed
 Work = Steps[WorkResult]
+WRITING = frozenset({"evict", "precompute"})
+"""Kinds of job that change what is stored."""
 
 
 class Jobs:
@@ -58,15 +62,19 @@ class Jobs:
         self.stack, self.cache, self.store = stack, cache, store
         self.identity: dict[str, Any] = {}
         self._namespace, self.mode = namespace, mode
+        # vLLM's own prefill is not timed here: that it would be faster is never said.
+        self._controller = Controller(stack.costs, Rates(), store.speeds)
 
-    def fetch(self, allotted: Allotted) -> Fetch:
+    def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""
         keys = self._chunk_keys(allotted) if allotted.job.kind == "blend" else ()
-        return self.store.fetch(keys)
+        return self.store.layers(keys)
 
-    def work(self, allotted: Allotted, fetch: Fetch) -> Work:
-        """Do a job, a piece at a time; fetch: of the chunks that it is to blend."""
+    def work(self, allotted: Allotted, source: LayerSource) -> Work:
+        """Do a job, a piece at a time; source: of the chunks that it is to blend."""
         job = allotted.job
+        if self.store.read_only and job.kind in WRITING:
+            return Failed(READ_ONLY)
         model = self._fingerprint(job)
         named = [KVKey(chunk, model, context) for chunk, context in job.keys]
         if job.kind == "evict":
@@ -75,7 +83,7 @@ class Jobs:
             return (yield from prefetch(self.store, named))
         if job.kind == "precompute":
             return (yield from self._precompute(allotted))
-        return (yield from self._blend(allotted, fetch))
+        return (yield from self._blend(allotted, source))
 
     def _chunk_keys(self, allotted: Allotted) -> list[KVKey]:
         """Return the keys of the chunks that a job has tokens of."""
@@ -85,7 +93,7 @@ class Jobs:
             for c in allotted.job.chunks
         ]
 
-    def _blend(self, allotted: Allotted, fetch: Fetch) -> Work:
+    def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
         started = time.perf_counter()
         placed = [
             PlacedChunk(key, chunk.start, chunk.end, chunk.protected)
@@ -95,7 +103,9 @@ class Jobs:
             return refusal
         if lack := self._lack_of_room(len(allotted.tokens)):
             return Declined(lack, tuple(chunk.report("no room") for chunk in placed))
-        done = yield from self._pass(allotted, placed, fetch).steps()
+        done = yield from self._pass(allotted, placed, source).steps()
+        if isinstance(done, NotWorthLoading):
+            return Declined(done.why, tuple(done.chunks))
         return BlendResult(
             chunks=tuple(done.chunks),
             selector=done.selector,
@@ -104,20 +114,26 @@ class Jobs:
             seconds=done.seconds,
             wall_seconds=time.perf_counter() - started,
             selector_reason=done.selector_reason,
+            ratio_reason=done.ratio_reason,
         )
 
-    def _pass(self, allotted: Allotted, placed: Sequence[PlacedChunk], fetch: Fetch) -> PromptPass:
+    def _pass(
+        self, allotted: Allotted, placed: Sequence[PlacedChunk], source: LayerSource
+    ) -> PromptPass:
         paged = PagedKV(self.cache, allotted.block_ids, allotted.first, allotted.until, self.mode)
         return PromptPass(
             self.stack,
             torch.tensor(allotted.tokens, device=self.stack.geometry.device),
             placed,
-            fetch,
+            source,
             allotted.job.config,
+            reserve=None,
             needs_hidden=False,
             until=allotted.until,
             attention=paged.attend,
             on_layer=paged.finish_layer,
+            on_restart=paged.forget,
+            controller=self._controller,
         )
 
     def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Declined | None:
@@ -129,7 +145,7 @@ class Jobs:
             return None
         reason, miss = refused
         missed = [
-            chunk.report((there and miss) or absence(self.store, chunk.key))
+            chunk.report(miss) if there and miss else absent(self.store, chunk)
             for chunk, there in zip(placed, held, strict=True)
         ]
         return Declined(reason, tuple(missed))
@@ -152,19 +168,26 @@ class Jobs:
     def _precompute(self, allotted: Allotted) -> Work:
         if lack := self._lack_of_room(len(allotted.tokens)):
             return Failed(lack)
+        writer = ChunkWriter(self.stack, self.store)
+        try:
+            return (yield from self._written(allotted, writer))
+        finally:
+            writer.close()
+
+    def _written(self, allotted: Allotted, writer: ChunkWriter) -> Work:
+        """Compute chunks, while those before them are written."""
         keys, counts = self._chunk_keys(allotted), Counter[str]()
         for done in self._computed(allotted, keys):
-            if done is None:
-                yield
-                continue
-            plan, kv = done
-            counts["computed"] += 1
-            counts["tokens"] += kv.tokens
-            counts["stored"] += self.store.put(plan.key, kv)
+            if done is not None:
+                plan, kv = done
+                counts["computed"] += 1
+                counts["tokens"] += kv.tokens
+                yield from writer.put(plan.key, kv)
             yield
-        full = counts["computed"] - counts["stored"]
+        stored = yield from writer.finish()
+        full = counts["computed"] - stored
         return PrecomputeResult(
-            computed=counts["stored"],
+            computed=stored,
             skipped=len(keys) - counts["computed"],
             computed_tokens=counts["tokens"],
             refused={"store full": full} if full else {},

@@ -13,7 +13,7 @@ layer after the other uses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +30,7 @@ from cacheblend_rag.blend.passes import Attention, attend_fused
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
-from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
+from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE, VLLMStack
 from cacheblend_rag.errors import UnsupportedModelError
 
 PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
@@ -171,6 +171,10 @@ class PagedKV:
             cache = self.cache.attention[layer].kv_cache
             self._write(layer, fused, self._given, cache, self._slots)
 
+    def forget(self) -> None:
+        """Write all layers whole again, since the pass begins anew."""
+        self._in_cache.clear()
+
     def run(self, rows: Rows) -> tuple[Any, Tensor]:
         """Return the backend's metadata for rows that are one run, and the slots of their KV."""
         ((_, common),) = self._common(rows)
@@ -243,14 +247,22 @@ class PagedKV:
     def _write(
         self, index: int, fused: FusedKV, rows: Tensor | slice, cache: Tensor, slots: Tensor
     ) -> None:
-        into = slots[rows]
-        if into.numel() == 0:
-            return
         layer = self.cache.attention[index]
-        key, value = (
-            kv[index][:, rows].transpose(0, 1).contiguous() for kv in (fused.keys, fused.values)
-        )
-        layer.impl.do_kv_cache_update(layer, key, value, cache, into)
+        keys, values = fused.of_layer(index)
+        for part in _parts(rows):
+            into = slots[part]
+            if into.numel():
+                key, value = (kv[:, part].transpose(0, 1).contiguous() for kv in (keys, values))
+                layer.impl.do_kv_cache_update(layer, key, value, cache, into)
+
+
+def _parts(rows: Tensor | slice) -> Iterator[Tensor | slice]:
+    """Cut rows into parts of which copies take no memory to speak of."""
+    if isinstance(rows, slice):
+        for start in range(rows.start, rows.stop, WRITTEN_AT_ONCE):
+            yield slice(start, min(start + WRITTEN_AT_ONCE, rows.stop))
+    else:
+        yield from torch.split(rows, WRITTEN_AT_ONCE)
 
 
 def _edges(positions: Positions) -> Positions:

@@ -30,7 +30,7 @@ from vllm.forward_context import (
 
 from cacheblend_rag.blend.attention import attention_bytes
 from cacheblend_rag.blend.cost import LayerCost
-from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.fused import FusedKV, RingKV
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry, Reduction
 from cacheblend_rag.engines.vllm.connector.compatibility import check_attention
@@ -38,6 +38,8 @@ from cacheblend_rag.engines.vllm.connector.compiled import CompiledOps
 from cacheblend_rag.errors import UnsupportedModelError
 
 KEPT_ROTATIONS = 64
+WRITTEN_AT_ONCE = 4096
+"""Tokens of which KV is copied, to be written into the paged cache."""
 
 
 class _StandIn:
@@ -213,7 +215,8 @@ class VLLMStack:
     def pass_bytes(self, tokens: int) -> int:
         """Return the most device memory that a pass over so many tokens takes, in bytes.
 
-        That is all layers' fused KV, all tokens' hidden states, what attention lays out, and what a
+        That is two layers' fused KV and what is copied of it into the paged cache at once, all
+        tokens' hidden states, what attention lays out, and what a
         layer holds of one block of rows: its widest activations four times over, at most.
         """
         shape, size = self._geometry, self._geometry.dtype.itemsize
@@ -227,7 +230,8 @@ class VLLMStack:
             tokens, shape.heads, shape.kv_heads, shape.device, size, in_steps=in_steps
         )
         hidden = (tokens + 3 * rows) * 2 * self._hidden_size * size
-        fused = FusedKV.bytes_for(shape, tokens)
+        copied = FusedKV.bytes_for(replace(shape, layers=1), min(tokens, WRITTEN_AT_ONCE))
+        fused = RingKV.bytes_for(shape, tokens) + copied
         return int(fused + attention + hidden + 4 * rows * widest * size)
 
     def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:

@@ -98,7 +98,7 @@ class ConnectorWorker:
         return Blender(
             self._vllm_config,
             self._kv_cache_config,
-            TieredKVStore.of(settings.store),
+            TieredKVStore.of(settings.store, device=self._vllm_config.device_config.device),
             self._identity,
             namespace=settings.namespace,
             mode=settings.attention,
@@ -115,6 +115,7 @@ class ConnectorWorker:
             keys=keys,
             rank=get_tensor_model_parallel_rank(),
             ranks=self._vllm_config.parallel_config.tensor_parallel_size,
+            precision=self._settings.store.precision,
         )
 
     def work(self, step: StepJobs) -> None:
@@ -170,11 +171,12 @@ class ConnectorWorker:
             cacheblend_rag=version("cacheblend-rag"),
             wire=VERSION,
             replicas=settings.replicas,
-            shared=settings.store.kv_path is not None,
+            shared=settings.store.outlives,
             tensor_parallel=self._vllm_config.parallel_config.tensor_parallel_size,
             asynchronous=self._asynchronous,
             attention=settings.attention,
             namespace=namespace_id(settings.namespace),
+            read_only=settings.store.read_only,
             store=_stored(blender.store) if blender else StoredKV(),
         )
 

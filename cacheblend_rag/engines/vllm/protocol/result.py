@@ -36,6 +36,7 @@ class BlendResult:
     wall_seconds: float = 0.0
     selector_reason: str | None = None
     work_seconds: float | None = None
+    ratio_reason: str | None = None
 
 
 @dataclass(frozen=True)

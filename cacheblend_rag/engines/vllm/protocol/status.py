@@ -24,7 +24,7 @@ class ConnectorStatus:
     active: whether it blends; refusal: why not. identity: a hash of the model's weights, precision
     and shard. wire: version of what jobs look like. replicas: engines behind one address, each
     with a memory of its own. shared: whether they keep chunk KV in one folder, too. namespace: its
-    hash.
+    hash. read_only: whether its store is only read.
 
     Raises ValueError when there is no replica.
     """
@@ -41,6 +41,7 @@ class ConnectorStatus:
     asynchronous: bool = True
     attention: str = ""
     namespace: str = ""
+    read_only: bool = False
     store: StoredKV = field(default_factory=StoredKV)
 
     def __post_init__(self) -> None:

@@ -239,6 +239,21 @@ def texts(documents: Sequence[Document]) -> list[str]:
     return [document.page_content[:11] for document in documents]
 
 
+def test_the_compressor_orders_across_boundaries() -> None:
+    engine = random_engine()
+    chunks = [
+        Document(
+            page_content=f"Part {i} of a. " + "The river is quiet. " * 6,
+            metadata={"source": "a", "cacheblend_boundary": "staff" if i < 2 else "all"},
+        )
+        for i in range(4)
+    ]
+    CacheBlendTransformer(engine=engine).transform_documents(chunks)
+    compressor = CacheBlendCompressor(engine=engine, order="document")
+    found = [chunks[i] for i in (2, 1, 3, 0)]
+    assert texts(compressor.compress_documents(found, "")) == texts(chunks)
+
+
 async def test_the_compressor_orders_and_drops_nothing(
     ordered: tuple[TransformersEngine, list[Document]],
 ) -> None:
@@ -336,6 +351,39 @@ async def test_indexing_again_replaces_and_evicting_forgets() -> None:
     assert transformer.evict(source) == len(own) - 1
     assert engine.registry.document(source) == ()
     assert transformer.evict([source, "never seen"]) == 0
+
+
+def test_what_is_evicted_or_updated_here_is_not_held_elsewhere(tmp_path: Path) -> None:
+    options: dict[str, Any] = {
+        "engine": "transformers",
+        "model": random_model(),
+        "tokenizer": make_tokenizer(),
+        "blend_config": {"min_tokens": 0, "recompute_ratio": 0.0},
+        "kv_path": str(tmp_path),
+    }
+    transformer = CacheBlendTransformer(**options)
+    chunks = [
+        Document(page_content=f"Part {i} of {name}. {name} is quiet. " * 4, metadata={"id": name})
+        for name in ("a", "b", "c")
+        for i in range(2)
+    ]
+    transformer.precompute(chunks)
+    replica = ChatCacheBlend(**options, read_only=True, max_tokens=1)
+
+    def hits(name: str) -> list[bool]:
+        texts = [c.page_content for c in chunks if c.metadata["id"] == name]
+        report = replica.invoke("\n\n".join(texts)).response_metadata["cacheblend"]
+        return [chunk["hit"] for chunk in report["chunks"]]
+
+    assert [hits(name) for name in "abc"] == [[True, True]] * 3
+    engine: Any = replica.engine
+    gone = {engine.key(one) for name in "ab" for one in engine.registry.document(name)}
+    assert gone <= set(engine.store.keys())
+
+    assert transformer.evict("a") == 2
+    transformer.precompute([Document(page_content="Another text of b.", metadata={"id": "b"})])
+    assert [hits(name) for name in "abc"] == [[], [], [True, True]]
+    assert not gone & set(engine.store.keys())  # neither in the folder nor in its memory
 
 
 def test_the_index_api_keeps_store_and_kv_in_step() -> None:

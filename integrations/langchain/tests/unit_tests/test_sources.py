@@ -61,3 +61,16 @@ def test_documents_without_text_are_left_out() -> None:
     documents = [chunk("", source="a"), chunk(" \n", source="a"), chunk("text", source="a")]
     assert to_engine_documents(documents) == [EngineDocument("a", ("text",))]
     assert to_hints(documents) == [Chunk("text", "a")]
+
+
+def test_a_boundary_stands_in_the_metadata_of_its_chunk() -> None:
+    parts = [("b", "all", 9), ("a", ["hr", "staff"], 0), ("c", "all", 18)]
+    documents = [
+        chunk(text, source="d", start_index=start, cacheblend_boundary=told)
+        for text, told, start in parts
+    ]
+    (found,) = to_engine_documents([*documents, chunk("", source="d")])
+    assert isinstance(found, EngineDocument)
+    assert found.chunks == ("a", "b", "c")
+    assert found.boundaries == ('["hr", "staff"]', "all", "all")
+    assert [tuple(one.context) for one in found.to_chunks()] == [(), (), ("b", "\n\n")]

@@ -14,6 +14,7 @@ from llama_index.core.schema import BaseNode, NodeRelationship, RelatedNodeInfo,
 
 from cacheblend_rag import ConfigError, Engine, StoreConfig
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
+from llama_index.postprocessor.cacheblend.postprocessor import _hinted
 
 SMALL = {"blend_config": {"min_tokens": 0}, "instruction": "Notes:\n", "show_progress": False}
 
@@ -53,6 +54,36 @@ def test_chunks_know_what_precedes_them(precompute: CacheBlendPrecompute) -> Non
     shown = [chunk for chunk in chunks if chunk.text.startswith("file: doc.txt")]
     assert [len(chunk.context) for chunk in shown] == [2 * n for n in range(len(nodes))]
     assert shown[1].context == (nodes[0].get_content("llm"), "\n\n")
+
+
+def test_chunks_know_nothing_beyond_their_boundary(precompute: CacheBlendPrecompute) -> None:
+    nodes = split(sentences(12))
+    for node in nodes[2:]:
+        node.metadata["cacheblend_boundary"] = ["everybody"]
+        node.excluded_llm_metadata_keys = ["cacheblend_boundary"]
+    empty = TextNode(text="", relationships=nodes[0].relationships)
+    precompute([*nodes, empty])
+    engine = precompute.open()
+    for show in ("llm", "none"):
+        texts = [node.get_content(show) for node in nodes]
+        chunks = [engine.registry.variants(text)[0] for text in texts]
+        assert [len(chunk.context) for chunk in chunks[:4]] == [0, 2, 0, 2]
+        assert chunks[3].context == (texts[2], "\n\n")
+
+
+def test_nodes_that_get_a_boundary_later_are_hinted_with_it(
+    precompute: CacheBlendPrecompute,
+) -> None:
+    nodes = split(sentences(12))
+    precompute(nodes)
+    last = nodes[-1]  # alone, it does not replace the document
+    last.metadata["cacheblend_boundary"] = "everybody"
+    last.excluded_llm_metadata_keys = ["cacheblend_boundary"]
+    precompute([last])
+    engine, name = precompute.open(), "doc"
+    assert len(engine.registry.variants(last.get_content("llm"))) == 2
+    assert not _hinted(last, engine).shown.context
+    assert _hinted(last, engine).shown.document_id == name
 
 
 def test_the_bare_text_is_known_but_not_stored(precompute: CacheBlendPrecompute) -> None:

@@ -219,7 +219,7 @@ def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
     blocks = tuple(range(last + (-until // blender.cache.block_size), last))
     job = Allotted("", request.job, request.token_ids, 0, until, blocks)
     with PeakBytes() as memory:
-        for _ in blender.jobs.work(job, blender.jobs.fetch(job)):
+        for _ in blender.jobs.work(job, blender.jobs.source(job)):
             pass
     return memory.peak, len(request.token_ids)
 
@@ -230,7 +230,8 @@ def test_a_pass_takes_no_more_memory_than_is_asked_for_beforehand(engine: InProc
     more = " ".join(document.chunks[0] for document in DOCUMENTS)
     for count in (1, 6):
         peak, tokens = peak_of(engine, " ".join([retrieved().text, *[more] * count]))
-        assert 0.3 * stack.pass_bytes(tokens) < peak <= stack.pass_bytes(tokens)
+        # Most of it is what rows and attention take at most, now that two layers of KV are held.
+        assert 0.15 * stack.pass_bytes(tokens) < peak <= stack.pass_bytes(tokens)
 
 
 def test_too_little_memory_is_a_miss_with_a_reason(
@@ -245,7 +246,7 @@ def test_too_little_memory_is_a_miss_with_a_reason(
     assert re.search(said, str(answer.report.reason))
     assert {chunk.reason for chunk in answer.report.chunks} == {"no room"}
     assert answer.token_ids == engine.generate_full(retrieved(), SHORT).token_ids
-    refused = engine.precompute([Document("c", (words(50, 77),))], progress=False).refused
+    refused = engine.precompute([Document("c", (words(300, 77),))], progress=False).refused
     assert sum(refused.values()) == 1
     assert "MiB of device memory" in next(iter(refused))
 

@@ -121,6 +121,7 @@ def test_a_statuss_names_on_the_wire_are_settled() -> None:
         "asynchronous": True,
         "attention": "auto",
         "namespace": "b" * 32,
+        "read_only": False,
         "store": {"chunks": 3, "bytes": 1 << 40},
     }
 

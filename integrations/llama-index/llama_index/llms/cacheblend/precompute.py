@@ -10,7 +10,7 @@ from typing import Any, Literal
 from llama_index.core.bridge.pydantic import Field
 from llama_index.core.schema import BaseNode, TransformComponent
 
-from cacheblend_rag import Chunk, ConfigError, Document, Engine
+from cacheblend_rag import Chunk, ConfigError, Document, Engine, read_boundary
 from llama_index.llms.cacheblend.documents import (
     SEPARATOR,
     SourceDocument,
@@ -31,8 +31,9 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
     """Puts nodes' KV where a CacheBlendLLM with equal settings finds it; passes nodes on unchanged.
 
     Put it behind the node parser. A document's nodes are computed in order, each behind what
-    precedes it there. Nodes of a document replace all that was known of it in their collection. A
-    node without text is skipped; so is one that no tokenizer can encode.
+    precedes it there, as far back as ``metadata["cacheblend_boundary"]`` (who may read a node) is
+    the same. Nodes of a document replace all that was known of it in their collection. A node
+    without text is skipped; so is one that no tokenizer can encode.
 
     With ``num_workers`` every worker opens its own engine: give ``kv_path``, which they share.
     An IngestionCache hit skips this step. KV that is missing afterwards is computed with the
@@ -104,14 +105,12 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         known: list[Document | Chunk] = []
         wanted: list[Document | Chunk] = []
         for source in source_documents(given):
-            texts = {name: _texts(source, read) for name, read in TEXTS.items()}
-            if texts["llm"] == texts["bare"]:
-                wanted += self._items(source, texts["llm"])
+            documents = {name: self._document(source, read) for name, read in TEXTS.items()}
+            if documents["llm"] == documents["bare"]:
+                wanted += _items(source, documents["llm"])
                 continue
             for name in TEXTS:
-                (wanted if name in self.variants else known).extend(
-                    self._items(source, texts[name])
-                )
+                (wanted if name in self.variants else known).extend(_items(source, documents[name]))
         self._precompute(engine, wanted)
         engine.register(known)
         return nodes
@@ -120,10 +119,15 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         """As a call, off the event loop."""
         return await asyncio.to_thread(self, nodes, **kwargs)
 
-    def _items(self, source: SourceDocument, texts: tuple[str, ...]) -> list[Document | Chunk]:
-        """Return a document, which replaces what is known of it, or, of a part, its chunks."""
-        document = Document(source.document_id, texts, SEPARATOR, self.collection)
-        return [document] if source.whole else list(document.to_chunks())
+    def _document(self, source: SourceDocument, read: Callable[[BaseNode], str]) -> Document:
+        texts = _texts(source, read)
+        return Document(
+            source.document_id,
+            tuple(texts.values()),
+            SEPARATOR,
+            self.collection,
+            tuple(read_boundary(node.metadata) for node in source.nodes if node.node_id in texts),
+        )
 
     def _precompute(self, engine: Engine, items: list[Document | Chunk]) -> None:
         report = engine.precompute(
@@ -133,9 +137,14 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
             logger.warning("%d chunks were not precomputed: %s", count, reason)
 
 
-def _texts(source: SourceDocument, read: Callable[[BaseNode], str]) -> tuple[str, ...]:
-    """Return the nodes' texts in order, without those that hold nothing an engine can read."""
-    texts = []
+def _items(source: SourceDocument, document: Document) -> list[Document | Chunk]:
+    """Return a document, which replaces what is known of it, or, of a part, its chunks."""
+    return [document] if source.whole else list(document.to_chunks())
+
+
+def _texts(source: SourceDocument, read: Callable[[BaseNode], str]) -> dict[str, str]:
+    """Return the texts of nodes, by id, in order, without what no engine can read."""
+    texts = {}
     for node in source.nodes:
         text = read(node)
         if not text:
@@ -143,8 +152,8 @@ def _texts(source: SourceDocument, read: Callable[[BaseNode], str]) -> tuple[str
         elif not _encodable(text):
             logger.warning("node %s holds an unpaired surrogate: skipped", node.node_id)
         else:
-            texts.append(text)
-    return tuple(texts)
+            texts[node.node_id] = text
+    return texts
 
 
 def _encodable(text: str) -> bool:

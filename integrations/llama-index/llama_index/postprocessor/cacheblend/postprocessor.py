@@ -92,6 +92,9 @@ def _hinted(node: BaseNode, engine: Engine) -> HintedNode:
 
 
 def _known(text: str, name: str, engine: Engine) -> Chunk:
-    """Return the chunk the engine knows by this text and document, or one it does not know."""
-    variants = engine.registry.variants(text)
+    """Return the chunk the engine knows by this text and document, or one it does not know.
+
+    The latest, since the boundaries of older ones may not hold any more.
+    """
+    variants = reversed(engine.registry.variants(text))
     return next((chunk for chunk in variants if chunk.document_id == name), Chunk(text, name))

@@ -1,0 +1,219 @@
+"""Whether speedup and hit share stay level over many requests that never repeat.
+
+Chunks are drawn by Zipf's law from a store larger than its memory: the host tier holds a share of
+them, the disk below all. No request has the chunks of another in the same order. Ordinary prefill
+is sampled: behind every ``full_every``-th request the same prompt is prefilled in full.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from cacheblend_rag.bench.interleave import Advance
+from cacheblend_rag.bench.shapes import ModelShape
+from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, blend_config, draw_chunks, draw_words
+from cacheblend_rag.blend import plan_schedule
+from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.prompt import BlendPrompt
+
+HUNDRED = 100
+WARM_UPS = 3
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class SteadyPlan:
+    """``requests`` requests, each over ``drawn`` of ``chunks`` chunks.
+
+    chunk_tokens, question_tokens: of each. exponent: of Zipf's law. held: share of the chunks that
+    the host tier holds. full_every: requests between two that are prefilled in full, too.
+    """
+
+    shape: ModelShape
+    requests: int = 1000
+    chunks: int = 200
+    drawn: int = 4
+    chunk_tokens: int = 96
+    question_tokens: int = 16
+    exponent: float = 1.0
+    held: float = 0.25
+    full_every: int = 5
+    ratio: float = 0.15
+    selector: str = "hkvd"
+    check_layers: tuple[int, ...] = (1,)
+    seed: int = 7
+    dtype: torch.dtype = torch.float32
+    device: torch.device = _CPU
+
+    def __post_init__(self) -> None:
+        if self.drawn > self.chunks:
+            raise ConfigError(f"drawn={self.drawn} must be at most chunks={self.chunks}")
+        if not 0 < self.held < 1:
+            raise ConfigError(f"held={self.held} must be between 0 and 1: memory is the smaller")
+        if self.prompt_tokens >= self.shape.max_positions:
+            raise ConfigError(
+                f"prompt_tokens={self.prompt_tokens} must be below {self.shape.max_positions}, "
+                f"the positions of {self.shape.name}"
+            )
+        plan_schedule(self.config, self.shape.layers)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of each prompt."""
+        return self.drawn * self.chunk_tokens + self.question_tokens
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory for the share of the chunks that the host tier holds."""
+        return self.shape.kv_bytes(self.chunk_tokens, self.dtype) * round(self.held * self.chunks)
+
+    @property
+    def config(self) -> BlendConfig:
+        """The blend's."""
+        return blend_config(self.ratio, self.selector, self.check_layers)
+
+
+@dataclass(frozen=True)
+class SteadyRow:
+    """A hundred requests (fewer at the end).
+
+    speedup: median over those that were prefilled in full, too, of full / blend seconds: the two
+    runs of one prompt follow each other, so that a machine whose speed changes changes both.
+    hit_share: share of the chunks that the host tier had; the disk had the others. full_seconds,
+    blend_seconds: medians, of those and of all.
+    """
+
+    requests: int
+    speedup: float
+    hit_share: float
+    full_seconds: float
+    blend_seconds: float
+
+    @classmethod
+    def of(cls, answers: Sequence[_Answer]) -> SteadyRow:
+        """Sum up."""
+        pairs = [(a.full_seconds, a.blend_seconds) for a in answers if a.full_seconds is not None]
+        tiers = [tier for one in answers for tier in one.tiers]
+        return cls(
+            requests=len(answers),
+            speedup=median(full / blend for full, blend in pairs),
+            hit_share=tiers.count("host") / len(tiers),
+            full_seconds=median(full for full, _ in pairs),
+            blend_seconds=median(one.blend_seconds for one in answers),
+        )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    blend_seconds: float
+    full_seconds: float | None
+    tiers: tuple[str, ...]
+
+
+def measure_steady(plan: SteadyPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
+    """Return ``hundreds``, a row for each hundred requests, and the parameters.
+
+    last_over_second: the last hundred's speedup by the second's, None below three hundreds.
+    """
+    advance("building the model")
+    model = plan.shape.build_model(dtype=plan.dtype, device=plan.device)
+    rng = random.Random(plan.seed)
+    chunks = draw_chunks(
+        rng, plan.chunks, plan.chunk_tokens, plan.shape.vocabulary,
+        selector=plan.selector, name="bench",
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder:
+        store = TieredKVStore.open(host_bytes=plan.host_bytes, disk_path=Path(folder))
+        engine = TransformersEngine(
+            model, tokenizer=plan.shape.build_tokenizer(), lead_in=LEAD_IN, store=store
+        )
+        advance(f"precomputing {plan.chunks} chunks")
+        engine.precompute(chunks, progress=False)
+        answers = list(_answers(plan, engine, chunks, rng, advance))
+        stats = store.stats()
+        engine.close()
+    rows = [
+        SteadyRow.of(answers[start : start + HUNDRED]) for start in range(0, len(answers), HUNDRED)
+    ]
+    return {
+        "shape": plan.shape.name,
+        "prompt_tokens": plan.prompt_tokens,
+        "chunks": plan.chunks,
+        "exponent": plan.exponent,
+        "ratio": plan.ratio,
+        "stored_bytes": stats["disk"]["bytes"],
+        "host_bytes": plan.host_bytes,
+        "rejected": stats["host"]["rejected"],
+        "last_over_second": rows[-1].speedup / rows[1].speedup if len(rows) > 2 else None,
+        "hundreds": [asdict(row) for row in rows],
+    }
+
+
+def combinations(plan: SteadyPlan, rng: random.Random) -> Iterator[tuple[int, ...]]:
+    """Draw chunks for one request after the other, by rank; none is drawn again in that order.
+
+    Raises ConfigError when there are hardly any left.
+    """
+    weights = [1 / (rank + 1) ** plan.exponent for rank in range(plan.chunks)]
+    drawn = set[tuple[int, ...]]()
+    for _ in range(plan.requests):
+        for _ in range(1000):
+            found = _draw(rng, weights, plan.drawn)
+            if found not in drawn:
+                break
+        else:
+            raise ConfigError(f"requests={plan.requests} are too many for chunks={plan.chunks}")
+        drawn.add(found)
+        yield found
+
+
+def _draw(rng: random.Random, weights: Sequence[float], count: int) -> tuple[int, ...]:
+    found: dict[int, None] = {}
+    while len(found) < count:
+        found[rng.choices(range(len(weights)), weights)[0]] = None
+    return tuple(found)
+
+
+def _answers(
+    plan: SteadyPlan,
+    engine: TransformersEngine,
+    chunks: Sequence[Chunk],
+    rng: random.Random,
+    advance: Advance,
+) -> Iterator[_Answer]:
+    for number, ranks in enumerate(combinations(plan, rng)):
+        question = draw_words(rng, plan.question_tokens, plan.shape.vocabulary)
+        prompt = BlendPrompt.of(*(chunks[rank] for rank in ranks), question)
+        for _ in range(WARM_UPS if not number else 0):
+            engine.generate_full(prompt, ONE_TOKEN)
+        advance(f"request {number + 1} of {plan.requests}")
+        blended = engine.generate(prompt, ONE_TOKEN, config=plan.config)
+        sampled = number % HUNDRED % plan.full_every == 0
+        full = engine.generate_full(prompt, ONE_TOKEN) if sampled else None
+        yield _Answer(_seconds(blended), None if full is None else _seconds(full), _tiers(blended))
+
+
+def _seconds(answer: Generation) -> float:
+    return answer.report.seconds.time_to_first_token
+
+
+def _tiers(answer: Generation) -> tuple[str, ...]:
+    """Return where each chunk came from; raises CacheBlendError where one was missing."""
+    tiers = [chunk.tier for chunk in answer.report.chunks if chunk.hit]
+    if len(tiers) < len(answer.report.chunks):
+        raise CacheBlendError(f"a chunk was missing: {answer.report.reason or 'it is not stored'}")
+    return tuple(str(tier) for tier in tiers)

@@ -1,0 +1,67 @@
+"""Labels: which model a fingerprint stands for, noted beside the chunk KV stored under it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from cacheblend_rag.config import LeadInConfig
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+FOLDER = "models"
+LONGEST = 1 << 12
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a fingerprint's engine was. model: its public name, no path. dtype: of its weights."""
+
+    model: str
+    dtype: str
+    lead_in: LeadInConfig
+
+
+def put_label(store: Path, engine: Engine) -> None:
+    """Note what an engine's fingerprint stands for; a store that cannot take it goes without."""
+    path = store / FOLDER / f"{engine.fingerprint}.json"
+    label = Label(engine.model_name, engine.dtype or "", engine.lead_in)
+    begun = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
+    try:
+        if path.exists():
+            return
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with os.fdopen(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            json.dump(asdict(label), file)
+        begun.replace(path)
+    except OSError as error:
+        logger.info("%s goes without a label: %s", path.parent, error)
+
+
+def labels_in(store: Path) -> dict[str, Label]:
+    """Return the labels of a folder of chunk KV, by fingerprint; what is none is left out."""
+    found = {}
+    for path in sorted((store / FOLDER).glob("*.json")):
+        try:
+            with path.open() as file:
+                found[path.stem] = _label(json.loads(file.read(LONGEST)))
+        except (OSError, ValueError, ConfigError):
+            logger.info("%s is no label", path)
+    return found
+
+
+def _label(told: Any) -> Label:
+    """Read a label; raises ValueError or ConfigError when it is none."""
+    if not isinstance(told, Mapping) or set(told) != {"model", "dtype", "lead_in"}:
+        raise ValueError("no label")
+    if not (isinstance(told["model"], str) and isinstance(told["dtype"], str)):
+        raise ValueError("no label")
+    return Label(told["model"], told["dtype"], LeadInConfig.from_dict(told["lead_in"]))

@@ -1,0 +1,48 @@
+"""ChunkWriter: new chunk KV on its way into a store, off the thread that drives the model."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
+from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.store import TieredKVStore
+
+MOST_WAITING = 8
+"""Chunks of one job that are computed and not written yet: memory beside the store's."""
+WAIT_SECONDS = 0.001
+
+
+class ChunkWriter:
+    """Writes one job's chunks, in their order, on a thread; all ranks wait for each other's."""
+
+    def __init__(self, stack: DecoderStack, store: TieredKVStore) -> None:
+        self._stack, self._store = stack, store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-put")
+        self._puts: list[Future[bool]] = []
+
+    def put(self, key: KVKey, kv: ChunkKV) -> Steps[None]:
+        """Have a chunk written; yields while too many wait."""
+        self._puts.append(self._thread.submit(self._store.put, key, kv))
+        yield from self._until_waiting(MOST_WAITING - 1)
+
+    def finish(self) -> Steps[int]:
+        """Wait for all of them; returns how many the store took. Raises what ``put`` raises."""
+        yield from self._until_waiting(0)
+        self.close()
+        return sum(put.result() for put in self._puts)
+
+    def close(self) -> None:
+        """Write what was handed over, and take no more; does not wait for it."""
+        self._thread.shutdown(wait=False)
+
+    def _until_waiting(self, most: int) -> Steps[None]:
+        """Yield until no rank has more than so many chunks that are not written."""
+        while True:
+            waiting = [put for put in self._puts if not put.done()]
+            if len(waiting) > most:
+                waiting = list(wait(waiting, WAIT_SECONDS).not_done)
+            if all(on_all_ranks(self._stack, [len(waiting) <= most])):
+                return
+            yield

@@ -1,0 +1,29 @@
+"""Chunk KV cut loose from whatever it was cut from, to be held for long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+
+_SLACK_BYTES = 1 << 16
+"""A chunk read from bytes is views of one buffer, layer by layer, that holds its header besides."""
+
+
+def compact(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
+    """Return ``kv`` on a device, cut loose from any storage larger than the chunk itself."""
+    own = partial(_own, device=device, chunk_nbytes=kv.nbytes)
+    prior = None if kv.prior is None else own(kv.prior)
+    return replace(kv, keys=own(kv.keys), values=own(kv.values), prior=prior)
+
+
+def _own(tensor: Tensor, *, device: torch.device | str, chunk_nbytes: int) -> Tensor:
+    tensor = tensor.detach().to(device)
+    fits = tensor.untyped_storage().nbytes() <= chunk_nbytes + _SLACK_BYTES
+    if fits and tensor[0].is_contiguous():
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)

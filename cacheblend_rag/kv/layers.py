@@ -1,0 +1,378 @@
+"""LayerSource: one prompt's chunk KV, handed out a layer at a time, and read ahead of its use."""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, field
+from typing import Self, cast
+
+from cacheblend_rag.errors import (
+    DamagedChunkError,
+    ForeignChunkError,
+    StoreError,
+    UnsealedChunkError,
+)
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.lookup import StoreMiss
+from cacheblend_rag.kv.reader import ChunkReader, LayerKV
+from cacheblend_rag.kv.shared_chunk import Part, SharedChunk, Submit
+
+PARTS_AT_ONCE = 16
+"""Most parts of one prompt that are read, or wait for a thread, at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What looking a chunk up came to: the chunk, or the reason why there is none.
+
+    failed: name of the tier that could not be read, if that is the reason.
+    """
+
+    chunk: SharedChunk | None
+    reason: StoreMiss | None
+    failed: str | None = None
+
+    @property
+    def head(self) -> ChunkReader | None:
+        """What is known of the chunk before its layers are read."""
+        return None if self.chunk is None else self.chunk.reader
+
+    @property
+    def tier(self) -> str | None:
+        """Name of the tier where it was found, or that could not be read."""
+        return self.failed if self.chunk is None else self.chunk.tier
+
+
+class Room:
+    """Bytes that may be read before they are used, of all prompts on their way."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._left, self._lock = nbytes, threading.Lock()
+
+    def take(self, nbytes: int, *, anyway: bool) -> bool:
+        """Take so much of it; ``anyway``: also where there is less, since it is needed now."""
+        with self._lock:
+            if nbytes > self._left and not anyway:
+                return False
+            self._left -= nbytes
+            return True
+
+    def give(self, nbytes: int) -> None:
+        """Give it back."""
+        with self._lock:
+            self._left += nbytes
+
+
+class BusySeconds:
+    """How long anything at all was under way: what is done side by side counts once."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._under_way, self._since, self._total = 0, 0.0, 0.0
+
+    def watch(self, future: Future[Part] | Future[Found]) -> None:
+        """Count the time until ``future`` is done."""
+        with self._lock:
+            if not self._under_way:
+                self._since = time.perf_counter()
+            self._under_way += 1
+        future.add_done_callback(lambda _: self._end())
+
+    def _end(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if not self._under_way:
+                self._total += time.perf_counter() - self._since
+
+    @property
+    def total(self) -> float:
+        """Seconds so far."""
+        with self._lock:
+            running = time.perf_counter() - self._since if self._under_way else 0.0
+            return self._total + running
+
+
+@dataclass
+class _Place:
+    """One chunk of the prompt. chunk: once it is open, until it is let go of.
+
+    parts: those that are read or being read, by their first layer. taken: room they take up.
+    """
+
+    opened: Future[Found] | None = None
+    is_settled: bool = False
+    chunk: SharedChunk | None = None
+    has_place_ahead: bool = False
+    parts: dict[int, Future[Part]] = field(default_factory=dict)
+    taken: dict[int, int] = field(default_factory=dict)
+
+
+class LayerSource:
+    """The layers of a prompt's chunks: first the heads, in order, by ``take``; then ``layer``.
+
+    All of it is read on the store's threads, begun at once and ahead of its use: heads as far as
+    there are places, layers as far as there is room, which all prompts of a store share; what is
+    asked for next is read in any case. Layers of one number are read before those of the next,
+    from all chunks. Used by one thread at a time. Whoever does not take all of it closes it.
+
+    open: begins to look a chunk up. submit: has a part read. places, room: for all prompts.
+    """
+
+    def __init__(
+        self,
+        keys: Iterable[KVKey],
+        open: Callable[[KVKey], Future[Found]],
+        submit: Submit,
+        places: threading.Semaphore,
+        room: Room,
+    ) -> None:
+        self._keys = list(keys)
+        self._places = [_Place() for _ in self._keys]
+        self._open, self._submit = open, submit
+        self._heads, self._room = places, room
+        self._lock = threading.RLock()
+        self._begun = self._given = self._under_way = 0
+        self._todo: list[tuple[int, int]] = []
+        self._wanted = self._handed = -1
+        self._closed = False
+        self.busy = BusySeconds()
+        self._read_from: dict[str, tuple[BusySeconds, int]] = {}
+        self._open_ahead()
+
+    def __len__(self) -> int:
+        """Chunks whose head is not handed out yet."""
+        return 0 if self._closed else len(self._keys) - self._given
+
+    def wait(self, seconds: float) -> bool:
+        """Wait so long for what comes next: a head, or all chunks' parts of the layer wanted.
+
+        Returns:
+            Whether it is there, or nothing is left.
+        """
+        if self._closed:
+            return True
+        if len(self):
+            self._open_next()
+            return bool(wait([self._opened(self._given)], seconds).done)
+        with self._lock:
+            if self._handed >= self._wanted:
+                return True
+            asked = [place.parts[first] for place, _, first in self._asked(self._wanted)]
+        return not wait(asked, seconds).not_done
+
+    def take(self) -> Found:
+        """Hand out the next chunk's head, once it is read.
+
+        Raises:
+            IndexError: nothing is left.
+        """
+        if not len(self):
+            raise IndexError("all chunks are taken")
+        self._open_next()
+        place, opened = self._places[self._given], self._opened(self._given)
+        self._given += 1
+        found = _found(opened)
+        self._settle(self._given - 1, opened)
+        self._leave_place(place)
+        self._open_ahead()
+        return found
+
+    def keep(self, used: Sequence[bool]) -> None:
+        """Read no more of those chunks, in their order, that are not used."""
+        with self._lock:
+            for place, is_used in zip(self._places, used, strict=True):
+                if not is_used:
+                    self._let_go(place)
+
+    def want(self, layer: int) -> None:
+        """Say which layer is asked for next, so that it is read now, whatever room there is."""
+        with self._lock:
+            self._wanted = layer
+            for place, chunk, first in self._asked(layer):
+                self._begin(place, chunk, first, anyway=True)
+            self._read_ahead()
+
+    def layer(self, layer: int) -> list[LayerKV | StoreError]:
+        """Hand out one layer of all chunks that are used, in their order, once they are read.
+
+        Of a chunk that turns out unreadable, the error stands in its place.
+        """
+        self.want(layer)
+        with self._lock:
+            asked = self._asked(layer)
+        parts = [_part(chunk, place.parts[first], layer) for place, chunk, first in asked]
+        with self._lock:
+            self._handed = layer
+            for place, chunk, first in asked:
+                if layer + 1 == chunk.last_of(first):
+                    self._give_back(place, first)
+            self._read_ahead()
+        return parts
+
+    def measured(self) -> dict[str, tuple[int, float]]:
+        """Return how many bytes were read of each tier, and in how many seconds; memory is none."""
+        with self._lock:
+            return {tier: (nbytes, busy.total) for tier, (busy, nbytes) in self._read_from.items()}
+
+    def rewind(self) -> None:
+        """Begin with the first layer again."""
+        with self._lock:
+            self._wanted = self._handed = -1
+            for index, place in enumerate(self._places):
+                for first in list(place.parts):
+                    self._give_back(place, first)
+                if place.chunk is not None:
+                    self._queue(index, place.chunk, 0)
+            self._todo = sorted(set(self._todo))
+            self._read_ahead()
+
+    def close(self) -> None:
+        """Give up what is not handed out: what has begun is read to its end and dropped."""
+        with self._lock:
+            self._closed = True
+            for place in self._places:
+                if place.opened is not None:
+                    place.opened.cancel()
+                self._leave_place(place)
+                self._let_go(place)
+                place.opened = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _opened(self, index: int) -> Future[Found]:
+        return cast("Future[Found]", self._places[index].opened)
+
+    def _open_ahead(self) -> None:
+        while self._begun < len(self._keys) and self._heads.acquire(blocking=False):
+            self._begin_open(ahead=True)
+
+    def _open_next(self) -> None:
+        """Look ahead; where others take all places, at least for what is to be handed out next."""
+        self._open_ahead()
+        if self._begun == self._given:
+            self._begin_open(ahead=False)
+
+    def _begin_open(self, *, ahead: bool) -> None:
+        index, self._begun = self._begun, self._begun + 1
+        place = self._places[index]
+        place.has_place_ahead = ahead
+        place.opened = self._open(self._keys[index])
+        self.busy.watch(place.opened)
+        place.opened.add_done_callback(lambda opened: self._settle(index, opened))
+
+    def _settle(self, index: int, opened: Future[Found]) -> None:
+        """Begin to read a chunk's layers, once it is open; by whoever is first to notice."""
+        place, found = self._places[index], _found(opened)
+        with self._lock:
+            if place.is_settled or self._closed:
+                return
+            place.is_settled, place.chunk = True, found.chunk
+            if found.chunk is not None:
+                found.chunk.join()
+                self._queue(index, found.chunk, 0)
+            self._read_ahead()
+
+    def _leave_place(self, place: _Place) -> None:
+        """Make a place for another head, once this one is not held any more."""
+        if place.has_place_ahead and place.opened is not None:
+            place.has_place_ahead = False
+            place.opened.add_done_callback(lambda _: self._heads.release())
+
+    def _asked(self, layer: int) -> list[tuple[_Place, SharedChunk, int]]:
+        """Return the chunks that are used, and the first layer of each one's part with a layer."""
+        return [
+            (place, place.chunk, place.chunk.first_of(layer))
+            for place in self._places
+            if place.chunk is not None
+        ]
+
+    def _queue(self, index: int, chunk: SharedChunk, first: int) -> None:
+        if first < chunk.reader.layers:
+            heapq.heappush(self._todo, (first, index))
+
+    def _read_ahead(self) -> None:
+        """Begin to read the next parts, as far as there is room; under the lock.
+
+        Not all at once, so that those of the first layers are not behind others in the queue; and
+        until all heads are known, first parts only.
+        """
+        most = sum(place.is_settled for place in self._places) == len(self._places)
+        while self._todo and self._under_way < PARTS_AT_ONCE and (most or not self._todo[0][0]):
+            first, index = heapq.heappop(self._todo)
+            place = self._places[index]
+            if (chunk := place.chunk) is None:
+                continue
+            is_past = chunk.last_of(first) <= max(self._handed + 1, self._wanted)
+            if not is_past and not self._begin(place, chunk, first, anyway=False):
+                self._queue(index, chunk, first)
+                return
+            self._queue(index, chunk, chunk.last_of(first))
+
+    def _begin(self, place: _Place, chunk: SharedChunk, first: int, *, anyway: bool) -> bool:
+        """Begin to read a part; returns whether there is room for it."""
+        if first in place.parts:
+            return True
+        nbytes = chunk.part_bytes(first)
+        if not self._room.take(nbytes, anyway=anyway):
+            return False
+        place.taken[first] = nbytes
+        place.parts[first] = future = chunk.begin(first, self._submit)
+        if not future.done():
+            self._under_way += 1
+            self.busy.watch(future)
+            busy, before = self._read_from.get(chunk.tier, (BusySeconds(), 0))
+            self._read_from[chunk.tier] = (busy, before + nbytes)
+            busy.watch(future)
+            future.add_done_callback(lambda _: self._is_read())
+        return True
+
+    def _is_read(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if not self._closed:
+                self._read_ahead()
+
+    def _give_back(self, place: _Place, first: int) -> None:
+        """Let go of a part; its room is free once it is read, at last."""
+        future, nbytes = place.parts.pop(first), place.taken.pop(first)
+        future.add_done_callback(lambda _: self._room.give(nbytes))
+
+    def _let_go(self, place: _Place) -> None:
+        chunk, place.chunk = place.chunk, None
+        if chunk is not None:
+            for first in list(place.parts):
+                self._give_back(place, first)
+            chunk.leave()
+
+
+def _found(opened: Future[Found]) -> Found:
+    try:
+        return opened.result()
+    except CancelledError:  # the store was closed meanwhile
+        return Found(None, "store error")
+
+
+def _part(chunk: SharedChunk, future: Future[Part], layer: int) -> LayerKV | StoreError:
+    try:
+        return future.result().layer(layer)
+    except CancelledError:  # the store was closed meanwhile
+        return StoreError("the store was closed")
+    except StoreError as error:
+        return chunk.failure or error
+
+
+def miss_of(error: StoreError) -> StoreMiss:
+    """Say in a word why a chunk could not be had."""
+    if isinstance(error, UnsealedChunkError):
+        return "unsealed"
+    if isinstance(error, ForeignChunkError):
+        return "other model"
+    return "damaged" if isinstance(error, DamagedChunkError) else "store error"

@@ -1,0 +1,121 @@
+"""Precision: chunk KV in eight bits a number, rounded once, when it is stored.
+
+``fp8`` is e4m3 with a scale a head, keys and values apart. ``int8`` has a scale a channel for keys,
+whose channels differ in size alike in all tokens, and a scale a token for values (Source: KIVI,
+arXiv 2402.02750). All scales are powers of two. So what is rounded is exact in the model's own
+type, and rounding it again changes nothing: a chunk has the same numbers whichever tier it comes
+from, and however often it has moved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.config import Precision
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+
+CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_LARGEST = {"fp8": 448.0, "int8": 127.0}
+_LEAST_EXPONENT, _MOST_EXPONENT = -120, 126
+_HEADROOM = 15 / 16
+"""Of a type's largest number: what is above is cut off, since rounding up would be infinite."""
+
+
+def rounded(kv: ChunkKV, precision: Precision) -> ChunkKV:
+    """Return a chunk KV of which every number is one that ``precision`` can store."""
+    if precision in (kv.precision, "native"):
+        return kv
+    keys, values = torch.empty_like(kv.keys), torch.empty_like(kv.values)
+    for layer, (own_keys, own_values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+        codes, exponents = pack(own_keys, own_values, precision)
+        keys[layer], values[layer] = unpack(codes, exponents, precision, kv.keys.dtype)
+    return replace(kv, keys=keys, values=values, precision=precision)
+
+
+def pack(keys: Tensor, values: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
+    """Return codes and exponents of one layer.
+
+    Args:
+        keys: (kv_heads, tokens, head_dim), as all of values.
+        values: of the same type.
+        precision: one of those that have codes.
+
+    Returns:
+        Codes (2, kv_heads, tokens, head_dim), and the exponents of their scales, (scales,) int8, of
+        keys before those of values.
+    """
+    kv = torch.stack((keys, values)).float()
+    most = torch.finfo(keys.dtype).max * _HEADROOM
+    kv = kv.clamp(-most, most)
+    exponents = [_exponents(part, axes, precision) for part, axes in _parts(kv, precision)]
+    scaled = torch.stack([torch.ldexp(part, -own) for part, own in zip(kv, exponents, strict=True)])
+    if precision == "int8":
+        scaled = scaled.round()
+    codes = scaled.to(CODES[precision])
+    return codes, torch.cat([own.flatten() for own in exponents]).to(torch.int8)
+
+
+def unpack(
+    codes: Tensor, exponents: Tensor, precision: Precision, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return keys and values, each (kv_heads, tokens, head_dim), of what ``pack`` returned."""
+    of_keys, of_values = _shapes(codes.shape, precision)
+    split = of_keys.numel()
+    own = exponents[:split].view(of_keys), exponents[split:].view(of_values)
+    # Exact whatever it is computed in, but that float16 has no scale so small.
+    working = torch.float32 if dtype == torch.float16 else dtype
+    numbers = _numbers(codes, precision).to(working)
+    keys, values = (
+        part.mul_(torch.ldexp(torch.ones_like(exponent, dtype=working), exponent.int())).to(dtype)
+        for part, exponent in zip(numbers, own, strict=True)
+    )
+    return keys, values
+
+
+def _numbers(codes: Tensor, precision: Precision) -> Tensor:
+    """Return what codes stand for, without their scales, as numbers of any type that has them all.
+
+    PyTorch converts e4m3 one number after the other. Its exponent and mantissa are bits of a
+    bfloat16, which counts its exponents from 120 further down.
+    """
+    if precision == "int8":
+        return codes
+    bits = codes.view(torch.uint8).to(torch.int16)
+    sign = bits.bitwise_and(0x80).bitwise_left_shift_(8)
+    return (
+        bits.bitwise_and_(0x7F)
+        .bitwise_left_shift_(4)
+        .bitwise_or_(sign)
+        .view(torch.bfloat16)
+        .mul_(2.0**120)
+    )
+
+
+def scales(kv_heads: int, tokens: int, head_dim: int, precision: Precision) -> int:
+    """Return how many scales a layer has."""
+    shapes = _shapes(torch.Size((2, kv_heads, tokens, head_dim)), precision)
+    return sum(shape.numel() for shape in shapes)
+
+
+def _shapes(codes: torch.Size, precision: Precision) -> tuple[torch.Size, torch.Size]:
+    _, kv_heads, tokens, head_dim = codes
+    if precision == "fp8":
+        return torch.Size((kv_heads, 1, 1)), torch.Size((kv_heads, 1, 1))
+    return torch.Size((kv_heads, 1, head_dim)), torch.Size((kv_heads, tokens, 1))
+
+
+def _parts(kv: Tensor, precision: Precision) -> list[tuple[Tensor, tuple[int, ...]]]:
+    """Return keys and values, each with the axes along which a scale holds."""
+    axes = ((1, 2), (1, 2)) if precision == "fp8" else ((1,), (2,))
+    return list(zip(kv, axes, strict=True))
+
+
+def _exponents(part: Tensor, axes: tuple[int, ...], precision: Precision) -> Tensor:
+    """Return the least exponents whose scales bring every number within reach."""
+    most = part.abs().amax(axes, keepdim=True) / _LARGEST[precision]
+    mantissa, exponent = torch.frexp(most)
+    exponent = exponent - (mantissa == 0.5).int()
+    return exponent.clamp(_LEAST_EXPONENT, _MOST_EXPONENT)

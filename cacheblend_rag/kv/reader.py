@@ -1,0 +1,148 @@
+"""ChunkReader: a stored chunk whose head is known, and whose layers are read when asked for."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.config import Precision
+from cacheblend_rag.errors import DamagedChunkError
+from cacheblend_rag.kv import codec
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.seal import CHECKSUM, Seal
+
+LayerKV = tuple[Tensor, Tensor]
+"""One layer's keys and values, each (kv_heads, tokens, head_dim)."""
+
+
+class ChunkReader(ABC):
+    """One chunk as it stands in a tier. Safe to share between threads.
+
+    shape: of keys and of values, (layers, kv_heads, tokens, head_dim). position, prior, precision:
+    see ChunkKV. written_at: when it was first stored. part: layers that are worth a read together.
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    position: int
+    prior: Tensor | None
+    precision: Precision
+    written_at: float
+    part: int
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.shape[0]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes that reading one layer takes; 0 where it is in memory already."""
+        _, kv_heads, tokens, head_dim = self.shape
+        return 2 * kv_heads * tokens * head_dim * self.dtype.itemsize
+
+    @abstractmethod
+    def read(self, first: int, last: int) -> list[LayerKV]:
+        """Read and check layers ``first`` to ``last - 1``; raises as a tier's ``_load`` does."""
+
+    def assembled(self, layers: Sequence[LayerKV]) -> ChunkKV:
+        """Return the chunk of all its layers, which are copied side by side."""
+        kv = torch.stack([torch.stack(layer) for layer in layers])
+        return ChunkKV(kv[:, 0], kv[:, 1], self.position, self.prior, self.precision)
+
+
+class WholeReader(ChunkReader):
+    """A chunk that is in memory."""
+
+    def __init__(self, kv: ChunkKV, written_at: float) -> None:
+        layers, kv_heads, tokens, head_dim = kv.keys.shape
+        self.kv, self.written_at = kv, written_at
+        self.shape, self.part = (layers, kv_heads, tokens, head_dim), layers
+        self.dtype, self.position, self.prior = kv.keys.dtype, kv.position, kv.prior
+        self.precision = kv.precision
+
+    @property
+    def layer_bytes(self) -> int:
+        """Nothing is read."""
+        return 0
+
+    def read(self, first: int, last: int) -> list[LayerKV]:
+        """Return views of layers ``first`` to ``last - 1``."""
+        return [(self.kv.keys[layer], self.kv.values[layer]) for layer in range(first, last)]
+
+    def assembled(self, layers: Sequence[LayerKV]) -> ChunkKV:
+        """Return the chunk, which is whole already."""
+        return self.kv
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBytes:
+    """Bytes that were read of an object: all of them or a range.
+
+    raw: (bytes,) uint8, in memory of its own. total: bytes of the whole object. written_at: when
+    the chunk was first stored, a Unix time.
+    """
+
+    raw: Tensor
+    total: int
+    written_at: float
+
+
+ReadRange = Callable[[int, int], StoredBytes | None]
+"""Reads an object's bytes from start to end, or to its own end if that is first; None: gone."""
+
+
+class RangeReader(ChunkReader):
+    """A chunk in a tier of bytes: each layer is one range of them."""
+
+    def __init__(self, head: codec.Head, read_range: ReadRange, written_at: float, least: int):
+        self._head, self._read_range, self.written_at = head, read_range, written_at
+        self.shape = (head.layers, head.kv_heads, head.tokens, head.head_dim)
+        self.dtype, self.position, self.prior = head.dtype, head.position, head.prior
+        self.precision = head.precision
+        self.part = min(max(1, least // head.layer_bytes), head.layers)
+
+    def read(self, first: int, last: int) -> list[LayerKV]:
+        """Read the layers as one range; raises OSError when the object is another by now, too."""
+        raw = _part_of(
+            self._read_range, *self._head.span(first, last), self._head.nbytes, self.written_at
+        )
+        size = self._head.layer_bytes
+        return [
+            self._head.layer(first + index, raw[index * size : (index + 1) * size])
+            for index in range(last - first)
+        ]
+
+
+def open_ranges(
+    key: KVKey, start: StoredBytes, read_range: ReadRange, *, least: int, seal: Seal = CHECKSUM
+) -> ChunkReader:
+    """Open an object that is read by ranges.
+
+    start: its first bytes, ``codec.HEAD_BYTES`` at least, or all it has. least: bytes that are
+    worth a read of their own. Raises as ``codec.decode``, and what ``read_range`` raises.
+    """
+    first, total, written_at = start.raw, start.total, start.written_at
+
+    def read(begin: int, end: int) -> Tensor:
+        if end <= first.numel():
+            return first[begin:end]
+        return _part_of(read_range, begin, end, total, written_at)
+
+    if first.numel() < total and (head := codec.read_head(read, total, key, seal)):
+        return RangeReader(head, read_range, written_at, least)
+    if not total:
+        raise DamagedChunkError("empty")
+    return WholeReader(codec.decode_raw(read(0, total), key, seal), written_at)
+
+
+def _part_of(read_range: ReadRange, begin: int, end: int, total: int, written_at: float) -> Tensor:
+    """Read bytes of an object that began so; raises OSError when it is not the same any more."""
+    found = read_range(begin, end)
+    if found is None or (found.total, found.written_at) != (total, written_at):
+        raise OSError("the object was removed or replaced while it was read")
+    return found.raw

@@ -1,0 +1,143 @@
+"""SharedChunk: a stored chunk while it is being read, by as many prompts as want it at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from weakref import WeakValueDictionary
+
+from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.reader import ChunkReader, LayerKV
+
+Submit = Callable[[Callable[[], "Part"]], "Future[Part]"]
+"""Has work done on a thread of the store's."""
+
+
+class Part:
+    """Some layers of a chunk that were read together, ``first`` the first of them."""
+
+    def __init__(self, first: int, layers: list[LayerKV]) -> None:
+        self.first, self.layers = first, layers
+
+    def layer(self, index: int) -> LayerKV:
+        """Return one layer of the chunk."""
+        return self.layers[index - self.first]
+
+
+class SharedChunk:
+    """A chunk, each part of which is read once while anybody holds on to it.
+
+    reader: its head. tier: where it was found. read: reads layers first to last - 1; raises
+    StoreError. keep: is handed the whole chunk once all of it was read, on the store's threads;
+    without it nothing is held on to but what prompts hold. failure: why it could not be read.
+    """
+
+    def __init__(
+        self,
+        reader: ChunkReader,
+        tier: str,
+        read: Callable[[int, int], list[LayerKV]],
+        keep: Callable[[ChunkKV], None] | None = None,
+    ) -> None:
+        self.reader, self.tier = reader, tier
+        self._read, self._keep = read, keep
+        self._lock = threading.RLock()  # what is cancelled under it ends under it
+        self._users = 0
+        self._under_way: dict[int, Future[Part]] = {}
+        self._held: WeakValueDictionary[int, Part] = WeakValueDictionary()
+        self._kept: dict[int, Part] = {}
+        self._whole: ChunkKV | None = None
+        self.failure: StoreError | None = None
+
+    def first_of(self, layer: int) -> int:
+        """Return the first layer of the part that a layer is in."""
+        return layer - layer % self.reader.part
+
+    def last_of(self, first: int) -> int:
+        """Return the layer behind the part that begins with ``first``."""
+        return min(first + self.reader.part, self.reader.layers)
+
+    def part_bytes(self, first: int) -> int:
+        """Return what reading a part takes, in bytes."""
+        return (self.last_of(first) - first) * self.reader.layer_bytes
+
+    def join(self) -> None:
+        """Be one of those who read it, until ``leave``."""
+        with self._lock:
+            self._users += 1
+
+    def leave(self) -> None:
+        """Read no more of it; when nobody does, what has not begun is not read."""
+        with self._lock:
+            self._users -= 1
+            for future in [] if self._users else list(self._under_way.values()):
+                future.cancel()
+
+    def begin(self, first: int, submit: Submit) -> Future[Part]:
+        """Begin to read a part, unless it is there or somebody else is reading it."""
+        with self._lock:
+            if (there := self._there(first)) is not None:
+                return _done(there)
+            if first in self._under_way:
+                return self._under_way[first]
+            future = submit(lambda: self._read_part(first))
+            self._under_way[first] = future
+        future.add_done_callback(lambda _: self._end(first))
+        return future
+
+    def _there(self, first: int) -> Part | None:
+        """Return a part that needs no reading."""
+        last = self.last_of(first)
+        if self._whole is not None:
+            kv = self._whole
+            return Part(first, [(kv.keys[i], kv.values[i]) for i in range(first, last)])
+        if not self.reader.layer_bytes:
+            return Part(first, self.reader.read(first, last))
+        return self._kept.get(first) or self._held.get(first)
+
+    def _read_part(self, first: int) -> Part:
+        if self.failure is not None:  # set aside by now: no use in asking for it
+            raise self.failure
+        try:
+            part = Part(first, self._read(first, self.last_of(first)))
+        except StoreError as error:
+            self._fail(error)
+            raise
+        with self._lock:
+            self._held[first] = part
+            if self._keep is None:
+                return part
+            self._kept[first] = part
+            if sum(len(kept.layers) for kept in self._kept.values()) < self.reader.layers:
+                return part
+            keep, self._keep = self._keep, None
+        keep(self._assembled())
+        return part
+
+    def _fail(self, error: StoreError) -> None:
+        """Note why it cannot be read: damage rather than that it was then gone for other parts."""
+        with self._lock:
+            is_cause = isinstance(error, DamagedChunkError | ForeignChunkError)
+            if self.failure is None or is_cause:
+                self.failure = error
+
+    def _assembled(self) -> ChunkKV:
+        """Put all parts together, to be read from there from now on."""
+        parts = [self._kept[first] for first in sorted(self._kept)]
+        whole = self.reader.assembled([layer for part in parts for layer in part.layers])
+        with self._lock:
+            self._whole = whole
+            self._kept.clear()
+        return whole
+
+    def _end(self, first: int) -> None:
+        with self._lock:
+            self._under_way.pop(first, None)
+
+
+def _done(part: Part) -> Future[Part]:
+    future: Future[Part] = Future()
+    future.set_result(part)
+    return future

@@ -1,0 +1,259 @@
+"""Chunk KV in an object store: S3 and what speaks like it, Google's, Azure's, a folder, memory.
+
+One object a chunk, ``<aa>/<key>.safetensors`` behind the prefix, where aa are the chunk id's first
+hex digits; ``quarantine/`` for unusable ones. When a chunk was first stored is in its object's
+metadata. An object store knows no last use: each process knows its own.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
+from threading import RLock
+from typing import Any, ClassVar
+
+from cacheblend_rag.errors import MissingExtraError, StoreError
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.reader import StoredBytes
+from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
+from cacheblend_rag.kv.tiers.base import Entry, Usage
+from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, check_size, tensor_of
+from cacheblend_rag.kv.tiers.policy import TierPolicy
+
+SUFFIX = ".safetensors"
+QUARANTINE = "quarantine/"
+WRITTEN_AT = "written-at"
+TIMEOUT_SECONDS = 30.0
+RETRIES = 1
+"""Of a request that is answered by "slow down" or broken off; then others are asked."""
+REMEMBERED = 1 << 16
+"""Chunks of which this process knows when it used them."""
+LISTED_SECONDS = 60.0
+"""Age at which a list of what is stored is made anew, for others write here, too."""
+
+
+class ObjectTier(BytesTier):
+    """Chunk KV in an object store; what is asked for least goes first, where there is a capacity.
+
+    A bounded tier goes by a list of what is stored, a minute old at most: several processes may
+    each pass the capacity by what they write meanwhile.
+
+    store: of obstore. keeps_metadata: whether objects can have some; without, a chunk counts as
+    written when its object was.
+    """
+
+    fails_whole: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        store: Any,
+        capacity_bytes: int | None = None,
+        *,
+        keeps_metadata: bool = True,
+        name: str = "object",
+        policy: TierPolicy | None = None,
+    ) -> None:
+        super().__init__(name, capacity_bytes, policy=policy)
+        self._store, self._keeps_metadata = store, keeps_metadata
+        self._times: OrderedDict[KVKey, tuple[float, float]] = OrderedDict()
+        self._sizes: dict[KVKey, int] = {}
+        self._listed_at = -LISTED_SECONDS
+        self._lock = RLock()
+
+    def entries(self) -> Iterator[tuple[KVKey, Entry]]:
+        """Go through all objects; their times are those of writing, where a list tells no more."""
+        with _failures():
+            for page in self._store.list():
+                for meta in page:
+                    if key := _key(meta["path"]):
+                        yield key, self._known(key, meta, {})
+
+    def usage(self) -> Usage:
+        """Count what all processes stored; raises OSError."""
+        sizes = [entry.nbytes for _, entry in self.entries()]
+        return Usage(len(sizes), sum(sizes))
+
+    def _entry(self, key: KVKey) -> Entry | None:
+        with _failures():
+            try:
+                found = self._store.get(_path(key), options={"head": True})
+            except FileNotFoundError:
+                return None
+            return self._known(key, found.meta, found.attributes)
+
+    def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
+        options: dict[str, Any] = {}
+        if end is not None:
+            if end <= start:
+                return self._empty(key)
+            options["range"] = (start, end)
+        elif start:
+            options["range"] = {"offset": start}
+        with _failures():
+            try:
+                found = self._store.get(_path(key), options=options)
+            except FileNotFoundError as error:
+                _check_bucket(error)
+                return None
+            entry = self._known(key, found.meta, found.attributes)
+            check_size(found.range[1] - found.range[0])
+            return StoredBytes(tensor_of(found.bytes()), entry.nbytes, entry.written_at)
+
+    def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
+        self._note(key, found.written_at, time.time())
+
+    def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
+        attributes = {WRITTEN_AT: repr(written_at)} if self._keeps_metadata else None
+        # One after the other in a bounded tier: two must not fill the room made for one.
+        with _failures(), nullcontext() if self.capacity_bytes is None else self._lock:
+            self._make_room(key, nbytes)
+            self._store.put(_path(key), list(parts), attributes=attributes, use_multipart=False)
+            self._note(key, written_at, time.time())
+            self._sizes[key] = nbytes
+
+    def _drop(self, key: KVKey) -> bool:
+        with _failures():
+            is_there = self._entry(key) is not None
+            if is_there:
+                with suppress(FileNotFoundError):
+                    self._store.delete(_path(key))
+        self._forget(key)
+        return is_there
+
+    def _set_aside(self, key: KVKey, reason: str) -> None:
+        with _failures(), suppress(FileNotFoundError):
+            self._store.rename(_path(key), f"{QUARANTINE}{key}.{time.time_ns()}")
+        self._forget(key)
+
+    def _empty(self, key: KVKey) -> StoredBytes | None:
+        entry = self._entry(key)
+        return (
+            None if entry is None else StoredBytes(tensor_of(b""), entry.nbytes, entry.written_at)
+        )
+
+    def _known(self, key: KVKey, meta: Mapping[str, Any], attributes: Mapping[str, str]) -> Entry:
+        """Return what is known of an object: by its metadata, by this process, by the list."""
+        noted = self._times.get(key)
+        written_at = _number(attributes.get(WRITTEN_AT)) or (noted and noted[0])
+        written_at = written_at or meta["last_modified"].timestamp()
+        return Entry(meta["size"], written_at, noted[1] if noted else written_at)
+
+    def _note(self, key: KVKey, written_at: float, used_at: float) -> None:
+        """Remember a chunk's times, of a bounded number of chunks."""
+        with self._lock:
+            self._times[key] = (written_at, used_at)
+            self._times.move_to_end(key)
+            while len(self._times) > REMEMBERED:
+                self._times.popitem(last=False)
+
+    def _forget(self, key: KVKey) -> None:
+        with self._lock:
+            self._times.pop(key, None)
+            self._sizes.pop(key, None)
+
+    def _make_room(self, key: KVKey, nbytes: int) -> None:
+        """Evict until ``nbytes`` fit in place of ``key``; refuses before evicting in vain."""
+        if self.capacity_bytes is None:
+            return
+        entries = self._listed(key, nbytes)
+        if entries is None:
+            return
+        excess = self._held(key) + nbytes - self.capacity_bytes
+        order = self._oldest_first(key, entries)
+        for victim in self._let_go(key, order, excess=excess, held=len(entries)):
+            self._drop(victim)
+
+    def _listed(self, key: KVKey, nbytes: int) -> dict[KVKey, Entry] | None:
+        """Return what is stored, listed anew, where a chunk does not fit or the list is old."""
+        fits = self._held(key) + nbytes <= (self.capacity_bytes or 0)
+        if fits and time.monotonic() - self._listed_at < LISTED_SECONDS:
+            return None
+        if not fits and key not in self._sizes and self._admission.would_reject(key):
+            raise RejectedError("another chunk seen as often was turned away just now")
+        entries = dict(self.entries())
+        self._sizes = {other: entry.nbytes for other, entry in entries.items()}
+        self._listed_at = time.monotonic()
+        return entries
+
+    def _held(self, key: KVKey) -> int:
+        """Return the bytes of all chunks but one, as far as known."""
+        return sum(self._sizes.values()) - self._sizes.get(key, 0)
+
+    def _oldest_first(self, key: KVKey, entries: Mapping[KVKey, Entry]) -> list[Resident]:
+        order = sorted(entries.items(), key=lambda item: item[1].used_at)
+        return [
+            Resident(other, entry.nbytes)
+            for other, entry in order
+            if other != key and other not in self._pinned
+        ]
+
+
+def open_store(url: str, *, timeout_seconds: float | None = None, **options: Any) -> Any:
+    """Return obstore's store for a URL; its credentials come from the environment.
+
+    Raises MissingExtraError without the library, StoreError when it knows no such store.
+    """
+    try:
+        from obstore.exceptions import BaseError
+        from obstore.store import from_url
+    except ImportError as error:
+        raise MissingExtraError("an object store", "object-store") from error
+    seconds = timedelta(seconds=timeout_seconds or TIMEOUT_SECONDS)
+    if url.startswith(("file:", "memory:")):
+        return from_url(url, **({"mkdir": True} if url.startswith("file:") else {}))
+    is_plain = str(options.get("endpoint", "")).startswith("http://")
+    try:
+        return from_url(
+            url,
+            client_options={"timeout": seconds, "connect_timeout": seconds, "allow_http": is_plain},
+            retry_config={"max_retries": RETRIES, "retry_timeout": 2 * seconds},
+            **options,
+        )
+    except BaseError as error:
+        raise StoreError(f"{url}: {_line(error)}") from error
+
+
+@contextmanager
+def _failures() -> Iterator[None]:
+    """Raise what obstore says as OSError."""
+    from obstore.exceptions import BaseError
+
+    try:
+        yield
+    except BaseError as error:
+        raise OSError(_line(error)) from error
+
+
+def _check_bucket(error: FileNotFoundError) -> None:
+    """Tell a bucket that is not there from an object that is not."""
+    if "NoSuchBucket" in str(error):
+        raise OSError("there is no such bucket") from error
+
+
+def _line(error: BaseException) -> str:
+    """Return what an error says, without what is meant for obstore's makers."""
+    return " ".join(str(error).partition("\n\n")[0].split())
+
+
+def _path(key: KVKey) -> str:
+    return f"{key.chunk_id[:2]}/{key}{SUFFIX}"
+
+
+def _key(path: str) -> KVKey | None:
+    stem, is_chunk, _ = path.rpartition("/")[2].partition(SUFFIX)
+    if not is_chunk or path.startswith(QUARANTINE):
+        return None
+    try:
+        return KVKey.parse(stem)
+    except ValueError:
+        return None
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return float(text) if text else None
+    except ValueError:
+        return None

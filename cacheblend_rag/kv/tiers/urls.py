@@ -1,0 +1,89 @@
+"""From a tier's URL to the tier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cacheblend_rag.kv.tiers.base import Tier
+from cacheblend_rag.kv.tiers.device import DeviceTier
+from cacheblend_rag.kv.tiers.disk import DiskTier
+from cacheblend_rag.kv.tiers.host import HostTier
+from cacheblend_rag.kv.tiers.object import ObjectTier, open_store
+from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.tiers.redis import PREFIX, RedisTier
+from cacheblend_rag.tier_url import OBJECT_SCHEMES, REDIS_SCHEMES, TierUrl
+
+MEMORY_BYTES = {"device": 1 << 30, "host": 4 << 30}
+"""Capacities of memory where a URL tells none."""
+
+
+def open_tier(url: TierUrl, device: torch.device | str, *, read_only: bool = False) -> Tier:
+    """Return the tier that a URL describes; ``device`` is where the engine computes.
+
+    read_only: whether it is only read; this process' own memory is used as ever.
+
+    Raises MissingExtraError without its library, StoreError when it cannot be opened.
+    """
+    return _OPENERS[url.scheme](url, _policy(url, read_only and url.outlives), device)
+
+
+def _policy(url: TierUrl, read_only: bool) -> TierPolicy:
+    told = url.options
+    is_near = url.scheme in ("device", "host", "disk")
+    return TierPolicy(
+        capacity_bytes=told.get("capacity", MEMORY_BYTES.get(url.scheme)),
+        ttl_seconds=told.get("ttl"),
+        watermark=told.get("watermark", 1.0),
+        write=told.get("write", "through"),
+        promote=told.get("promote", True),
+        admit=told.get("admit", "frequency" if is_near else "always"),
+        timeout_seconds=told.get("timeout"),
+        read_only=read_only,
+    )
+
+
+def _device(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
+    return DeviceTier(device, name=url.name, policy=policy)
+
+
+def _host(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
+    return HostTier(name=url.name, policy=policy)
+
+
+def _disk(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
+    return DiskTier(url.path, fsync=url.options.get("fsync", False), name=url.name, policy=policy)
+
+
+def _redis(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
+    is_socket = url.scheme == "unix"
+    database = url.options.get("db") or ("" if is_socket else url.path.strip("/"))
+    return RedisTier(
+        host=url.host,
+        port=url.port or 6379,
+        db=int(database or 0),
+        path=url.path if is_socket else None,
+        tls=url.scheme == "rediss",
+        user=url.user,
+        password=url.password,
+        prefix=url.options.get("prefix", PREFIX),
+        name=url.name,
+        policy=policy,
+    )
+
+
+def _object(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier:
+    told = {name: url.options[name] for name in ("endpoint", "region") if name in url.options}
+    bare = f"{url.scheme}://{url.host}{url.path}"
+    store = open_store(bare, timeout_seconds=policy.timeout_seconds, **told)
+    return ObjectTier(store, keeps_metadata=url.scheme != "file", name=url.name, policy=policy)
+
+
+_OPENERS: dict[str, Callable[[TierUrl, TierPolicy, torch.device | str], Tier]] = {
+    "device": _device,
+    "host": _host,
+    "disk": _disk,
+    **dict.fromkeys(REDIS_SCHEMES, _redis),
+    **dict.fromkeys(OBJECT_SCHEMES, _object),
+}

@@ -1,0 +1,183 @@
+"""Planning a store: what a model's chunk KV takes, where it fits, and what is fast enough.
+
+Arithmetic over a model's config and the sizes, bandwidths and latencies that are given: nothing is
+measured here, and no weights are loaded. A first token is taken to wait for all of a prompt's chunk
+KV and then for the computing that is given; loads that hide behind computing make it shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from cacheblend_rag.config import Precision
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv.precision import scales
+from cacheblend_rag.quantities import read_bytes, read_seconds
+from cacheblend_rag.rag.estimating import BYTES_AROUND_CHUNK
+from cacheblend_rag.rag.model_config import BYTES_OF_PRIOR, served_dtype, text_config
+
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What decides the size of a model's chunk KV. itemsize: bytes of a value as computed."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, model: str, dtype: str, device: str | None) -> KVShape:
+        """Return a model's, by its config; raises ModelLoadError when there is none."""
+        config = text_config(model)
+        heads = config.num_attention_heads
+        return cls(
+            layers=int(config.num_hidden_layers),
+            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
+            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
+            itemsize=served_dtype(config, dtype, device).itemsize,
+        )
+
+    def chunk_bytes(self, precision: Precision, tokens: int) -> int:
+        """Return the bytes of a stored chunk, its prior, scales and header included."""
+        values = 2 * self.layers * self.kv_heads * self.head_dim * tokens
+        around = tokens * BYTES_OF_PRIOR + BYTES_AROUND_CHUNK
+        if precision == "native":
+            return values * self.itemsize + around
+        return (
+            values + self.layers * scales(self.kv_heads, tokens, self.head_dim, precision) + around
+        )
+
+
+@dataclass(frozen=True)
+class PlannedTier:
+    """A place for chunk KV, as it is told. bandwidth: bytes a second. latency: seconds a prompt."""
+
+    name: str
+    capacity_bytes: int
+    bandwidth: int
+    latency: float = 0.0
+
+    @classmethod
+    def parse(cls, text: str) -> PlannedTier:
+        """Read ``disk=1TiB,2GiB,0.001``: name, capacity, bytes a second, seconds of latency.
+
+        Raises ConfigError when it is something else.
+        """
+        name, _, rest = text.partition("=")
+        told = [part.strip().removesuffix("/s") for part in rest.split(",")]
+        if not name or len(told) not in (2, 3) or not all(told):
+            raise ConfigError(
+                f"--tier {text!r:.100} must be NAME=CAPACITY,BANDWIDTH[,LATENCY], such as "
+                "disk=1TiB,2GiB/s,0.001"
+            )
+        capacity = read_bytes(f"--tier {name}: capacity", told[0]) or 0
+        bandwidth = read_bytes(f"--tier {name}: bandwidth", told[1]) or 0
+        if not bandwidth:
+            raise ConfigError(f"--tier {name}: bandwidth must be above 0")
+        latency = read_seconds(f"--tier {name}: latency", told[2]) if len(told) == 3 else 0.0
+        return cls(name, capacity, bandwidth, latency or 0.0)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is to be stored and asked.
+
+    corpus_tokens: of all chunks. prompt_tokens: of a prompt's chunks. compute_seconds: to the first
+    token beside loading. ttft_seconds: what it may take in all, None without a target.
+    Raises ConfigError when a number is too small.
+    """
+
+    corpus_tokens: int
+    chunk_tokens: int = 512
+    prompt_tokens: int = 4096
+    compute_seconds: float = 0.0
+    ttft_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("corpus_tokens", "chunk_tokens", "prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least 1")
+
+    def chunks(self, tokens: int) -> int:
+        """Return how many chunks hold so many tokens."""
+        return -(-tokens // self.chunk_tokens)
+
+
+@dataclass(frozen=True)
+class TierPlan:
+    """What a tier does for a precision.
+
+    chunks: that fit. share: of the corpus. seconds: to the first token. is_fast: within the target.
+    """
+
+    tier: str
+    chunks: int
+    share: float
+    seconds: float
+    is_fast: bool
+
+    @property
+    def suffices(self) -> bool:
+        """Whether it holds the whole corpus, fast enough."""
+        return self.is_fast and self.share >= 1
+
+
+@dataclass(frozen=True)
+class PrecisionPlan:
+    """What chunk KV of one precision takes. tier: the last one given that suffices, or None."""
+
+    precision: str
+    bytes_per_token: float
+    corpus_bytes: int
+    prompt_bytes: int
+    tiers: tuple[TierPlan, ...]
+    tier: str | None
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """A plan, by precision."""
+
+    shape: KVShape
+    workload: Workload
+    precisions: tuple[PrecisionPlan, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        plain: Mapping[str, Any] = asdict(self)
+        return {**plain["shape"], **plain["workload"], "precisions": [*plain["precisions"]]}
+
+
+def plan_store(shape: KVShape, workload: Workload, tiers: Sequence[PlannedTier]) -> StorePlan:
+    """Return what chunk KV takes in each precision, and which tier does. tiers: fastest first."""
+    plans = tuple(_of_precision(name, shape, workload, tiers) for name in PRECISIONS)
+    return StorePlan(shape, workload, plans)
+
+
+def _of_precision(
+    precision: Precision, shape: KVShape, workload: Workload, tiers: Sequence[PlannedTier]
+) -> PrecisionPlan:
+    chunk = shape.chunk_bytes(precision, workload.chunk_tokens)
+    prompt = chunk * workload.chunks(workload.prompt_tokens)
+    plans = tuple(_of_tier(tier, chunk, prompt, workload) for tier in tiers)
+    return PrecisionPlan(
+        precision,
+        chunk / workload.chunk_tokens,
+        chunk * workload.chunks(workload.corpus_tokens),
+        prompt,
+        plans,
+        next((plan.tier for plan in reversed(plans) if plan.suffices), None),
+    )
+
+
+def _of_tier(tier: PlannedTier, chunk: int, prompt: int, workload: Workload) -> TierPlan:
+    room = tier.capacity_bytes // chunk
+    seconds = tier.latency + prompt / tier.bandwidth + workload.compute_seconds
+    target = workload.ttft_seconds
+    share = min(1.0, room / workload.chunks(workload.corpus_tokens))
+    return TierPlan(tier.name, room, share, seconds, target is None or seconds <= target)

@@ -1,0 +1,68 @@
+"""What a pass is expected to cost, against what it counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.blend import BlendPass, plan_schedule
+from cacheblend_rag.blend.cost import prefill_cost
+from cacheblend_rag.blend.forecast import expected_work
+from cacheblend_rag.blend.selectors import SELECTORS
+from tests.blend.fake_stack import LAYERS, FakeStack, WatchedKV
+from tests.blend.test_passes import CHECKS, PROMPTS, Prompt
+
+
+def spent_and_expected(
+    prompt: Prompt, config: BlendConfig, *, needs_hidden: bool = True, windows: Any = None
+) -> tuple[float, float]:
+    stack = FakeStack(windows or (None, 9, None, 9))
+    schedule = plan_schedule(config, LAYERS)
+    known = prompt.candidates
+    fused = prompt.laid(WatchedKV(stack, prompt.tokens))
+    run = BlendPass(stack, prompt.ids, fused, known, schedule, needs_hidden=needs_hidden)
+    run.run()
+    masks = known.cached.numpy(), known.eligible.numpy()
+    return run.stats.work, expected_work(stack.costs, *masks, schedule, needs_hidden=needs_hidden)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("needs_hidden", [True, False])
+def test_without_a_choice_the_work_is_known(
+    prompt: Prompt, selector: str, needs_hidden: bool
+) -> None:
+    for ratio in (0.0, 1.0):
+        config = BlendConfig(recompute_ratio=ratio, selector=selector)
+        if SELECTORS[selector].fixed_ratio is None:
+            spent, expected = spent_and_expected(prompt, config, needs_hidden=needs_hidden)
+            assert expected == pytest.approx(spent, rel=1e-12)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+@pytest.mark.parametrize("checks", CHECKS, ids=str)
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_what_is_chosen_costs_about_what_was_expected(
+    prompt: Prompt, selector: str, checks: dict[str, Any]
+) -> None:
+    for ratio in (0.2, 0.7):
+        config = BlendConfig(recompute_ratio=ratio, selector=selector, **checks)
+        spent, expected = spent_and_expected(prompt, config)
+        # one token more or less, since so few are rounded, and those that see much or little
+        assert expected == pytest.approx(spent, rel=0.12)
+
+
+def test_recomputing_everything_costs_what_prefill_does() -> None:
+    prompt, costs = Prompt(hits=""), FakeStack().costs
+    schedule = plan_schedule(BlendConfig(recompute_ratio=1.0), LAYERS)
+    masks = prompt.candidates.cached.numpy(), prompt.candidates.eligible.numpy()
+    last = costs[-1]
+    saved = (prompt.tokens - 1) * (last.per_row - last.per_row_probe)
+    pairs = prefill_cost((last,), prompt.tokens) - prompt.tokens * last.per_row
+    attended = last.per_pair * min(prompt.tokens, last.window or prompt.tokens)
+    probed_twice = last.per_row_probe
+    assert expected_work(costs, *masks, schedule) == pytest.approx(
+        prefill_cost(costs, prompt.tokens) - saved - pairs + attended + probed_twice
+    )

@@ -1,0 +1,70 @@
+"""The embedded engine loads or computes by what it has measured, and says which and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag import Chunk, SamplingParams, TieredKVStore
+from cacheblend_rag.kv import DiskTier, codec
+from cacheblend_rag.prefill import controller
+from tests.engines.transformers.conftest import EngineFactory
+from tests.models import prompt_of, words
+
+CHUNKS = [Chunk(words(60, 3)), Chunk(words(50, 4))]
+PROMPT = prompt_of(words(5, 1), *CHUNKS, words(9, 5))
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def _ranges_of_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small a chunk would be read at once, and so short a prefill never be weighed."""
+    monkeypatch.setattr(DiskTier, "whole_bytes", 0)
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1024)
+    monkeypatch.setattr(controller, "WORTH_SECONDS", 0.0)
+
+
+def test_a_tier_that_is_slower_than_prefill_is_not_waited_for(
+    make_engine: EngineFactory, tmp_path: Path
+) -> None:
+    engine = make_engine(store=TieredKVStore([DiskTier(tmp_path)]), recompute_ratio=0.2)
+    engine.precompute(CHUNKS, progress=False)
+    plain = engine.generate_full(PROMPT, SHORT)
+    first = engine.generate(PROMPT, SHORT).report
+    assert first.blended
+    assert first.ratio_reason is None
+    for _ in range(30):  # a share of a second more than was measured
+        engine.store.speeds.record("disk", 1000, 50.0)
+    slow = engine.generate(PROMPT, SHORT)
+    assert slow.token_ids == plain.token_ids
+    assert not slow.report.blended
+    assert slow.report.reason is not None
+    assert slow.report.reason.startswith("ordinary prefill takes ")
+    assert [chunk.reason for chunk in slow.report.chunks] == ["slow", "slow"]
+    assert [chunk.tier for chunk in slow.report.chunks] == ["disk", "disk"]
+    for _ in range(60):
+        engine.store.speeds.record("disk", 1 << 30, 1e-6)
+    assert engine.generate(PROMPT, SHORT).report.blended
+
+
+def test_the_ratio_is_chosen_within_its_bounds(make_engine: EngineFactory, tmp_path: Path) -> None:
+    engine = make_engine(
+        store=TieredKVStore([DiskTier(tmp_path)]),
+        recompute_ratio="auto",
+        ratio_bounds=(0.1, 0.5),
+    )
+    engine.precompute(CHUNKS, progress=False)
+    unmeasured = engine.generate(PROMPT, SHORT).report
+    assert unmeasured.recompute_ratio == 0.16
+    assert unmeasured.ratio_reason == "ratio 0.16: nothing is measured yet"
+    for _ in range(60):
+        engine.store.speeds.record("disk", 1 << 30, 1e-6)
+    quick = engine.generate(PROMPT, SHORT).report
+    assert quick.recompute_ratio == 0.1
+    assert quick.ratio_reason is not None
+    assert quick.ratio_reason.startswith("ratio 0.1: computing ")
+    for _ in range(60):
+        engine.store.speeds.record("disk", 1000, 50.0)
+    assert engine.generate(PROMPT, SHORT).report.recompute_ratio == 0.5
+    assert engine.generate(PROMPT, SHORT).report.to_dict()["ratio_reason"] is not None

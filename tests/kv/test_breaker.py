@@ -1,0 +1,255 @@
+"""A tier that fails is left alone, says so, and comes back by itself; no request pays for it."""
+
+import threading
+import time
+
+import pytest
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy
+from cacheblend_rag.kv.tiers.breaker import FIRST_SECONDS, MOST_SECONDS, Breaker
+
+from .samples import make_key, make_kv, same, until
+
+KEYS = [make_key(number) for number in range(8)]
+
+
+class Ticks:
+    """A clock that tests move; threads may read it."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Dead(HostTier):
+    """Memory behind a bad line: while ``failure`` is set, each call takes long and raises it."""
+
+    def __init__(self, ticks, *, takes=2.0, fails_whole=False, **options):
+        self.fails_whole = fails_whole
+        super().__init__(**{"name": "far", **options})
+        self.reading, self.failure, self.takes, self.calls = Breaker(ticks), None, takes, 0
+        self.writing = self.reading if fails_whole else Breaker(ticks)
+        self._ticks, self._counting = ticks, threading.Lock()
+
+    entries_at_once = reads_at_once = 1
+
+    def _entry(self, key):
+        self._call()
+        return super()._entry(key)
+
+    def _load(self, key):
+        self._call()
+        return super()._load(key)
+
+    def _save(self, key, chunk):
+        self._call()
+        super()._save(key, chunk)
+
+    def _drop(self, key):
+        self._call()
+        return super()._drop(key)
+
+    def _call(self):
+        with self._counting:
+            self.calls += 1
+        if self.failure is not None:
+            self._ticks.now += self.takes
+            raise self.failure
+
+
+@pytest.fixture
+def ticks():
+    return Ticks()
+
+
+def filled(tier):
+    for number, key in enumerate(KEYS):
+        assert tier.put(key, StoredChunk(make_kv(number), time.time()))
+    tier.calls = 0
+    return tier
+
+
+def request(store):
+    """What a request does: is it worth it, prefetch, fetch."""
+    store.contains_many(KEYS)
+    with store.fetch(KEYS) as fetch:
+        return [fetch.take() for _ in KEYS]
+
+
+def recovered(tier, ticks):
+    """Let time pass until the tier is tried, and let the trial end."""
+    ticks.now += MOST_SECONDS + 1
+    tier.contains(KEYS[0])
+    return until(lambda: not tier.reading.is_out)
+
+
+@pytest.mark.parametrize(
+    ("takes", "fails_whole"),
+    [(2.0, False), (0.0, True), (2.0, True)],
+    ids=["slow disk", "network, refused", "network, timeouts"],
+)
+def test_a_dead_tier_is_asked_once_and_comes_back_by_itself(ticks, takes, fails_whole):
+    tier = filled(Dead(ticks, takes=takes, fails_whole=fails_whole))
+    with TieredKVStore([HostTier(0, name="host"), tier]) as store:
+        assert {lookup.tier for lookup in request(store)} == {"far"}
+        tier.failure, tier.calls = OSError("no route to host"), 0
+        for _ in range(3):
+            found = request(store)
+            assert {(one.kv, one.reason, one.tier) for one in found} == {
+                (None, "store error", "far")
+            }
+        assert tier.calls == 1, "of 3 x 16 questions"
+        assert store.absence(KEYS[0]).tier == "far"
+        stats = store.stats()["far"]
+        assert stats["errors"] == 1
+        assert stats["skipped"] >= 3 * len(KEYS)
+        tier.failure = None
+        assert recovered(tier, ticks)
+        assert {lookup.tier for lookup in request(store)} == {"far"}
+        assert store.absence(make_key(99)).reason == "not stored"
+
+
+def test_writes_are_dropped_and_counted_while_a_network_tier_is_out(ticks):
+    tier = filled(Dead(ticks, fails_whole=True))
+    with TieredKVStore([HostTier(None), tier]) as store:
+        tier.failure = OSError("reset")
+        assert store.put(KEYS[0], make_kv(9)), "the host took it"
+        for number, key in enumerate(KEYS[1:], start=1):
+            assert store.put(key, make_kv(number))
+        assert tier.calls == 1
+        assert store.stats()["far"]["dropped"] == len(KEYS) - 1
+        assert not tier.evict(KEYS[0])
+        assert {lookup.tier for lookup in request(store)} == {"host"}
+
+
+def test_a_tier_out_for_writing_is_read_and_tried_by_a_write(ticks):
+    tier = filled(Dead(ticks))
+    chunk = StoredChunk(make_kv(50), time.time())
+    tier.failure = OSError("lock stays taken")
+    assert not tier.put(make_key(50), chunk)
+    tier.failure = None
+    assert same(tier.get(KEYS[1]).kv, make_kv(1))
+    assert not tier.put(make_key(50), chunk)
+    assert tier.stats()["dropped"] == 1
+    ticks.now += FIRST_SECONDS + 0.1
+    assert tier.put(make_key(50), chunk)
+
+
+def test_what_fails_at_once_on_a_disk_is_about_one_chunk(ticks):
+    tier = filled(Dead(ticks, takes=0.01))
+    tier.failure = OSError("is a directory")
+    for key in KEYS:
+        with pytest.raises(StoreError, match=r"^far tier: could not read .*: is a directory$"):
+            tier.get(key)
+    assert tier.calls == len(KEYS)
+    assert tier.reading.is_failing
+    tier.failure = None
+    assert same(tier.get(KEYS[0]).kv, make_kv(0))
+    assert not tier.reading.is_failing
+
+
+def test_an_answer_later_than_the_timeout_is_taken_and_is_a_failure(ticks):
+    tier = filled(Dead(ticks, policy=TierPolicy(timeout_seconds=1)))
+    load = tier._load
+
+    def stalled(key):
+        ticks.now += 1.5
+        return load(key)
+
+    tier._load = stalled
+    with TieredKVStore([tier]) as store:
+        assert store.get(KEYS[0]).tier == "far"
+        assert store.get(KEYS[1]).reason == "store error"
+        tier._load = load
+        assert recovered(tier, ticks)
+        assert store.get(KEYS[1]).tier == "far"
+
+
+def test_layers_of_a_dead_tier_are_not_asked_for_either(ticks):
+    tier = filled(Dead(ticks))
+    with TieredKVStore([tier]) as store:
+        tier.failure = OSError("gone")
+        for _ in range(3):
+            with store.layers(KEYS[:4]) as source:
+                found = [source.take() for _ in KEYS[:4]]
+            assert {(one.reason, one.tier) for one in found} == {("store error", "far")}
+        assert tier.calls <= 4, "reads of one prompt that had all begun"
+        tier.failure = None
+        assert recovered(tier, ticks)
+
+
+@pytest.mark.parametrize(
+    "failure", [RuntimeError("broken pipe"), KeyError("x"), ValueError("y"), MemoryError()]
+)
+def test_whatever_a_tier_raises_no_request_fails(ticks, failure, tmp_path):
+    for whole in (False, True):
+        tier = filled(Dead(ticks, fails_whole=whole))
+        disk = DiskTier(tmp_path / str(whole))
+        disk.put(KEYS[7], StoredChunk(make_kv(7), time.time()))
+        with TieredKVStore([tier, disk]) as store:
+            tier.failure = failure
+            found = request(store)
+            assert [lookup.reason for lookup in found] == ["store error"] * 7 + [None]
+            assert [lookup.tier for lookup in found] == ["far"] * 7 + ["disk"]
+            store.prefetch(KEYS)
+            assert store.put(KEYS[0], make_kv(0)), "the disk took it"
+            assert not store.promote(KEYS[0])
+            assert store.nbytes(KEYS[0])
+            assert store.evict(KEYS[0])
+            assert store.stats()["far"]["errors"] > 0
+            assert type(failure).__name__ in str(tier_error(tier, ticks))
+
+
+def tier_error(tier, ticks):
+    """What reading the tier raises once it is asked again."""
+    tier.reading = Breaker(ticks)
+    with pytest.raises(StoreError) as caught:
+        tier.get(KEYS[0])
+    return caught.value
+
+
+# The breaker by itself
+
+
+def test_the_time_out_doubles_up_to_a_minute_and_starts_over_after_success(ticks):
+    breaker, waits = Breaker(ticks), []
+    breaker.failed(breaker.ask())
+    for _ in range(9):
+        began = ticks.now
+        while (permit := breaker.ask_for_trial()) is None:
+            ticks.now += 0.25
+        waits.append(ticks.now - began)
+        assert breaker.ask() is None
+        assert breaker.ask_for_trial() is None, "one trial at a time"
+        breaker.failed(permit)
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+    ticks.now += MOST_SECONDS
+    breaker.succeeded(breaker.ask_for_trial())
+    assert not breaker.is_out
+    breaker.failed(breaker.ask())
+    ticks.now += FIRST_SECONDS
+    assert breaker.ask_for_trial() is not None
+
+
+def test_calls_from_before_a_failure_change_nothing_after_it(ticks):
+    breaker = Breaker(ticks)
+    slow, slower, failing = (breaker.ask() for _ in range(3))
+    breaker.failed(failing)
+    breaker.succeeded(slow)
+    assert breaker.is_out
+    breaker.failed(slower)
+    ticks.now += FIRST_SECONDS
+    assert breaker.ask_for_trial() is not None, "the time out was not doubled"
+
+
+def test_a_trial_that_never_ends_is_followed_by_another(ticks):
+    breaker = Breaker(ticks)
+    breaker.failed(breaker.ask())
+    ticks.now += FIRST_SECONDS
+    lost = breaker.ask_for_trial()
+    ticks.now += MOST_SECONDS
+    breaker.succeeded(breaker.ask_for_trial())
+    breaker.failed(lost)
+    assert not breaker.is_out

@@ -1,0 +1,283 @@
+"""Disks that fill up, turn read-only or lose files, killed writers, clocks that jump, crowds."""
+
+import errno
+import json
+import os
+import random
+import threading
+import time
+
+import pytest
+
+from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, codec
+from cacheblend_rag.kv.tiers import disk as disk_module
+
+from .samples import chunk_files, make_key, make_kv, same
+from .test_faults import finish, run_python
+
+KEYS = [make_key(number) for number in range(12)]
+FILE = len(codec.encode(KEYS[0], make_kv()))
+
+
+@pytest.fixture
+def store(tmp_path):
+    with TieredKVStore([DiskTier(tmp_path)]) as store:
+        for number, key in enumerate(KEYS[:4]):
+            assert store.put(key, make_kv(number))
+        yield store
+
+
+def still_there(store, numbers=range(4)):
+    return all(same(store.get(KEYS[number]).kv, make_kv(number)) for number in numbers)
+
+
+def refusing(number, real, *, writes_only=False):
+    """What an operation of ``os`` does on a disk that fails so."""
+
+    def operation(*arguments, **options):
+        if writes_only and not arguments[1] & (os.O_WRONLY | os.O_RDWR):
+            return real(*arguments, **options)
+        raise OSError(number, os.strerror(number))
+
+    return operation
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_disk_that_takes_no_writes_is_still_read(store, tmp_path, monkeypatch, number):
+    damaged = chunk_files(tmp_path)[0]
+    key = next(key for key in KEYS if str(key) in damaged.name)
+    sound = [number for number in range(4) if KEYS[number] != key]
+    damaged.write_bytes(b"rubbish")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refusing(number, os.open, writes_only=True))
+        for name in ("mkdir", "makedirs", "replace", "rename", "unlink", "utime"):
+            patch.setattr(os, name, refusing(number, getattr(os, name)))
+        assert not store.put(KEYS[5], make_kv(5))
+        assert not store.put(KEYS[sound[0]], make_kv(9))
+        assert not store.evict(KEYS[sound[0]])
+        assert still_there(store, sound)
+        assert store.get(key).reason == "damaged"
+        assert store.contains_many(KEYS[:4]) == [True] * 4
+        assert isinstance(store.stats()["disk"]["errors"], int)
+    assert store.get(key).reason == "damaged", "set aside now"
+    assert store.put(KEYS[5], make_kv(5)), "and back by itself"
+    assert still_there(store, sound)
+    assert DiskTier(tmp_path).usage().entries == len(chunk_files(tmp_path))
+
+
+def test_files_deleted_under_the_store_are_plain_misses(tmp_path):
+    """While threads read and write; by the end the record of usage is that of the files."""
+    tier = DiskTier(tmp_path, 8 * FILE)
+    store, draw = TieredKVStore([tier]), random.Random(1)
+    stop, wrong = threading.Event(), []
+
+    def delete():
+        while not stop.is_set():
+            for path in chunk_files(tmp_path)[:2]:
+                path.unlink(missing_ok=True)
+
+    def use(seed):
+        draw = random.Random(seed)
+        for _ in range(150):
+            number = draw.randrange(len(KEYS))
+            if draw.random() < 0.4:
+                store.put(KEYS[number], make_kv(number))
+            found = store.get(KEYS[number])
+            if found.kv is None and found.reason != "not stored":
+                wrong.append(found.reason)
+            if found.kv is not None and not same(found.kv, make_kv(number)):
+                wrong.append(number)
+
+    threads = [threading.Thread(target=use, args=(draw.random(),)) for _ in range(4)]
+    deleting = threading.Thread(target=delete)
+    for thread in (deleting, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    stop.set()
+    deleting.join(60)
+    assert not wrong
+    assert tier.stats()["quarantined"] == tier.stats()["errors"] == 0
+    for number, key in enumerate(KEYS):
+        store.put(key, make_kv(number))
+    assert tier.usage().entries == len(chunk_files(tmp_path)) == 8
+    store.close()
+
+
+@pytest.mark.parametrize("behind", [False, True], ids=["through", "behind"])
+def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_path, behind):
+    """50 children each: half are killed at the n-th thing they do to the disk, half at random."""
+    process = run_python(
+        """
+        import json, random
+        from cacheblend_rag.kv import HostTier, TierPolicy
+        import torch
+        torch.set_num_threads(1)
+        behind = sys.argv[2] == "True"
+        wanted = [make_kv(n, tokens=50 + 400 * (n % 3)) for n in range(10)]
+        keys = [make_key(n) for n in range(10)]
+        room = 3 * max(len(codec.encode(key, kv)) for key, kv in zip(keys, wanted))
+        TOUCHES = {"open", "os.rename", "os.remove", "os.utime", "os.mkdir", "os.scandir"}
+
+        def work(seed, left):
+            draw = random.Random(seed)
+            if left is not None:
+                def count(event, arguments):
+                    nonlocal left
+                    if event in TOUCHES:
+                        left -= 1
+                        if left <= 0:
+                            os.kill(os.getpid(), signal.SIGKILL)
+                sys.addaudithook(count)
+            policy = TierPolicy(room, write="behind" if behind else "through", admit="always")
+            with TieredKVStore([HostTier(0), DiskTier(folder, policy=policy)]) as store:
+                while True:
+                    n = draw.randrange(10)
+                    if draw.random() < 0.2:
+                        store.evict(keys[n])
+                    else:
+                        store.put(keys[n], wanted[n])
+
+        draw, found, most = random.Random(0), 0, 0
+        for child in range(50):
+            pid = os.fork()
+            if not pid:
+                work(child, None if child % 2 else 3 + 4 * child)
+            if child % 2:
+                time.sleep(draw.uniform(0, 0.05))
+                os.kill(pid, signal.SIGKILL)
+            assert os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+            tier = DiskTier(folder, room)
+            for key, kv in zip(keys, wanted):
+                read = tier.get(key)
+                assert read is None or same(read.kv, kv)
+                found += read is not None
+            stats = tier.stats()
+            assert stats["errors"] == stats["quarantined"] == 0, stats
+            files = [path.stat().st_size for path in Path(folder).glob("?/?/*.safetensors")]
+            assert sum(files) <= room
+            most = max(most, len(files))
+        print(json.dumps({"found": found, "most": most}))
+        """,
+        str(tmp_path),
+        str(behind),
+    )
+    told = json.loads(finish(process))
+    assert told["found"] > 10
+    assert told["most"] > 1
+    with TieredKVStore([DiskTier(tmp_path)]) as store:
+        assert store.verify().damaged == ()
+        assert store.put(KEYS[0], make_kv())
+
+
+@pytest.mark.parametrize("jump", [-1e9, -7200, -1, 1, 7200, 1e9])
+def test_a_clock_that_jumps_costs_misses_at_most(tmp_path, clock, jump):
+    tiers = [HostTier(3 * make_kv().nbytes), DiskTier(tmp_path, 6 * FILE)]
+    with TieredKVStore(tiers) as store:
+        for number, key in enumerate(KEYS[:6]):
+            store.put(key, make_kv(number))
+        clock.advance(jump)
+        assert still_there(store, range(6))
+        store.ttl_seconds = 3600
+        for number, key in enumerate(KEYS[:6]):
+            found = store.get(key)
+            gone = jump > 3600 or jump < -300
+            assert found.reason == ("not stored" if gone else None)
+            assert gone or same(found.kv, make_kv(number))
+        clock.advance(-jump)
+        for number, key in enumerate(KEYS[:6]):
+            assert store.put(key, make_kv(number))
+        assert still_there(store, range(6))
+        assert store.stats()["disk"]["errors"] == 0
+
+
+def test_a_clock_that_jumps_within_a_write_costs_the_write_at_most(tmp_path, clock, monkeypatch):
+    """Another process takes the file being written for one left long ago, and removes it."""
+    other, tier = DiskTier(tmp_path), DiskTier(tmp_path)
+    create = disk_module._create
+
+    def jump(path, parts, *, fsync):
+        create(path, parts, fsync=fsync)
+        if path.endswith(".tmp"):
+            clock.advance(2 * disk_module.STALE_TEMPORARY_SECONDS)
+            list(other.entries())
+
+    monkeypatch.setattr(disk_module, "_create", jump)
+    assert not tier.put(KEYS[0], StoredChunk(make_kv(), time.time()))
+    monkeypatch.undo()
+    assert tier.get(KEYS[0]) is None
+    assert tier.put(KEYS[0], StoredChunk(make_kv(), time.time()))
+    assert same(tier.get(KEYS[0]).kv, make_kv())
+    assert tier.usage().entries == 1
+
+
+def test_a_crowd_of_threads_and_processes_gets_right_bytes_or_misses(tmp_path):
+    """16 threads x 4 processes on 200 chunks, with less room than they need, for some seconds."""
+    crowd = """
+        import json, random, threading, faulthandler
+        from cacheblend_rag.kv import HostTier
+        import torch
+        torch.set_num_threads(1)
+        faulthandler.dump_traceback_later(100, exit=True)
+        wanted = [make_kv(n, tokens=4 + n % 5) for n in range(200)]
+        keys = [make_key(n) for n in range(200)]
+        size = len(codec.encode(keys[4], wanted[4]))
+        store = TieredKVStore([HostTier(40 * size), DiskTier(folder, 120 * size)])
+        wrong, done = [], []
+        print("ready", flush=True)
+        end = float(input())
+
+        def check(n, found):
+            if found.kv is None and found.reason != "not stored":
+                wrong.append(found.reason)
+            if found.kv is not None and not same(found.kv, wanted[n]):
+                wrong.append(n)
+
+        def work(seed):
+            draw, asked, hits = random.Random(seed), 0, 0
+            while time.time() < end:
+                numbers = [int(200 * draw.random() ** 3) for _ in range(8)]
+                found = store.get_many([keys[n] for n in numbers])
+                for n, one in zip(numbers, found):
+                    check(n, one)
+                    asked, hits = asked + 1, hits + (one.kv is not None)
+                    if one.kv is None and draw.random() < 0.5:
+                        store.put(keys[n], wanted[n])
+                if draw.random() < 0.1:
+                    store.evict(keys[numbers[0]])
+                with store.fetch([keys[n] for n in numbers[:3]]) as fetch:
+                    for n in numbers[:3]:
+                        check(n, fetch.take())
+            done.append((asked, hits))
+
+        threads = [threading.Thread(target=work, args=((int(sys.argv[2]), n).__hash__(),))
+                   for n in range(16)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        asked, hits = (sum(column) for column in zip(*done))
+        stats = store.stats()["disk"]
+        store.close()
+        print(json.dumps({"wrong": wrong[:5], "threads": len(done), "asked": asked, "hits": hits,
+                          "quarantined": stats["quarantined"], "errors": stats["errors"]}))
+    """
+    processes = [run_python(crowd, str(tmp_path), str(number)) for number in range(4)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        process.stdin.write(f"{time.time() + 6}\n")
+        process.stdin.flush()
+    for process in processes:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        told = json.loads(out)
+        assert told["wrong"] == []
+        assert told["threads"] == 16
+        assert told["quarantined"] == 0
+        assert 0 < told["hits"] < told["asked"]
+    tier = DiskTier(tmp_path)
+    sizes = [path.stat().st_size for path in chunk_files(tmp_path)]
+    assert (tier.usage().entries, tier.usage().nbytes) == (len(sizes), sum(sizes))
+    assert [tier.check(key) for key, _ in tier.entries()] == [None] * len(sizes)
+    assert not list(tmp_path.rglob("*.tmp"))

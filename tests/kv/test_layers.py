@@ -1,0 +1,353 @@
+"""LayerSource: layers read by ranges, ahead of their use, once for all, bounded, to be given up."""
+
+import threading
+
+import pytest
+import torch
+
+from cacheblend_rag.errors import DamagedChunkError, StoreError
+from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec
+from cacheblend_rag.kv import store as store_module
+from cacheblend_rag.kv.tiers import StoredChunk
+
+from . import format1
+from .samples import (
+    OTHER_FINGERPRINT,
+    SlowBytes,
+    SlowTier,
+    chunk_files,
+    make_key,
+    make_kv,
+    same,
+    until,
+)
+
+LAYERS = 6
+KEYS = [make_key(number) for number in range(6)]
+TOKENS = 1100
+"""So that an object is longer than what is read of it first."""
+
+
+def long_kv(number=0, *, layers=LAYERS, tokens=TOKENS):
+    draw = torch.Generator().manual_seed(number)
+    kv = torch.randn(layers, 2, 1, tokens, 2, generator=draw)
+    return ChunkKV(kv[:, 0], kv[:, 1], 3, torch.rand(tokens, generator=draw))
+
+
+KVS = {key: long_kv(number) for number, key in enumerate(KEYS)}
+LAYER_BYTES = 2 * TOKENS * 2 * 4
+
+
+@pytest.fixture
+def gate():
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def slow():
+    tier = SlowBytes()
+    tier.fill(KVS)
+    return tier
+
+
+def heads(source):
+    found = [source.take() for _ in range(len(source))]
+    source.keep([each.chunk is not None for each in found])
+    return found
+
+
+def layers_of(source, layers=LAYERS):
+    return [source.layer(layer) for layer in range(layers)]
+
+
+def holds(read, keys=KEYS, kvs=KVS):
+    """Whether layers, as they were handed out, are those of these chunks."""
+    return all(
+        torch.equal(keys_there, kvs[key].keys[layer])
+        and torch.equal(values_there, kvs[key].values[layer])
+        for layer, parts in enumerate(read)
+        for key, (keys_there, values_there) in zip(keys, parts, strict=True)
+    )
+
+
+def part(tier, first, key=KEYS[0]):
+    """The range where a layer begins."""
+    data = tier.objects[key]
+    head = codec.read_head(lambda a, b: torch.tensor(list(data[a:b])).byte(), len(data), key)
+    return key, head.span(first, first + 1)[0]
+
+
+@pytest.mark.parametrize("least", [1, 3 * LAYER_BYTES, 4 * LAYER_BYTES, 1 << 30])
+def test_layers_come_in_order_with_heads_before_them(slow, least):
+    slow.least = least
+    with TieredKVStore([slow]) as store, store.layers(KEYS) as source:
+        assert len(source) == len(KEYS)
+        for key, found in zip(KEYS, heads(source), strict=True):
+            assert (found.tier, found.reason) == ("bytes", None)
+            assert found.head.shape == tuple(KVS[key].keys.shape)
+            assert (found.head.position, found.head.dtype) == (3, torch.float32)
+            assert torch.equal(found.head.prior, KVS[key].prior)
+        assert len(source) == 0
+        assert holds(layers_of(source))
+    parts = {1: 6, 3 * LAYER_BYTES: 2, 4 * LAYER_BYTES: 2, 1 << 30: 1}[least]
+    assert len(slow.ranges) == parts * len(KEYS)
+
+
+def test_every_tier_hands_out_layers_and_says_why_not(tmp_path):
+    host, disk = HostTier(None), DiskTier(tmp_path)
+    disk.whole_bytes, disk.range_bytes = 0, 1
+    with TieredKVStore([host, disk]) as store:
+        for key in KEYS[1:5]:
+            disk.put(key, StoredChunk(KVS[key], 0.0))
+        host.put(KEYS[0], StoredChunk(KVS[KEYS[0]], 0.0))
+        disk.put(make_key(5, of=OTHER_FINGERPRINT), StoredChunk(make_kv(), 0.0))
+        files = {
+            str(key): path
+            for key in KEYS
+            for path in chunk_files(tmp_path)
+            if str(key) in path.name
+        }
+        files[str(KEYS[2])].write_bytes(format1.encode(KEYS[2], KVS[KEYS[2]]))
+        files[str(KEYS[3])].write_bytes(b"rubbish")
+        asked = [*KEYS, make_key(99)]
+        with store.layers(asked) as source:
+            found = heads(source)
+            read = layers_of(source)
+    assert [each.tier for each in found] == ["host", "disk", "disk", None, "disk", None, None]
+    assert [each.reason for each in found] == [
+        None, None, None, "damaged", None, "other model", "not stored",
+    ]  # fmt: skip
+    assert holds(read, [KEYS[0], KEYS[1], KEYS[2], KEYS[4]])
+
+
+def test_a_tier_that_knows_no_ranges_is_read_whole():
+    tier = SlowTier(lambda: None)
+    tier.fill(KEYS)
+    with TieredKVStore([HostTier(None), tier]) as store:
+        with store.layers(KEYS) as source:
+            assert {found.tier for found in heads(source)} == {"slow"}
+            read = layers_of(source, 2)
+        assert holds(read, kvs={key: make_kv(number) for number, key in enumerate(KEYS)})
+        assert tier.keys == KEYS
+        assert store.get(KEYS[0]).tier == "host"
+
+
+@pytest.mark.parametrize("promote", [True, False])
+def test_a_chunk_is_kept_once_all_its_layers_were_read_and_not_read_again(slow, promote):
+    host = HostTier(None)
+    with TieredKVStore([host, slow]) as store:
+        with store.layers(KEYS[:2], promote=promote) as source:
+            heads(source)
+            layers_of(source, LAYERS - 1)
+            source.layer(LAYERS - 1)
+        assert until(lambda: host.usage().entries == (2 if promote else 0))
+        ranges = len(slow.ranges)
+        assert ranges == 2 * LAYERS
+        for key in KEYS[:2] if promote else []:
+            assert same(host.get(key).kv, KVS[key])
+        assert len(slow.ranges) == ranges
+
+
+def test_those_who_read_a_chunk_at_once_read_it_once(slow, gate):
+    slow.gate = lambda *_: gate.wait(10)
+    with TieredKVStore([slow]) as store, store.layers(KEYS) as one, store.layers(KEYS) as other:
+        for source in (one, other):
+            assert {found.tier for found in heads(source)} == {"bytes"}
+        gate.set()
+        assert holds([one.layer(0)])
+        assert holds([other.layer(0)])
+        assert holds([[other.layer(1)][0]], KEYS, {k: _from(kv, 1) for k, kv in KVS.items()})
+    assert sorted(slow.opened, key=str) == sorted(KEYS, key=str)
+    assert len(set(slow.ranges)) == len(slow.ranges)
+
+
+def _from(kv, layer):
+    return ChunkKV(kv.keys[layer:], kv.values[layer:], kv.position, kv.prior)
+
+
+def test_one_of_two_readers_may_leave(slow, gate):
+    slow.gate = lambda *_: gate.wait(10)
+    with TieredKVStore([slow]) as store, store.layers(KEYS[:1]) as one:
+        heads(one)
+        other = store.layers(KEYS[:1])
+        heads(other)
+        other.close()
+        gate.set()
+        assert holds(layers_of(one), KEYS[:1])
+
+
+def test_layers_are_read_ahead_as_far_as_there_is_room(monkeypatch, slow, gate):
+    monkeypatch.setattr(store_module, "ROOM_AHEAD_BYTES", 5 * LAYER_BYTES)
+    with TieredKVStore([slow]) as store, store.layers(KEYS[:2]) as source:
+        heads(source)
+        assert until(lambda: len(slow.ranges) == 5)
+        assert source.wait(10)
+        for layer in range(LAYERS):
+            # What is handed out makes room for as much.
+            assert holds(
+                [[source.layer(layer)][0]], KEYS[:2], {k: _from(v, layer) for k, v in KVS.items()}
+            )
+            assert until(lambda layer=layer: len(slow.ranges) == min(12, 5 + 2 * (layer + 1)))
+    assert store._room._left == 5 * LAYER_BYTES
+
+
+def test_layers_of_one_number_are_read_before_the_next_ones(monkeypatch, slow):
+    monkeypatch.setattr(store_module, "FETCH_THREADS", 1)
+    gate = threading.Event()
+    slow.gate = lambda *_: gate.wait(10)
+    with TieredKVStore([slow]) as store, store.layers(KEYS[:3]) as source:
+        # One thread waits within the first layer of the first chunk, until all heads are wanted.
+        threading.Timer(0.05, gate.set).start()
+        heads(source)
+        layers_of(source)
+    order = [start for _, start in slow.ranges]
+    behind = order.index(part(slow, 1)[1])
+    assert order[behind:] == sorted(order[behind:])
+
+
+def test_what_is_wanted_is_read_though_others_took_all_the_room(monkeypatch, slow):
+    monkeypatch.setattr(store_module, "ROOM_AHEAD_BYTES", 4 * LAYER_BYTES)
+    with TieredKVStore([slow]) as store, store.layers(KEYS[:2]) as first:
+        heads(first)
+        assert until(lambda: len(slow.ranges) == 4)
+        with store.layers(KEYS[2:4]) as second:
+            heads(second)
+            assert holds(layers_of(second), KEYS[2:4])
+        assert holds(layers_of(first), KEYS[:2])
+    assert store._room._left == 4 * LAYER_BYTES
+
+
+def test_to_wait_is_bounded_and_needs_what_is_wanted_only(slow, gate):
+    late = part(slow, 2)
+    slow.gate = lambda *at: at != late or gate.wait(10)
+    with TieredKVStore([slow]) as store, store.layers(KEYS[:2]) as source:
+        assert source.wait(10)
+        heads(source)
+        assert source.wait(0)  # nothing is wanted yet
+        for layer in (0, 1):
+            source.want(layer)
+            assert source.wait(10)
+            source.layer(layer)
+            assert source.wait(0)
+        source.want(2)
+        assert not source.wait(0.01)
+        gate.set()
+        assert source.wait(10)
+        assert holds([[source.layer(2)][0]], KEYS[:2], {k: _from(v, 2) for k, v in KVS.items()})
+
+
+@pytest.mark.parametrize("promote", [True, False])
+def test_layers_can_be_read_twice(slow, promote):
+    store = TieredKVStore([HostTier(None), slow])
+    with store, store.layers(KEYS, promote=promote) as source:
+        heads(source)
+        assert holds(layers_of(source))
+        source.rewind()
+        assert holds(layers_of(source))
+        source.layer(0)
+        source.rewind()
+        assert holds(layers_of(source))
+    if promote:
+        assert len(slow.ranges) == LAYERS * len(KEYS)
+
+
+def test_a_layer_that_is_damaged_is_an_error_and_its_chunk_is_set_aside(slow):
+    slow.objects[KEYS[1]][-5] ^= 1
+    with TieredKVStore([HostTier(None), slow]) as store:
+        with store.layers(KEYS[:3]) as source:
+            assert all(found.chunk for found in heads(source))
+            assert holds(layers_of(source, LAYERS - 1), KEYS[:3])
+            sound, damaged, also_sound = source.layer(LAYERS - 1)
+            assert isinstance(damaged, DamagedChunkError)
+            assert not isinstance(sound, StoreError)
+            assert not isinstance(also_sound, StoreError)
+            assert not slow.contains(KEYS[1])
+            source.keep([True, False, True])
+            source.rewind()
+            assert holds(layers_of(source), [KEYS[0], KEYS[2]])
+        assert store.stats()["bytes"]["quarantined"] == 1
+        assert not store.contains(KEYS[1])
+
+
+@pytest.mark.parametrize("what", ["gone", "another"])
+def test_an_object_that_changes_while_it_is_read_is_an_error_and_stays(slow, gate, what):
+    late = part(slow, 3)
+    slow.gate = lambda *at: at != late or gate.wait(10)
+    with TieredKVStore([slow]) as store, store.layers(KEYS[:1]) as source:
+        heads(source)
+        assert holds(layers_of(source, 3), KEYS[:1])
+        if what == "gone":
+            del slow.objects[KEYS[0]]
+        else:
+            slow.fill({KEYS[0]: long_kv(7)})
+            slow.written_at += 1
+        gate.set()
+        (error,) = source.layer(3)
+    assert isinstance(error, StoreError)
+    assert not isinstance(error, DamagedChunkError)
+    assert store.stats()["bytes"]["errors"] >= 1  # those read ahead may meet it, too
+    assert store.stats()["bytes"]["quarantined"] == 0
+
+
+@pytest.mark.parametrize("how", ["evict", "put"])
+def test_what_was_evicted_or_replaced_meanwhile_is_not_kept(slow, gate, how):
+    late, host = part(slow, LAYERS - 1), HostTier(None)
+    slow.gate = lambda *at: at != late or gate.wait(10)
+    slow.takes_puts = False
+    with TieredKVStore([host, slow]) as store:
+        with store.layers(KEYS[:1]) as source:
+            heads(source)
+            layers_of(source, LAYERS - 1)
+            if how == "evict":
+                store.evict(KEYS[0])
+                slow.fill(KVS)  # so that the bytes are there, as a link that is still open has them
+            else:
+                store.put(KEYS[0], long_kv(9))
+            gate.set()
+            source.layer(LAYERS - 1)
+        store.close()
+    assert how == "put" or host.usage().entries == 0
+
+
+def test_closing_drops_what_has_not_begun_and_gives_the_room_back(monkeypatch, slow, gate):
+    monkeypatch.setattr(store_module, "FETCH_THREADS", 2)
+    slow.gate = lambda *_: gate.wait(10)
+    with TieredKVStore([slow]) as store:
+        given_up = store.layers(KEYS[:1])
+        heads(given_up)
+        assert until(lambda: len(slow.ranges) == 2)
+        given_up.close()
+        assert given_up.wait(0)
+        assert len(given_up) == 0
+        gate.set()
+        assert until(lambda: store._room._left == store_module.ROOM_AHEAD_BYTES)
+        assert len(slow.ranges) == 2
+        with store.layers(KEYS[:1]) as source:
+            heads(source)
+            assert holds(layers_of(source), KEYS[:1])
+
+
+def test_closing_the_store_ends_a_source(monkeypatch, slow, gate):
+    monkeypatch.setattr(store_module, "FETCH_THREADS", 1)
+    slow.gate = lambda *_: gate.wait(10)
+    store = TieredKVStore([slow])
+    source = store.layers(KEYS[:1])
+    heads(source)
+    threading.Timer(0.05, gate.set).start()
+    store.close()
+    assert any(isinstance(source.layer(layer)[0], StoreError) for layer in range(LAYERS))
+    with store.layers(KEYS[:1]) as late:
+        assert late.take().reason == "store error"
+
+
+def test_the_time_reads_took_is_known(slow):
+    slow.gate = lambda *_: threading.Event().wait(0.02)
+    with TieredKVStore([slow]) as store, store.layers(KEYS[:1]) as source:
+        heads(source)
+        layers_of(source)
+        # Side by side, at most as many as there are threads.
+        assert source.busy.total >= 0.02
+        before = source.busy.total
+        assert until(lambda: source.busy.total == before)

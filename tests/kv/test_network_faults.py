@@ -1,0 +1,299 @@
+"""What goes wrong with networks and servers is a miss that names the tier, and passes by itself."""
+
+import time
+
+import pytest
+
+from cacheblend_rag.bench.servers import BUCKET, HOST, redis_server
+from cacheblend_rag.kv import TieredKVStore
+from cacheblend_rag.kv.tiers import breaker
+from tests.kv.samples import make_key, make_kv, same, until
+from tests.servers import Proxy, redis_place, refusing, s3_place, tier_at
+
+KEY, OTHER, THIRD = (make_key(number) for number in range(3))
+LARGE = {"tokens": 20_000}
+"""A chunk of 2.5 MB: larger than what is on its way in any buffer."""
+
+
+@pytest.fixture(autouse=True)
+def _tried_soon(monkeypatch):
+    monkeypatch.setattr(breaker, "FIRST_SECONDS", 0.05)
+    monkeypatch.setattr(breaker, "MOST_SECONDS", 0.2)
+
+
+@pytest.fixture
+def own_redis():
+    with redis_server() as server:
+        yield server
+
+
+def opened(*urls):
+    return TieredKVStore([tier_at(url) for url in urls])
+
+
+def comes_back(store, key, kv):
+    """Whether the chunk is found again without anybody's help, and is right."""
+    found = []
+    assert until(lambda: found.append(store.get(key)) or found[-1].kv is not None, 15)
+    return same(found[-1].kv, kv)
+
+
+def check_out(store, name):
+    """Hold a store whose one tier fails to failing nobody, and to saying which tier it was."""
+    for key in (KEY, THIRD):
+        found = store.get(key)
+        assert (found.kv, found.reason, found.tier) == (None, "store error", name)
+    assert not store.contains(KEY)
+    assert store.contains_many([KEY, OTHER]) == [False, False]
+    assert not store.put(OTHER, make_kv(1))
+    assert not store.evict(KEY)
+    assert not store.has_relative(KEY)
+    stats = store.stats()[name]
+    assert stats["entries"] is None
+    assert stats["errors"] >= 1
+    assert stats["quarantined"] == 0
+
+
+# Redis
+
+
+@pytest.mark.parametrize("again", ["restarted", "flushed by the restart"])
+def test_redis_killed_and_restarted(own_redis, again):
+    url = redis_place(own_redis)
+    store = opened(url)
+    assert store.put(KEY, make_kv())
+    assert same(store.get(KEY).kv, make_kv())
+    own_redis.kill()
+    check_out(store, "redis")
+    own_redis.start()
+    if again == "restarted":
+        assert opened(url).put(KEY, make_kv())
+        assert comes_back(store, KEY, make_kv())
+    assert until(lambda: store.get(THIRD).reason == "not stored", 15)
+    assert until(lambda: store.put(OTHER, make_kv(1)), 15)
+    assert same(store.get(OTHER).kv, make_kv(1))
+    store.close()
+
+
+def test_redis_stalled_for_longer_than_the_timeout(own_redis):
+    store = opened(redis_place(own_redis, "timeout=0.3s"))
+    assert store.put(KEY, make_kv())
+    own_redis.pause()
+    try:
+        began = time.monotonic()
+        check_out(store, "redis")
+        assert time.monotonic() - began < 5, "only the first was waited for"
+    finally:
+        own_redis.resume()
+    assert comes_back(store, KEY, make_kv())
+    store.close()
+
+
+def test_redis_stalled_for_less_than_the_timeout(own_redis):
+    """A stall of a second is waited for: the chunk is there, late."""
+    store = opened(redis_place(own_redis, "timeout=20s"))
+    assert store.put(KEY, make_kv())
+    own_redis.pause()
+    with store.fetch([KEY]) as fetch:
+        assert not fetch.wait(1.0)
+        own_redis.resume()
+        assert same(fetch.take().kv, make_kv())
+    store.close()
+
+
+def test_redis_out_of_memory_refuses_writes_and_is_read(own_redis, caplog):
+    url = redis_place(own_redis)
+    store = opened(url)
+    assert store.put(KEY, make_kv())
+    limit(own_redis, "1mb")
+    assert not store.put(OTHER, make_kv(1, **LARGE))
+    assert "no memory left" in caplog.text
+    assert same(store.get(KEY).kv, make_kv())
+    assert store.get(OTHER).reason == "not stored"
+    stats = store.stats()["redis"]
+    assert (stats["refused"], stats["errors"]) == (1, 0)
+    assert store.evict(KEY)
+    limit(own_redis, "0")
+    assert store.put(OTHER, make_kv(1, **LARGE))
+    store.close()
+
+
+def test_redis_evicts_by_itself(own_redis):
+    """What it let go of is a miss, and the index forgets it."""
+    store = opened(redis_place(own_redis, "capacity=none"))
+    limit(own_redis, "24mb", "allkeys-lru")
+    keys = [make_key(number) for number in range(16)]
+    for number, key in enumerate(keys):
+        assert store.put(key, make_kv(number, **LARGE))
+    lookups = store.get_many(keys)
+    found = {n: lookup.kv for n, lookup in enumerate(lookups) if lookup.kv is not None}
+    assert 0 < len(found) < len(keys)
+    assert all(same(kv, make_kv(number, **LARGE)) for number, kv in found.items())
+    assert {one.reason for one in lookups if one.kv is None} == {"not stored"}
+    left = store.entries()  # reading takes memory, too, for which more is let go of
+    assert 0 < len(left) <= len(found)
+    assert store.stats()["redis"]["entries"] == len(left)
+    store.close()
+
+
+def limit(server, memory, policy="noeviction"):
+    client = tier_at(redis_place(server))._client
+    client.config_set("maxmemory-policy", policy)
+    client.config_set("maxmemory", memory)
+
+
+def test_redis_with_a_password(monkeypatch, caplog):
+    with redis_server("--requirepass", "hunter2") as server:
+        place = redis_place(server)
+        right = opened(place.replace("//", "//:hunter2@"))
+        assert right.put(KEY, make_kv())
+        wrong = opened(place.replace("//", "//:hunter3@"))
+        check_out(wrong, "redis")
+        assert "AuthenticationError" in caplog.text
+        monkeypatch.setenv("CACHEBLEND_REDIS_PASSWORD", "hunter2")
+        by_environment = opened(place)
+        assert same(by_environment.get(KEY).kv, make_kv())
+        assert "hunter" not in caplog.text
+        shown = f"{right.tiers[0]!r} {right.stats()} {right.tiers[0].__dict__}"
+        assert "hunter" not in shown.replace(str(right.tiers[0]._client), "")
+
+
+@pytest.mark.parametrize("cut_after", [0, 3, 100, 70_000, 2_000_000])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_connection_to_redis_breaks_within_a_value(redis, cut_after, ends):
+    proxy = Proxy(redis.port)
+    place = redis_place(redis)
+    store = opened(place.replace(f":{redis.port}/", f":{proxy.port}/"))
+    chunk = make_kv(**LARGE)
+    assert opened(place).put(KEY, chunk)
+    assert opened(place).put(OTHER, chunk)
+    proxy.cut_after, proxy.ends = cut_after, ends
+    found = store.get(KEY)
+    assert (found.kv, found.reason, found.tier) == (None, "store error", "redis")
+    proxy.cut_after = None
+    assert comes_back(store, KEY, chunk)
+    assert store.stats()["redis"]["quarantined"] == 0
+    store.close()
+    proxy.close()
+
+
+def test_a_value_of_another_kind_is_a_failure_and_damage_is_set_aside(redis):
+    store = opened(redis_place(redis))
+    tier = store.tiers[0]
+    assert store.put(KEY, make_kv())
+    tier._client.set(tier._value(KEY), b"rubbish")
+    assert store.get(KEY).reason == "damaged"
+    assert store.get(KEY).reason == "not stored"
+    tier._client.delete(tier._about)
+    tier._client.set(tier._about, b"no index")
+    assert store.get(KEY).reason == "store error"
+    store.close()
+
+
+# Object stores
+
+
+def test_a_bucket_that_is_not_there(s3):
+    store = opened(s3_place(s3).replace(BUCKET, "nowhere"))
+    found = store.get(KEY)
+    assert (found.kv, found.reason, found.tier) == (None, "store error", "s3")
+    assert not store.put(KEY, make_kv())
+    store.close()
+
+
+@pytest.mark.parametrize("status", [500, 503, 403])
+def test_an_endpoint_that_refuses(status):
+    with refusing(status) as address:
+        store = opened(f"s3://{BUCKET}/a?endpoint={address}&timeout=2s")
+        check_out(store, "s3")
+        store.close()
+
+
+def test_an_endpoint_that_is_not_there():
+    store = opened(f"s3://{BUCKET}/a?endpoint=http://{HOST}:9&timeout=2s")
+    check_out(store, "s3")
+    store.close()
+
+
+def through(proxy, url, options):
+    """The same place, reached through a proxy."""
+    head, _, tail = url.partition("endpoint=")
+    return f"{head}endpoint={proxy.address}&{options}{tail.partition('&')[2]}"
+
+
+@pytest.fixture
+def proxied(s3):
+    """Two stores at one place: over a proxy that is slow where it is told, and straight."""
+    proxy, place = Proxy(s3.port), s3_place(s3)
+    stores = opened(through(proxy, place, "timeout=1s")), opened(place)
+    yield proxy, *stores
+    for store in stores:
+        store.close()
+    proxy.close()
+
+
+@pytest.mark.parametrize("cut_after", [0, 30, 1000, 1_000_000])
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_body_that_is_cut_short(proxied, cut_after, ends):
+    proxy, store, direct = proxied
+    chunk = make_kv(**LARGE)
+    assert direct.put(KEY, chunk)
+    proxy.cut_after, proxy.ends = cut_after, ends
+    found = store.get(KEY)
+    assert (found.kv, found.reason, found.tier) == (None, "store error", "s3")
+    proxy.cut_after = None
+    assert comes_back(store, KEY, chunk)
+    assert store.stats()["s3"]["quarantined"] == 0
+
+
+def test_a_body_is_asked_for_the_rest_of_it_once(proxied):
+    proxy, store, direct = proxied
+    assert direct.put(KEY, make_kv(**LARGE))
+    proxy.cut_after, proxy.ends = 2_000_000, True
+    assert same(store.get(KEY).kv, make_kv(**LARGE))
+
+
+def test_an_answer_that_does_not_come(proxied):
+    proxy, store, direct = proxied
+    assert direct.put(KEY, make_kv())
+    proxy.delay = 30.0
+    check_out(store, "s3")
+    proxy.delay = 0.0
+    assert comes_back(store, KEY, make_kv())
+
+
+def test_a_slow_first_byte_is_waited_for(proxied):
+    proxy, store, direct = proxied
+    assert direct.put(KEY, make_kv())
+    proxy.delay = 0.5
+    assert same(store.get(KEY).kv, make_kv())
+
+
+def test_an_unusable_object_is_kept_aside(s3):
+    store = opened(s3_place(s3))
+    tier = store.tiers[0]
+    assert store.put(KEY, make_kv())
+    (path,) = [meta["path"] for meta in tier._store.list().collect()]
+    tier._store.put(path, b"rubbish")
+    assert store.get(KEY).reason == "damaged"
+    assert store.get(KEY).reason == "not stored"
+    (aside,) = [meta["path"] for meta in tier._store.list().collect()]
+    assert aside.startswith(f"quarantine/{KEY}.")
+    assert store.keys() == []
+    store.close()
+
+
+# Both
+
+
+def test_a_tier_that_fails_is_answered_for_by_the_others(own_redis, tmp_path):
+    store = opened("host://?capacity=100", redis_place(own_redis), f"disk://{tmp_path}")
+    assert store.put(KEY, make_kv())
+    assert store.get(KEY).tier == "redis"
+    own_redis.kill()
+    found = store.get(KEY)
+    assert found.tier == "disk"
+    assert same(found.kv, make_kv())
+    assert store.put(OTHER, make_kv(1))
+    assert same(store.get(OTHER).kv, make_kv(1))
+    store.close()

@@ -1,0 +1,115 @@
+"""Serving from what others store: nothing outside of memory changes, whatever happens."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import TieredKVStore
+
+from .samples import chunk_files, make_key, make_kv, same
+
+KEYS = [make_key(number) for number in range(4)]
+LONG_AGO = 10_000.0
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A store of four chunks, one of them damaged, and what a killed writer left."""
+    with TieredKVStore.open(disk_path=tmp_path) as writer:
+        for number, key in enumerate(KEYS):
+            assert writer.put(key, make_kv(number))
+    damaged = next(path for path in chunk_files(tmp_path) if str(KEYS[3]) in path.name)
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    left = damaged.with_suffix(".safetensors.0.tmp")
+    left.write_bytes(b"half")
+    for path in (left, *chunk_files(tmp_path)):
+        os.utime(path, (time.time() - LONG_AGO,) * 2)
+    return tmp_path
+
+
+def seen(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Names, times of change and bytes of all files."""
+    return {
+        str(path.relative_to(folder)): (
+            path.stat().st_mtime_ns,
+            path.stat().st_size,
+            path.read_bytes(),
+        )
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_a_read_only_store_reads_and_keeps_in_memory(folder: Path) -> None:
+    with TieredKVStore.open(disk_path=folder, read_only=True) as store:
+        assert store.read_only
+        assert [store.get(KEYS[0]).tier for _ in range(2)] == ["disk", "host"]
+        store.prefetch(KEYS[1:2])
+        found = store.get(KEYS[2]).kv
+        assert found is not None
+        assert same(found, make_kv(2))
+        assert not store.put(make_key(9), make_kv(9)) or store.get(make_key(9)).tier == "host"
+
+
+def test_nothing_in_the_folder_changes(folder: Path) -> None:
+    before = seen(folder)
+    with TieredKVStore.open(disk_path=folder, read_only=True, ttl_seconds=LONG_AGO * 2) as store:
+        store.get_many(KEYS, promote=False)
+        assert store.get(KEYS[3]).reason == "damaged"
+        assert store.get(KEYS[3]).reason == "damaged"  # it is still where it was
+        store.put(make_key(9), make_kv(9))
+        store.put(KEYS[0], make_kv(5))
+        store.demote(KEYS[0])
+        store.evict_expired()
+        assert len(store.verify(repair=True).damaged) == 1
+        assert store.stats()["disk"]["entries"] == 4
+        disk = store.tiers[1]
+        assert not disk.evict(KEYS[0])
+        assert not disk.expire(KEYS[0])
+    assert seen(folder) == before
+
+
+def test_reading_is_no_use_of_a_chunk(folder: Path) -> None:
+    marked = list[object]()
+    with TieredKVStore.open(host_bytes=0, disk_path=folder, read_only=True) as store:
+        disk = store.tiers[0]
+        disk._mark_used = lambda *told: marked.append(told)  # type: ignore[attr-defined]
+        assert store.get(KEYS[0]).kv is not None
+    assert not marked
+
+
+def test_what_is_past_its_time_is_not_served_and_not_removed(folder: Path) -> None:
+    before = seen(folder)
+    with TieredKVStore.open(disk_path=folder, read_only=True, ttl_seconds=LONG_AGO / 2) as store:
+        assert store.contains_many(KEYS) == [False] * 4
+        assert [found.reason for found in store.get_many(KEYS)] == ["not stored"] * 4
+    assert seen(folder) == before
+
+
+def test_what_cannot_be_done_is_said(folder: Path, tmp_path: Path) -> None:
+    with TieredKVStore.open(disk_path=folder, read_only=True) as store:
+        for refused in (
+            lambda: store.evict(KEYS[0]),
+            lambda: store.evict_where(lambda key, entry: True),
+        ):
+            with pytest.raises(StoreError, match=r"the store is read only: .* read_only=False"):
+                refused()
+        assert len(store.keys()) == 4
+    with pytest.raises(StoreError, match="no chunk KV to read"):
+        TieredKVStore.open(disk_path=tmp_path / "none", read_only=True)
+    assert not (tmp_path / "none").exists()
+
+
+def test_chunks_that_are_stored_later_are_read(folder: Path) -> None:
+    with (
+        TieredKVStore.open(disk_path=folder, read_only=True) as replica,
+        TieredKVStore.open(disk_path=folder) as writer,
+    ):
+        assert replica.get(make_key(7)).reason == "not stored"
+        writer.put(make_key(7), make_kv(7))
+        assert replica.get(make_key(7)).tier == "disk"

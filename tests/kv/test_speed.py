@@ -1,0 +1,60 @@
+"""What is known of tiers' speeds, from reads of which the truth is known."""
+
+import pytest
+
+from cacheblend_rag.kv.speed import STALE_SECONDS, Speeds
+
+GIB = 1 << 30
+
+
+def took(nbytes, *, latency=0.02, bytes_per_second=GIB):
+    return latency + nbytes / bytes_per_second
+
+
+def test_latency_and_bandwidth_are_told_apart_by_reads_of_several_sizes():
+    speeds = Speeds()
+    for nbytes in (1 << 20, 1 << 24, 1 << 22, 1 << 26, 1 << 21):
+        speeds.record("disk", nbytes, took(nbytes))
+    found = speeds.of("disk")
+    assert found.latency == pytest.approx(0.02, rel=1e-3)
+    assert found.bytes_per_second == pytest.approx(GIB, rel=1e-3)
+    assert found.seconds(1 << 28) == pytest.approx(took(1 << 28), rel=1e-3)
+
+
+def test_reads_of_one_size_tell_what_such_a_read_takes():
+    speeds = Speeds()
+    for _ in range(3):
+        speeds.record("disk", 1 << 24, took(1 << 24))
+    assert speeds.of("disk").seconds(1 << 24) == pytest.approx(took(1 << 24))
+    assert speeds.of("disk").latency == 0
+
+
+def test_no_fit_says_that_more_bytes_take_less_time():
+    speeds = Speeds()
+    speeds.record("disk", 1000, 1.0)
+    speeds.record("disk", 100_000, 0.5)
+    assert 0 < speeds.of("disk").seconds(1000) < speeds.of("disk").seconds(100_000)
+
+
+def test_later_reads_count_for_more():
+    speeds = Speeds()
+    for _ in range(20):
+        speeds.record("redis", 1 << 24, 1.0)
+    for _ in range(20):
+        speeds.record("redis", 1 << 24, 0.1)
+    assert speeds.of("redis").seconds(1 << 24) == pytest.approx(0.1, rel=0.2)
+
+
+def test_what_was_measured_long_ago_is_not_known_any_more():
+    now = [0.0]
+    speeds = Speeds(lambda: now[0])
+    assert speeds.of("s3") is None
+    speeds.record("s3", 1000, 1.0)
+    speeds.record("disk", 0, 1.0)
+    now[0] = STALE_SECONDS
+    assert speeds.of("s3") is not None
+    assert speeds.of("disk") is None
+    now[0] += 1
+    assert speeds.of("s3") is None
+    speeds.record("s3", 1000, 1.0)
+    assert speeds.of("s3") is not None

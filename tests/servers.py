@@ -1,0 +1,120 @@
+"""Real servers for tests, started once a session: Redis, and an S3 endpoint."""
+
+import socket
+import struct
+import threading
+import time
+import uuid
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from cacheblend_rag.bench.servers import HOST, redis_server, redis_url, s3_server, s3_url
+from cacheblend_rag.kv.tiers.urls import open_tier
+from cacheblend_rag.tier_url import TierUrl
+
+
+@pytest.fixture(scope="session")
+def redis():
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def s3():
+    with s3_server() as server:
+        yield server
+
+
+def tier_at(url):
+    """The tier that a URL describes."""
+    return open_tier(TierUrl(url.rstrip("?&")), "cpu")
+
+
+def redis_place(server, options=""):
+    """A place of its own on a server, as a tier's URL."""
+    return redis_url(server, f"prefix={uuid.uuid4().hex}:&{options}")
+
+
+def s3_place(server, options=""):
+    """A place of its own in the bucket, as a tier's URL."""
+    return s3_url(server, uuid.uuid4().hex, options)
+
+
+class Proxy:
+    """Between clients and a server, to do to their connections what networks do.
+
+    cut_after: bytes of the server's that a connection passes on before it is reset. delay: seconds
+    before the first of them. ends: a cut connection is ended, as if all had been said.
+    """
+
+    def __init__(self, port):
+        self.upstream, self.cut_after, self.delay, self.ends = port, None, 0.0, False
+        self._listening = socket.create_server((HOST, 0))
+        self.port = self._listening.getsockname()[1]
+        self.address = f"http://{HOST}:{self.port}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self):
+        self._listening.close()
+
+    def _serve(self):
+        while True:
+            try:
+                client, _ = self._listening.accept()
+            except OSError:
+                return
+            server = socket.create_connection((HOST, self.upstream))
+            for way in ((client, server, False), (server, client, True)):
+                threading.Thread(target=self._pass_on, args=way, daemon=True).start()
+
+    def _pass_on(self, source, target, is_answer):
+        passed = 0
+        try:
+            while data := source.recv(1 << 16):
+                if is_answer and not passed:
+                    time.sleep(self.delay)
+                if is_answer and self.cut_after is not None:
+                    data = data[: max(self.cut_after - passed, 0)]
+                passed += len(data)
+                target.sendall(data)
+                if is_answer and self.cut_after is not None and passed >= self.cut_after:
+                    break
+        except OSError:
+            pass
+        if is_answer and self.cut_after is not None and not self.ends:
+            target.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        for one in (source, target):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Answers every request with one and the same status."""
+
+    status = 500
+
+    def answer(self):
+        self.send_response(self.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_HEAD = do_PUT = do_DELETE = answer  # noqa: N815 - names of the library's
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def refusing(status):
+    """An HTTP server that answers nothing but ``status``; its address."""
+    handler = type("Handler", (Refusing,), {"status": status})
+    server = ThreadingHTTPServer((HOST, 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://{HOST}:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
