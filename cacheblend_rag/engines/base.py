@@ -670,7 +670,9 @@ class Engine(ABC):
         prepared = request.prepared
         tokens = len(prepared.token_ids)
         reused, recomputed = reused_and_recomputed(prefill.chunks)
-        chunks = self._filling.see(prepared, prefill.chunks)
+        chunks = prefill.chunks
+        if not self.read_only:
+            chunks = self._filling.see(prepared, chunks)
         answer = Generation(
             text=text,
             token_ids=tuple(token_ids),

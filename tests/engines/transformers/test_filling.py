@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from weakref import ref
 
 import pytest
@@ -15,7 +16,9 @@ from cacheblend_rag import (
     Chunk,
     ChunkRegistry,
     Document,
+    FillReport,
     SamplingParams,
+    StoreConfig,
     TieredKVStore,
     TransformersEngine,
 )
@@ -141,6 +144,18 @@ def test_what_a_full_store_refuses_is_not_computed_at_each_miss(
     tried = [index for index, told in enumerate(reasons) if told == "not stored, being filled"]
     assert tried == [0, 2, 5, 10]
     assert engine.fill_report().refused == {"store full": 4}
+
+
+def test_a_store_that_is_only_read_is_not_filled(
+    make_filling: EngineFactory, tmp_path: Path
+) -> None:
+    TieredKVStore.of(StoreConfig(tmp_path)).close()
+    store = TieredKVStore.of(StoreConfig(tmp_path, read_only=True))
+    engine, chunk = make_filling(store=store), Chunk(words(40, 3))
+    engine.registry.add(chunk)
+    report = engine.generate(asking([chunk]), SHORT).report
+    assert [told.reason for told in report.chunks] == ["not stored"]
+    assert engine.fill_report() == FillReport()
 
 
 def test_one_registry_of_two_engines_is_filled_by_each_for_itself(
