@@ -242,3 +242,24 @@ def test_precision_tells_bytes_time_and_error(cli, tiny_shape):
     assert all(
         row[f"{verb}_seconds"] > 0 for row in (native, fp8, int8) for verb in ("put", "load")
     )
+
+
+def test_bench_store_measures_every_tier_beside_its_raw_limit(cli):
+    outcome = cli("bench", "store", "--chunk-mib", 1, "--repeat", 1, "--json")
+    found = outcome.json
+    assert [row.pop("tier") for row in found["tiers"]] == ["host", "disk", "redis", "s3"]
+    for row in found["tiers"]:
+        assert set(row) == {"get_gib_s", "put_gib_s", "raw_get_gib_s", "raw_put_gib_s"}
+        assert min(row.values()) > 0
+    assert found["left_out"] == []
+
+
+def test_bench_store_says_what_it_left_out(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("cacheblend_rag.bench.servers.find_spec", lambda name: None)
+    outcome = cli("bench", "store", "--chunk-mib", 1, "--repeat", 1, "--json")
+    found = outcome.json
+    assert [row["tier"] for row in found["tiers"]] == ["host", "disk"]
+    assert ["redis-server" in found["left_out"][0], "moto" in found["left_out"][1]] == [True, True]
+    given = ("--tier", f"disk://{tmp_path}", "--chunk-mib", 1, "--repeat", 1)
+    assert "disk" in cli("bench", "store", *given).stdout
