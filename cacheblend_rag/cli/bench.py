@@ -117,6 +117,34 @@ def ttft_command(
         _print_ttft(rows)
 
 
+@bench_app.command("store")
+def store_command(
+    *,
+    chunk_mib: Annotated[int, typer.Option(min=1, help="Size of the chunk KV moved.")] = 64,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed runs each.")] = 7,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A tier to measure; repeatable. By default host, disk, Redis and S3, "
+            "with servers started here.",
+        ),
+    ] = None,
+    as_json: options.JsonOption = False,
+) -> None:
+    """How fast chunk KV goes into each tier and comes out, beside the raw limit of this machine."""
+    from cacheblend_rag.bench.store import StorePlan, measure_store
+
+    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+        found = measure_store(StorePlan(chunk_mib, repeat, tier), status.update)
+    for reason in found["left_out"]:
+        output.warn(f"left out: {reason}")
+    if as_json:
+        output.print_json(found)
+    else:
+        _print_speeds(found["tiers"])
+
+
 @bench_app.command("overhead")
 def overhead_command(
     *,
@@ -517,6 +545,22 @@ def _print_steady(found: dict[str, Any]) -> None:
             f"{row['speedup']:.2f}x",
             output.percent(row["hit_share"]),
         )
+    output.result_console().print(table)
+
+
+def _print_speeds(tiers: Sequence[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(title="GiB a second, and the share of the raw limit")
+    table.add_column("tier")
+    for heading in ("get", "raw get", "share", "put", "raw put", "share"):
+        table.add_column(heading, justify="right")
+    for row in tiers:
+        cells = [row["tier"]]
+        for way in ("get", "put"):
+            speed, limit = row[f"{way}_gib_s"], row[f"raw_{way}_gib_s"]
+            cells += [f"{speed:.2f}", f"{limit:.2f}", output.percent(speed / limit)]
+        table.add_row(*cells)
     output.result_console().print(table)
 
 

@@ -265,3 +265,24 @@ def test_filling_warms_a_store_by_its_traffic(cli, tiny_shape):
 def test_a_fill_that_cannot_be_measured_is_refused(cli, tiny_shape, wrong):
     outcome = cli("bench", "fill", *FEW, "--shape", "tiny", *wrong)
     assert (outcome.code, outcome.stdout) == (2, "")
+
+
+def test_bench_store_measures_every_tier_beside_its_raw_limit(cli):
+    outcome = cli("bench", "store", "--chunk-mib", 1, "--repeat", 1, "--json")
+    found = outcome.json
+    assert [row.pop("tier") for row in found["tiers"]] == ["host", "disk", "redis", "s3"]
+    for row in found["tiers"]:
+        assert set(row) == {"get_gib_s", "put_gib_s", "raw_get_gib_s", "raw_put_gib_s"}
+        assert min(row.values()) > 0
+    assert found["left_out"] == []
+
+
+def test_bench_store_says_what_it_left_out(cli, monkeypatch, tmp_path):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("cacheblend_rag.bench.servers.find_spec", lambda name: None)
+    outcome = cli("bench", "store", "--chunk-mib", 1, "--repeat", 1, "--json")
+    found = outcome.json
+    assert [row["tier"] for row in found["tiers"]] == ["host", "disk"]
+    assert ["redis-server" in found["left_out"][0], "moto" in found["left_out"][1]] == [True, True]
+    given = ("--tier", f"disk://{tmp_path}", "--chunk-mib", 1, "--repeat", 1)
+    assert "disk" in cli("bench", "store", *given).stdout

@@ -137,7 +137,7 @@ def test_redis_evicts_by_itself(own_redis):
 
 
 def limit(server, memory, policy="noeviction"):
-    client = tier_at(redis_place(server))._client
+    client = tier_at(redis_place(server)).client
     client.config_set("maxmemory-policy", policy)
     client.config_set("maxmemory", memory)
 
@@ -155,7 +155,7 @@ def test_redis_with_a_password(monkeypatch, caplog):
         assert same(by_environment.get(KEY).kv, make_kv())
         assert "hunter" not in caplog.text
         shown = f"{right.tiers[0]!r} {right.stats()} {right.tiers[0].__dict__}"
-        assert "hunter" not in shown.replace(str(right.tiers[0]._client), "")
+        assert "hunter" not in shown.replace(str(right.tiers[0].client), "")
 
 
 @pytest.mark.parametrize("cut_after", [0, 3, 100, 70_000, 2_000_000])
@@ -181,11 +181,11 @@ def test_a_value_of_another_kind_is_a_failure_and_damage_is_set_aside(redis):
     store = opened(redis_place(redis))
     tier = store.tiers[0]
     assert store.put(KEY, make_kv())
-    tier._client.set(tier._value(KEY), b"rubbish")
+    tier.client.set(tier._value(KEY), b"rubbish")
     assert store.get(KEY).reason == "damaged"
     assert store.get(KEY).reason == "not stored"
-    tier._client.delete(tier._about)
-    tier._client.set(tier._about, b"no index")
+    tier.client.delete(tier._about)
+    tier.client.set(tier._about, b"no index")
     assert store.get(KEY).reason == "store error"
     store.close()
 
@@ -273,11 +273,11 @@ def test_an_unusable_object_is_kept_aside(s3):
     store = opened(s3_place(s3))
     tier = store.tiers[0]
     assert store.put(KEY, make_kv())
-    (path,) = [meta["path"] for meta in tier._store.list().collect()]
-    tier._store.put(path, b"rubbish")
+    (path,) = [meta["path"] for meta in tier.store.list().collect()]
+    tier.store.put(path, b"rubbish")
     assert store.get(KEY).reason == "damaged"
     assert store.get(KEY).reason == "not stored"
-    (aside,) = [meta["path"] for meta in tier._store.list().collect()]
+    (aside,) = [meta["path"] for meta in tier.store.list().collect()]
     assert aside.startswith(f"quarantine/{KEY}.")
     assert store.keys() == []
     store.close()

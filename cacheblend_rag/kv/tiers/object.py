@@ -57,7 +57,7 @@ class ObjectTier(BytesTier):
         policy: TierPolicy | None = None,
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
-        self._store, self._keeps_metadata = store, keeps_metadata
+        self.store, self._keeps_metadata = store, keeps_metadata
         self._times: OrderedDict[KVKey, tuple[float, float]] = OrderedDict()
         self._sizes: dict[KVKey, int] = {}
         self._listed_at = -LISTED_SECONDS
@@ -66,7 +66,7 @@ class ObjectTier(BytesTier):
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Go through all objects; their times are those of writing, where a list tells no more."""
         with _failures():
-            for page in self._store.list():
+            for page in self.store.list():
                 for meta in page:
                     if key := _key(meta["path"]):
                         yield key, self._known(key, meta, {})
@@ -79,7 +79,7 @@ class ObjectTier(BytesTier):
     def _entry(self, key: KVKey) -> Entry | None:
         with _failures():
             try:
-                found = self._store.get(_path(key), options={"head": True})
+                found = self.store.get(_path(key), options={"head": True})
             except FileNotFoundError:
                 return None
             return self._known(key, found.meta, found.attributes)
@@ -94,7 +94,7 @@ class ObjectTier(BytesTier):
             options["range"] = {"offset": start}
         with _failures():
             try:
-                found = self._store.get(_path(key), options=options)
+                found = self.store.get(_path(key), options=options)
             except FileNotFoundError as error:
                 _check_bucket(error)
                 return None
@@ -110,7 +110,7 @@ class ObjectTier(BytesTier):
         # One after the other in a bounded tier: two must not fill the room made for one.
         with _failures(), nullcontext() if self.capacity_bytes is None else self._lock:
             self._make_room(key, nbytes)
-            self._store.put(_path(key), list(parts), attributes=attributes, use_multipart=False)
+            self.store.put(_path(key), list(parts), attributes=attributes, use_multipart=False)
             self._note(key, written_at, time.time())
             self._sizes[key] = nbytes
 
@@ -119,13 +119,13 @@ class ObjectTier(BytesTier):
             is_there = self._entry(key) is not None
             if is_there:
                 with suppress(FileNotFoundError):
-                    self._store.delete(_path(key))
+                    self.store.delete(_path(key))
         self._forget(key)
         return is_there
 
     def _set_aside(self, key: KVKey, reason: str) -> None:
         with _failures(), suppress(FileNotFoundError):
-            self._store.rename(_path(key), f"{QUARANTINE}{key}.{time.time_ns()}")
+            self.store.rename(_path(key), f"{QUARANTINE}{key}.{time.time_ns()}")
         self._forget(key)
 
     def _empty(self, key: KVKey) -> StoredBytes | None:

@@ -83,7 +83,7 @@ class RedisTier(BytesTier):
         super().__init__(name, capacity_bytes, policy=policy)
         seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
         place = {"host": host, "port": port} if path is None else {"unix_socket_path": path}
-        self._client = _connect(
+        self.client = _connect(
             **place, db=db, ssl=tls, username=user or None,
             password=password.reveal() if password else None,
             socket_timeout=seconds, socket_connect_timeout=seconds,
@@ -91,8 +91,8 @@ class RedisTier(BytesTier):
         self._prefix = prefix
         self._about, self._used = f"{prefix}about", f"{prefix}used"
         self._one_by_one = Lock()
-        self._record = self._client.register_script(_RECORD)
-        self._forget = self._client.register_script(_FORGET)
+        self._record = self.client.register_script(_RECORD)
+        self._forget = self.client.register_script(_FORGET)
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Go through the index, forgetting what the server let go of."""
@@ -113,7 +113,7 @@ class RedisTier(BytesTier):
 
     def close(self) -> None:
         """Let go of connections."""
-        self._client.close()
+        self.client.close()
 
     def _entry(self, key: KVKey) -> Entry | None:
         return self._entry_many([key])[0]
@@ -161,7 +161,7 @@ class RedisTier(BytesTier):
 
     def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
         with suppress(OSError), _failures():
-            self._client.zadd(self._used, {str(key): time.time()}, xx=True)
+            self.client.zadd(self._used, {str(key): time.time()}, xx=True)
 
     def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
         if nbytes > VALUE_BYTES:
@@ -187,7 +187,7 @@ class RedisTier(BytesTier):
 
     def _pipeline(self, ask: Callable[[Any], object]) -> list[Any]:
         """Return the answers to several questions that are sent together."""
-        with self._client.pipeline(transaction=False) as pipe:
+        with self.client.pipeline(transaction=False) as pipe:
             ask(pipe)
             return list(pipe.execute())
 
@@ -202,7 +202,7 @@ class RedisTier(BytesTier):
         before = b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words[:2])
         after = b"".join(b"\r\n$%d\r\n%s" % (len(word), word) for word in words[2:])
         head = b"*%d\r\n%s$%d\r\n" % (len(words) + 1, before, nbytes)
-        pool = self._client.connection_pool
+        pool = self.client.connection_pool
         connection = pool.get_connection()
         try:
             connection.send_packed_command([head, *parts, after + b"\r\n"])
@@ -233,8 +233,8 @@ class RedisTier(BytesTier):
 
     def _oldest_first(self, key: KVKey) -> Iterator[Resident]:
         start = 0
-        while names := self._client.zrange(self._used, start, start + LISTED - 1):
-            sizes = self._client.hmget(self._about, names)
+        while names := self.client.zrange(self._used, start, start + LISTED - 1):
+            sizes = self.client.hmget(self._about, names)
             for name, note in zip(names, sizes, strict=True):
                 other = _key(name)
                 if other is not None and other != key and other not in self._pinned:
@@ -246,7 +246,7 @@ class RedisTier(BytesTier):
         cursor = None
         while cursor != 0:
             with _failures():
-                cursor, page = self._client.hscan(self._about, cursor or 0, count=LISTED)
+                cursor, page = self.client.hscan(self._about, cursor or 0, count=LISTED)
             yield [key for name in page if (key := _key(name)) is not None]
 
 

@@ -1,0 +1,184 @@
+"""How fast chunk KV goes into each tier and comes out, beside the raw limit of the same machine.
+
+The raw limit moves as many bytes by the same means and does nothing else: a copy in memory, a file
+written and read in one go, SET and GET, HTTP's PUT and GET by the same client.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.bench.interleave import Advance, run_in_turns
+from cacheblend_rag.bench.servers import redis_server, redis_url, s3_server, s3_url
+from cacheblend_rag.errors import ConfigError, EngineUnavailableError, StoreError
+from cacheblend_rag.kv import (
+    ChunkKV,
+    DiskTier,
+    HostTier,
+    KVKey,
+    ObjectTier,
+    RedisTier,
+    Tier,
+    TieredKVStore,
+    chunk_id,
+    fingerprint,
+)
+from cacheblend_rag.kv.tiers.urls import open_tier
+from cacheblend_rag.tier_url import TierUrl
+
+LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
+"""Of Llama 3.1 8B: 128 KiB a token in bfloat16."""
+TOKENS_A_MIB = 8
+GIB = 1 << 30
+
+KEY = KVKey(chunk_id([1]), fingerprint({"model": "bench"}))
+Raw = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
+"""How bytes are put, got back and removed by the bare means of a tier."""
+
+
+@dataclass(frozen=True)
+class StorePlan:
+    """What is moved: a chunk of so many MiB, so often. urls: of tiers; None is one of each kind.
+
+    Servers of one's own are started for those of the kinds that need one.
+    """
+
+    chunk_mib: int = 64
+    repeat: int = 7
+    urls: Sequence[str] | None = None
+
+
+@dataclass(frozen=True)
+class TierSpeed:
+    """Medians of one tier, in GiB of chunk KV a second."""
+
+    tier: str
+    get_gib_s: float
+    put_gib_s: float
+    raw_get_gib_s: float
+    raw_put_gib_s: float
+
+
+def measure_store(plan: StorePlan, advance: Advance = lambda _: None) -> dict[str, Any]:
+    """Return each tier's speeds, and which kinds were left out and why."""
+    with ExitStack() as stack:
+        urls, left_out = (list(plan.urls), []) if plan.urls else _own_tiers(stack)
+        speeds = [_measure(TierUrl(url), plan, advance) for url in urls]
+    return {
+        "chunk_mib": plan.chunk_mib,
+        "repeat": plan.repeat,
+        "tiers": [asdict(speed) for speed in speeds],
+        "left_out": left_out,
+    }
+
+
+def _own_tiers(stack: ExitStack) -> tuple[list[str], list[str]]:
+    folder = tempfile.mkdtemp(prefix="cacheblend-bench-")
+    stack.callback(shutil.rmtree, folder)
+    urls, left_out = ["host://?capacity=none", f"disk://{folder}"], []
+    try:
+        urls.append(redis_url(stack.enter_context(redis_server()), "timeout=60"))
+    except EngineUnavailableError as error:
+        left_out.append(f"redis: {error}")
+    try:
+        urls.append(s3_url(stack.enter_context(s3_server()), "bench", "timeout=60"))
+    except EngineUnavailableError as error:
+        left_out.append(f"s3: {error}")
+    return urls, left_out
+
+
+def _measure(url: TierUrl, plan: StorePlan, advance: Advance) -> TierSpeed:
+    kv = _chunk(plan.chunk_mib * TOKENS_A_MIB)
+    data, into = os.urandom(kv.nbytes), torch.zeros(2, *kv.keys.shape, dtype=kv.keys.dtype)
+    tier = open_tier(url, "cpu")
+    is_memory = isinstance(tier, HostTier)
+    with TieredKVStore([tier]) as store, _raw(tier, data, into) as (put, get, drop):
+
+        def drop_chunk() -> None:
+            store.evict(KEY)
+
+        cases = {
+            "put": lambda _: _timed(lambda: _put(store, kv, is_memory), before=drop_chunk),
+            "get": lambda _: _timed(lambda: _get(store, into if is_memory else None)),
+            "raw put": lambda _: _timed(put, before=drop),
+            "raw get": lambda _: _timed(get),
+        }
+        put()
+        _put(store, kv, is_memory)
+        try:
+            runs = run_in_turns(cases, plan.repeat, lambda what: advance(f"{url.name}, {what}"))
+        finally:
+            store.evict(KEY)
+    speed = {name: kv.nbytes / statistics.median(taken) / GIB for name, taken in runs.items()}
+    return TierSpeed(url.name, speed["get"], speed["put"], speed["raw get"], speed["raw put"])
+
+
+def _chunk(tokens: int) -> ChunkKV:
+    """Return a chunk as precompute makes it: a layer's keys and values side by side."""
+    kv = torch.randn(LAYERS, 2, KV_HEADS, tokens, HEAD_DIM).to(torch.bfloat16)
+    return ChunkKV(kv[:, 0], kv[:, 1], position=0)
+
+
+def _timed(do: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
+    """Return the seconds of what is done; what is replaced is removed before, which costs, too."""
+    before()
+    started = time.perf_counter()
+    do()
+    return time.perf_counter() - started
+
+
+def _put(store: TieredKVStore, kv: ChunkKV, is_memory: bool) -> None:
+    """Store the chunk; for memory a copy of it, since what is given is kept as it is."""
+    if is_memory:
+        both = torch.stack([kv.keys, kv.values], dim=1)
+        kv = ChunkKV(both[:, 0], both[:, 1], kv.position)
+    if not store.put(KEY, kv):
+        raise StoreError(f"the {store.tiers[0].name} tier does not take a chunk; see the log")
+
+
+def _get(store: TieredKVStore, into: Tensor | None) -> None:
+    """Load the chunk; from memory, which hands out its own, into a buffer of the reader's."""
+    found = store.get(KEY).kv
+    if found is None:
+        raise StoreError(f"the {store.tiers[0].name} tier lost the chunk: give it more room")
+    if into is not None:
+        into[0].copy_(found.keys)
+        into[1].copy_(found.values)
+
+
+@contextmanager
+def _raw(tier: Tier, data: bytes, into: Tensor) -> Iterator[Raw]:
+    """Put and get so many bytes by a tier's bare means, what is left of them removed at the end."""
+    name = f"raw-{os.getpid()}"
+    match tier:
+        case HostTier():
+            source = torch.zeros_like(into)
+            yield source.clone, lambda: into.copy_(source), lambda: None
+        case DiskTier():
+            path = tier.path / name
+            drop = partial(path.unlink, missing_ok=True)
+            yield partial(path.write_bytes, data), path.read_bytes, drop
+            drop()
+        case RedisTier(client=client):
+            drop = partial(client.delete, name)
+            yield partial(client.set, name, data), partial(client.get, name), drop
+            drop()
+        case ObjectTier(store=store):
+            put = partial(store.put, name, data, use_multipart=False)
+            drop = partial(store.delete, name)
+            yield put, lambda: store.get(name).bytes(), drop
+            drop()
+        case _:
+            raise ConfigError(f"the {tier.name} tier has no raw limit here: give another tier")
