@@ -113,6 +113,14 @@ class KVKey:
             raise ValueError(f"{text!r} is no KV key")
         return cls(parts[1], parts[0], *parts[2:])
 
+    @classmethod
+    def parsed(cls, text: str) -> KVKey | None:
+        """Return the key that ``str(key)`` wrote, None for anything else."""
+        try:
+            return cls.parse(text)
+        except ValueError:
+            return None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkKV:

@@ -356,7 +356,7 @@ class LayerSource:
 def _found(opened: Future[Found]) -> Found:
     try:
         return opened.result()
-    except CancelledError:  # the store was closed meanwhile
+    except (CancelledError, StoreError):  # the store was closed meanwhile
         return Found(None, "store error")
 
 

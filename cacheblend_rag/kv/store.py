@@ -279,7 +279,7 @@ class TieredKVStore:
             self._note(self.access_log, keys)
         return LayerSource(
             keys,
-            lambda key: self._begin(partial(self._open, key, promote), Found(None, "store error")),
+            lambda key: self._submit(partial(self._open, key, promote)),
             self._submit,
             self._room_ahead,
             self._room,
@@ -561,19 +561,11 @@ class TieredKVStore:
             with self._locks.held(key):
                 self._get_many([key], promote=True)
 
-    def _begin(self, work: Callable[[], T], otherwise: T) -> Future[T]:
-        """Have work done on a thread of the store's; otherwise: what it comes to without one."""
-        try:
-            return self._fetching.submit(work)
-        except RuntimeError:  # closed meanwhile, or the system has no thread left
-            refused: Future[T] = Future()
-            refused.set_result(otherwise)
-            return refused
-
     def _submit(self, work: Callable[[], T]) -> Future[T]:
+        """Have work done on a thread of the store's; without one it comes to a StoreError."""
         try:
             return self._fetching.submit(work)
-        except RuntimeError as error:
+        except RuntimeError as error:  # closed meanwhile, or the system has no thread left
             refused: Future[T] = Future()
             refused.set_exception(StoreError(f"nothing can be read any more: {error}"))
             return refused

@@ -16,7 +16,7 @@ from cacheblend_rag.kv import Entry, KVKey, chunk_id
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import SegmentEncoder
+from cacheblend_rag.text.encoder import SegmentEncoder, Tokenizer
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 Condition = Callable[[KVKey, Entry], bool]
@@ -145,9 +145,9 @@ def _registries(store: Path, namespace: str | None) -> Iterator[SharedChunkRegis
         yield SharedChunkRegistry(path, read_only=True)
 
 
-def _lead_in(tokenizer: object, config: LeadInConfig) -> LeadIn:
+def _lead_in(tokenizer: Tokenizer, config: LeadInConfig) -> LeadIn:
     """Return what names chunks as engines do, but for the fingerprint."""
-    encoder = SegmentEncoder(tokenizer, split_special_tokens=config.split_special_tokens)  # type: ignore[arg-type]
+    encoder = SegmentEncoder(tokenizer, split_special_tokens=config.split_special_tokens)
     return LeadIn(encoder, config, instruction="", identity={}, namespace="")
 
 

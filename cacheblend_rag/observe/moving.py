@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
-from cacheblend_rag.kv import KVKey, TieredKVStore, codec
-from cacheblend_rag.kv.tiers.disk import SUFFIX
+from cacheblend_rag.kv import TieredKVStore, codec
+from cacheblend_rag.kv.tiers.bytes import SUFFIX, key_of
 from cacheblend_rag.observe.choosing import Condition
 
 MOST_OBJECT_BYTES = 1 << 32
@@ -92,7 +92,7 @@ def _take(
     store: TieredKVStore, found: _Object, report: MoveReport, most_bytes: int | None
 ) -> str | None:
     """Check and store an object; returns why it was not, or None."""
-    if (key := _key_of(found.name)) is None:
+    if (key := key_of(found.name)) is None:
         return "its name is no key"
     if found.nbytes > MOST_OBJECT_BYTES:
         return f"more than {MOST_OBJECT_BYTES} bytes"
@@ -110,15 +110,6 @@ def _take(
     report.moved += 1
     report.nbytes += found.nbytes
     return None
-
-
-def _key_of(name: str) -> KVKey | None:
-    if not name.endswith(SUFFIX):
-        return None
-    try:
-        return KVKey.parse(name.removesuffix(SUFFIX))
-    except ValueError:
-        return None
 
 
 @contextmanager

@@ -90,9 +90,12 @@ class Laying:
 
     def leave_out(self, unwanted: Sequence[LaidChunk]) -> None:
         """Leave out chunks that are computed sooner than loaded, the same on all ranks."""
-        left = {id(chunk) for chunk in unwanted}
         for chunk in unwanted:
             chunk.reason = "slow"
+        self._agree_without(unwanted)
+
+    def _agree_without(self, gone: Sequence[LaidChunk]) -> None:
+        left = {id(chunk) for chunk in gone}
         self._agree([chunk.is_used and id(chunk) not in left for chunk in self.chunks])
 
     def lay(self, layer: int) -> Steps[None]:
@@ -141,8 +144,7 @@ class Laying:
         for chunk, part in zip(used, parts, strict=False):
             if isinstance(part, StoreError):
                 chunk.reason = miss_of(part)
-        lost = {id(chunk) for chunk, is_sound in zip(used, sound, strict=True) if not is_sound}
-        self._agree([chunk.is_used and id(chunk) not in lost for chunk in self.chunks])
+        self._agree_without([c for c, is_sound in zip(used, sound, strict=True) if not is_sound])
         self.rewind()
         raise LostChunkError
 

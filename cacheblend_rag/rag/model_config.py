@@ -27,14 +27,18 @@ def text_config(model: str) -> Any:
     return config.get_text_config()
 
 
-def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Return what a token's chunk KV takes: keys and values in all layers, and its prior."""
+def kv_shape(config: Any) -> tuple[int, int, int]:
+    """Return a model's layers, KV heads and head size."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return (
-        2 * int(config.num_hidden_layers * kv_heads * head_size) * dtype.itemsize + BYTES_OF_PRIOR
-    )
+    return int(config.num_hidden_layers), int(kv_heads), int(head_size)
+
+
+def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
+    """Return what a token's chunk KV takes: keys and values in all layers, and its prior."""
+    layers, kv_heads, head_size = kv_shape(config)
+    return 2 * layers * kv_heads * head_size * dtype.itemsize + BYTES_OF_PRIOR
 
 
 def served_dtype(config: Any, dtype: str, device: str | None) -> torch.dtype:

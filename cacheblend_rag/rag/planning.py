@@ -16,7 +16,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.precision import scales
 from cacheblend_rag.quantities import read_bytes, read_seconds
 from cacheblend_rag.rag.estimating import BYTES_AROUND_CHUNK
-from cacheblend_rag.rag.model_config import BYTES_OF_PRIOR, served_dtype, text_config
+from cacheblend_rag.rag.model_config import BYTES_OF_PRIOR, kv_shape, served_dtype, text_config
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
@@ -34,13 +34,7 @@ class KVShape:
     def of(cls, model: str, dtype: str, device: str | None) -> KVShape:
         """Return a model's, by its config; raises ModelLoadError when there is none."""
         config = text_config(model)
-        heads = config.num_attention_heads
-        return cls(
-            layers=int(config.num_hidden_layers),
-            kv_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-            head_dim=int(getattr(config, "head_dim", None) or config.hidden_size // heads),
-            itemsize=served_dtype(config, dtype, device).itemsize,
-        )
+        return cls(*kv_shape(config), itemsize=served_dtype(config, dtype, device).itemsize)
 
     def chunk_bytes(self, precision: Precision, tokens: int) -> int:
         """Return the bytes of a stored chunk, its prior, scales and header included."""

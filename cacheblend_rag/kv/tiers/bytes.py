@@ -23,6 +23,9 @@ from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.base import StoredChunk, Tier
 
+SUFFIX = ".safetensors"
+"""Of the names of files and objects."""
+
 Parts = Sequence[bytes | memoryview]
 """One object's bytes in order, as the codec hands them out: none is joined to another."""
 
@@ -93,6 +96,11 @@ class BytesTier(Tier):
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
             raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
         self._write(key, parts, nbytes, chunk.written_at)
+
+
+def key_of(name: str) -> KVKey | None:
+    """Return the key that a file or object is named by, None where it is no chunk's."""
+    return KVKey.parsed(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
 
 
 def check_size(nbytes: int) -> None:

@@ -30,10 +30,9 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, room_for
+from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, Parts, key_of, room_for
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
-SUFFIX = ".safetensors"
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
@@ -100,7 +99,7 @@ class DiskTier(BytesTier):
         """As for any tier; looks at the names in one folder, of 256, and at no file."""
         with suppress(OSError):
             names = os.listdir(os.path.dirname(self._file(key)))
-            others = (_key_of(name) for name in names if key.chunk_id in name)
+            others = (key_of(name) for name in names if key.chunk_id in name)
             return any(other is not None and key.is_relative(other) for other in others)
         return False
 
@@ -248,7 +247,7 @@ class DiskTier(BytesTier):
                     age = time.time() - item.stat().st_mtime
                     if age > STALE_TEMPORARY_SECONDS and not self.policy.read_only:
                         os.unlink(item.path)
-                elif key := _key_of(item.name):
+                elif key := key_of(item.name):
                     yield _File(key, item.path, _entry(item.stat()))
 
     def _scan(self) -> Usage:
@@ -358,16 +357,6 @@ def _read_plainly(path: Path, most: int) -> bytes:
             return b""
         text = file.read(most + 1)
     return text if len(text) <= most else b""
-
-
-def _key_of(name: str) -> KVKey | None:
-    stem, suffix = os.path.splitext(name)
-    if suffix != SUFFIX:
-        return None
-    try:
-        return KVKey.parse(stem)
-    except ValueError:
-        return None
 
 
 def _entry(found: os.stat_result) -> Entry:

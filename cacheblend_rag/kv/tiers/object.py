@@ -20,10 +20,9 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, check_size, tensor_of
+from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, Parts, check_size, key_of, tensor_of
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
-SUFFIX = ".safetensors"
 QUARANTINE = "quarantine/"
 WRITTEN_AT = "written-at"
 TIMEOUT_SECONDS = 30.0
@@ -243,13 +242,7 @@ def _path(key: KVKey) -> str:
 
 
 def _key(path: str) -> KVKey | None:
-    stem, is_chunk, _ = path.rpartition("/")[2].partition(SUFFIX)
-    if not is_chunk or path.startswith(QUARANTINE):
-        return None
-    try:
-        return KVKey.parse(stem)
-    except ValueError:
-        return None
+    return None if path.startswith(QUARANTINE) else key_of(path.rpartition("/")[2])
 
 
 def _number(text: str | None) -> float | None:

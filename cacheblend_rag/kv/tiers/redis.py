@@ -131,12 +131,7 @@ class RedisTier(BytesTier):
 
         with _failures():
             about, used, *sizes = self._pipeline(ask)
-        return [
-            Entry(int(size), _written(note), float(last or _written(note)))
-            if size and note
-            else None
-            for note, last, size in zip(about, used, sizes, strict=True)
-        ]
+        return [_entry(*known) for known in zip(about, used, sizes, strict=True)]
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
         # GETRANGE counts from the end below 0, and its own end is within the range.
@@ -305,7 +300,4 @@ def _size(note: bytes | None) -> int:
 
 
 def _key(name: bytes) -> KVKey | None:
-    try:
-        return KVKey.parse(name.decode())
-    except ValueError:
-        return None
+    return KVKey.parsed(name.decode(errors="replace"))
