@@ -3,27 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.schedule import Schedule
 
-Shares = NDArray[np.float64]
-"""(tokens,): how likely each token is a row."""
+
+@dataclass(frozen=True)
+class _Rows:
+    """How many rows there are, and how many keys they see together, by the layer's window."""
+
+    count: float
+    pairs: dict[int | None, float]
+
+    @classmethod
+    def where(cls, mask: Mask, windows: set[int | None]) -> _Rows:
+        seen = np.flatnonzero(mask) + 1
+        pairs = {
+            window: float((seen if window is None else np.minimum(seen, window)).sum())
+            for window in windows
+        }
+        return cls(float(len(seen)), pairs)
+
+    def with_share(self, share: float, others: _Rows) -> _Rows:
+        """Return these and a share of others."""
+        pairs = {window: own + share * others.pairs[window] for window, own in self.pairs.items()}
+        return _Rows(self.count + share * others.count, pairs)
+
+    def run(self, cost: LayerCost) -> float:
+        """Work of running a layer on them."""
+        return cost.per_row * self.count + cost.per_pair * self.pairs[cost.window]
 
 
-def expected_work(
-    costs: Sequence[LayerCost],
-    cached: Mask,
-    eligible: Mask,
-    schedule: Schedule,
-    *,
-    needs_hidden: bool = True,
-) -> float:
-    """Return the work, in floating-point operations, that BlendPass would count.
+class Forecast:
+    """The work of passes over one prompt, whatever their schedule.
 
     Which rows a selector chooses is not known yet, so each may be chosen alike: how many there are
     is exact, what they attend to is what such rows do on average. A question's probe is not in it.
@@ -32,35 +48,44 @@ def expected_work(
         costs: of each layer.
         cached: (tokens,) bool, tokens that have cached KV.
         eligible: (tokens,) bool, those of them that may be recomputed.
-        schedule: which share of these is, from which layer on.
         needs_hidden: whether the last token's hidden state is wanted.
     """
-    always = ~cached
-    if needs_hidden:
-        always[-1] = True
-    free = eligible & ~always
-    first = 1.0 if schedule.before is None else _share(schedule.before, eligible, free)
-    rows, work, last = always + first * free, 0.0, len(costs) - 1
-    for layer, cost in enumerate(costs):
-        if layer in schedule.checks:
-            work += cost.per_row_probe * float(rows.sum())
-            rows = always + _share(schedule.checks[layer], eligible, free) * free
-        if layer < last:
-            work += _run(cost, rows)
-        else:
-            only_last = needs_hidden and rows.sum() == 1
-            work += 0.0 if only_last else cost.per_row_probe * float(rows.sum())
-            work += _run(cost, np.eye(1, len(rows), len(rows) - 1)[0]) if needs_hidden else 0
-    return work
 
+    def __init__(
+        self,
+        costs: Sequence[LayerCost],
+        cached: Mask,
+        eligible: Mask,
+        *,
+        needs_hidden: bool = True,
+    ) -> None:
+        always, last = ~cached, np.zeros_like(cached)
+        last[-1] = needs_hidden
+        always |= last
+        windows = {cost.window for cost in costs}
+        self._costs, self._needs_hidden = costs, needs_hidden
+        self._eligible = float(eligible.sum())
+        self._always = _Rows.where(always, windows)
+        self._free = _Rows.where(eligible & ~always, windows)
+        self._last = _Rows.where(last, windows)
 
-def _share(ratio: float, eligible: Mask, free: Mask) -> float:
-    """Return the share of what may be chosen that a ratio of all eligible tokens is."""
-    return float(min(1.0, ratio * eligible.sum() / max(free.sum(), 1)))
+    def work(self, schedule: Schedule) -> float:
+        """Return the work, in floating-point operations, that BlendPass would count."""
+        rows = self._rows(1.0 if schedule.before is None else self._share(schedule.before))
+        work, last = 0.0, len(self._costs) - 1
+        for layer, cost in enumerate(self._costs):
+            if layer in schedule.checks:
+                work += cost.per_row_probe * rows.count
+                rows = self._rows(self._share(schedule.checks[layer]))
+            if layer < last:
+                work += rows.run(cost)
+            elif not (self._needs_hidden and rows.count == 1):
+                work += cost.per_row_probe * rows.count
+        return work + (self._last.run(self._costs[last]) if self._needs_hidden else 0.0)
 
+    def _rows(self, share: float) -> _Rows:
+        return self._always.with_share(share, self._free)
 
-def _run(cost: LayerCost, rows: Shares) -> float:
-    seen = np.arange(1, len(rows) + 1)
-    if cost.window is not None:
-        seen = np.minimum(seen, cost.window)
-    return float(cost.per_row * rows.sum() + cost.per_pair * (rows * seen).sum())
+    def _share(self, ratio: float) -> float:
+        """Return the share of what may be chosen that a ratio of all eligible tokens is."""
+        return min(1.0, ratio * self._eligible / max(self._free.count, 1.0))

@@ -151,12 +151,16 @@ def encode(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> bytes:
     return b"".join(encode_parts(key, kv, seal))
 
 
-def encode_parts(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> list[bytes | memoryview]:
+def encode_parts(
+    key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM, *, checked: bool = False
+) -> list[bytes | memoryview]:
     """Return what ``encode`` joins.
 
-    Layers that are on the CPU, contiguous and stored as they are, are not copied.
+    Layers that are on the CPU, contiguous and stored as they are, are not copied. checked: whether
+    the chunk was validated already, which takes about as long as writing it to memory.
     """
-    kv.validate()
+    if not checked:
+        kv.validate()
     if kv.keys.dtype not in _DTYPE_NAMES:
         raise ValueError(f"dtype {kv.keys.dtype} is none of {', '.join(map(str, _DTYPE_NAMES))}")
     own = [] if kv.prior is None else [_bytes_of(kv.prior.detach().cpu().contiguous())]

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
-from cacheblend_rag.blend.forecast import expected_work
+from cacheblend_rag.blend.forecast import Forecast
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.config import AUTO, PRESET_RATIOS, BlendConfig
@@ -141,12 +141,11 @@ class Controller:
 
     def _guess(self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig) -> _Guess:
         loading = self._loading(parts)
-        cached, eligible = _masks(tokens, parts, config)
+        forecast = Forecast(self.costs, *_masks(tokens, parts, config))
 
         def guess(ratio: float | None) -> _Guess:
             own = config if ratio is None else config.with_ratio(ratio)
-            schedule = plan_schedule(own, len(self.costs))
-            work = expected_work(self.costs, cached, eligible, schedule)
+            work = forecast.work(plan_schedule(own, len(self.costs)))
             return _Guess(parts, own, loading, self._seconds("blend", work))
 
         if config.recompute_ratio != AUTO:

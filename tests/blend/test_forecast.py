@@ -9,7 +9,7 @@ import pytest
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, plan_schedule
 from cacheblend_rag.blend.cost import prefill_cost
-from cacheblend_rag.blend.forecast import expected_work
+from cacheblend_rag.blend.forecast import Forecast
 from cacheblend_rag.blend.selectors import SELECTORS
 from tests.blend.fake_stack import LAYERS, FakeStack, WatchedKV
 from tests.blend.test_passes import CHECKS, PROMPTS, Prompt
@@ -25,7 +25,8 @@ def spent_and_expected(
     run = BlendPass(stack, prompt.ids, fused, known, schedule, needs_hidden=needs_hidden)
     run.run()
     masks = known.cached.numpy(), known.eligible.numpy()
-    return run.stats.work, expected_work(stack.costs, *masks, schedule, needs_hidden=needs_hidden)
+    forecast = Forecast(stack.costs, *masks, needs_hidden=needs_hidden)
+    return run.stats.work, forecast.work(schedule)
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
@@ -63,6 +64,6 @@ def test_recomputing_everything_costs_what_prefill_does() -> None:
     pairs = prefill_cost((last,), prompt.tokens) - prompt.tokens * last.per_row
     attended = last.per_pair * min(prompt.tokens, last.window or prompt.tokens)
     probed_twice = last.per_row_probe
-    assert expected_work(costs, *masks, schedule) == pytest.approx(
+    assert Forecast(costs, *masks).work(schedule) == pytest.approx(
         prefill_cost(costs, prompt.tokens) - saved - pairs + attended + probed_twice
     )

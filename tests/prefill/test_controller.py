@@ -8,7 +8,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
-from cacheblend_rag.blend.forecast import expected_work
+from cacheblend_rag.blend.forecast import Forecast
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.speed import Speeds
@@ -41,7 +41,7 @@ def computing(ratio: float, parts: list[StoredPart] = PARTS) -> float:
     """Seconds of a pass, where a whole prompt takes one."""
     config = AUTO.with_ratio(ratio)
     masks = _masks(TOKENS, parts, config)
-    return expected_work(COSTS, *masks, plan_schedule(config, LAYERS)) / FULL
+    return Forecast(COSTS, *masks).work(plan_schedule(config, LAYERS)) / FULL
 
 
 def test_what_was_never_measured_is_tried() -> None:

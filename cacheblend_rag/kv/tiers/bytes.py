@@ -91,7 +91,8 @@ class BytesTier(Tier):
         return reader
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        parts = codec.encode_parts(key, chunk.kv, self.seal)
+        # Whatever a tier is given was checked, when the store was given it or when it was read.
+        parts = codec.encode_parts(key, chunk.kv, self.seal, checked=True)
         nbytes = sum(memoryview(part).nbytes for part in parts)
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
             raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
