@@ -14,15 +14,22 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from statistics import fmean, median
 from typing import Any
 
 import torch
 
-from cacheblend_rag.bench.interleave import Advance
+from cacheblend_rag.bench.interleave import Advance, p95
 from cacheblend_rag.bench.shapes import ModelShape
-from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, blend_config, draw_chunks, draw_words
+from cacheblend_rag.bench.workload import (
+    LEAD_IN,
+    ONE_TOKEN,
+    blend_config,
+    draw_chunks,
+    draw_ranks,
+    draw_words,
+    zipf_weights,
+)
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.transformers import TransformersEngine
@@ -154,7 +161,7 @@ class _Run:
             selector=plan.selector,
             name="bench",
         )
-        self._weights = [*accumulate(1 / rank**plan.exponent for rank in range(1, plan.chunks + 1))]
+        self._weights = zipf_weights(plan.chunks, plan.exponent)
         shape = replace(plan.shape, layers=plan.layers)
         self.engine = TransformersEngine(
             shape.build_model(dtype=plan.dtype, device=plan.device),
@@ -218,10 +225,10 @@ class _Run:
             "filled_meanwhile": self.engine.fill_report().computed - computed,
             "filling_median_seconds": median(seconds["filling"]),
             "idle_median_seconds": median(seconds["idle"]),
-            "filling_p95_seconds": _p95(seconds["filling"]),
-            "idle_p95_seconds": _p95(seconds["idle"]),
+            "filling_p95_seconds": p95(seconds["filling"]),
+            "idle_p95_seconds": p95(seconds["idle"]),
             "median_ratio": median(seconds["filling"]) / median(seconds["idle"]),
-            "p95_ratio": _p95(seconds["filling"]) / _p95(seconds["idle"]),
+            "p95_ratio": p95(seconds["filling"]) / p95(seconds["idle"]),
         }
 
     def _miss_many(self) -> None:
@@ -246,10 +253,8 @@ class _Run:
 
     def _draw(self) -> list[Chunk]:
         """Draw distinct chunks by Zipf's law."""
-        found: dict[Chunk, None] = {}
-        while len(found) < self._plan.drawn:
-            found[self._rng.choices(self._chunks, cum_weights=self._weights)[0]] = None
-        return list(found)
+        ranks = draw_ranks(self._rng, self._weights, self._plan.drawn)
+        return [self._chunks[rank] for rank in ranks]
 
     def _asking(self, chunks: Sequence[Chunk]) -> BlendPrompt:
         plan = self._plan
@@ -263,7 +268,3 @@ class _Run:
         answer = ask(prompt, ONE_TOKEN)
         seconds = time.perf_counter() - started
         return seconds, sum(chunk.hit for chunk in answer.report.chunks)
-
-
-def _p95(seconds: Sequence[float]) -> float:
-    return sorted(seconds)[min(len(seconds) - 1, int(0.95 * len(seconds)))]

@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from time import perf_counter
 
+from cacheblend_rag.bench.interleave import p95
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -43,12 +44,12 @@ def measure_registry(chunks: int, prompt_characters: int, repeat: int) -> dict[s
     add_seconds = perf_counter() - start
 
     searches = [_search(registry, writer.prompt(texts, prompt_characters)) for _ in range(repeat)]
-    seconds = sorted(search.seconds for search in searches)
+    seconds = [search.seconds for search in searches]
     return {
         "chunks": chunks,
         "prompt_characters": prompt_characters,
         "median_seconds": statistics.median(seconds),
-        "p95_seconds": seconds[min(len(seconds) - 1, int(0.95 * len(seconds)))],
+        "p95_seconds": p95(seconds),
         "found": sum(search.found for search in searches),
         "expected": sum(search.expected for search in searches),
         "add_seconds": add_seconds,

@@ -19,7 +19,15 @@ import torch
 
 from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.shapes import ModelShape
-from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, blend_config, draw_chunks, draw_words
+from cacheblend_rag.bench.workload import (
+    LEAD_IN,
+    ONE_TOKEN,
+    blend_config,
+    draw_chunks,
+    draw_ranks,
+    draw_words,
+    zipf_weights,
+)
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.answer import Generation
@@ -168,24 +176,17 @@ def combinations(plan: SteadyPlan, rng: random.Random) -> Iterator[tuple[int, ..
 
     Raises ConfigError when there are hardly any left.
     """
-    weights = [1 / (rank + 1) ** plan.exponent for rank in range(plan.chunks)]
+    weights = zipf_weights(plan.chunks, plan.exponent)
     drawn = set[tuple[int, ...]]()
     for _ in range(plan.requests):
         for _ in range(1000):
-            found = _draw(rng, weights, plan.drawn)
+            found = draw_ranks(rng, weights, plan.drawn)
             if found not in drawn:
                 break
         else:
             raise ConfigError(f"requests={plan.requests} are too many for chunks={plan.chunks}")
         drawn.add(found)
         yield found
-
-
-def _draw(rng: random.Random, weights: Sequence[float], count: int) -> tuple[int, ...]:
-    found: dict[int, None] = {}
-    while len(found) < count:
-        found[rng.choices(range(len(weights)), weights)[0]] = None
-    return tuple(found)
 
 
 def _answers(

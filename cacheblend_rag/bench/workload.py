@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from itertools import accumulate
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.config import BlendConfig
@@ -29,6 +31,19 @@ def draw_chunks(
     if make_selector(selector).needs_prior:
         return Document(name, texts, separator=" ").to_chunks()
     return [Chunk(text) for text in texts]
+
+
+def zipf_weights(count: int, exponent: float) -> list[float]:
+    """Return cumulative weights of so many ranks by Zipf's law, for ``draw_ranks``."""
+    return [*accumulate(1 / rank**exponent for rank in range(1, count + 1))]
+
+
+def draw_ranks(rng: random.Random, weights: Sequence[float], count: int) -> tuple[int, ...]:
+    """Return distinct ranks from 0 on, in the order in which they were drawn."""
+    found: dict[int, None] = {}
+    while len(found) < count:
+        found[rng.choices(range(len(weights)), cum_weights=weights)[0]] = None
+    return tuple(found)
 
 
 LEAD_IN = "none"
