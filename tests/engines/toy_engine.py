@@ -24,7 +24,7 @@ class ToyEngine(Engine):
     """Answers what follows from the KV of all tokens of the prompt, computed or reused."""
 
     name = "toy"
-    context_window = 2048
+    context_window = 1 << 15
     blend_refusal = None
 
     def __init__(self, tokenizer: Any, **settings: Any) -> None:
