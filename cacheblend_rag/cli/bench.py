@@ -54,7 +54,11 @@ def ttft_command(
         list[float] | None, typer.Option(help="Recompute ratio; repeatable. 0.15 by default.")
     ] = None,
     tier: Annotated[
-        list[str] | None, typer.Option(help="host or disk; repeatable. Both by default.")
+        list[str] | None,
+        typer.Option(
+            help="host, disk or redis (a server started here); repeatable. "
+            "The first two by default."
+        ),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed runs each; medians are shown.")] = 5,
     selector: SelectorOption = "hkvd",
@@ -90,7 +94,7 @@ def ttft_command(
             chunk_tokens=chunk_tokens,
             question_tokens=question_tokens,
             ratios=tuple(dict.fromkeys(ratio or [0.15])),
-            tiers=ttft.plan_tiers(tier or ttft.TIERS),
+            tiers=ttft.plan_tiers(tier or ttft.USUAL_TIERS),
             selector=selector,
             check_layers=options.layers(check_layers, "--check-layers"),
             repeat=repeat,
@@ -511,7 +515,7 @@ def _print_ttft(rows: Sequence[TtftRow]) -> None:
     vllm = first.prefix_caching_seconds is not None
     last = "prefix caching" if vllm else "extra memory"
     for heading in (
-        "ratio", "full prefill", "blend", "speedup", "bound", "of the bound", last,
+        "ratio", "full prefill", "blend", "speedup", "bound", "of the bound", "load hidden", last,
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     for row in rows:
@@ -523,6 +527,7 @@ def _print_ttft(rows: Sequence[TtftRow]) -> None:
             f"{row.speedup:.2f}x",
             f"{row.bound:.2f}x",
             output.percent(row.share_of_bound),
+            "" if row.hidden_share is None else output.percent(row.hidden_share),
             output.duration(row.prefix_caching_seconds or 0.0) if vllm else _memory(row),
         )
     output.result_console().print(table)

@@ -114,7 +114,7 @@ class PromptPass:
                 if self.on_restart is not None:
                     self.on_restart()
             else:
-                hidden = self.source.busy.total - laying.waited
+                hidden = self.source.busy.total - done.seconds["load"]
                 done.seconds["load_hidden"] = max(0.0, hidden)
                 self._measure(done)
                 return done

@@ -43,8 +43,7 @@ class LaidChunk:
 class Laying:
     """Lays chunks into the buffer of a pass, all ranks alike.
 
-    spans: where they stand, in the order in which ``source`` hands them out. waited: seconds that
-    the pass has waited for reads.
+    spans: where they stand, in the order in which ``source`` hands them out.
     """
 
     def __init__(
@@ -56,16 +55,13 @@ class Laying:
     ) -> None:
         self.stack, self.fused, self.source = stack, fused, source
         self.chunks = [LaidChunk(start, end) for start, end in spans]
-        self.waited = 0.0
         self._laid: set[int] = set()
         self._seconds = 0.0
 
     def heads(self) -> Steps[None]:
         """Find out which chunks all ranks have; yields after each, and waits for them."""
         for chunk in self.chunks:
-            started = time.perf_counter()
             self._take(chunk, self.source.take())
-            self.waited += time.perf_counter() - started
             yield
         self._agree([chunk.reason is None for chunk in self.chunks])
 
@@ -107,12 +103,10 @@ class Laying:
         if layer in self._laid or not used:
             return
         parts = yield from self._layer(layer, used)
-        started = time.perf_counter()
         for chunk, (keys, values) in zip(used, parts, strict=True):
             turn = None if chunk.turn is None else chunk.turn.of(layer)
             self.fused.lay(layer, chunk.start, keys, values, turn)
         self._laid.add(layer)
-        self._seconds += time.perf_counter() - started
 
     def _layer(self, layer: int, used: Sequence[LaidChunk]) -> Steps[list[LayerKV]]:
         """Wait for one layer of all chunks, which all ranks then have."""
@@ -128,9 +122,7 @@ class Laying:
             if is_there or not all(sound):
                 break
             yield
-        took = time.perf_counter() - started
-        self.waited += took
-        self._seconds += took
+        self._seconds += time.perf_counter() - started
         if not all(sound):
             self._lose(used, parts or [], sound)
         return [part for part in parts or () if not isinstance(part, StoreError)]
@@ -154,6 +146,6 @@ class Laying:
         self.source.rewind()
 
     def taken_seconds(self) -> float:
-        """Return the seconds spent waiting and laying in since this was last asked."""
+        """Return the seconds spent waiting for layers since this was last asked."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds

@@ -1,6 +1,7 @@
 """LayerSource: layers read by ranges, ahead of their use, once for all, bounded, to be given up."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -205,6 +206,22 @@ def test_layers_of_one_number_are_read_before_the_next_ones(monkeypatch, slow):
     order = [start for _, start in slow.ranges]
     behind = order.index(part(slow, 1)[1])
     assert order[behind:] == sorted(order[behind:])
+
+
+def test_so_many_reads_are_under_way_as_the_tier_says_heads_among_them(slow, gate):
+    slow.parts_at_once, slow.gate = 2, lambda *_: gate.wait(10)
+    own_open, last_head = slow._open, threading.Event()
+    slow._open = lambda key: (key != KEYS[1] or last_head.wait(10)) and own_open(key)
+    with TieredKVStore([slow]) as store, store.fetch(KEYS[:2]) as source:
+        assert source.take().chunk is not None
+        assert until(lambda: len(slow.ranges) == 1), "the first chunk's, beside a head"
+        last_head.set()
+        assert source.take().chunk is not None
+        assert until(lambda: len(slow.ranges) == 2)
+        time.sleep(0.05)
+        assert len(slow.ranges) == 2, "of 12"
+        gate.set()
+        assert holds(layers_of(source), KEYS[:2])
 
 
 def test_what_is_wanted_is_read_though_others_took_all_the_room(monkeypatch, slow):

@@ -28,6 +28,7 @@ from torch import Tensor
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.reader import StoredBytes
+from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, Parts, key_of, room_for
@@ -64,6 +65,8 @@ class DiskTier(BytesTier):
     """
 
     entries_at_once: ClassVar[int] = 1  # a file's status takes less time than a thread's start
+    # Reading files takes processors, on which the pass computes: more would hold it up.
+    parts_at_once: ClassVar[int] = min(PARTS_AT_ONCE, 2 * (os.cpu_count() or 1))
 
     def __init__(
         self,
