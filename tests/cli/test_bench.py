@@ -306,3 +306,34 @@ def test_bench_store_says_what_it_left_out(cli, monkeypatch, tmp_path):
     assert ["redis-server" in found["left_out"][0], "moto" in found["left_out"][1]] == [True, True]
     given = ("--tier", f"disk://{tmp_path}", "--chunk-mib", 1, "--repeat", 1)
     assert "disk" in cli("bench", "store", *given).stdout
+
+
+def test_lookups_among_few_and_many(cli, monkeypatch):
+    given = ("--few", 10, "--many", 200, "--asked", 5, "--repeat", 1)
+    found = cli("bench", "lookups", *given, "--json").json
+    assert [(row["tier"], row["stored"]) for row in found["lookups"]] == [
+        (tier, stored) for tier in ("host", "disk", "redis") for stored in (10, 200)
+    ]
+    few, many, *_ = found["lookups"]
+    assert min(v for row in found["lookups"] for v in row.values() if isinstance(v, float)) > 0
+    for kind in ("find", "miss", "open"):
+        name = f"{kind}_microseconds"
+        assert found["ratios"][0][kind] == pytest.approx(many[name] / few[name])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    outcome = cli("bench", "lookups", *given)
+    assert "disk" in outcome.stdout
+    assert "redis-server" in outcome.stderr
+    assert cli("bench", "lookups", *given, "--few", 3).code == 2
+
+
+def test_faults_compares_with_memory_alone(cli, tiny_shape):
+    given = ("--shape", "tiny", "--chunks", 2, "--chunk-tokens", 24, "--repeat", 2)
+    found = cli("bench", "faults", *given, "--json").json
+    assert [(row["chunks"], row["redis"]) for row in found["rows"]] == [
+        (where, death) for where in ("stored", "missing") for death in ("refuses", "hangs")
+    ]
+    assert min(row[f] for row in found["rows"] for f in ("seconds", "alone_seconds", "ratio")) > 0
+    assert "Redis hangs, missing chunks" in cli("bench", "faults", *given).stdout
+    outcome = cli("bench", "faults", "--shape", "tiny", "--chunk-tokens", 900)
+    assert outcome.code == 2
+    assert "prompt_tokens=3616 must be below 2048" in outcome.stderr
