@@ -37,6 +37,12 @@ TIERS = {
     "redis": lambda place, capacity: RedisTier(
         capacity, port=place.server("redis").port, prefix=place.name
     ),
+    "redis, by its socket": lambda place, capacity: RedisTier(
+        capacity, path=place.server("redis_socket"), prefix=place.name
+    ),
+    "redis, by TLS": lambda place, capacity: RedisTier(
+        capacity, **place.server("redis_tls"), tls=True, prefix=place.name
+    ),
     "s3": lambda place, capacity: ObjectTier(
         open_store(f"s3://{BUCKET}/{place.name}", endpoint=place.server("s3").address), capacity
     ),
