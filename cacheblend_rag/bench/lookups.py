@@ -1,7 +1,8 @@
 """How long lookups take in a tier that holds few chunks, and in one that holds many.
 
-Both are filled by puts, with tiny chunks, and asked in turn for the same ones. Objects in S3 are
-left out: filling a local endpoint takes long, and tells of its own index alone.
+Both are filled with tiny chunks and asked in turn for the same ones. A disk's files are written as
+its tier lays them out, before it is opened: its puts, one lock each, would take minutes. Objects in
+S3 are left out: filling a local endpoint takes long, and tells of its own index alone.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,7 +22,9 @@ import torch
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
 from cacheblend_rag.bench.servers import redis_server, redis_url
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, StoreError
-from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore, chunk_id, fingerprint
+from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore, chunk_id, codec, fingerprint
+from cacheblend_rag.kv.lookup import Lookup
+from cacheblend_rag.kv.tiers.bytes import SUFFIX
 from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.tier_url import TierUrl
 
@@ -71,7 +75,7 @@ def _measure(name: str, plan: LookupPlan, advance: Advance) -> dict[int, dict[st
     """Return median seconds by what is stored and by kind of question."""
     with ExitStack() as stack:
         stores = {
-            stored: _filled(_place(name, stack), stored, stack, advance)
+            stored: _filled(TierUrl(_place(name, stack)), stored, stack, advance)
             for stored in dict.fromkeys((plan.few, plan.many))
         }
         cases = {
@@ -100,12 +104,14 @@ def _questions(plan: LookupPlan) -> dict[str, tuple[Ask, Sequence[KVKey]]]:
 
 
 def _time(store: TieredKVStore, ask: Ask, keys: Sequence[KVKey], _turn: int) -> float:
-    """Return the median seconds of a question."""
+    """Return the median seconds of a question; raises StoreError where one is not answered."""
     seconds = []
     for key in keys:
         started = time.perf_counter()
-        ask(store, key)
+        found = ask(store, key)
         seconds.append(time.perf_counter() - started)
+        if isinstance(found, Lookup) and found.reason not in (None, "not stored"):
+            raise StoreError("a lookup failed; see the log")
     return median(seconds)
 
 
@@ -119,16 +125,32 @@ def _place(name: str, stack: ExitStack) -> str:
     return "host://?capacity=none"
 
 
-def _filled(url: str, stored: int, stack: ExitStack, advance: Advance) -> TieredKVStore:
-    tier = open_tier(TierUrl(url), "cpu")
+def _filled(url: TierUrl, stored: int, stack: ExitStack, advance: Advance) -> TieredKVStore:
+    advance(f"{url.name}: storing {stored:,} chunks")
+    if url.scheme == "disk":
+        _write_files(Path(url.path), stored)
+    tier = open_tier(url, "cpu")
     store = stack.enter_context(TieredKVStore([tier]))
-    kv = torch.zeros(2, 2, 1, 4, 8)
-    for number in range(stored):
-        if not number % 1000:
-            advance(f"{tier.name}: storing {number:,} of {stored:,} chunks")
-        if not store.put(_key(number), ChunkKV(kv[:, 0], kv[:, 1], position=0)):
+    for number in range(0 if url.scheme == "disk" else stored):
+        if not store.put(_key(number), _chunk()):
             raise StoreError(f"the {tier.name} tier does not take a chunk; see the log")
+    if tier.usage().entries != stored:
+        raise StoreError(f"the {tier.name} tier does not hold {stored:,} chunks; see the log")
     return store
+
+
+def _write_files(folder: Path, stored: int) -> None:
+    kv = _chunk()
+    for number in range(stored):
+        key = _key(number)
+        path = folder / key.chunk_id[0] / key.chunk_id[1] / f"{key}{SUFFIX}"
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.write_bytes(codec.encode(key, kv))
+
+
+def _chunk() -> ChunkKV:
+    kv = torch.zeros(2, 2, 1, 4, 8)
+    return ChunkKV(kv[:, 0], kv[:, 1], position=0)
 
 
 def _key(number: int) -> KVKey:
