@@ -25,6 +25,9 @@ from cacheblend_rag.kv import (
     codec,
     fingerprint,
 )
+from cacheblend_rag.kv.tiers import Usage
+from cacheblend_rag.kv.tiers import disk as disk_module
+from cacheblend_rag.kv.tiers.bytes import SUFFIX
 from cacheblend_rag.kv.tiers.object import open_store
 
 from .samples import make_key, make_kv, same
@@ -321,6 +324,38 @@ def test_disk_keeps_chunks_between_runs(tmp_path):
     assert same(again.get(KEYS[0]).kv, make_kv())
     assert again.usage().entries == 1
     assert again.usage().nbytes == size_in(again)
+
+
+def test_disk_takes_a_large_chunks_digests_beside_its_writing(tmp_path, monkeypatch):
+    tier, took = DiskTier(tmp_path), []
+    head = codec.Encoding.head
+
+    def watched(data):
+        took.append(threading.current_thread())
+        return head(data)
+
+    monkeypatch.setattr(codec.Encoding, "head", watched)
+    chunk = stored()
+    for least, beside in [(1 << 30, False), (0, True)]:
+        monkeypatch.setattr(disk_module, "BESIDE_BYTES", least)
+        assert tier.put(KEYS[0], chunk)
+        (path,) = tmp_path.rglob(f"*{SUFFIX}")
+        assert path.read_bytes() == codec.encode(KEYS[0], chunk.kv)
+        assert (took[0] is not threading.current_thread()) == beside
+        took.clear()
+
+
+def test_disk_keeps_nothing_of_a_chunk_whose_digests_fail(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path)
+    monkeypatch.setattr(disk_module, "BESIDE_BYTES", 0)
+    monkeypatch.setattr(codec.Encoding, "head", lambda _: _raise(OSError("no memory")))
+    assert not tier.put(KEYS[0], stored())
+    assert [path for path in tmp_path.glob("?/?/*") if path.is_file()] == []
+    assert tier.usage() == Usage(0, 0)
+
+
+def _raise(error):
+    raise error
 
 
 def test_disk_files_and_folders_are_the_owners_alone(tmp_path):
