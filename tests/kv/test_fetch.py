@@ -7,6 +7,7 @@ import torch
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec
+from cacheblend_rag.kv import fetch as fetch_module
 from cacheblend_rag.kv import store as store_module
 from cacheblend_rag.kv.tiers import StoredChunk
 
@@ -193,6 +194,18 @@ def test_layers_are_read_ahead_as_far_as_there_is_room(monkeypatch, slow, gate):
     assert store._room._left == 5 * LAYER_BYTES
 
 
+def test_all_there_is_room_for_is_read_ahead_though_nobody_asks(slow):
+    """More parts than are read at a time: each that is done makes place for the next."""
+    keys = [make_key(number) for number in range(6, 6 + fetch_module.PARTS_AT_ONCE)]
+    kvs = {key: long_kv(number) for number, key in enumerate(keys)}
+    slow.fill(kvs)
+    with TieredKVStore([slow]) as store, store.fetch(keys) as source:
+        heads(source)
+        assert until(lambda: len(slow.ranges) == LAYERS * len(keys))
+        assert holds(layers_of(source), keys, kvs)
+        assert len(slow.ranges) == LAYERS * len(keys)
+
+
 def test_layers_of_one_number_are_read_before_the_next_ones(monkeypatch, slow):
     monkeypatch.setattr(store_module, "FETCH_THREADS", 1)
     gate = threading.Event()
@@ -285,6 +298,7 @@ def test_an_object_that_changes_while_it_is_read_is_an_error_and_stays(slow, gat
             slow.written_at += 1
         gate.set()
         (error,) = source.layer(3)
+        assert "removed or replaced" in str(error)
     assert isinstance(error, StoreError)
     assert not isinstance(error, DamagedChunkError)
     assert store.stats()["bytes"]["errors"] >= 1  # those read ahead may meet it, too
