@@ -1,6 +1,7 @@
 """LayerSource: layers read by ranges, ahead of their use, once for all, bounded, to be given up."""
 
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec
 from cacheblend_rag.kv import fetch as fetch_module
 from cacheblend_rag.kv import store as store_module
+from cacheblend_rag.kv.fetch import BusySeconds
+from cacheblend_rag.kv.reader import RangeReader
 from cacheblend_rag.kv.tiers import StoredChunk
 
 from . import format1
@@ -149,6 +152,25 @@ def test_a_chunk_is_kept_once_all_its_layers_were_read_and_not_read_again(slow, 
         for key in KEYS[:2] if promote else []:
             assert same(host.get(key).kv, KVS[key])
         assert len(slow.ranges) == ranges
+
+
+@pytest.mark.parametrize(
+    ("tiers", "promote", "copies"),
+    [([HostTier(None)], True, 2), ([HostTier(None)], False, 0), ([], True, 0)],
+)
+def test_layers_are_copied_together_for_who_keeps_them_only(
+    slow, tiers, promote, copies, monkeypatch
+):
+    made, assembled = [], RangeReader.assembled
+    monkeypatch.setattr(
+        RangeReader, "assembled", lambda *told: made.append(told) or assembled(*told)
+    )
+    with TieredKVStore([*tiers, slow]) as store:
+        with store.fetch(KEYS[:2], promote=promote) as source:
+            heads(source)
+            layers_of(source)
+        until(lambda: len(made) >= copies, 5 if copies else 0)
+    assert len(made) == copies
 
 
 def test_those_who_read_a_chunk_at_once_read_it_once(slow, gate):
@@ -354,6 +376,28 @@ def test_closing_the_store_ends_a_source(monkeypatch, slow, gate):
     assert any(isinstance(source.layer(layer)[0], StoreError) for layer in range(LAYERS))
     with store.fetch(KEYS[:1]) as late:
         assert late.take().reason == "store error"
+
+
+def test_what_is_under_way_side_by_side_counts_once(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(fetch_module.time, "perf_counter", lambda: now[0])
+    busy, one, two, three = BusySeconds(), Future(), Future(), Future()
+    assert busy.total == 0
+    for future, ends, after in ((one, None, 1), (two, None, 2), (three, one, 4), (None, two, 8)):
+        if future is not None:
+            busy.watch(future)
+        if ends is not None:
+            ends.set_result(None)
+        now[0] += after
+    assert busy.total == 15, "the third is still under way"
+    three.set_result(None)
+    now[0] += 16
+    assert busy.total == 15
+    last = Future()
+    busy.watch(last)
+    now[0] += 32
+    last.set_result(None)
+    assert busy.total == 47
 
 
 def test_the_time_reads_took_is_known(slow):
