@@ -143,13 +143,6 @@ def test_attention_mass_is_the_dense_shares(
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
 
 
-def test_all_rows_are_the_same_rows_whose_mask_is_kept() -> None:
-    rows = Rows.at(torch.tensor([1, 4, 9]).numpy(), CPU)
-    assert rows.part(0, 3) is rows.part(0, 9) is rows
-    assert rows.part(0, 2).host.tolist() == [1, 4]
-    assert rows.part(1, 3).device.tolist() == [4, 9]
-
-
 @pytest.mark.parametrize("window", [None, 7])
 def test_the_cost_of_all_rows_is_the_cost_of_prefill(window: int | None) -> None:
     cost = LayerCost(per_row=10.0, per_row_probe=3.0, per_pair=2.0, window=window)
