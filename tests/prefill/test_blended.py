@@ -322,6 +322,13 @@ def test_what_is_not_worth_loading_is_computed(selector: str) -> None:
     assert controller.rates.of("blend") is not None
 
 
+def test_a_controller_knows_which_chunks_are_not_recomputed() -> None:
+    controller = Decides()
+    finished(prompt_pass(filled(placed()), placed(protected="b"), None, {"controller": controller}))
+    told = [(part.start, part.end, part.protected) for part in controller.parts]
+    assert told == [(*SPANS[name], name == "b") for name in "abc"]
+
+
 def test_a_ratio_that_was_left_open_is_the_controllers() -> None:
     auto = {"recompute_ratio": "auto", "selector": "prior"}
     options = {"controller": Decides(ratio=0.4, why="ratio 0.4")}
