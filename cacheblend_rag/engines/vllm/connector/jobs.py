@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
@@ -101,7 +102,8 @@ class Jobs:
         ]
         if refusal := self._too_little(placed, allotted.job.config.min_tokens):
             return refusal
-        if lack := self._lack_of_room(len(allotted.tokens)):
+        checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
+        if lack := self._lack_of_room(len(allotted.tokens), checks=bool(checks)):
             return Declined(lack, tuple(chunk.report("no room") for chunk in placed))
         done = yield from self._pass(allotted, placed, source).steps()
         if isinstance(done, NotWorthLoading):
@@ -150,12 +152,12 @@ class Jobs:
         ]
         return Declined(reason, tuple(missed))
 
-    def _lack_of_room(self, tokens: int) -> str | None:
+    def _lack_of_room(self, tokens: int, *, checks: bool = False) -> str | None:
         """Say why a pass over so many tokens does not fit beside vLLM, on some rank, or None.
 
         vLLM has profiled its own needs only. Its own failure to get memory would end the server.
         """
-        needed = self.stack.pass_bytes(tokens)
+        needed = self.stack.pass_bytes(tokens, checks=checks)
         free = free_bytes(self.stack.geometry.device)
         if all(on_all_ranks(self.stack, [free is None or needed <= free])):
             return None
