@@ -17,6 +17,7 @@ from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
 from tests.engines.vllm.forking import fork_engines
 from tests.engines.vllm.opening import vllm_in_process
 from tests.models import make_tokenizer, save_model
+from tests.servers import redis, s3  # noqa: F401 - fixtures
 
 WITHOUT_VLLM = {
     "connector/test_settings.py",

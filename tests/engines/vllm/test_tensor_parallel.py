@@ -13,6 +13,7 @@ import pytest
 from vllm.config import KVTransferConfig
 
 from cacheblend_rag import BlendConfig, Generation, StoreConfig
+from cacheblend_rag.bench.servers import Server
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, StepResults
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
@@ -24,6 +25,7 @@ from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
 from tests.models import words
+from tests.servers import redis_place, tier_at
 
 SELECTORS = ("hkvd", "prior", "question", "question_prior", "chunk_head", "random")
 ENDS_WITHIN_SECONDS = 20.0
@@ -120,6 +122,27 @@ def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: tuple[VLLMEngin
     report = engine.generate(f"{retrieved().text} w6", SHORT).report
     assert [c.hit for c in report.chunks] == [True] * 3
     rmtree(folder / "quarantine", ignore_errors=True)
+
+
+def test_two_ranks_share_one_redis(
+    open_vllm: EngineFactory, redis: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    url = redis_place(redis)
+    settings = ConnectorSettings(StoreConfig(tiers=[url]))
+    engine = open_vllm(tensor_parallel_size=2, config=BY_SHARE, settings=settings)
+    assert engine.precompute(DOCUMENTS, progress=False).computed == 4
+    chunks = engine.generate(retrieved(), SHORT).report.chunks
+    assert [chunk.tier for chunk in chunks] == ["redis"] * 3
+    assert difference(engine, retrieved(), 1.0) == 0.0
+    tier, own = tier_at(url), engine.key(DOCUMENTS[0].to_chunks()[0]).chunk_id
+    parts = [key for key, _ in tier.entries() if key.chunk_id == own]
+    assert len(parts) == 2, "each rank stores its half"
+    assert tier.evict(parts[1])
+    chunks = engine.generate(f"{retrieved().text} w5", SHORT).report.chunks
+    assert [chunk.hit for chunk in chunks] == [True, False, True]
+    engine.close()
 
 
 def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
