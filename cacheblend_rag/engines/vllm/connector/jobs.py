@@ -14,7 +14,9 @@ from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
+from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
+from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.protocol import (
@@ -49,7 +51,11 @@ WRITING = frozenset({"evict", "precompute"})
 
 
 class Jobs:
-    """See the module. identity: what this worker's KV depends on, without the lead-in."""
+    """See the module.
+
+    identity: what this worker's KV depends on, without the lead-in. rates: of passes and of vLLM's
+    own prefill, which timer measures. own_time: runs while jobs are worked on.
+    """
 
     def __init__(
         self,
@@ -63,8 +69,8 @@ class Jobs:
         self.stack, self.cache, self.store = stack, cache, store
         self.identity: dict[str, Any] = {}
         self._namespace, self.mode = namespace, mode
-        # Of passes: vLLM's own prefill is not timed here, and so is never said to be faster.
-        self._rates = Rates()
+        self.rates, self.own_time = Rates(), OwnTime()
+        self.timer = PrefillTimer.of(stack.geometry.device, stack.costs, self.rates)
 
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""
@@ -135,7 +141,8 @@ class Jobs:
             attention=paged.attend,
             on_layer=paged.finish_layer,
             on_restart=paged.forget,
-            controller=Controller(self.stack.costs, self._rates, self.store.speeds),
+            own_seconds=self.own_time.seconds,
+            controller=Controller(self.stack.costs, self.rates, self.store.speeds),
         )
 
     def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Declined | None:
