@@ -342,6 +342,13 @@ def test_what_others_do_meanwhile_is_no_time_of_the_pass() -> None:
     assert rates.seconds == [pytest.approx(found.seconds["recompute"] / 4, rel=0.01)]
 
 
+def test_a_controller_knows_which_chunks_are_not_recomputed() -> None:
+    controller = Decides()
+    finished(prompt_pass(filled(placed()), placed(protected="b"), None, {"controller": controller}))
+    told = [(part.start, part.end, part.protected) for part in controller.parts]
+    assert told == [(*SPANS[name], name == "b") for name in "abc"]
+
+
 def test_a_ratio_that_was_left_open_is_the_controllers() -> None:
     auto = {"recompute_ratio": "auto", "selector": "prior"}
     options = {"controller": Decides(ratio=0.4, why="ratio 0.4")}

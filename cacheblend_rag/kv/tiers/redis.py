@@ -15,10 +15,11 @@ from typing import Any, ClassVar
 
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.codec import Encoding, Parts
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, tensor_of
+from cacheblend_rag.kv.tiers.bytes import BytesTier, tensor_of
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.secret import Secret
 
@@ -158,19 +159,22 @@ class RedisTier(BytesTier):
         with suppress(OSError), _failures():
             self.client.zadd(self._used, {str(key): time.time()}, xx=True)
 
-    def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
-        if nbytes > VALUE_BYTES:
-            raise RefusedError(f"{nbytes} bytes: Redis keeps at most {VALUE_BYTES} under a key")
+    def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
+        if data.nbytes > VALUE_BYTES:
+            raise RefusedError(
+                f"{data.nbytes} bytes: Redis keeps at most {VALUE_BYTES} under a key"
+            )
+        parts = data.parts()
         # One after the other in a bounded tier: two must not fill the room made for one.
         with (
             _failures(),
             _refusals(),
             nullcontext() if self.capacity_bytes is None else self._one_by_one,
         ):
-            self._make_room(key, nbytes)
-            self._set(self._value(key), parts, nbytes, self._expires(written_at))
+            self._make_room(key, data.nbytes)
+            self._set(self._value(key), parts, data.nbytes, self._expires(written_at))
             # Only now: what the index names may be evicted, and then written by whoever was slow.
-            about = [str(key), nbytes, repr(written_at), repr(time.time())]
+            about = [str(key), data.nbytes, repr(written_at), repr(time.time())]
             self._record([self._about, self._used], about)
 
     def _drop(self, key: KVKey) -> bool:
