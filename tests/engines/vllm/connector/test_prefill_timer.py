@@ -22,7 +22,7 @@ from tests.models import prompt_of, words
 COSTS = (LayerCost(1e6, 2e5, 10.0), LayerCost(1e6, 2e5, 10.0, window=300))
 CHUNKS = [Chunk(words(200, 3)), Chunk(words(150, 4))]
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
-STEP_TOKENS = 300
+STEP_TOKENS, SLOW_SECONDS = 300, 0.2
 
 
 class Recorded(Rates):
@@ -114,13 +114,15 @@ def test_ordinary_prefill_is_timed_by_steps(
 ) -> None:
     jobs, rates = engine.worker_connector.blender.jobs, Recorded()
     monkeypatch.setattr(jobs.timer, "_rates", rates)
+    hook = jobs.stack.layers[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
     assert engine.generate(asked(20), SHORT).report.blended
     assert rates.told == [], "neither passes nor decoding are ordinary prefill"
     engine.generate_full(asked(21), SHORT)
+    hook.remove()
     # The rest of the prompt's 364 tokens is too little to time.
     ((kind, work, seconds),) = rates.told
     assert (kind, work) == ("prefill", prefill_cost(jobs.stack.costs, STEP_TOKENS))
-    assert seconds > 0
+    assert seconds >= SLOW_SECONDS
 
 
 def test_what_others_do_between_slices_is_no_time_of_a_pass(
@@ -131,7 +133,7 @@ def test_what_others_do_between_slices_is_no_time_of_a_pass(
     monkeypatch.setattr(blender, "slices", Slices(0.0, 0.0))
 
     def slow_step() -> None:
-        time.sleep(0.2)
+        time.sleep(SLOW_SECONDS)
         step()
 
     monkeypatch.setattr(engine.vllm, "step", slow_step)
@@ -142,7 +144,7 @@ def test_what_others_do_between_slices_is_no_time_of_a_pass(
     if engine.scheduler_connector.asynchronous:
         assert seconds < report.seconds.recompute / 2, "it took several steps"
     else:
-        assert seconds == pytest.approx(report.seconds.recompute, rel=0.1)
+        assert seconds > report.seconds.recompute / 2
 
 
 def test_a_tier_that_is_slower_than_prefill_is_not_waited_for(engine: InProcessEngine) -> None:
