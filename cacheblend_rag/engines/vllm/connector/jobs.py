@@ -16,7 +16,6 @@ from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
-from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.protocol import (
@@ -54,7 +53,7 @@ class Jobs:
     """See the module.
 
     identity: what this worker's KV depends on, without the lead-in. rates: of passes and of vLLM's
-    own prefill, which timer measures. own_time: runs while jobs are worked on.
+    own prefill. own_time: runs while jobs are worked on.
     """
 
     def __init__(
@@ -70,7 +69,6 @@ class Jobs:
         self.identity: dict[str, Any] = {}
         self._namespace, self.mode = namespace, mode
         self.rates, self.own_time = Rates(), OwnTime()
-        self.timer = PrefillTimer.of(stack.geometry.device, stack.costs, self.rates)
 
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""

@@ -77,7 +77,7 @@ class ConnectorWorker:
                 self._all_ranks_can(made[0].try_model)
             ):
                 self.blender = made[0]
-                self._timer, self._own_time = made[0].jobs.timer, made[0].jobs.own_time
+                self._timer, self._own_time = made[0].timer, made[0].jobs.own_time
         if self.blender is None:
             logger.warning("blending is off: %s", self._refusal)
 

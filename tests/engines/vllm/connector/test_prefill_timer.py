@@ -112,16 +112,16 @@ def asked(seed: int) -> BlendPrompt:
 def test_ordinary_prefill_is_timed_by_steps(
     engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    jobs, rates = engine.worker_connector.blender.jobs, Recorded()
-    monkeypatch.setattr(jobs.timer, "_rates", rates)
-    hook = jobs.stack.layers[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
+    blender, rates = engine.worker_connector.blender, Recorded()
+    monkeypatch.setattr(blender.timer, "_rates", rates)
+    hook = blender.stack.layers[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
     assert engine.generate(asked(20), SHORT).report.blended
     assert rates.told == [], "neither passes nor decoding are ordinary prefill"
     engine.generate_full(asked(21), SHORT)
     hook.remove()
     # The rest of the prompt's 364 tokens is too little to time.
     ((kind, work, seconds),) = rates.told
-    assert (kind, work) == ("prefill", prefill_cost(jobs.stack.costs, STEP_TOKENS))
+    assert (kind, work) == ("prefill", prefill_cost(blender.stack.costs, STEP_TOKENS))
     assert seconds >= SLOW_SECONDS
 
 
