@@ -13,6 +13,7 @@ from cacheblend_rag.kv import fetch as fetch_module
 from cacheblend_rag.kv import store as store_module
 from cacheblend_rag.kv.fetch import BusySeconds
 from cacheblend_rag.kv.reader import RangeReader
+from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.tiers import StoredChunk
 
 from . import format1
@@ -219,7 +220,7 @@ def test_layers_are_read_ahead_as_far_as_there_is_room(monkeypatch, slow, gate):
 
 def test_all_there_is_room_for_is_read_ahead_though_nobody_asks(slow):
     """More parts than are read at a time: each that is done makes place for the next."""
-    keys = [make_key(number) for number in range(6, 6 + fetch_module.PARTS_AT_ONCE)]
+    keys = [make_key(number) for number in range(6, 6 + PARTS_AT_ONCE)]
     kvs = {key: long_kv(number) for number, key in enumerate(keys)}
     slow.fill(kvs)
     with TieredKVStore([slow]) as store, store.fetch(keys) as source:
