@@ -21,7 +21,9 @@ from torch import Tensor
 STAGES = 16
 STAGE_BYTES = 4 << 20
 STAGED_BYTES = STAGES * STAGE_BYTES
-"""Most page-locked memory of all passes on a device, and as much of the device's own."""
+"""Most page-locked memory of all passes on a device."""
+LANE_BYTES = STAGED_BYTES + 4 * STAGE_BYTES
+"""Most memory of the device: as much again, and what turning the keys of a stage makes."""
 
 _LOG = logging.getLogger(__name__)
 

@@ -31,6 +31,7 @@ from vllm.forward_context import (
 from cacheblend_rag.blend.attention import attention_bytes
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.fused import FusedKV, RingKV
+from cacheblend_rag.blend.lane import LANE_BYTES
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry, Reduction
 from cacheblend_rag.engines.vllm.connector.compatibility import check_attention
@@ -215,8 +216,8 @@ class VLLMStack:
     def pass_bytes(self, tokens: int) -> int:
         """Return the most device memory that a pass over so many tokens takes, in bytes.
 
-        That is two layers' fused KV and what is copied of it into the paged cache at once, all
-        tokens' hidden states, what attention lays out, and what a
+        That is two layers' fused KV, what is copied of it into the paged cache at once, and on a
+        GPU of chunk KV that arrives; all tokens' hidden states, what attention lays out, and what a
         layer holds of one block of rows: its widest activations four times over, at most.
         """
         shape, size = self._geometry, self._geometry.dtype.itemsize
@@ -232,6 +233,7 @@ class VLLMStack:
         hidden = (tokens + 3 * rows) * 2 * self._hidden_size * size
         copied = FusedKV.bytes_for(replace(shape, layers=1), min(tokens, WRITTEN_AT_ONCE))
         fused = RingKV.bytes_for(shape, tokens) + copied
+        fused += LANE_BYTES if shape.device.type == "cuda" else 0
         return int(fused + attention + hidden + 4 * rows * widest * size)
 
     def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:
