@@ -174,7 +174,7 @@ class FakeLane:
                 if storage == _storage(whole):
                     step = whole.stride(0) * whole.element_size()
                     self._note_lane(fused, (tensor.data_ptr() - whole.data_ptr()) // step)
-        known = self._shared | self._here | self._pinned | made
+        known = self._shared | self._pinned | made
         if storage not in known | {_storage(each) for each in self.made}:
             self.errors.append(f"{tuple(tensor.shape)} is used on the lane and not shared with it")
 
