@@ -210,6 +210,12 @@ class LayerSource:
             self._read_ahead()
         return parts
 
+    def is_read(self, layer: int) -> bool:
+        """Say whether one layer of all chunks that are used is there, without asking for it."""
+        with self._lock:
+            asked = [place.parts.get(first) for place, _, first in self._asked(layer)]
+        return not self._closed and all(part is not None and part.done() for part in asked)
+
     def measured(self) -> dict[str, tuple[int, float]]:
         """Return how many bytes were read of each tier, and in how many seconds; memory is none."""
         with self._lock:

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.lane import Mark, Stages, stages_of
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.blend.transfer import LayerPart, Upload
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.fetch import Found, LayerSource, miss_of
 from cacheblend_rag.kv.reader import ChunkReader, LayerKV
@@ -44,6 +46,9 @@ class Laying:
     """Lays chunks into the buffer of a pass, all ranks alike.
 
     spans: where they stand, in the order in which ``source`` hands them out.
+
+    On a GPU a layer is copied beside the pass's work, which waits for it on the device; while a
+    layer is computed the next one is on its way, once it is read.
     """
 
     def __init__(
@@ -56,7 +61,11 @@ class Laying:
         self.stack, self.fused, self.source = stack, fused, source
         self.chunks = [LaidChunk(start, end) for start, end in spans]
         self._laid: set[int] = set()
-        self._seconds = 0.0
+        self._seconds = self._sending = 0.0
+        self._stages = stages_of(stack.geometry.device)
+        self._parts: list[LayerKV | StoreError] | None = None
+        self._upload: Upload | None = None
+        self._free: Mark | None = None
 
     def heads(self) -> Steps[None]:
         """Find out which chunks all ranks have; yields after each, and waits for them."""
@@ -103,29 +112,68 @@ class Laying:
         if layer in self._laid or not used:
             return
         parts = yield from self._layer(layer, used)
-        for chunk, (keys, values) in zip(used, parts, strict=True):
-            turn = None if chunk.turn is None else chunk.turn.of(layer)
-            self.fused.lay(layer, chunk.start, keys, values, turn)
+        if self._stages is None:
+            for part in _placed(layer, used, parts):
+                self.fused.lay(layer, part.start, part.keys, part.values, part.turn)
+        else:
+            self._arrive()
+            self._look_ahead(self._stages, layer + 1, used)
         self._laid.add(layer)
 
     def _layer(self, layer: int, used: Sequence[LaidChunk]) -> Steps[list[LayerKV]]:
         """Wait for one layer of all chunks, which all ranks then have."""
         started = time.perf_counter()
-        self.source.want(layer)
-        parts: list[LayerKV | StoreError] | None = None
+        if self._parts is None:
+            self.source.want(layer)
         while True:
-            if parts is None and self.source.wait(WAIT_SECONDS):
-                parts = self.source.layer(layer)
-            here = [parts is not None, *(not isinstance(p, StoreError) for p in parts or ())]
+            if self._parts is None and self.source.wait(WAIT_SECONDS):
+                self._parts = self.source.layer(layer)
+            parts = self._parts
+            is_there = parts is not None and self._is_sent(layer, used, parts)
+            here = [is_there, *(not isinstance(p, StoreError) for p in parts or ())]
             here += [True] * (1 + len(used) - len(here))
             is_there, *sound = on_all_ranks(self.stack, here)
             if is_there or not all(sound):
                 break
+            if parts is not None and not is_there:
+                time.sleep(WAIT_SECONDS)  # for a stage
             yield
-        self._seconds += time.perf_counter() - started
+        self._parts = None
+        took = time.perf_counter() - started
+        self._seconds, self._sending = self._seconds + max(0.0, took - self._sending), 0.0
         if not all(sound):
             self._lose(used, parts or [], sound)
         return [part for part in parts or () if not isinstance(part, StoreError)]
+
+    def _is_sent(
+        self, layer: int, used: Sequence[LaidChunk], parts: Sequence[LayerKV | StoreError]
+    ) -> bool:
+        """Whether the host has nothing left to do for a layer but to lay it, or have it awaited."""
+        sound = [part for part in parts if not isinstance(part, StoreError)]
+        if self._stages is None or len(sound) < len(parts):
+            return True
+        started = time.perf_counter()
+        if self._upload is None:
+            free = self._free or self._stages.lane.worked()
+            placed = _placed(layer, used, sound)
+            self._upload = Upload(self._stages, self.fused, layer, placed, free)
+        is_sent = self._upload.go_on()
+        self._sending += time.perf_counter() - started
+        return is_sent
+
+    def _arrive(self) -> None:
+        """Have the device's work wait for what is on its way."""
+        if self._upload is not None:
+            self._upload.arrive()
+        self._upload = None
+
+    def _look_ahead(self, stages: Stages, layer: int, used: Sequence[LaidChunk]) -> None:
+        """Begin to copy a layer beside what follows, if it is read; its place is free by now."""
+        self._free = stages.lane.worked()
+        if layer < self.stack.geometry.layers and self.source.is_read(layer):
+            self._parts = self.source.layer(layer)
+            self._is_sent(layer, used, self._parts)
+            self._sending = 0.0
 
     def _lose(
         self,
@@ -143,9 +191,19 @@ class Laying:
     def rewind(self) -> None:
         """Lay the first layer in again next, over what the pass has made of the buffer."""
         self._laid.clear()
+        self._arrive()  # late rows would fall on those of the next pass
+        self._parts = self._free = None
         self.source.rewind()
 
     def taken_seconds(self) -> float:
         """Return the seconds spent waiting for layers since this was last asked."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+
+def _placed(layer: int, used: Sequence[LaidChunk], parts: Sequence[LayerKV]) -> list[LayerPart]:
+    """Return chunks' parts of a layer with where they go."""
+    return [
+        LayerPart(chunk.start, *part, None if chunk.turn is None else chunk.turn.of(layer))
+        for chunk, part in zip(used, parts, strict=True)
+    ]

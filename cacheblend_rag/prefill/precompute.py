@@ -18,10 +18,12 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
+from cacheblend_rag.blend.lane import stages_of
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, Geometry, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.blend.transfer import Download, to_host, until
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
@@ -98,8 +100,9 @@ def compute_chunks(
                 chunk, kv = computed
                 start = starts[chunk.key]
                 there = contextual[:, start : start + kv.tokens]
-                here = kv.keys[prior_layer(stack)]
-                prior = context_deviation(stack, here, there, start - kv.position)
+                here = kv.keys[prior_layer(stack)].to(there.device)
+                moved = context_deviation(stack, here, there, start - kv.position)
+                prior = yield from to_host(stack, moved)
                 yield chunk, replace(kv, prior=prior)
     yield from alone(unrelated)
 
@@ -122,7 +125,8 @@ def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVSto
             lead = len(chunk.lead)
             alone = yield from keys_of_prior_layer(stack, [*chunk.lead, *chunk.token_ids])
             there = kv.keys[prior_layer(stack)].to(stack.geometry.device)
-            prior = context_deviation(stack, alone[:, lead:], there, start - lead)
+            moved = context_deviation(stack, alone[:, lead:], there, start - lead)
+            prior = yield from to_host(stack, moved)
         yield chunk, replace(kv, prior=prior)
 
 
@@ -151,6 +155,7 @@ def _cut_out(
         try:
             yield from _run(stack, ids, cached, cut, laying)
         except LostChunkError:
+            cut.leave()
             continue
         return list(zip(computed, cut.chunks(), strict=True))
 
@@ -184,7 +189,8 @@ def compute_one_by_one(
 class Cut:
     """Chunks cut out of a pass, each layer as it becomes final, into the host's memory.
 
-    spans: where they stand.
+    spans: where they stand. On a GPU layers are copied beside the pass's work, and a thread of its
+    own waits for them.
     """
 
     def __init__(self, geometry: Geometry, spans: Sequence[tuple[int, int]]) -> None:
@@ -194,12 +200,36 @@ class Cut:
             torch.empty(layers, 2, kv_heads, end - start, head_dim, dtype=geometry.dtype)
             for start, end in spans
         ]
+        stages = stages_of(geometry.device)
+        self._download = None if stages is None else Download(stages)
 
     def take(self, layer: int, fused: FusedKV) -> None:
         """Copy a layer's part of each chunk."""
-        for kv, (start, end) in zip(self._cut, self._spans, strict=True):
-            for part, whole in zip(kv[layer], fused.of_layer(layer), strict=True):
-                part.copy_(whole[:, start:end])
+        parts = [
+            (part, whole[:, start:end])
+            for kv, (start, end) in zip(self._cut, self._spans, strict=True)
+            for part, whole in zip(kv[layer], fused.of_layer(layer), strict=True)
+        ]
+        if self._download is not None:
+            self._download.add(parts)
+            return
+        for part, whole in parts:
+            part.copy_(whole)
+
+    def asked(self, stack: DecoderStack) -> Steps[None]:
+        """Yield until what was taken so far is asked of the device, before a layer follows."""
+        if self._download is not None:
+            yield from until(stack, self._download.go_on)
+
+    def arrived(self, stack: DecoderStack) -> Steps[None]:
+        """Yield until all that was taken is there."""
+        if self._download is not None:
+            yield from until(stack, self._download.is_done)
+
+    def leave(self) -> None:
+        """Let the pass's buffer be used anew; what was taken of it is not wanted any more."""
+        if self._download is not None:
+            self._download.leave()
 
     def chunks(self) -> list[ChunkKV]:
         """Return the chunks, computed where they stood; without a prior."""
@@ -215,9 +245,14 @@ def _run(
     """Compute all tokens that are not ``cached``, (tokens,) bool on the host."""
     candidates = Candidates(cached, cached, torch.zeros(ids.numel(), dtype=torch.long))
     fused = RingKV(stack.geometry, ids.numel()) if laying is None else laying.fused
+
+    def before(layer: int) -> Steps[None]:
+        yield from cut.asked(stack)
+        if laying is not None:
+            yield from laying.lay(layer)
+
     yield from BlendPass(
         stack, ids, fused, candidates, REUSE_ONLY,
-        needs_hidden=False,
-        before_layer=None if laying is None else laying.lay,
-        on_layer=cut.take,
+        needs_hidden=False, before_layer=before, on_layer=cut.take,
     ).steps()  # fmt: skip
+    yield from cut.arrived(stack)

@@ -57,7 +57,8 @@ class FakeStack:
     """A DecoderStack of random weights, always the same.
 
     windows: of each layer, hence their number. softcap: of all logits. reduced, first: what ranks
-    answer, as in ``all_reduce`` and ``broadcast``. log: what was done, in order.
+    answer, as in ``all_reduce`` and ``broadcast``. log: what was done, in order. device: where its
+    weights are.
     """
 
     windows: Sequence[int | None] = WINDOWS
@@ -66,22 +67,24 @@ class FakeStack:
     reduced: Callable[[Tensor, Reduction], Tensor] = lambda part, _: part
     first: Callable[[Tensor], Tensor] = alone
     log: list[Event] = field(default_factory=list)
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         draw = torch.Generator().manual_seed(0)
 
         def weights(*shape: int) -> Tensor:
-            return torch.randn(len(self.windows), *shape, generator=draw) * shape[-1] ** -0.5
+            drawn = torch.randn(len(self.windows), *shape, generator=draw) * shape[-1] ** -0.5
+            return drawn.to(self.device)
 
-        self.embedding = torch.randn(VOCABULARY, HIDDEN, generator=draw)
+        self.embedding = torch.randn(VOCABULARY, HIDDEN, generator=draw).to(self.device)
         self.query = weights(HEADS * HEAD_DIM, HIDDEN)
         self.key, self.value = (weights(KV_HEADS * HEAD_DIM, HIDDEN) for _ in range(2))
         self.out, self.up, self.down = (weights(HIDDEN, HIDDEN) for _ in range(3))
 
     @property
     def geometry(self) -> Geometry:
-        cpu = torch.device("cpu")
-        return Geometry(len(self.windows), HEADS, KV_HEADS, HEAD_DIM, torch.float32, cpu)
+        depth = len(self.windows)
+        return Geometry(depth, HEADS, KV_HEADS, HEAD_DIM, torch.float32, self.device)
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
@@ -95,7 +98,7 @@ class FakeStack:
         return self.embedding[token_ids]
 
     def position_inputs(self, positions: Tensor) -> Turns:
-        angles = positions[0, :, None].float() * FREQUENCIES
+        angles = positions[0, :, None].float() * FREQUENCIES.to(self.device)
         return Turns(positions[0], Rotation(angles.cos(), angles.sin()))
 
     def run_layer(
@@ -125,7 +128,7 @@ class FakeStack:
         return hidden + functional.silu(normed(hidden) @ self.up[layer].T) @ self.down[layer].T
 
     def rotation(self, offset: int) -> Rotation:
-        angles = (offset * FREQUENCIES).expand(len(self.windows), PAIRS)
+        angles = (offset * FREQUENCIES.to(self.device)).expand(len(self.windows), PAIRS)
         return Rotation(angles.cos(), angles.sin())
 
     def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:

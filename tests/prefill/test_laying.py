@@ -76,13 +76,13 @@ def over(
     **config: Any,
 ) -> tuple[FusedPrompt, Told]:
     """What a pass over a prompt comes to, whose chunks are in these tiers."""
-    told = Told()
+    told, stack = Told(), stack or FakeStack()
     with (
         TieredKVStore(tiers) as store,
         store.fetch(chunk.key for chunk in placed()) as source,
     ):
         work = PromptPass(
-            stack or FakeStack(), prompt_ids(), placed(), source, BlendConfig(**config),
+            stack, prompt_ids().to(stack.device), placed(), source, BlendConfig(**config),
             reserve=None if ring else 0, on_layer=told.note, on_restart=told.restart,
         )  # fmt: skip
         return run(work.steps()), told

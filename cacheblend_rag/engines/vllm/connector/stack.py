@@ -31,6 +31,7 @@ from vllm.forward_context import (
 from cacheblend_rag.blend.attention import attention_bytes
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.fused import FusedKV, RingKV
+from cacheblend_rag.blend.lane import LANE_BYTES
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry, Reduction
 from cacheblend_rag.engines.vllm.connector.compatibility import check_attention
@@ -215,8 +216,8 @@ class VLLMStack:
     def pass_bytes(self, tokens: int, *, checks: bool = False) -> int:
         """Return the most device memory that a pass over so many tokens takes, in bytes.
 
-        That is two layers' fused KV and what is copied of it into the paged cache at once, all
-        tokens' hidden states, what attention lays out, and what a
+        That is two layers' fused KV, what is copied of it into the paged cache at once, and on a
+        GPU of chunk KV that arrives; all tokens' hidden states, what attention lays out, and what a
         layer holds of one block of rows: its widest activations four times over, at most.
         checks: whether it compares fresh with cached KV in some layer: that holds the fresh KV,
         what is compared of both, and keys or values three times over in float32.
@@ -238,6 +239,7 @@ class VLLMStack:
         if checks:
             wide = FusedKV.bytes_for(replace(one, dtype=torch.float32), tokens)
             fused += 3 * FusedKV.bytes_for(one, tokens) + 3 * wide // 2
+        fused += LANE_BYTES if shape.device.type == "cuda" else 0
         return int(fused + attention + hidden + 4 * rows * widest * size)
 
     def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:

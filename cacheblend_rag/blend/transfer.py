@@ -1,0 +1,212 @@
+"""Upload and Download: KV on its way to a device, or from it, while the device computes.
+
+Neither makes the host wait: where there is no stage left, ``go_on`` says so, and is asked again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.lane import Mark, Stage, Stages, stages_of
+from cacheblend_rag.blend.rotary import Rotation
+from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
+from cacheblend_rag.blend.steps import Steps
+
+PAUSE_SECONDS = 0.001
+"""How long a step sleeps for want of a stage before others have their turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """One layer of a chunk: keys and values (kv_heads, tokens, head_dim), and where they go.
+
+    start, turn: see ``FusedKV.lay``.
+    """
+
+    start: int
+    keys: Tensor
+    values: Tensor
+    turn: Rotation | None
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token."""
+        return 2 * self.keys.nbytes // self.keys.shape[1]
+
+    def cut(self, tokens: int) -> tuple[LayerPart, LayerPart | None]:
+        """Return its first tokens, and what is left of it."""
+        if tokens >= self.keys.shape[1]:
+            return self, None
+        first, rest = (
+            replace(self, start=self.start + (here.start or 0),
+                    keys=self.keys[:, here], values=self.values[:, here])
+            for here in (slice(tokens), slice(tokens, None))
+        )  # fmt: skip
+        return first, rest
+
+
+class Upload:
+    """One layer of a prompt's chunks, on its way into the buffer of a pass.
+
+    after: behind the work that last used the layer's place in the buffer.
+    """
+
+    def __init__(
+        self, stages: Stages, fused: FusedKV, layer: int, parts: Iterable[LayerPart], after: Mark
+    ) -> None:
+        self._stages, self._lane = stages, stages.lane
+        self._fused, self._layer = fused, layer
+        self._todo = deque(parts)
+        self._mark: Mark | None = None
+        self._lane.follow(after)
+        self._lane.share(fused.keys, fused.values)
+
+    def go_on(self) -> bool:
+        """Ask for what there are stages for; returns whether that is all."""
+        while self._todo:
+            stage = self._stages.take()
+            if stage is None:
+                return False
+            held = self._fill(stage)
+            self._mark = self._lane.carried()
+            self._stages.give(stage, self._mark, held)
+        return True
+
+    def arrive(self) -> None:
+        """Have the pass's work wait for what was asked."""
+        if self._mark is not None:
+            self._lane.hold_work(self._mark)
+
+    def _fill(self, stage: Stage) -> list[Tensor]:
+        """Ask for as many tokens as fit in a stage; returns what is copied from where it lies."""
+        held: list[Tensor] = []
+        while self._todo and (rows := stage.rows(self._todo[0].row_bytes)):
+            part, rest = self._todo.popleft().cut(rows)
+            if rest is not None:
+                self._todo.appendleft(rest)
+            keys, values = (self._sent(kv, stage, held) for kv in (part.keys, part.values))
+            if part.turn is not None:
+                self._lane.share(part.turn.cos, part.turn.sin)
+            lay = partial(self._fused.lay, self._layer, part.start, keys, values, part.turn)
+            self._lane.run(lay)
+        return held
+
+    def _sent(self, tensor: Tensor, stage: Stage, held: list[Tensor]) -> Tensor:
+        """Ask for a tensor to be copied to the device; returns it as it will be there."""
+        if self._lane.has(tensor):
+            self._lane.share(tensor)
+            return tensor
+        host, device = stage.place(tensor)
+        if tensor.is_contiguous() and self._lane.is_pinned(tensor):
+            held.append(tensor)
+        else:
+            tensor = host.copy_(tensor)
+        self._lane.copy(device, tensor)
+        return device
+
+
+class Download:
+    """Tensors on their way from a device into ordinary memory of the host.
+
+    They are copied there on the thread that waits for them, which is not the one that asks.
+    """
+
+    def __init__(self, stages: Stages) -> None:
+        self._stages, self._lane = stages, stages.lane
+        self._todo: deque[tuple[Tensor, Tensor]] = deque()
+        self._coming: list[Future[None]] = []
+        self._mark: Mark | None = None
+
+    def add(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Fetch tensors, of any strides, each into one of the host's, (..., tokens, numbers).
+
+        Work that is asked for later may write over what was added before these.
+        """
+        self.leave()
+        self._lane.follow(self._lane.worked())
+        for into, tensor in pairs:
+            self._lane.share(tensor)
+            self._todo.append((into, tensor))
+        self.go_on()
+
+    def leave(self) -> None:
+        """Have later work wait until what was asked for is read, so that it may write over it."""
+        if self._mark is not None:
+            self._lane.hold_work(self._mark)
+
+    def go_on(self) -> bool:
+        """Ask for what there are stages for; returns whether that is all."""
+        while self._todo:
+            stage = self._stages.take()
+            if stage is None:
+                return False
+            filled = self._fill(stage)
+            self._mark = self._lane.carried()
+            write = partial(_write, self._stages, stage, self._mark, filled)
+            self._coming.append(self._stages.writer.submit(write))
+        return True
+
+    def is_done(self) -> bool:
+        """Whether all is in its place; asks for what there are stages for."""
+        has_all = self.go_on()
+        for done in [future for future in self._coming if future.done()]:
+            done.result()
+            self._coming.remove(done)
+        return has_all and not self._coming
+
+    def _fill(self, stage: Stage) -> list[tuple[Tensor, Tensor]]:
+        """Ask for as much as fits in a stage; returns where it goes, and where it will be."""
+        filled = []
+        while self._todo and (rows := stage.rows(_row_bytes(self._todo[0][1]))):
+            into, tensor = self._todo.popleft()
+            if rows < tensor.shape[-2]:
+                self._todo.appendleft((into[..., rows:, :], tensor[..., rows:, :]))
+                into, tensor = into[..., :rows, :], tensor[..., :rows, :]
+            host, device = stage.place(tensor)
+            self._lane.run(partial(device.copy_, tensor))
+            self._lane.copy(host, device)
+            filled.append((into, host))
+        return filled
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor.nbytes // tensor.shape[-2]
+
+
+def _write(
+    stages: Stages, stage: Stage, mark: Mark, filled: Sequence[tuple[Tensor, Tensor]]
+) -> None:
+    """Copy out of a stage once all is there; on the writer's thread."""
+    try:
+        mark.synchronize()
+        for into, host in filled:
+            into.copy_(host)
+    finally:
+        stages.give(stage)
+
+
+def until(stack: DecoderStack, is_done: Callable[[], bool]) -> Steps[None]:
+    """Yield until something is done on all ranks."""
+    while not all(on_all_ranks(stack, [is_done()])):
+        time.sleep(PAUSE_SECONDS)
+        yield
+
+
+def to_host(stack: DecoderStack, tensor: Tensor) -> Steps[Tensor]:
+    """Bring (tokens,) numbers of the model's device to the host, where a thread is to read them."""
+    stages = stages_of(stack.geometry.device)
+    if stages is None:
+        return tensor
+    into, download = torch.empty(tensor.shape, dtype=tensor.dtype), Download(stages)
+    download.add([(into[:, None], tensor[:, None])])
+    yield from until(stack, download.is_done)
+    return into

@@ -1,0 +1,308 @@
+"""Passes whose KV is copied beside them: the same as ones that copy plainly, bit for bit.
+
+On a fake device that copies as late as it may, and on a GPU if there is one.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, TieredKVStore
+from cacheblend_rag.blend.lane import Stages, stages_of
+from cacheblend_rag.blend.transfer import Upload
+from cacheblend_rag.kv import DeviceTier, HostTier, codec
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.tiers import StoredChunk, Tier
+from cacheblend_rag.prefill import laying
+from cacheblend_rag.prefill.blended import FusedPrompt, PromptPass
+from tests.blend.fake_lane import FakeLane, use
+from tests.blend.fake_stack import LAYERS, FakeStack
+from tests.kv.samples import SlowBytes
+from tests.prefill import test_precompute as documents
+from tests.prefill.prompts import Ranks, chunk_kv, placed, prompt_ids, run
+from tests.prefill.test_laying import NAMES, Told, assert_same, over, slow_tier, spans_of
+
+CPU = torch.device("cpu")
+STAGE_BYTES = 700
+"""Of which a layer of these chunks takes about four."""
+GPU = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+)
+Result = tuple[FusedPrompt, Told]
+
+
+@dataclass
+class Beside:
+    """Has passes copy beside their work, or plainly."""
+
+    lane: FakeLane | None
+    stages: Stages
+    monkeypatch: pytest.MonkeyPatch
+
+    @property
+    def device(self) -> torch.device:
+        return CPU if self.lane else torch.device("cuda", 0)
+
+    def stack(self, **options: Any) -> FakeStack:
+        return FakeStack(device=self.device, **options)
+
+    def plainly(self, call: Callable[[], Any]) -> Any:
+        use(self.monkeypatch, None)
+        try:
+            return call()
+        finally:
+            use(self.monkeypatch, self.stages)
+
+    def check(self) -> None:
+        """What should be so at the end of every test."""
+        if self.lane is None:
+            torch.cuda.synchronize()
+        else:
+            self.lane.finish()
+            assert self.lane.errors == []
+            assert all(name.startswith("kv-cut") for name in self.lane.waited_in)
+        found = [self.stages.take() for _ in range(2)]
+        assert len({id(stage) for stage in found if stage is not None}) == 2
+        assert self.stages.take() is None
+
+
+@pytest.fixture(params=["fake", GPU])
+def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 10)
+    if request.param == "fake":
+        lane = FakeLane(patience=1)
+        lane.watch(monkeypatch)
+        found = Beside(lane, Stages(lane, 2, STAGE_BYTES), monkeypatch)
+    else:
+        real = stages_of(torch.device("cuda", 0))
+        assert real is not None
+        found = Beside(None, Stages(real.lane, 2, STAGE_BYTES), monkeypatch)
+    use(monkeypatch, found.stages)
+    yield found
+    found.check()
+
+
+def host_tier(names: str = "abc") -> HostTier:
+    host = HostTier(None)
+    for name in names:
+        host.put(NAMES[name].key, StoredChunk(chunk_kv(FakeStack(), NAMES[name]), 0.0))
+    return host
+
+
+def both(beside: Beside, tiers: Callable[[], list[Tier]], **options: Any) -> tuple[Result, Result]:
+    """What a pass comes to with the lane and without it."""
+    plain = beside.plainly(lambda: over([host_tier()], stack=beside.stack(), **options))
+    return over(tiers(), stack=beside.stack(), **options), plain
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("make_tier", [host_tier, slow_tier])
+@pytest.mark.parametrize("selector", ["none", "prior", "hkvd", "question", "all"])
+def test_a_pass_is_the_same(
+    beside: Beside, selector: str, make_tier: Callable[[], Tier], ring: bool
+) -> None:
+    options = {"selector": selector, "recompute_ratio": 0.3, "ring": ring}
+    found, plain = both(beside, lambda: [make_tier()], **options)
+    assert found[0].blended
+    assert_same(found, plain)
+
+
+def test_chunks_of_a_device_are_laid_from_there(beside: Beside) -> None:
+    tier = DeviceTier(beside.device, None)
+    for chunk in placed():
+        kv = chunk_kv(FakeStack(), chunk)
+        if beside.lane is not None:
+            beside.lane.put_here(kv.keys)
+            beside.lane.put_here(kv.values)
+        tier.put(chunk.key, StoredChunk(kv, 0.0))
+    assert_same(*both(beside, lambda: [tier], ring=True, recompute_ratio=0.3))
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("selector", ["question", "prior"])
+@pytest.mark.parametrize("layer", range(1, LAYERS))
+def test_a_chunk_that_is_lost_midway_leaves_nothing_behind(
+    beside: Beside, layer: int, selector: str, ring: bool
+) -> None:
+    """What was on its way then is not laid over what the pass that starts anew computes."""
+    tier, options = slow_tier(), {"selector": selector, "recompute_ratio": 0.3, "ring": ring}
+    data = tier.objects[NAMES["b"].key]
+    data[spans_of(data, "b").span(layer, layer + 1)[0] + 3] ^= 1
+    wanted = beside.plainly(lambda: over([host_tier("ac")], stack=beside.stack(), **options))
+    found = over([tier], stack=beside.stack(), **options)
+    assert_same(found, wanted)
+    assert found[1].restarts == 1
+    assert [chunk.reason for chunk in found[0].chunks] == [None, "damaged", None]
+
+
+def test_all_chunks_may_be_lost_while_others_are_on_their_way(beside: Beside) -> None:
+    tier = slow_tier()
+    for layer, name in enumerate("cab"):
+        data = tier.objects[NAMES[name].key]
+        data[spans_of(data, name).span(layer + 1, layer + 2)[0]] ^= 1
+    options = {"ring": True, "recompute_ratio": 0.3}
+    found = over([tier], stack=beside.stack(), **options)
+    wanted = beside.plainly(lambda: over([host_tier("")], stack=beside.stack(), **options))
+    assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_loses_midway_both_do_without(beside: Beside, rank: int) -> None:
+    if beside.lane is None:
+        pytest.skip("ranks of one process share no GPU")
+    tiers = [slow_tier(), slow_tier()]
+    data = tiers[rank].objects[NAMES["b"].key]
+    data[spans_of(data, "b").span(2, 3)[0]] ^= 1
+
+    def of(rank: int, stack: FakeStack) -> Result:
+        return over([tiers[rank]], stack=stack, ring=True, recompute_ratio=0.3)
+
+    found = Ranks().run(of)
+    wanted = beside.plainly(lambda: over([host_tier("ac")], recompute_ratio=0.3))
+    for each in found:
+        assert_same(each, wanted)
+
+
+def test_a_layer_is_on_its_way_while_the_one_before_is_computed(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stack = beside.stack()
+
+    class Noted(Upload):
+        def __init__(self, stages: Stages, fused: Any, layer: int, *rest: Any) -> None:
+            stack.log.append(("upload", layer))  # type: ignore[arg-type]
+            super().__init__(stages, fused, layer, *rest)
+
+    monkeypatch.setattr(laying, "Upload", Noted)
+    over([host_tier()], stack=stack, ring=True, selector="none")
+    steps = [event[:2] for event in stack.log if event[0] in {"upload", "run"}]
+    runs = [("run", layer) for layer in range(LAYERS) if ("run", layer) in steps]
+    assert [step for step in steps if step[0] == "upload"] == [("upload", n) for n in range(LAYERS)]
+    assert len(runs) >= LAYERS - 1
+    for _, layer in runs[: LAYERS - 1]:
+        assert steps.index(("upload", layer + 1)) < steps.index(("run", layer))
+
+
+def test_a_layer_that_is_not_read_is_not_waited_for_ahead(beside: Beside) -> None:
+    """Reads take their time; a pass asks for no layer before it is its turn."""
+    tier = SlowBytes(lambda *_: time.sleep(0.003))
+    tier.fill({chunk.key: chunk_kv(FakeStack(), chunk) for chunk in placed()})
+    assert_same(*both(beside, lambda: [tier], ring=True, recompute_ratio=0.3))
+
+
+@pytest.mark.parametrize("steps", [2, 4, 5, 7, 10])
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_pass_that_is_given_up_gives_everything_back(
+    beside: Beside, ring: bool, steps: int
+) -> None:
+    stack = beside.stack()
+    with TieredKVStore([host_tier()]) as store:
+        source = store.fetch(chunk.key for chunk in placed())
+        work = PromptPass(
+            stack, prompt_ids().to(stack.device), placed(), source,
+            BlendConfig(recompute_ratio=0.3), reserve=None if ring else 0,
+        )  # fmt: skip
+        running = work.steps()
+        for _ in range(steps):
+            next(running)
+        running.close()
+        source.close()
+        kept = weakref.ref(source)
+        del running, work, source
+        gc.collect()
+        assert kept() is None
+    # The device is still at what was asked, while the next pass begins.
+    found = over([host_tier()], stack=beside.stack(), ring=ring, recompute_ratio=0.3)
+    wanted = beside.plainly(
+        lambda: over([host_tier()], stack=beside.stack(), ring=ring, recompute_ratio=0.3)
+    )
+    assert_same(found, wanted)
+
+
+# Index time
+
+
+def same(one: ChunkKV, other: ChunkKV) -> bool:
+    assert one.prior is not None
+    assert other.prior is not None
+    pairs = ((one.keys, other.keys), (one.values, other.values), (one.prior, other.prior))
+    assert not any(tensor.is_cuda for tensor, _ in pairs)
+    return all(torch.equal(tensor, wanted.cpu()) for tensor, wanted in pairs)
+
+
+@pytest.mark.parametrize("in_document", [True, False])
+@pytest.mark.parametrize("stored", [(), (0,), (1,), (0, 2), (1, 2)])
+def test_documents_are_computed_alike(
+    beside: Beside, stored: tuple[int, ...], in_document: bool
+) -> None:
+    def found() -> dict[Any, Any]:
+        with TieredKVStore.open() as store:
+            for index in stored:
+                kv = documents.wanted(documents.DOCUMENT[index])
+                store.put(documents.DOCUMENT[index].key, kv)
+            return documents.compute(
+                documents.DOCUMENT, store, in_document=in_document, stack=beside.stack()
+            )
+
+    wanted = beside.plainly(found)
+    computed = found()
+    assert list(computed) == list(wanted)
+    assert len(computed) == len(documents.DOCUMENT) - len(stored)
+    for key, (_, kv) in computed.items():
+        assert same(kv, wanted[key][1])
+
+
+def test_chunks_are_computed_one_by_one_alike(beside: Beside) -> None:
+    def found() -> dict[Any, Any]:
+        with TieredKVStore.open() as store:
+            return documents.made(documents.alone_on(beside.stack(), store)(documents.DOCUMENT))
+
+    wanted, computed = beside.plainly(found), found()
+    for key, (_, kv) in computed.items():
+        assert torch.equal(kv.keys, wanted[key][1].keys)
+        assert torch.equal(kv.values, wanted[key][1].values)
+
+
+def test_a_document_of_which_stored_kv_is_lost_midway(beside: Beside) -> None:
+    tier = SlowBytes()
+    first = documents.DOCUMENT[0]
+    tier.fill({first.key: documents.wanted(first)})
+    data = tier.objects[first.key]
+    head = codec.read_head(
+        lambda a, b: torch.frombuffer(bytearray(data), dtype=torch.uint8)[a:b],
+        len(data), first.key,
+    )  # fmt: skip
+    assert head is not None
+    data[head.span(2, 3)[0]] ^= 1
+    with TieredKVStore([tier]) as store:
+        computed = documents.compute(documents.DOCUMENT, store, stack=beside.stack())
+    assert list(computed) == [chunk.key for chunk in [*documents.DOCUMENT[1:], first]]
+    for chunk, kv in computed.values():
+        documents.check(chunk, kv)
+
+
+def test_a_computation_that_is_given_up_gives_everything_back(beside: Beside) -> None:
+    for steps in range(1, 20, 3):
+        with TieredKVStore.open() as store:
+            running = documents.alone_on(beside.stack(), store)(documents.DOCUMENT)
+            for _ in range(steps):
+                next(running)
+            running.close()
+    test_chunks_are_computed_one_by_one_alike(beside)
+    if beside.lane is not None:
+        beside.lane.finish()
+    assert run(_all_written(beside.stages)) is None
+
+
+def _all_written(stages: Stages) -> Iterator[None]:
+    """The writer's thread takes one after the other: what follows is behind all of them."""
+    stages.writer.submit(lambda: None).result(20)
+    yield
