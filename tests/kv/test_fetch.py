@@ -219,7 +219,7 @@ def test_layers_are_read_ahead_as_far_as_there_is_room(monkeypatch, slow, gate):
 
 def test_all_there_is_room_for_is_read_ahead_though_nobody_asks(slow):
     """More parts than are read at a time: each that is done makes place for the next."""
-    keys = [make_key(number) for number in range(6, 6 + fetch_module.PARTS_AT_ONCE)]
+    keys = [make_key(number) for number in range(6, 6 + slow.parts_at_once)]
     kvs = {key: long_kv(number) for number, key in enumerate(keys)}
     slow.fill(kvs)
     with TieredKVStore([slow]) as store, store.fetch(keys) as source:
