@@ -37,7 +37,9 @@ from cacheblend_rag.text.prompt import BlendPrompt
 
 ALONE = "none"
 DEATHS: Mapping[str, Callable[[Server], None]] = {"refuses": Server.kill, "hangs": Server.pause}
-SELECTOR, CHECK_LAYERS, RATIO = "hkvd", (1,), 0.15
+SELECTOR, CHECK_LAYERS, RATIO = "hkvd", (1,), 0.0
+"""Nothing is recomputed: no engine then decides that ordinary prefill is faster, and all do alike.
+"""
 TIMEOUT_SECONDS = 1
 """Of the Redis that hangs: what the first request waits for."""
 
