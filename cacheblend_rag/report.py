@@ -64,9 +64,10 @@ class PhaseSeconds:
 
     Args:
         prepare: segmentation and tokenization.
-        load: waiting for stored KV, and laying it in, re-rotated.
+        load: waiting for stored KV.
         selection: probes, scoring.
-        recompute: running layers (all of prefill when nothing was reused).
+        recompute: running layers (all of prefill when nothing was reused), and laying stored KV
+            in, re-rotated.
         first_token: last norm, logits, sampling.
         decode: all later tokens.
         load_hidden: reading stored KV while something else was computed, which took no time of

@@ -31,6 +31,7 @@ COMMON = ("name", "capacity", "ttl", "watermark", "write", "promote", "admit", "
 OWN: Mapping[str, tuple[str, ...]] = {
     "disk": ("fsync",),
     **dict.fromkeys(REDIS_SCHEMES, ("prefix", "db")),
+    "rediss": ("prefix", "db", "ssl_ca_certs"),
     "s3": ("endpoint", "region"),
 }
 NEEDS: Mapping[str, str] = {

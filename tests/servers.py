@@ -6,9 +6,15 @@ import threading
 import time
 import uuid
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from cacheblend_rag.bench.servers import HOST, redis_server, redis_url, s3_server, s3_url
 from cacheblend_rag.kv.tiers.urls import open_tier
@@ -19,6 +25,48 @@ from cacheblend_rag.tier_url import TierUrl
 def redis():
     with redis_server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def redis_socket(tmp_path_factory):
+    """A Redis server's socket."""
+    path = tmp_path_factory.mktemp("redis") / "r.sock"
+    with redis_server("--unixsocket", str(path)):
+        yield str(path)
+
+
+@pytest.fixture(scope="session")
+def redis_tls(tmp_path_factory):
+    """Where a Redis server is over TLS, and the file of the authority that vouches for it."""
+    certificate, key = write_certificate(tmp_path_factory.mktemp("tls"))
+    files = ("--tls-cert-file", str(certificate), "--tls-key-file", str(key))
+    port = free_port()
+    with redis_server("--tls-port", str(port), *files, "--tls-auth-clients", "no"):
+        yield {"host": HOST, "port": port, "ca_certs": str(certificate)}
+
+
+def free_port():
+    with socket.create_server((HOST, 0)) as taken:
+        return taken.getsockname()[1]
+
+
+def write_certificate(folder):
+    """A certificate of this machine's that nobody but itself vouches for, and its key."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    now, day = datetime.now(UTC), timedelta(days=1)
+    certificate = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(now - day)
+        .not_valid_after(now + day)
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address(HOST))]), True)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .sign(key, SHA256())
+    )
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+    return folder / "cert.pem", folder / "key.pem"
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,7 @@ def test_tiers_are_named_by_kind_and_told_apart():
         ("host://x", "tiers: host://...: has no host: give it as host://"),
         ("redis://a/x", "tiers: redis://...: its path is the number of a database, as in /0"),
         ("redis://a:b", "tiers: redis://...: host or port cannot be read"),
+        ("redis://a?ssl_ca_certs=/a", "redis://...: ssl_ca_certs is no option; known: name"),
         ("host://?size=3", "tiers: host://...: size is no option; known: name, capacity, ttl"),
         ("host://?capacity=much", "tiers: host://...: capacity='much' must be a size, such as"),
         ("redis://a?ttl=0", "tiers: redis://...: ttl=0.0 must be a number above 0"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal, get_args
 
@@ -16,12 +16,13 @@ import torch
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.memory import peak_extra_bytes
+from cacheblend_rag.bench.servers import redis_server, redis_url
 from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.bench.vllm import VLLMSetting
 from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, blend_config, draw_chunks, draw_words
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.config import BlendConfig, StoreConfig
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.vllm.connector.settings import check_attention_mode
@@ -30,8 +31,10 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 
-Tier = Literal["host", "disk"]
+Tier = Literal["host", "disk", "redis"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+USUAL_TIERS: tuple[Tier, ...] = ("host", "disk")
+"""Those that need no server."""
 _DOCUMENT = "bench"
 _SEED = 7
 _CPU = torch.device("cpu")
@@ -53,7 +56,7 @@ class TtftPlan:
     chunk_tokens: int = 512
     question_tokens: int = 32
     ratios: tuple[float, ...] = (0.15,)
-    tiers: tuple[Tier, ...] = TIERS
+    tiers: tuple[Tier, ...] = USUAL_TIERS
     selector: str = "hkvd"
     check_layers: tuple[int, ...] = (1,)
     repeat: int = 5
@@ -121,7 +124,9 @@ class TtftRow:
     most a blend holds beyond weights and store, None where unmeasurable. prompt_kv_bytes: the
     prompt's own KV. prefix_caching_seconds: of vLLM's own prefix caching on the same chunks in
     another order, None in the embedded engine. batched_tokens: most tokens vLLM computes in a step.
-    runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``.
+    runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``. load_seconds: what the
+    blend waited for reads. load_hidden_seconds: what it did not wait of them, since it computed.
+    hidden_share: the latter's share of both. None in memory, where nothing is read, and in vLLM.
     """
 
     engine: str
@@ -140,6 +145,9 @@ class TtftRow:
     prefix_caching_seconds: float | None = None
     batched_tokens: int | None = None
     runs: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    load_seconds: float | None = None
+    load_hidden_seconds: float | None = None
+    hidden_share: float | None = None
 
     @classmethod
     def of(
@@ -152,8 +160,12 @@ class TtftRow:
         *,
         peak_extra_bytes: int | None = None,
         batched_tokens: int | None = None,
+        loads: Sequence[tuple[float, float]] = (),
     ) -> TtftRow:
-        """Make a row of what was measured; ``runs`` as the row holds them."""
+        """Make a row of what was measured; ``runs`` as the row holds them.
+
+        loads: what each blend waited for reads, and what it did not.
+        """
         seconds = {name: median(run) for name, run in runs.items()}
         bound, speedup = plan.bound(ratio), seconds["full"] / seconds["blend"]
         return cls(
@@ -173,11 +185,22 @@ class TtftRow:
             prefix_caching_seconds=seconds.get("prefix_caching"),
             batched_tokens=batched_tokens,
             runs=runs,
+            **_hiding(loads),
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)
+
+
+def _hiding(loads: Sequence[tuple[float, float]]) -> dict[str, float]:
+    if not loads:
+        return {}
+    return {
+        "load_seconds": median(waited for waited, _ in loads),
+        "load_hidden_seconds": median(hidden for _, hidden in loads),
+        "hidden_share": median(hidden / (waited + hidden) for waited, hidden in loads),
+    }
 
 
 def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[TtftRow]:
@@ -194,9 +217,8 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
         engines: dict[str, TransformersEngine] = {}
         for tier in plan.tiers:
             advance(f"precomputing for {tier}")
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-")))
             engines[tier] = TransformersEngine(
-                model, tokenizer=tokenizer, lead_in=LEAD_IN, store=_store(tier, folder)
+                model, tokenizer=tokenizer, lead_in=LEAD_IN, store=_store(tier, stack)
             )
             engines[tier].precompute(chunks, progress=False)
         return _Measurement(plan, engines, prompt, advance).rows()
@@ -208,6 +230,9 @@ class _Measurement:
     engines: dict[str, TransformersEngine]
     prompt: BlendPrompt
     advance: Advance
+    loads: defaultdict[tuple[str, float], list[tuple[float, float]]] = field(
+        default_factory=lambda: defaultdict(list)
+    )
 
     def rows(self) -> list[TtftRow]:
         cases = {
@@ -228,11 +253,14 @@ class _Measurement:
         engine = next(iter(self.engines.values()))
         return _first_token_seconds(engine.generate_full(self.prompt, ONE_TOKEN))
 
-    def _blend(self, tier: str, ratio: float, _turn: int) -> float:
+    def _blend(self, tier: str, ratio: float, turn: int) -> float:
         generation = self.engines[tier].generate(
             self.prompt, ONE_TOKEN, config=self.plan.config(ratio)
         )
         check_blend(self.plan, generation, ratio, tier)
+        if turn:
+            seconds = generation.report.seconds
+            self.loads[tier, ratio].append((seconds.load, seconds.load_hidden))
         return _first_token_seconds(generation)
 
     def _row(self, case: tuple[str, float], runs: Mapping[str, Sequence[float]]) -> TtftRow:
@@ -242,7 +270,8 @@ class _Measurement:
             self.advance(f"memory of a blend from {tier} at ratio {ratio:g}")
             peak = peak_extra_bytes(lambda: self._blend(tier, ratio, 0), plan.device)
         name = self.engines[tier].name
-        return TtftRow.of(plan, name, ratio, tier, runs, peak_extra_bytes=peak)
+        loads = self.loads[case] if tier != "host" else ()
+        return TtftRow.of(plan, name, ratio, tier, runs, peak_extra_bytes=peak, loads=loads)
 
 
 def check_blend(plan: TtftPlan, generation: Generation, ratio: float, tier: str) -> None:
@@ -259,11 +288,19 @@ def _first_token_seconds(generation: Generation) -> float:
     return generation.report.seconds.time_to_first_token
 
 
-def _store(tier: str, folder: Path) -> TieredKVStore:
+def _store(tier: str, stack: ExitStack) -> TieredKVStore:
     """Return a store that holds everything in one tier; from disk every blend reads files."""
     if tier == "host":
         return TieredKVStore.open(host_bytes=None)
+    if tier == "redis":
+        return TieredKVStore.of(StoreConfig(tiers=(own_redis(stack),)))
+    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-"))
     return TieredKVStore.open(host_bytes=0, disk_path=folder)
+
+
+def own_redis(stack: ExitStack) -> str:
+    """Start a Redis for as long as ``stack`` lasts; returns the URL of a tier there."""
+    return redis_url(stack.enter_context(redis_server()), "timeout=60")
 
 
 def draw_texts(plan: TtftPlan) -> tuple[list[Chunk], str]:

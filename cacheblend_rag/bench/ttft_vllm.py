@@ -13,14 +13,14 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
-from cacheblend_rag.bench.ttft import TtftPlan, TtftRow, check_blend, draw_texts
+from cacheblend_rag.bench.ttft import TtftPlan, TtftRow, check_blend, draw_texts, own_redis
 from cacheblend_rag.bench.vllm import VLLMKind, running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN
 from cacheblend_rag.config import StoreConfig
@@ -56,11 +56,14 @@ def measure_vllm_ttft(
 def _engine(kind: VLLMKind, plan: TtftPlan, folder: Path, tier: str) -> Iterator[VLLMEngine]:
     options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS)
     options["max_num_batched_tokens"] = plan.step_tokens
-    with tempfile.TemporaryDirectory(prefix="cacheblend-kv-") as kv:
+    with ExitStack() as stack:
+        kv = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-kv-"))
         store = StoreConfig(kv, host_bytes=0)
         if tier == "host":
             room = 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)
             store = StoreConfig(host_bytes=room)
+        elif tier == "redis":
+            store = StoreConfig(tiers=(own_redis(stack),))
         settings = ConnectorSettings(store).with_changes(attention=plan.attention)
         with running_vllm(kind, folder, options=options, settings=settings) as engine:
             yield engine

@@ -214,9 +214,7 @@ class BlendPass:
     def _check(self, layer: int, ratio: float) -> None:
         """Compare fresh with cached KV, keep all fresh KV of this layer, narrow the rows."""
         with _Timer(self.stats, self._device):
-            calls = [self._probe(layer, block) for block in self._blocks]
-            keys = torch.cat([call.key for call in calls], 2)
-            values = torch.cat([call.value for call in calls], 2)
+            keys, values = self._fresh(layer)
             self.stats.work += self.stack.costs[layer].probe(len(self._rows))
             here = self._rows.host
             index = self._rows_where((self._eligible & ~self._always)[here])  # among the rows
@@ -235,6 +233,17 @@ class BlendPass:
             still = self._rows_where(np.isin(here, kept.host, assume_unique=True))
             self.hidden = self.hidden.index_select(1, still.device)
             self._carry(kept)
+
+    def _fresh(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of all rows, each (1, kv_heads, rows, head_dim); their queries are not kept."""
+        of = self.stack.geometry
+        shape = (1, of.kv_heads, len(self._rows), of.head_dim)
+        keys = torch.empty(shape, dtype=of.dtype, device=of.device)
+        values = torch.empty_like(keys)
+        for block in self._blocks:
+            call = self._probe(layer, block)
+            keys[:, :, block.here], values[:, :, block.here] = call.key, call.value
+        return keys, values
 
     def _finish(self, layer: int) -> Steps[None]:
         """The last layer: K and V of every row, the layer itself for the last token at most."""

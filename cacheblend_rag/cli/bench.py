@@ -54,7 +54,11 @@ def ttft_command(
         list[float] | None, typer.Option(help="Recompute ratio; repeatable. 0.15 by default.")
     ] = None,
     tier: Annotated[
-        list[str] | None, typer.Option(help="host or disk; repeatable. Both by default.")
+        list[str] | None,
+        typer.Option(
+            help="host, disk or redis (a server started here); repeatable. "
+            "The first two by default."
+        ),
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Timed runs each; medians are shown.")] = 5,
     selector: SelectorOption = "hkvd",
@@ -90,7 +94,7 @@ def ttft_command(
             chunk_tokens=chunk_tokens,
             question_tokens=question_tokens,
             ratios=tuple(dict.fromkeys(ratio or [0.15])),
-            tiers=ttft.plan_tiers(tier or ttft.TIERS),
+            tiers=ttft.plan_tiers(tier or ttft.USUAL_TIERS),
             selector=selector,
             check_layers=options.layers(check_layers, "--check-layers"),
             repeat=repeat,
@@ -143,6 +147,70 @@ def store_command(
         output.print_json(found)
     else:
         _print_speeds(found["tiers"])
+
+
+@bench_app.command("lookups")
+def lookups_command(
+    *,
+    few: Annotated[int, typer.Option(min=1, help="Chunks in the smaller tier.")] = 1000,
+    many: Annotated[int, typer.Option(min=1, help="Chunks in the larger one.")] = 100_000,
+    asked: Annotated[int, typer.Option(min=1, help="Chunks asked for a turn.")] = 100,
+    repeat: Annotated[int, typer.Option(min=1, help="Turns; medians are shown.")] = 5,
+    as_json: options.JsonOption = False,
+) -> None:
+    """How long it takes to find, miss and read one chunk among few and among many.
+
+    In memory, on disk and in a Redis started here; filling them takes minutes.
+    """
+    from cacheblend_rag.bench.lookups import LookupPlan, measure_lookups
+
+    plan = LookupPlan(few, many, asked, repeat)
+    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+        found = measure_lookups(plan, status.update)
+    for reason in found["left_out"]:
+        output.warn(f"left out: {reason}")
+    if as_json:
+        output.print_json(found)
+    else:
+        _print_lookups(found["lookups"])
+
+
+@bench_app.command("faults")
+def faults_command(
+    *,
+    shape: ShapeOption = "smollm2-135m",
+    chunks: ChunksOption = 4,
+    chunk_tokens: ChunkTokensOption = 96,
+    question_tokens: QuestionTokensOption = 16,
+    repeat: Annotated[int, typer.Option(min=1, help="Timed turns; medians are shown.")] = 20,
+    dtype: DtypeOption = "float32",
+    device: DeviceOption = "cpu",
+    as_json: options.JsonOption = False,
+) -> None:
+    """What requests pay for a dead Redis below memory, after its first failure."""
+    _check_options(dtype)
+    from cacheblend_rag.bench.faults import FaultsPlan, measure_faults
+    from cacheblend_rag.bench.shapes import named_shape
+    from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
+
+    quiet_libraries()
+    plan = FaultsPlan(
+        named_shape(shape),
+        chunks=chunks,
+        chunk_tokens=chunk_tokens,
+        question_tokens=question_tokens,
+        repeat=repeat,
+        dtype=named_dtype(dtype),
+        device=pick_device(device),
+    )
+    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+        found = measure_faults(plan, status.update)
+    if as_json:
+        output.print_json(found)
+        return
+    for row in found["rows"]:
+        title = f"Redis {row.pop('redis')}, {row.pop('chunks')} chunks"
+        output.print_facts(title, row)
 
 
 @bench_app.command("overhead")
@@ -511,7 +579,7 @@ def _print_ttft(rows: Sequence[TtftRow]) -> None:
     vllm = first.prefix_caching_seconds is not None
     last = "prefix caching" if vllm else "extra memory"
     for heading in (
-        "ratio", "full prefill", "blend", "speedup", "bound", "of the bound", last,
+        "ratio", "full prefill", "blend", "speedup", "bound", "of the bound", "load hidden", last,
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     for row in rows:
@@ -523,6 +591,7 @@ def _print_ttft(rows: Sequence[TtftRow]) -> None:
             f"{row.speedup:.2f}x",
             f"{row.bound:.2f}x",
             output.percent(row.share_of_bound),
+            "" if row.hidden_share is None else output.percent(row.hidden_share),
             output.duration(row.prefix_caching_seconds or 0.0) if vllm else _memory(row),
         )
     output.result_console().print(table)
@@ -561,6 +630,19 @@ def _print_speeds(tiers: Sequence[dict[str, Any]]) -> None:
             speed, limit = row[f"{way}_gib_s"], row[f"raw_{way}_gib_s"]
             cells += [f"{speed:.2f}", f"{limit:.2f}", output.percent(speed / limit)]
         table.add_row(*cells)
+    output.result_console().print(table)
+
+
+def _print_lookups(lookups: Sequence[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(title="microseconds a chunk")
+    table.add_column("tier")
+    for heading in ("stored", "find", "miss", "open"):
+        table.add_column(heading, justify="right")
+    for row in lookups:
+        times = [f"{row[f'{kind}_microseconds']:.0f}" for kind in ("find", "miss", "open")]
+        table.add_row(row["tier"], f"{row['stored']:,}", *times)
     output.result_console().print(table)
 
 

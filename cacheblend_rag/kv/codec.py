@@ -41,6 +41,9 @@ MAX_BODY_BYTES = 1 << 36
 HEAD_BYTES = 1 << 14
 """Bytes of an object that are read first: as a rule its header and prior are among them."""
 
+Parts = list[bytes | memoryview]
+"""One object's bytes in order: none is joined to another."""
+
 _PREFIX_BYTES = 8
 _ALIGNMENT = 64
 _DIGEST_DIGITS = 32
@@ -146,40 +149,60 @@ class Head:
         return ChunkKV(keys, values, self.position, self.prior, self.precision)
 
 
+class Encoding:
+    """A chunk as one safetensors object, whose digests are taken when its head is asked for.
+
+    So whoever can writes the body at its place meanwhile. Layers that are on the CPU, contiguous
+    and stored as they are, are not copied. body: its bytes in order. head_bytes: those before.
+
+    checked: whether the chunk was validated already, which takes about as long as writing it to
+    memory. Raises ValueError on malformed tensors.
+    """
+
+    def __init__(
+        self, key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM, *, checked: bool = False
+    ) -> None:
+        if not checked:
+            kv.validate()
+        if kv.keys.dtype not in _DTYPE_NAMES:
+            known = ", ".join(map(str, _DTYPE_NAMES))
+            raise ValueError(f"dtype {kv.keys.dtype} is none of {known}")
+        own = [] if kv.prior is None else [_bytes_of(kv.prior.detach().cpu().contiguous())]
+        self._layers, exponents = _pack(kv)
+        if exponents is not None:
+            own.append(_bytes_of(exponents))
+        self._own, self._spans, self._seal = own, _spans_of(kv), seal
+        self._metadata = {
+            "format": FORMAT,
+            "key": str(key),
+            "fingerprint": key.fingerprint,
+            "position": str(kv.position),
+            "tokens": str(kv.tokens),
+            "precision": _precision_text(kv),
+            "seal": seal.name,
+        }
+        self.body = [*own, *(part for parts in self._layers for part in parts)]
+        blank = "0" * _DIGEST_DIGITS
+        self.head_bytes = len(self._header(blank * len(self._layers), blank))
+        self.nbytes = self.head_bytes + sum(part.nbytes for part in self.body)
+
+    def head(self) -> bytes:
+        """Return what stands before the body."""
+        layers = "".join(self._seal.digest(*parts) for parts in self._layers)
+        metadata = {**self._metadata, "layers": layers}
+        return self._header(layers, _head_digest(self._seal, metadata, self._spans, *self._own))
+
+    def parts(self) -> Parts:
+        """Return all of it, in order."""
+        return [self.head(), *self.body]
+
+    def _header(self, layers: str, head: str) -> bytes:
+        return _header({**self._metadata, "layers": layers, "head": head}, self._spans)
+
+
 def encode(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> bytes:
     """Return ``kv`` as one safetensors object; raises ValueError on malformed tensors."""
-    return b"".join(encode_parts(key, kv, seal))
-
-
-def encode_parts(
-    key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM, *, checked: bool = False
-) -> list[bytes | memoryview]:
-    """Return what ``encode`` joins.
-
-    Layers that are on the CPU, contiguous and stored as they are, are not copied. checked: whether
-    the chunk was validated already, which takes about as long as writing it to memory.
-    """
-    if not checked:
-        kv.validate()
-    if kv.keys.dtype not in _DTYPE_NAMES:
-        raise ValueError(f"dtype {kv.keys.dtype} is none of {', '.join(map(str, _DTYPE_NAMES))}")
-    own = [] if kv.prior is None else [_bytes_of(kv.prior.detach().cpu().contiguous())]
-    layers, exponents = _pack(kv)
-    spans = _spans_of(kv)
-    if exponents is not None:
-        own.append(_bytes_of(exponents))
-    metadata = {
-        "format": FORMAT,
-        "key": str(key),
-        "fingerprint": key.fingerprint,
-        "position": str(kv.position),
-        "tokens": str(kv.tokens),
-        "precision": _precision_text(kv),
-        "seal": seal.name,
-        "layers": "".join(seal.digest(*parts) for parts in layers),
-    }
-    metadata["head"] = _head_digest(seal, metadata, spans, *own)
-    return [_header(metadata, spans), *own, *(part for parts in layers for part in parts)]
+    return b"".join(Encoding(key, kv, seal).parts())
 
 
 def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Seal = CHECKSUM) -> ChunkKV:

@@ -21,9 +21,6 @@ from cacheblend_rag.kv.lookup import StoreMiss
 from cacheblend_rag.kv.reader import ChunkReader, LayerKV
 from cacheblend_rag.kv.shared_chunk import Part, SharedChunk, Submit
 
-PARTS_AT_ONCE = 16
-"""Most parts of one prompt that are read, or wait for a thread, at a time."""
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -308,14 +305,19 @@ class LayerSource:
         """Begin to read the next parts, as far as there is room; under the lock.
 
         Not all at once, so that those of the first layers are not behind others in the queue; and
-        until all heads are known, first parts only.
+        until all heads are known, first parts only. Heads count as well: without them nothing
+        can be computed, and where reading takes processors, parts would hold them up.
         """
-        most = sum(place.is_settled for place in self._places) == len(self._places)
-        while self._todo and self._under_way < PARTS_AT_ONCE and (most or not self._todo[0][0]):
+        settled = sum(place.is_settled for place in self._places)
+        most = settled == len(self._places)
+        while self._todo and (most or not self._todo[0][0]):
             first, index = heapq.heappop(self._todo)
             place = self._places[index]
             if (chunk := place.chunk) is None:
                 continue
+            if self._under_way + self._begun - settled >= chunk.at_once:
+                self._queue(index, chunk, first)
+                return
             is_past = chunk.last_of(first) <= max(self._handed + 1, self._wanted)
             if not is_past and not self._begin(place, chunk, first, anyway=False):
                 self._queue(index, chunk, first)

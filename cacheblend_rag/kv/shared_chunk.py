@@ -11,6 +11,9 @@ from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreErr
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.reader import ChunkReader, LayerKV
 
+PARTS_AT_ONCE = 16
+"""Most reads of one prompt, where reading is waiting: parts, and heads before them."""
+
 Submit = Callable[[Callable[[], "Part"]], "Future[Part]"]
 """Has work done on a thread of the store's."""
 
@@ -31,7 +34,8 @@ class SharedChunk:
 
     reader: its head. tier: where it was found. read: reads layers first to last - 1; raises
     StoreError. keep: is handed the whole chunk once all of it was read, on the store's threads;
-    without it nothing is held on to but what prompts hold. failure: why it could not be read.
+    without it nothing is held on to but what prompts hold. at_once: reads that a prompt has under
+    way before it begins to read ahead here. failure: why it could not be read.
     """
 
     def __init__(
@@ -40,8 +44,10 @@ class SharedChunk:
         tier: str,
         read: Callable[[int, int], list[LayerKV]],
         keep: Callable[[ChunkKV], None] | None = None,
+        *,
+        at_once: int = PARTS_AT_ONCE,
     ) -> None:
-        self.reader, self.tier = reader, tier
+        self.reader, self.tier, self.at_once = reader, tier, at_once
         self._read, self._keep = read, keep
         self._lock = threading.RLock()  # what is cancelled under it ends under it
         self._users = 0

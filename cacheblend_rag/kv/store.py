@@ -607,6 +607,7 @@ class TieredKVStore:
             tier.name,
             partial(tier.read_layers, key, reader),
             partial(self._keep_read, key, depth, reader) if keeps else None,
+            at_once=tier.parts_at_once,
         )
         self._reading[key, promote] = shared
         return shared

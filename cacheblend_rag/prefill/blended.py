@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -71,7 +72,8 @@ class PromptPass:
     until: only so many of the first tokens are wanted, at least all chunks; None is all.
     attention: see BlendPass. on_layer: called with each layer whose KV is final. on_restart: called
     before the pass starts anew, since a chunk was lost on its way. controller: decides by measured
-    speeds what is loaded; without one everything is.
+    speeds what is loaded; without one everything is. own_seconds: a clock that stands still while
+    others have their turn between the steps: what the pass takes is measured by it.
     """
 
     stack: DecoderStack
@@ -86,10 +88,12 @@ class PromptPass:
     on_layer: Callable[[int, FusedKV], None] | None = None
     on_restart: Callable[[], None] | None = None
     controller: Controller | None = None
+    own_seconds: Callable[[], float] = time.perf_counter
     watch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.stack.geometry.device)
+        self._began, self._own_began = time.perf_counter(), self.own_seconds()
         self._work = 0.0
         self._ratio_reason: str | None = None
 
@@ -114,7 +118,7 @@ class PromptPass:
                 if self.on_restart is not None:
                     self.on_restart()
             else:
-                hidden = self.source.busy.total - laying.waited
+                hidden = self.source.busy.total - done.seconds["load"]
                 done.seconds["load_hidden"] = max(0.0, hidden)
                 self._measure(done)
                 return done
@@ -141,9 +145,11 @@ class PromptPass:
         return None if any(kept) else decided.why or "ordinary prefill is faster"
 
     def _measure(self, done: FusedPrompt) -> None:
-        """Note what reading and computing took."""
+        """Note what reading and computing took; others' turns are spread over all of the pass."""
         if self.controller is not None:
-            self.controller.rates.record("blend", self._work, done.seconds["recompute"])
+            own, all_ = self.own_seconds() - self._own_began, time.perf_counter() - self._began
+            seconds = done.seconds["recompute"] * own / max(all_, own, 1e-9)
+            self.controller.rates.record("blend", self._work, seconds)
             for tier, (nbytes, seconds) in self.source.measured().items():
                 self.controller.speeds.record(tier, nbytes, seconds)
 

@@ -45,8 +45,7 @@ class LaidChunk:
 class Laying:
     """Lays chunks into the buffer of a pass, all ranks alike.
 
-    spans: where they stand, in the order in which ``source`` hands them out. waited: seconds that
-    the pass has waited for reads.
+    spans: where they stand, in the order in which ``source`` hands them out.
 
     On a GPU a layer is copied beside the pass's work, which waits for it on the device; while a
     layer is computed the next one is on its way, once it is read.
@@ -61,7 +60,6 @@ class Laying:
     ) -> None:
         self.stack, self.fused, self.source = stack, fused, source
         self.chunks = [LaidChunk(start, end) for start, end in spans]
-        self.waited = 0.0
         self._laid: set[int] = set()
         self._seconds = self._sending = 0.0
         self._stages = stages_of(stack.geometry.device)
@@ -72,9 +70,7 @@ class Laying:
     def heads(self) -> Steps[None]:
         """Find out which chunks all ranks have; yields after each, and waits for them."""
         for chunk in self.chunks:
-            started = time.perf_counter()
             self._take(chunk, self.source.take())
-            self.waited += time.perf_counter() - started
             yield
         self._agree([chunk.reason is None for chunk in self.chunks])
 
@@ -116,7 +112,6 @@ class Laying:
         if layer in self._laid or not used:
             return
         parts = yield from self._layer(layer, used)
-        started = time.perf_counter()
         if self._stages is None:
             for part in _placed(layer, used, parts):
                 self.fused.lay(layer, part.start, part.keys, part.values, part.turn)
@@ -124,7 +119,6 @@ class Laying:
             self._arrive()
             self._look_ahead(self._stages, layer + 1, used)
         self._laid.add(layer)
-        self._seconds += time.perf_counter() - started
 
     def _layer(self, layer: int, used: Sequence[LaidChunk]) -> Steps[list[LayerKV]]:
         """Wait for one layer of all chunks, which all ranks then have."""
@@ -145,9 +139,8 @@ class Laying:
                 time.sleep(WAIT_SECONDS)  # for a stage
             yield
         self._parts = None
-        took = time.perf_counter() - started
-        self.waited += max(0.0, took - self._sending)
-        self._seconds, self._sending = self._seconds + took, 0.0
+        self._seconds += time.perf_counter() - started - self._sending
+        self._sending = 0.0
         if not all(sound):
             self._lose(used, parts or [], sound)
         return [part for part in parts or () if not isinstance(part, StoreError)]
@@ -203,7 +196,7 @@ class Laying:
         self.source.rewind()
 
     def taken_seconds(self) -> float:
-        """Return the seconds spent waiting and laying in since this was last asked."""
+        """Return the seconds spent waiting for layers since this was last asked."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -106,6 +107,19 @@ def test_flex_attention_gives_the_same(
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.3, -1.0, 0.5, 2.0])])
+def test_flex_attention_gives_the_models_own_type(sinks: torch.Tensor | None) -> None:
+    query, keys, values = (part.bfloat16() for part in inputs())
+    fused = FusedKV(replace(GEOMETRY, dtype=torch.bfloat16), TOKENS)
+    rows = Rows.at(torch.arange(TOKENS).numpy(), CPU)
+    fused.write(0, rows, keys, values)
+    call = AttentionCall(0, query, keys, values, 0.3, None, None, sinks)
+    found = FlexAttention()(call, fused, rows)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, attend_fused(call, fused, rows), atol=0.03, rtol=0)
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_keeps_few_masks_and_the_last_ones() -> None:
     query, keys, values = inputs()
     fused = FusedKV(GEOMETRY, TOKENS)
@@ -151,8 +165,9 @@ def test_attention_says_what_memory_it_takes_at_most(heads: int, kv_heads: int) 
     short = attention_bytes(10, heads, kv_heads, CPU, 2, in_steps=False)
     assert short == 10 * 10 * (copies * 2 + 4 + 2)
     there = torch.device("cuda")
-    many = attention_bytes(9_000, heads, kv_heads, there, 2, in_steps=False)
-    assert many == 9_000 * 1024 * (copies * 2 + 4 + 2)
+    for tokens in (9_000, 1_000_000):  # no logits are laid out, however many there would be
+        many = attention_bytes(tokens, heads, kv_heads, there, 2, in_steps=False)
+        assert many == tokens * 1024 * (copies * 2 + 4 + 2)
 
 
 def test_logits_laid_out_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,7 +128,7 @@ def test_rows_know_their_bounds_runs_and_pairs() -> None:
     assert rows.host.tolist() == rows.device.tolist() == [1, 3, 4, 6]
     assert (len(rows), rows.first, rows.last, rows.is_run) == (4, 1, 6, False)
     assert rows.part(1, 3).is_run
-    assert rows.part(0, 9) is rows
+    assert rows.part(0, 9) is rows.part(0, len(rows)) is rows
     assert rows.part(0, 3).host.tolist() == rows.part(0, 3).device.tolist() == [1, 3, 4]
     assert rows.part(1, 4).host.tolist() == rows.part(1, 4).device.tolist() == [3, 4, 6]
     assert rows.pairs(None) == rows.pairs(None) == 2 + 4 + 5 + 7

@@ -7,7 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.blend.rotary import LAYOUTS, Layout, Rotation, find_layout, rotated
+from cacheblend_rag.blend.rotary import (
+    LAYOUTS,
+    Layout,
+    Rotation,
+    find_layout,
+    normal_table,
+    rotated,
+)
 
 HEAD = 8
 
@@ -127,3 +134,23 @@ def test_keys_are_not_moved_before_it_is_known_how_they_turn() -> None:
         RuntimeError, match=r"^how layers turn their keys is not known yet: find_layouts$"
     ):
         Rotation.over_tables([turns(3, 4)], None)
+
+
+def test_a_table_is_read_as_it_is_handed_without_its_magnitude() -> None:
+    """Of several rows, as a batch or as positions, the first; as cos and sin, or as e^ix."""
+    cos, sin = turns(7, 5)
+    rows = torch.stack([torch.stack([cos, sin]), torch.randn(2, 5)], dim=1)
+    for handed in (
+        (cos, sin),
+        [1.5 * cos[None, None], 1.5 * sin[None, None]],
+        (rows[0][:, None], rows[1][:, None]),
+        torch.complex(2 * cos, 2 * sin)[None],
+        (cos.bfloat16(), sin.bfloat16()),
+    ):
+        found = normal_table(handed)
+        assert found is not None
+        for part, wanted in zip(found, (cos, sin), strict=True):
+            assert part.dtype == torch.float32
+            torch.testing.assert_close(part, wanted, atol=0.01, rtol=0)
+    for strange in (None, cos, (cos,), (cos, sin, cos), 3):
+        assert normal_table(strange) is None

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from cacheblend_rag.bench import shapes
 from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.steady import SteadyPlan, SteadyRow, _Answer, combinations
-from cacheblend_rag.bench.ttft import TtftPlan
+from cacheblend_rag.bench.ttft import TtftPlan, TtftRow
 from cacheblend_rag.errors import ConfigError
 
 TINY = shapes.ModelShape(
@@ -21,7 +21,8 @@ SMALL = ("--chunks", 2, "--chunk-tokens", 48, "--question-tokens", 4, "--repeat"
 FIELDS = {
     "engine", "shape", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
     "blend_seconds", "speedup", "bound", "share_of_bound", "peak_extra_bytes", "prompt_kv_bytes",
-    "prefix_caching_seconds", "batched_tokens", "runs",
+    "prefix_caching_seconds", "batched_tokens", "runs", "load_seconds", "load_hidden_seconds",
+    "hidden_share",
 }  # fmt: skip
 
 
@@ -70,6 +71,25 @@ def test_table_without_json(cli, tiny_shape):
     assert outcome.code == 0
     assert "100 tokens" in outcome.stdout
     assert "disk" in outcome.stdout
+
+
+def test_redis_is_measured_on_a_server_of_its_own(cli, tiny_shape):
+    outcome = cli(
+        "bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "redis", "--tier", "host", "--json"
+    )
+    host, redis = outcome.json["rows"]
+    assert (host["tier"], redis["tier"]) == ("host", "redis")
+    assert (host["load_seconds"], host["hidden_share"]) == (None, None)
+    assert redis["load_seconds"] > 0 <= redis["hidden_share"] <= 1
+
+
+def test_what_is_hidden_is_the_share_that_was_not_waited_for():
+    runs = {"full": [4.0], "blend": [1.0]}
+    loads = [(0.1, 0.9), (0.5, 0.5), (0.3, 0.9)]
+    row = TtftRow.of(plan(), "toy", 0.15, "disk", runs, loads=loads)
+    assert (row.load_seconds, row.load_hidden_seconds, row.hidden_share) == (0.3, 0.9, 0.75)
+    memory = TtftRow.of(plan(), "toy", 0.15, "host", runs)
+    assert (memory.load_seconds, memory.hidden_share) == (None, None)
 
 
 def test_attention_of_scattered_rows(cli, tiny_shape):
@@ -286,3 +306,34 @@ def test_bench_store_says_what_it_left_out(cli, monkeypatch, tmp_path):
     assert ["redis-server" in found["left_out"][0], "moto" in found["left_out"][1]] == [True, True]
     given = ("--tier", f"disk://{tmp_path}", "--chunk-mib", 1, "--repeat", 1)
     assert "disk" in cli("bench", "store", *given).stdout
+
+
+def test_lookups_among_few_and_many(cli, monkeypatch):
+    given = ("--few", 10, "--many", 200, "--asked", 5, "--repeat", 1)
+    found = cli("bench", "lookups", *given, "--json").json
+    assert [(row["tier"], row["stored"]) for row in found["lookups"]] == [
+        (tier, stored) for tier in ("host", "disk", "redis") for stored in (10, 200)
+    ]
+    few, many, *_ = found["lookups"]
+    assert min(v for row in found["lookups"] for v in row.values() if isinstance(v, float)) > 0
+    for kind in ("find", "miss", "open"):
+        name = f"{kind}_microseconds"
+        assert found["ratios"][0][kind] == pytest.approx(many[name] / few[name])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    outcome = cli("bench", "lookups", *given)
+    assert "disk" in outcome.stdout
+    assert "redis-server" in outcome.stderr
+    assert cli("bench", "lookups", *given, "--few", 3).code == 2
+
+
+def test_faults_compares_with_memory_alone(cli, tiny_shape):
+    given = ("--shape", "tiny", "--chunks", 2, "--chunk-tokens", 24, "--repeat", 2)
+    found = cli("bench", "faults", *given, "--json").json
+    assert [(row["chunks"], row["redis"]) for row in found["rows"]] == [
+        (where, death) for where in ("stored", "missing") for death in ("refuses", "hangs")
+    ]
+    assert min(row[f] for row in found["rows"] for f in ("seconds", "alone_seconds", "ratio")) > 0
+    assert "Redis hangs, missing chunks" in cli("bench", "faults", *given).stdout
+    outcome = cli("bench", "faults", "--shape", "tiny", "--chunk-tokens", 900)
+    assert outcome.code == 2
+    assert "prompt_tokens=3616 must be below 2048" in outcome.stderr

@@ -2,7 +2,7 @@ import time
 
 import pytest
 
-from tests.servers import redis, s3  # noqa: F401 - fixtures
+from tests.servers import redis, redis_socket, redis_tls, s3  # noqa: F401 - fixtures
 
 
 class Clock:

@@ -4,11 +4,29 @@ import os
 import random
 import time
 from collections import Counter
+from uuid import uuid4
 
 import pytest
+from obstore.store import MemoryStore
 
-from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy, codec
-from cacheblend_rag.kv.tiers.admission import SAMPLE, Admission, RejectedError, Resident, Sightings
+from cacheblend_rag.kv import (
+    DiskTier,
+    HostTier,
+    ObjectTier,
+    RedisTier,
+    StoredChunk,
+    TieredKVStore,
+    TierPolicy,
+    codec,
+)
+from cacheblend_rag.kv.tiers.admission import (
+    LOOKED_AT,
+    SAMPLE,
+    Admission,
+    RejectedError,
+    Resident,
+    Sightings,
+)
 
 from .samples import SlowTier, chunk_files, make_key, make_kv, same, until
 
@@ -198,6 +216,68 @@ def test_a_full_disk_is_not_gone_through_again_for_what_would_be_turned_away(tmp
         assert store.stats()["disk"]["rejected"] == 20
         store.evict(make_key(0))
         assert store.put(make_key(10), make_kv(10)), "there is room now"
+
+
+@pytest.fixture(params=["redis", "memory"])
+def shared(request):
+    """A bounded tier with room for four chunks, whose contents are told by a list."""
+    policy = TierPolicy(4 * FILE)
+    if request.param == "memory":
+        tier, order = ObjectTier(MemoryStore(), policy=policy), "entries"
+    else:
+        port = request.getfixturevalue("redis").port
+        tier, order = RedisTier(port=port, prefix=f"{uuid4().hex}:", policy=policy), "_oldest_first"
+    return tier, order
+
+
+def test_neither_are_shared_tiers(shared, monkeypatch):
+    """What was turned away is, unless it was seen more often since, or is there already."""
+    tier, order = shared
+    with TieredKVStore([tier]) as store:
+        for number in range(4):
+            store.put(make_key(number), make_kv(number))
+            hits(store, [number] * 3)
+        looked, look = [], getattr(tier, order)
+        monkeypatch.setattr(tier, order, lambda *told: looked.append(1) or look(*told))
+        assert not any(store.put(make_key(n), make_kv(n)) for n in range(10, 30))
+        assert len(looked) == 1
+        for _ in range(9):
+            store.get(make_key(10))
+        assert store.put(make_key(10), make_kv(10)), "it is asked for more often now"
+        assert len(looked) == 2
+        assert tier.stats()["rejected"] == 20
+
+
+def test_a_chunk_that_grows_in_a_full_tier_is_not_taken_for_one_turned_away(shared):
+    tier, _ = shared
+    with TieredKVStore([tier]) as store:
+        for number in range(4):
+            store.put(make_key(number), make_kv(number))
+            hits(store, [number] * (9 if number else 1))
+        assert not store.put(make_key(10), make_kv(10))
+        tier._admission._turned_away = 5
+        grown = make_kv(0, tokens=5)
+        assert tier._admission.would_reject(make_key(0))
+        tier._admission._check_worth = lambda *_: None
+        assert tier.put(make_key(0), StoredChunk(grown, time.time()))
+        assert same(tier.get(make_key(0)).kv, grown)
+        assert tier.usage().entries == 3
+
+
+def test_what_would_be_taken_is_what_is_taken():
+    """Of many chunks that are asked for often, one that is not lies just out of sight."""
+    tier = HostTier(LOOKED_AT * CHUNK + CHUNK)
+    for number in range(LOOKED_AT + 1):
+        tier.put(make_key(number), StoredChunk(make_kv(number), time.time()))
+        if number < LOOKED_AT:
+            tier._admission.see([make_key(number)] * 9)
+    new = make_key(100)
+    tier._admission.see([new])
+    assert not tier.would_take(new, CHUNK)
+    assert not tier.put(new, StoredChunk(make_kv(100), time.time()))
+    tier.evict(make_key(0))
+    for key in (make_key(0), new):
+        assert tier.would_take(key, CHUNK)
 
 
 # The sketch and the choice

@@ -1,13 +1,19 @@
 """LayerSource: layers read by ranges, ahead of their use, once for all, bounded, to be given up."""
 
 import threading
+import time
+from concurrent.futures import Future
 
 import pytest
 import torch
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec
+from cacheblend_rag.kv import fetch as fetch_module
 from cacheblend_rag.kv import store as store_module
+from cacheblend_rag.kv.fetch import BusySeconds
+from cacheblend_rag.kv.reader import RangeReader
+from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.tiers import StoredChunk
 
 from . import format1
@@ -150,6 +156,25 @@ def test_a_chunk_is_kept_once_all_its_layers_were_read_and_not_read_again(slow, 
         assert len(slow.ranges) == ranges
 
 
+@pytest.mark.parametrize(
+    ("tiers", "promote", "copies"),
+    [([HostTier(None)], True, 2), ([HostTier(None)], False, 0), ([], True, 0)],
+)
+def test_layers_are_copied_together_for_who_keeps_them_only(
+    slow, tiers, promote, copies, monkeypatch
+):
+    made, assembled = [], RangeReader.assembled
+    monkeypatch.setattr(
+        RangeReader, "assembled", lambda *told: made.append(told) or assembled(*told)
+    )
+    with TieredKVStore([*tiers, slow]) as store:
+        with store.fetch(KEYS[:2], promote=promote) as source:
+            heads(source)
+            layers_of(source)
+        until(lambda: len(made) >= copies, 5 if copies else 0)
+    assert len(made) == copies
+
+
 def test_those_who_read_a_chunk_at_once_read_it_once(slow, gate):
     slow.gate = lambda *_: gate.wait(10)
     with TieredKVStore([slow]) as store, store.fetch(KEYS) as one, store.fetch(KEYS) as other:
@@ -193,6 +218,18 @@ def test_layers_are_read_ahead_as_far_as_there_is_room(monkeypatch, slow, gate):
     assert store._room._left == 5 * LAYER_BYTES
 
 
+def test_all_there_is_room_for_is_read_ahead_though_nobody_asks(slow):
+    """More parts than are read at a time: each that is done makes place for the next."""
+    keys = [make_key(number) for number in range(6, 6 + PARTS_AT_ONCE)]
+    kvs = {key: long_kv(number) for number, key in enumerate(keys)}
+    slow.fill(kvs)
+    with TieredKVStore([slow]) as store, store.fetch(keys) as source:
+        heads(source)
+        assert until(lambda: len(slow.ranges) == LAYERS * len(keys))
+        assert holds(layers_of(source), keys, kvs)
+        assert len(slow.ranges) == LAYERS * len(keys)
+
+
 def test_layers_of_one_number_are_read_before_the_next_ones(monkeypatch, slow):
     monkeypatch.setattr(store_module, "FETCH_THREADS", 1)
     gate = threading.Event()
@@ -205,6 +242,22 @@ def test_layers_of_one_number_are_read_before_the_next_ones(monkeypatch, slow):
     order = [start for _, start in slow.ranges]
     behind = order.index(part(slow, 1)[1])
     assert order[behind:] == sorted(order[behind:])
+
+
+def test_so_many_reads_are_under_way_as_the_tier_says_heads_among_them(slow, gate):
+    slow.parts_at_once, slow.gate = 2, lambda *_: gate.wait(10)
+    own_open, last_head = slow._open, threading.Event()
+    slow._open = lambda key: (key != KEYS[1] or last_head.wait(10)) and own_open(key)
+    with TieredKVStore([slow]) as store, store.fetch(KEYS[:2]) as source:
+        assert source.take().chunk is not None
+        assert until(lambda: len(slow.ranges) == 1), "the first chunk's, beside a head"
+        last_head.set()
+        assert source.take().chunk is not None
+        assert until(lambda: len(slow.ranges) == 2)
+        time.sleep(0.05)
+        assert len(slow.ranges) == 2, "of 12"
+        gate.set()
+        assert holds(layers_of(source), KEYS[:2])
 
 
 def test_what_is_wanted_is_read_though_others_took_all_the_room(monkeypatch, slow):
@@ -285,6 +338,7 @@ def test_an_object_that_changes_while_it_is_read_is_an_error_and_stays(slow, gat
             slow.written_at += 1
         gate.set()
         (error,) = source.layer(3)
+        assert "removed or replaced" in str(error)
     assert isinstance(error, StoreError)
     assert not isinstance(error, DamagedChunkError)
     assert store.stats()["bytes"]["errors"] >= 1  # those read ahead may meet it, too
@@ -340,6 +394,28 @@ def test_closing_the_store_ends_a_source(monkeypatch, slow, gate):
     assert any(isinstance(source.layer(layer)[0], StoreError) for layer in range(LAYERS))
     with store.fetch(KEYS[:1]) as late:
         assert late.take().reason == "store error"
+
+
+def test_what_is_under_way_side_by_side_counts_once(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(fetch_module.time, "perf_counter", lambda: now[0])
+    busy, one, two, three = BusySeconds(), Future(), Future(), Future()
+    assert busy.total == 0
+    for future, ends, after in ((one, None, 1), (two, None, 2), (three, one, 4), (None, two, 8)):
+        if future is not None:
+            busy.watch(future)
+        if ends is not None:
+            ends.set_result(None)
+        now[0] += after
+    assert busy.total == 15, "the third is still under way"
+    three.set_result(None)
+    now[0] += 16
+    assert busy.total == 15
+    last = Future()
+    busy.watch(last)
+    now[0] += 32
+    last.set_result(None)
+    assert busy.total == 47
 
 
 def test_the_time_reads_took_is_known(slow):

@@ -1,10 +1,12 @@
 """What goes wrong with networks and servers is a miss that names the tier, and passes by itself."""
 
 import time
+import uuid
 
 import pytest
 
 from cacheblend_rag.bench.servers import BUCKET, HOST, redis_server
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import TieredKVStore
 from cacheblend_rag.kv.tiers import breaker
 from tests.kv.samples import make_key, make_kv, same, taken, until
@@ -297,3 +299,25 @@ def test_a_tier_that_fails_is_answered_for_by_the_others(own_redis, tmp_path):
     assert store.put(OTHER, make_kv(1))
     assert same(store.get(OTHER).kv, make_kv(1))
     store.close()
+
+
+def test_redis_is_reached_by_its_socket(redis_socket):
+    store = opened(f"unix://{redis_socket}?db=1&prefix={uuid.uuid4().hex}:")
+    assert store.put(KEY, make_kv())
+    assert same(store.get(KEY).kv, make_kv())
+    store.close()
+
+
+def test_a_redis_that_the_system_does_not_vouch_for_is_not_trusted(redis_tls, tmp_path):
+    address = f"{redis_tls['host']}:{redis_tls['port']}"
+    trusting = opened(f"rediss://{address}/0?ssl_ca_certs={redis_tls['ca_certs']}")
+    assert trusting.put(KEY, make_kv())
+    assert same(trusting.get(KEY).kv, make_kv())
+    strict = opened(f"rediss://{address}/0")
+    assert (strict.get(KEY).reason, strict.get(KEY).tier) == ("store error", "redis")
+    assert not strict.put(OTHER, make_kv(1))
+    with pytest.raises(StoreError, match=r"nothing\.pem: there is no such file"):
+        opened(f"rediss://{address}/0?ssl_ca_certs={tmp_path}/nothing.pem")
+    assert trusting.evict(KEY)
+    for store in (trusting, strict):
+        store.close()

@@ -33,7 +33,16 @@ def test_no_fit_says_that_more_bytes_take_less_time():
     speeds = Speeds()
     speeds.record("disk", 1000, 1.0)
     speeds.record("disk", 100_000, 0.5)
+    assert speeds.of("disk").latency == 0
     assert 0 < speeds.of("disk").seconds(1000) < speeds.of("disk").seconds(100_000)
+
+
+def test_no_fit_says_that_nothing_takes_less_than_no_time():
+    speeds = Speeds()
+    speeds.record("disk", 1000, 0.001)
+    speeds.record("disk", 2000, 10.0)
+    assert speeds.of("disk").latency == 0
+    assert 0 < speeds.of("disk").seconds(1) < speeds.of("disk").seconds(1000)
 
 
 def test_later_reads_count_for_more():

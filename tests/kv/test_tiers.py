@@ -25,7 +25,11 @@ from cacheblend_rag.kv import (
     codec,
     fingerprint,
 )
+from cacheblend_rag.kv.tiers import Usage
+from cacheblend_rag.kv.tiers import disk as disk_module
+from cacheblend_rag.kv.tiers.bytes import SUFFIX
 from cacheblend_rag.kv.tiers.object import open_store
+from tests.servers import redis_place, tier_at
 
 from .samples import make_key, make_kv, same
 
@@ -36,6 +40,12 @@ TIERS = {
     "disk, synced": lambda place, capacity: DiskTier(place.folder, capacity, fsync=True),
     "redis": lambda place, capacity: RedisTier(
         capacity, port=place.server("redis").port, prefix=place.name
+    ),
+    "redis, by its socket": lambda place, capacity: RedisTier(
+        capacity, path=place.server("redis_socket"), prefix=place.name
+    ),
+    "redis, by TLS": lambda place, capacity: RedisTier(
+        capacity, **place.server("redis_tls"), tls=True, prefix=place.name
     ),
     "s3": lambda place, capacity: ObjectTier(
         open_store(f"s3://{BUCKET}/{place.name}", endpoint=place.server("s3").address), capacity
@@ -323,6 +333,38 @@ def test_disk_keeps_chunks_between_runs(tmp_path):
     assert again.usage().nbytes == size_in(again)
 
 
+def test_disk_takes_a_large_chunks_digests_beside_its_writing(tmp_path, monkeypatch):
+    tier, took = DiskTier(tmp_path), []
+    head = codec.Encoding.head
+
+    def watched(data):
+        took.append(threading.current_thread())
+        return head(data)
+
+    monkeypatch.setattr(codec.Encoding, "head", watched)
+    chunk = stored()
+    for least, beside in [(1 << 30, False), (0, True)]:
+        monkeypatch.setattr(disk_module, "BESIDE_BYTES", least)
+        assert tier.put(KEYS[0], chunk)
+        (path,) = tmp_path.rglob(f"*{SUFFIX}")
+        assert path.read_bytes() == codec.encode(KEYS[0], chunk.kv)
+        assert (took[0] is not threading.current_thread()) == beside
+        took.clear()
+
+
+def test_disk_keeps_nothing_of_a_chunk_whose_digests_fail(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path)
+    monkeypatch.setattr(disk_module, "BESIDE_BYTES", 0)
+    monkeypatch.setattr(codec.Encoding, "head", lambda _: _raise(OSError("no memory")))
+    assert not tier.put(KEYS[0], stored())
+    assert [path for path in tmp_path.glob("?/?/*") if path.is_file()] == []
+    assert tier.usage() == Usage(0, 0)
+
+
+def _raise(error):
+    raise error
+
+
 def test_disk_files_and_folders_are_the_owners_alone(tmp_path):
     tier = DiskTier(tmp_path / "new" / "store")
     tier.put(KEYS[0], stored())
@@ -397,3 +439,43 @@ def test_disk_looks_for_relatives_among_names_only(tmp_path, monkeypatch):
     assert tier.has_relative(asked)
     assert not tier.has_relative(ours)
     assert not tier.has_relative(KVKey(chunk_id([9]), fingerprint({"model": 2})))
+
+
+def test_redis_forgets_a_chunk_that_is_evicted_while_it_is_read(redis):
+    tier = tier_at(redis_place(redis))
+    assert tier.put(KEYS[0], stored())
+    read = tier._read(KEYS[0])
+    tier.evict(KEYS[0])
+    tier._mark_used(KEYS[0], read)
+    assert tier.client.keys(f"{tier._prefix}*") == [tier._about.encode()], "of which it is no part"
+    assert tier.usage() == Usage(0, 0)
+    assert list(tier.entries()) == []
+
+
+def test_redis_lets_go_of_a_chunk_at_its_time(redis):
+    tier = tier_at(redis_place(redis, "ttl=1h"))
+    written_at = time.time() - 1800
+    assert tier.put(KEYS[0], StoredChunk(make_kv(), written_at))
+    left = tier.client.pttl(f"{tier._prefix}kv:{KEYS[0]}") / 1000
+    assert 1700 < left <= 1800
+    assert same(tier.get(KEYS[0]).kv, make_kv())
+
+
+def test_an_object_store_forgets_what_it_sets_aside():
+    """A damaged chunk takes no room any more: none goes for the next one."""
+    tier = ObjectTier(MemoryStore(), 2 * len(codec.encode(KEYS[0], make_kv())))
+    for number in range(2):
+        assert tier.put(KEYS[number], stored(number))
+    tier._set_aside(KEYS[0], "damaged")
+    assert tier._held(KEYS[2]) == tier.usage().nbytes
+    assert tier.put(KEYS[2], stored(2))
+    assert held(tier) == [1, 2]
+
+
+def test_a_folder_of_objects_is_made_and_keeps_no_metadata(tmp_path):
+    tier = tier_at(f"file://{tmp_path}/not/yet/there")
+    chunk = stored()
+    assert tier.put(KEYS[0], chunk)
+    read = tier.get(KEYS[0])
+    assert same(read.kv, chunk.kv)
+    assert read.written_at == pytest.approx(chunk.written_at, abs=5)

@@ -9,7 +9,7 @@ from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, Ti
 from cacheblend_rag.kv.tiers.breaker import Breaker
 from cacheblend_rag.kv.writing import WriteQueue
 
-from .samples import make_key, make_kv, same, until
+from .samples import make_key, make_kv, same, taken, until
 from .test_faults import finish, run_python
 
 KEYS = [make_key(number) for number in range(6)]
@@ -63,6 +63,17 @@ def test_a_put_does_not_wait_and_what_it_put_is_found_at_once(held):
     assert tier.written == KEYS
     assert store.stats()["far"]["queued"] == 0
     assert same(store.get(KEYS[3]).kv, make_kv(3))
+
+
+def test_prompts_read_what_waits(held):
+    store, tier = held
+    store.put(KEYS[0], make_kv())
+    assert tier.begun.acquire(timeout=10)
+    with store.fetch(KEYS[:2]) as source:
+        found, absent = taken(source)
+    assert found.tier == "far"
+    assert same(found.kv, make_kv())
+    assert absent.reason == "not stored"
 
 
 def test_a_newer_chunk_replaces_one_that_waits_and_one_just_being_written(held):
@@ -137,7 +148,9 @@ def test_what_finds_no_room_is_dropped_counted_and_said(held, caplog):
     assert taken == [True] * 3 + [False] * 2
     assert store.put(KEYS[1], make_kv(7)), "in place of the one that waits"
     assert store.stats()["far"]["dropped"] == 2
-    assert "too much waits to be written" in caplog.text
+    assert [message for message in caplog.messages if "waits" in message] == [
+        f"far tier: {key} is not stored: too much waits to be written" for key in KEYS[3:5]
+    ]
     assert not store.contains(KEYS[4])
     tier.go_on.set()
     assert idle(tier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from cacheblend_rag.prefill.blended import (
     NotWorthLoading,
     PromptPass,
 )
-from cacheblend_rag.prefill.controller import Decision, Rates, StoredPart
+from cacheblend_rag.prefill.controller import Decision, Kind, Rates, StoredPart
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from tests.blend.fake_stack import LAYERS, FakeStack, plain_kv
 from tests.prefill.prompts import (
@@ -291,6 +292,17 @@ def test_a_prompt_pass_needs_no_more_than_its_parts() -> None:
 # What is loaded by measured speeds
 
 
+class Recorded(Rates):
+    """Keeps what passes are told to have taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def record(self, kind: Kind, work: float, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
 class Decides:
     """A controller that has decided already."""
 
@@ -320,6 +332,21 @@ def test_what_is_not_worth_loading_is_computed(selector: str) -> None:
     assert found.ratio_reason == "too slow"
     assert [(part.tier, part.nbytes) for part in controller.parts] == [("host", 0)] * 3
     assert controller.rates.of("blend") is not None
+
+
+def test_what_others_do_meanwhile_is_no_time_of_the_pass() -> None:
+    controller, rates = Decides(), Recorded()
+    controller.rates = rates
+    options = {"controller": controller, "own_seconds": lambda: time.perf_counter() / 4}
+    found = finished(prompt_pass(filled(placed()), placed(), None, options))
+    assert rates.seconds == [pytest.approx(found.seconds["recompute"] / 4, rel=0.5)]
+
+
+def test_a_controller_knows_which_chunks_are_not_recomputed() -> None:
+    controller = Decides()
+    finished(prompt_pass(filled(placed()), placed(protected="b"), None, {"controller": controller}))
+    told = [(part.start, part.end, part.protected) for part in controller.parts]
+    assert told == [(*SPANS[name], name == "b") for name in "abc"]
 
 
 def test_a_ratio_that_was_left_open_is_the_controllers() -> None:

@@ -333,6 +333,22 @@ def test_texts_of_one_character_are_searched_within_bounds() -> None:
     assert compared(distinct, text) < 1500
 
 
+def test_a_longer_prompt_may_be_compared_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "COMPARED_CHARACTERS", 0)
+    registry = ChunkRegistry(Chunk(f"Passage {n} says {n * 7919} in words.") for n in range(200))
+    assert len(registry.find(" ".join(registry._variants))) == 200
+
+
+def test_texts_of_the_same_windows_share_them_evenly() -> None:
+    """So that no window of a prompt stands for all of them."""
+    table = search.AnchorTable()
+    for pairs in range(20, 120):
+        text = "ab" * pairs
+        ((_, hashes),) = [found for found in search.windows(text) if found[0] == 32]
+        table.add(text, hashes)
+    assert [len(texts) for texts in table._texts.values()] == [50, 50]
+
+
 def test_boilerplate_of_many_documents_is_named_without_asking_them_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -16,7 +16,7 @@ import pytest
 from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.registry import ChunkRegistry
-from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
+from cacheblend_rag.text.sqlite_registry import READ_SECONDS, WAIT_SECONDS, SharedChunkRegistry
 
 REPORT = Document("report", ("Alpha is first.", "It was founded in Rome.", "It has ten members."))
 LETTER = Document("letter", ("Dear reader,", "It was founded in Rome."))
@@ -324,6 +324,21 @@ def test_who_waited_once_for_a_writer_need_not_wait_again(tmp_path: Path) -> Non
     holder.join()
     assert len(registry) == 0
     assert registry._patience > 0
+
+
+def test_readers_wait_a_moment_and_writers_longer(tmp_path: Path) -> None:
+    registry = SharedChunkRegistry(tmp_path / "chunks.sqlite")
+
+    def waits() -> float:
+        (milliseconds,) = registry._file.execute("PRAGMA busy_timeout").fetchone()
+        return float(milliseconds) / 1000
+
+    assert len(registry) == 0
+    assert waits() == READ_SECONDS
+    registry.add(Chunk("a lamp"))
+    assert waits() == WAIT_SECONDS
+    assert len(registry) == 1
+    assert waits() == READ_SECONDS
 
 
 def test_what_one_wrote_oneself_is_not_made_anew(tmp_path: Path) -> None:

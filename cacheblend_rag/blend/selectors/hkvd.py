@@ -49,4 +49,4 @@ def _values(e: Evidence) -> Tensor:
 
 def squared_deviation(fresh: Tensor, cached: Tensor) -> Tensor:
     """Return (tokens,) float32: squared difference, summed over heads and components."""
-    return (fresh.float() - cached.float()).square().sum((0, 2))
+    return (fresh.float() - cached.float()).square_().sum((0, 2))

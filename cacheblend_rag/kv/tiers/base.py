@@ -22,6 +22,7 @@ from cacheblend_rag.errors import (
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.reader import ChunkReader, LayerKV, WholeReader
 from cacheblend_rag.kv.seal import CHECKSUM
+from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.tiers.admission import Admission, RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.breaker import Breaker, OutError
 from cacheblend_rag.kv.tiers.policy import TierPolicy
@@ -81,9 +82,10 @@ class Tier(ABC):
     name: shown in reports and stats. policy: how it is used. durable: whether
     chunks outlive this process, so that ``check`` has bytes to check. entries_at_once,
     reads_at_once: threads that look up and read many chunks; 1 where a thread costs more than it
-    saves. fails_whole: whether any failure is one of the tier as a whole (a network's), not of one
-    chunk or of writing alone (a disk's). keeps_found: whether a chunk found in a slower tier is
-    kept here, too. takes_puts: whether what is put into the store is stored here.
+    saves. parts_at_once: see SharedChunk's at_once. fails_whole: whether any failure is one of the
+    tier as a whole (a network's), not of one chunk or of writing alone (a disk's). keeps_found:
+    whether a chunk found in a slower tier is kept here, too. takes_puts: whether what is put into
+    the store is stored here.
 
     A tier that fails as a whole, or takes long to fail, is out: it is not asked, so that no request
     waits for it, until a trial succeeds. Reading and writing are out by themselves where a tier
@@ -94,6 +96,7 @@ class Tier(ABC):
     durable: ClassVar[bool] = True
     entries_at_once: ClassVar[int] = 8
     reads_at_once: ClassVar[int] = 8
+    parts_at_once: ClassVar[int] = PARTS_AT_ONCE
     fails_whole: ClassVar[bool] = False
     keeps_found: bool = True
     takes_puts: bool = True

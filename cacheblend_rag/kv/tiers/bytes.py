@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, ClassVar
 
@@ -19,15 +18,13 @@ from torch import Tensor
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.codec import Encoding
 from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.base import StoredChunk, Tier
 
 SUFFIX = ".safetensors"
 """Of the names of files and objects."""
-
-Parts = Sequence[bytes | memoryview]
-"""One object's bytes in order, as the codec hands them out: none is joined to another."""
 
 
 class BytesTier(Tier):
@@ -53,7 +50,7 @@ class BytesTier(Tier):
         """
 
     @abstractmethod
-    def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
+    def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
         """Store or replace an object, evicting others; raises RefusedError."""
 
     @abstractmethod
@@ -92,11 +89,10 @@ class BytesTier(Tier):
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         # Whatever a tier is given was checked, when the store was given it or when it was read.
-        parts = codec.encode_parts(key, chunk.kv, self.seal, checked=True)
-        nbytes = sum(memoryview(part).nbytes for part in parts)
-        if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
-            raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
-        self._write(key, parts, nbytes, chunk.written_at)
+        data = codec.Encoding(key, chunk.kv, self.seal, checked=True)
+        if self.capacity_bytes is not None and data.nbytes > self.capacity_bytes:
+            raise RefusedError(f"{data.nbytes} bytes, capacity is {self.capacity_bytes}")
+        self._write(key, data, chunk.written_at)
 
 
 def key_of(name: str) -> KVKey | None:

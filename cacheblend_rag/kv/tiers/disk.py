@@ -14,12 +14,13 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import RawIOBase
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 from uuid import uuid4
 
 from filelock import FileLock
@@ -27,16 +28,20 @@ from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.codec import Encoding
 from cacheblend_rag.kv.reader import StoredBytes
+from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, Parts, key_of, room_for
+from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
+BESIDE_BYTES = 1 << 22
+"""From so many on, a thread that takes the digests meanwhile costs less than it saves."""
 SAME_USE_SECONDS = 60.0
 """How long a chunk may take from being computed to its file."""
 LATELY_SECONDS = 86_400.0
@@ -64,6 +69,8 @@ class DiskTier(BytesTier):
     """
 
     entries_at_once: ClassVar[int] = 1  # a file's status takes less time than a thread's start
+    # Reading files takes processors, on which the pass computes: more would hold it up.
+    parts_at_once: ClassVar[int] = min(PARTS_AT_ONCE, 2 * (os.cpu_count() or 1))
 
     def __init__(
         self,
@@ -166,17 +173,17 @@ class DiskTier(BytesTier):
         with suppress(OSError):
             os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
 
-    def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
+    def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
         path = self._file(key)
         if self._admission.would_reject(key) and not os.path.exists(path):
             raise RejectedError("another chunk seen as often was turned away just now")
         self._make_folders(path)
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
         try:
-            self._create(temporary, parts)
+            self._create(temporary, data)
             with self._exclusive():
                 os.stat(temporary)  # gone where another's clock is far ahead: nothing is recorded
-                self._write_usage(self._make_room(key, nbytes))
+                self._write_usage(self._make_room(key, data.nbytes))
                 # Not before: until it is in place, its modification time says whether it is stale.
                 os.utime(temporary, ns=(time.time_ns(), int(written_at * 1e9)))
                 os.replace(temporary, path)
@@ -203,7 +210,7 @@ class DiskTier(BytesTier):
             except FileNotFoundError:  # another reader was quicker
                 return
             self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
-        self._create(f"{target}.reason", [f"{reason}\n".encode()])
+        _create(f"{target}.reason", f"{reason}\n".encode())
         for name in self.quarantined()[:-QUARANTINE_FILES]:
             for leaf in (name, f"{name}.reason"):
                 (folder / leaf).unlink(missing_ok=True)
@@ -216,8 +223,18 @@ class DiskTier(BytesTier):
         for folder in (self._root, os.path.dirname(leaf), leaf):
             os.makedirs(folder, mode=0o700, exist_ok=True)
 
-    def _create(self, path: str, parts: Parts) -> None:
-        _create(path, parts, fsync=self._fsync)
+    def _create(self, path: str, data: Encoding) -> None:
+        """Write a chunk's file, whose digests are taken beside the writing where that pays."""
+        with _new_file(path, fsync=self._fsync) as file:
+            if data.nbytes < BESIDE_BYTES:
+                _write_all(file, data.parts())
+                return
+            with ThreadPoolExecutor(1, "cacheblend-digests") as beside:
+                head = beside.submit(data.head)
+                file.seek(data.head_bytes)
+                _write_all(file, data.body)
+                file.seek(0)
+                file.write(head.result())
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -318,16 +335,26 @@ class DiskTier(BytesTier):
         with suppress(FileNotFoundError):  # of a writer that was killed
             os.unlink(new)
         text = b"%d %d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
-        _create(new, [text], fsync=False)
+        _create(new, text)
         os.replace(new, os.path.join(self._root, "usage"))
 
 
-def _create(path: str, parts: Parts, *, fsync: bool) -> None:
+def _write_all(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
+    for part in parts:
+        file.write(part)
+
+
+def _create(path: str, text: bytes) -> None:
+    with _new_file(path, fsync=False) as file:
+        file.write(text)
+
+
+@contextmanager
+def _new_file(path: str, *, fsync: bool) -> Iterator[BinaryIO]:
     """Write a file that must not be there yet, under whatever kind of name."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb") as file:
-        for part in parts:
-            file.write(part)
+        yield file
         file.flush()
         if fsync:
             os.fsync(descriptor)

@@ -17,10 +17,11 @@ from typing import Any, ClassVar
 
 from cacheblend_rag.errors import MissingExtraError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.codec import Encoding
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, Parts, check_size, key_of, tensor_of
+from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, check_size, key_of, tensor_of
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 QUARANTINE = "quarantine/"
@@ -104,14 +105,15 @@ class ObjectTier(BytesTier):
     def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
         self._note(key, found.written_at, time.time())
 
-    def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
+    def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
         attributes = {WRITTEN_AT: repr(written_at)} if self._keeps_metadata else None
+        parts = data.parts()
         # One after the other in a bounded tier: two must not fill the room made for one.
         with _failures(), nullcontext() if self.capacity_bytes is None else self._lock:
-            self._make_room(key, nbytes)
-            self.store.put(_path(key), list(parts), attributes=attributes, use_multipart=False)
+            self._make_room(key, data.nbytes)
+            self.store.put(_path(key), parts, attributes=attributes, use_multipart=False)
             self._note(key, written_at, time.time())
-            self._sizes[key] = nbytes
+            self._sizes[key] = data.nbytes
 
     def _drop(self, key: KVKey) -> bool:
         with _failures():

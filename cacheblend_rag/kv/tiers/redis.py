@@ -7,18 +7,20 @@ value by itself: what has no value is a miss, whatever the index says, and leave
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from threading import Lock
 from typing import Any, ClassVar
 
-from cacheblend_rag.errors import MissingExtraError
+from cacheblend_rag.errors import MissingExtraError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.codec import Encoding, Parts
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import BytesTier, Parts, tensor_of
+from cacheblend_rag.kv.tiers.bytes import BytesTier, tensor_of
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.secret import Secret
 
@@ -57,9 +59,11 @@ class RedisTier(BytesTier):
     Several processes may each pass the capacity by the chunks that they are writing at the time.
     Where the server has a limit of its own (maxmemory), it evicts by its own policy, too.
 
-    host, port, db, path: of the server, or its socket's path. prefix: of all keys here.
+    host, port, db, path: of the server, or its socket's path. prefix: of all keys here. ca_certs:
+    file of the authorities that vouch for its certificate; by default the system's.
 
-    Raises MissingExtraError without the library; the server is not asked.
+    Raises MissingExtraError without the library, StoreError without that file; the server is not
+    asked.
     """
 
     entries_at_once: ClassVar[int] = 1
@@ -74,6 +78,7 @@ class RedisTier(BytesTier):
         db: int = 0,
         path: str | None = None,
         tls: bool = False,
+        ca_certs: str | None = None,
         user: str | None = None,
         password: Secret | None = None,
         prefix: str = PREFIX,
@@ -84,7 +89,7 @@ class RedisTier(BytesTier):
         seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
         place = {"host": host, "port": port} if path is None else {"unix_socket_path": path}
         self.client = _connect(
-            **place, db=db, ssl=tls, username=user or None,
+            **place, db=db, ssl=tls, ssl_ca_certs=ca_certs, username=user or None,
             password=password.reveal() if password else None,
             socket_timeout=seconds, socket_connect_timeout=seconds,
         )  # fmt: skip
@@ -158,19 +163,22 @@ class RedisTier(BytesTier):
         with suppress(OSError), _failures():
             self.client.zadd(self._used, {str(key): time.time()}, xx=True)
 
-    def _write(self, key: KVKey, parts: Parts, nbytes: int, written_at: float) -> None:
-        if nbytes > VALUE_BYTES:
-            raise RefusedError(f"{nbytes} bytes: Redis keeps at most {VALUE_BYTES} under a key")
+    def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
+        if data.nbytes > VALUE_BYTES:
+            raise RefusedError(
+                f"{data.nbytes} bytes: Redis keeps at most {VALUE_BYTES} under a key"
+            )
+        parts = data.parts()
         # One after the other in a bounded tier: two must not fill the room made for one.
         with (
             _failures(),
             _refusals(),
             nullcontext() if self.capacity_bytes is None else self._one_by_one,
         ):
-            self._make_room(key, nbytes)
-            self._set(self._value(key), parts, nbytes, self._expires(written_at))
+            self._make_room(key, data.nbytes)
+            self._set(self._value(key), parts, data.nbytes, self._expires(written_at))
             # Only now: what the index names may be evicted, and then written by whoever was slow.
-            about = [str(key), nbytes, repr(written_at), repr(time.time())]
+            about = [str(key), data.nbytes, repr(written_at), repr(time.time())]
             self._record([self._about, self._used], about)
 
     def _drop(self, key: KVKey) -> bool:
@@ -252,8 +260,11 @@ def _connect(**options: Any) -> Any:
         from redis.retry import Retry
     except ImportError as error:
         raise MissingExtraError("the Redis tier", "redis") from error
-    if options.pop("ssl"):
-        options["connection_class"] = SSLConnection
+    if options["ssl_ca_certs"] and not os.path.isfile(options["ssl_ca_certs"]):
+        raise StoreError(f"ssl_ca_certs={options['ssl_ca_certs']}: there is no such file")
+    is_tls, ca_certs = options.pop("ssl"), options.pop("ssl_ca_certs")
+    if is_tls:
+        options.update(connection_class=SSLConnection, ssl_ca_certs=ca_certs)
     elif "unix_socket_path" in options:
         options["path"] = options.pop("unix_socket_path")
         del options["socket_connect_timeout"]

@@ -65,6 +65,7 @@ def _redis(url: TierUrl, policy: TierPolicy, device: torch.device | str) -> Tier
         db=int(database or 0),
         path=url.path if is_socket else None,
         tls=url.scheme == "rediss",
+        ca_certs=url.options.get("ssl_ca_certs"),
         user=url.user,
         password=url.password,
         prefix=url.options.get("prefix", PREFIX),

@@ -26,9 +26,13 @@ from transformers import (
 )
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
+from cacheblend_rag.bench.servers import redis_server, redis_url
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.tiers.breaker import Breaker
+from cacheblend_rag.kv.tiers.urls import open_tier
+from cacheblend_rag.tier_url import TierUrl
 from tests.engines.transformers.conftest import EngineFactory, keys_of
 from tests.kv.test_breaker import Dead, Ticks, recovered
 from tests.models import SHAPE, VOCABULARY, make_model, make_tokenizer, words
@@ -153,6 +157,35 @@ def test_a_dead_tier_is_asked_once_and_each_report_names_it(make_engine: EngineF
     tier.failure = None
     assert recovered(tier, ticks)
     assert all(c.hit and c.tier == "far" for c in engine.generate(TEXT, SHORT).report.chunks)
+
+
+def test_a_redis_that_dies_and_comes_back_costs_reuse_and_nothing_else(
+    make_engine: EngineFactory,
+) -> None:
+    ticks = Ticks()
+    with redis_server() as server:
+        tier = open_tier(TierUrl(redis_url(server)), "cpu")
+        tier.reading = tier.writing = Breaker(ticks)
+        engine = make_engine(store=TieredKVStore([tier]), recompute_ratio=0.0)
+        assert engine.precompute(CHUNKS, progress=False).computed == 2
+        plain = engine.generate_full(TEXT, SHORT).token_ids
+        assert all(c.hit and c.tier == "redis" for c in engine.generate(TEXT, SHORT).report.chunks)
+        server.kill()
+        for _ in range(3):
+            answer = engine.generate(TEXT, SHORT)
+            assert answer.token_ids == plain
+            assert {(c.reason, c.tier, c.hit) for c in answer.report.chunks} == {
+                ("store error", "redis", False)
+            }
+        assert engine.precompute(CHUNKS, progress=False).refused == {"store full": 2}
+        stats = tier.stats()
+        assert stats["dropped"] == 2
+        assert stats["errors"] == 1, "it was asked once"
+        server.start()
+        assert recovered(tier, ticks)
+        assert {c.reason for c in engine.generate(TEXT, SHORT).report.chunks} == {"not stored"}
+        assert engine.precompute(CHUNKS, progress=False).computed == 2
+        assert all(c.hit and c.tier == "redis" for c in engine.generate(TEXT, SHORT).report.chunks)
 
 
 REFUSED = {

@@ -11,19 +11,23 @@ from typing import Any
 
 import pytest
 from vllm.config import KVTransferConfig
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from cacheblend_rag import BlendConfig, Generation, StoreConfig
+from cacheblend_rag.bench.servers import Server
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, StepResults
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol import BlendResult, Failed, PrecomputeResult
 from cacheblend_rag.errors import EngineUnavailableError
+from cacheblend_rag.prefill.controller import Controller, Decision
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.failing import TOLD, FailingConnector
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
 from tests.models import words
+from tests.servers import redis_place, tier_at
 
 SELECTORS = ("hkvd", "prior", "question", "question_prior", "chunk_head", "random")
 ENDS_WITHIN_SECONDS = 20.0
@@ -120,6 +124,54 @@ def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: tuple[VLLMEngin
     report = engine.generate(f"{retrieved().text} w6", SHORT).report
     assert [c.hit for c in report.chunks] == [True] * 3
     rmtree(folder / "quarantine", ignore_errors=True)
+
+
+def test_the_first_rank_weighs_for_all(
+    open_vllm: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    given_up_by, decide = {0: 0.1, 1: 0.2}, Controller.decide
+
+    def by_rank(self: Controller, *given: Any) -> Decision:
+        decided = decide(self, *given)
+        gives_up = given[-1].ratio == given_up_by[get_tensor_model_parallel_rank()]
+        return replace(decided, load=(), why="weighed") if gives_up else decided
+
+    monkeypatch.setattr(Controller, "decide", by_rank)
+    engine = open_vllm(tensor_parallel_size=2, config=BY_SHARE)
+    engine.precompute(DOCUMENTS, progress=False)
+    prompt, plain = retrieved(seed=41), engine.generate_full(retrieved(seed=41), SHORT)
+    first, second = (
+        engine.generate(prompt, SHORT, config=BY_SHARE.with_ratio(ratio))
+        for ratio in given_up_by.values()
+    )
+    assert first.report.reason == "weighed"
+    assert [chunk.reason for chunk in first.report.chunks] == ["slow"] * 3
+    assert first.token_ids == plain.token_ids
+    assert second.report.blended
+    engine.close()
+
+
+def test_two_ranks_share_one_redis(
+    open_vllm: EngineFactory, redis: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    url = redis_place(redis)
+    settings = ConnectorSettings(StoreConfig(tiers=[url]))
+    engine = open_vllm(tensor_parallel_size=2, config=BY_SHARE, settings=settings)
+    assert engine.precompute(DOCUMENTS, progress=False).computed == 4
+    chunks = engine.generate(retrieved(), SHORT).report.chunks
+    assert [chunk.tier for chunk in chunks] == ["redis"] * 3
+    assert difference(engine, retrieved(), 1.0) == 0.0
+    tier, own = tier_at(url), engine.key(DOCUMENTS[0].to_chunks()[0]).chunk_id
+    parts = [key for key, _ in tier.entries() if key.chunk_id == own]
+    assert len(parts) == 2, "each rank stores its half"
+    assert tier.evict(parts[1])
+    chunks = engine.generate(f"{retrieved().text} w5", SHORT).report.chunks
+    assert [chunk.hit for chunk in chunks] == [True, False, True]
+    engine.close()
 
 
 def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(

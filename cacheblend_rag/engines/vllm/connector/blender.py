@@ -16,6 +16,7 @@ from cacheblend_rag.engines.vllm.connector.jobs import Jobs, Work, WorkResult
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices
 from cacheblend_rag.engines.vllm.connector.paged import paged_cache
+from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
@@ -58,6 +59,7 @@ class Blender:
         self.stack = VLLMStack(attention, vllm_config, min(ROW_BLOCK, most) if on_cpu else most)
         self.cache = paged_cache(vllm_config, kv_cache_config, self.stack)
         self.jobs = Jobs(self.stack, self.cache, store, namespace=namespace, mode=mode)
+        self.timer = PrefillTimer.of(self.stack.geometry.device, self.stack.costs, self.jobs.rates)
         self.trial = Trial(
             self.stack,
             self.cache,

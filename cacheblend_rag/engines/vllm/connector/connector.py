@@ -89,8 +89,14 @@ class CacheBlendConnector(KVConnectorBase_V1):
         """Get ready to blend; a model that cannot be blended is served by ordinary prefill."""
         self.worker.get_ready()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take in what a step brings; the model runs next, unless jobs are worked on before."""
+        super().bind_connector_metadata(connector_metadata)
+        if isinstance(connector_metadata, StepJobs):
+            self.worker.begin_step(connector_metadata)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Work on jobs, before the model runs."""
+        """Work on jobs: before the model runs where it needs them, else once it was started."""
         step = self._get_connector_metadata()
         if isinstance(step, StepJobs):
             self.worker.work(step)
@@ -102,7 +108,8 @@ class CacheBlendConnector(KVConnectorBase_V1):
         """Nothing to save: chunk KV is computed by jobs of its own."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for."""
+        """Nothing to wait for: the model was started, and all jobs had their time."""
+        self.worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Return requests whose asynchronous work is done."""
@@ -132,7 +139,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Hand queued jobs to the worker."""
-        return self.scheduler.take_jobs(busy=scheduler_output.total_num_scheduled_tokens > 0)
+        return self.scheduler.take_jobs(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take results in."""

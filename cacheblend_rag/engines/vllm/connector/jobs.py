@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
+from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
@@ -48,7 +50,11 @@ WRITING = frozenset({"evict", "precompute"})
 
 
 class Jobs:
-    """See the module. identity: what this worker's KV depends on, without the lead-in."""
+    """See the module.
+
+    identity: what this worker's KV depends on, without the lead-in. rates: of passes and of vLLM's
+    own prefill. own_time: runs while jobs are worked on.
+    """
 
     def __init__(
         self,
@@ -62,8 +68,7 @@ class Jobs:
         self.stack, self.cache, self.store = stack, cache, store
         self.identity: dict[str, Any] = {}
         self._namespace, self.mode = namespace, mode
-        # Of passes: vLLM's own prefill is not timed here, and so is never said to be faster.
-        self._rates = Rates()
+        self.rates, self.own_time = Rates(), OwnTime()
 
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""
@@ -101,7 +106,8 @@ class Jobs:
         ]
         if refusal := self._too_little(placed, allotted.job.config.min_tokens):
             return refusal
-        if lack := self._lack_of_room(len(allotted.tokens)):
+        checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
+        if lack := self._lack_of_room(len(allotted.tokens), checks=bool(checks)):
             return Declined(lack, tuple(chunk.report("no room") for chunk in placed))
         done = yield from self._pass(allotted, placed, source).steps()
         if isinstance(done, NotWorthLoading):
@@ -133,7 +139,8 @@ class Jobs:
             attention=paged.attend,
             on_layer=paged.finish_layer,
             on_restart=paged.forget,
-            controller=Controller(self.stack.costs, self._rates, self.store.speeds),
+            own_seconds=self.own_time.seconds,
+            controller=Controller(self.stack.costs, self.rates, self.store.speeds),
         )
 
     def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Declined | None:
@@ -150,12 +157,12 @@ class Jobs:
         ]
         return Declined(reason, tuple(missed))
 
-    def _lack_of_room(self, tokens: int) -> str | None:
+    def _lack_of_room(self, tokens: int, *, checks: bool = False) -> str | None:
         """Say why a pass over so many tokens does not fit beside vLLM, on some rank, or None.
 
         vLLM has profiled its own needs only. Its own failure to get memory would end the server.
         """
-        needed = self.stack.pass_bytes(tokens)
+        needed = self.stack.pass_bytes(tokens, checks=checks)
         free = free_bytes(self.stack.geometry.device)
         if all(on_all_ranks(self.stack, [free is None or needed <= free])):
             return None

@@ -9,6 +9,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
+from cacheblend_rag.engines.vllm.connector.prefill_timer import Spans
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     Declined,
@@ -46,12 +47,14 @@ class Allotted:
 class StepJobs(KVConnectorMetadata):
     """From scheduler to worker: jobs to begin, and requests that are gone.
 
-    busy: others compute in this step, so asynchronous work must leave them time.
+    busy: others compute in this step, so asynchronous work must leave them time. computed: what
+    vLLM computes itself, see ``computed_spans``.
     """
 
     jobs: list[Allotted] = field(default_factory=list)
     gone: list[str] = field(default_factory=list)
     busy: bool = False
+    computed: Spans = ()
 
 
 @dataclass

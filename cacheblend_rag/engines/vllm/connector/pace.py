@@ -1,11 +1,14 @@
-"""Pace: when a slice of work is over, on devices that compute behind the host's back, too."""
+"""Pace: when a slice of work is over, on devices that compute behind the host's back, too.
+
+OwnTime: how long slices were, without what others did in between.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -27,6 +30,25 @@ class Slices:
         usual, idle_slices = (0.03, 8) if device.type == "cpu" else (0.005, 4)
         busy = usual if busy is None else busy
         return cls(busy, busy * idle_slices)
+
+
+class OwnTime:
+    """A clock that runs inside of its ``with`` only."""
+
+    def __init__(self) -> None:
+        self._total, self._since = 0.0, 0.0
+        self._runs = False
+
+    def __enter__(self) -> Self:
+        self._since, self._runs = time.perf_counter(), True
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._total, self._runs = self.seconds(), False
+
+    def seconds(self) -> float:
+        """Return the seconds that it has run."""
+        return self._total + (time.perf_counter() - self._since if self._runs else 0.0)
 
 
 class Pace:

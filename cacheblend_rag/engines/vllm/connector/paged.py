@@ -254,6 +254,7 @@ class PagedKV:
             if into.numel():
                 key, value = (kv[:, part].transpose(0, 1).contiguous() for kv in (keys, values))
                 layer.impl.do_kv_cache_update(layer, key, value, cache, into)
+                del key, value  # before the next part is copied
 
 
 def _parts(rows: Tensor | slice) -> Iterator[Tensor | slice]:

@@ -17,6 +17,7 @@ from cacheblend_rag.engines.vllm.connector.metadata import (
     leaves_blocks_empty,
 )
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
+from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
@@ -34,6 +35,7 @@ from cacheblend_rag.report import ChunkReport
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 LONGEST_REASON = 500
@@ -141,9 +143,10 @@ class ConnectorScheduler:
             )
         )
 
-    def take_jobs(self, *, busy: bool) -> StepJobs:
-        """Return what is queued for the worker; busy: others compute in this step."""
-        jobs = StepJobs(self._new, self._gone, busy)
+    def take_jobs(self, step: SchedulerOutput) -> StepJobs:
+        """Return what is queued for the worker, which is to do it in this step."""
+        busy = step.total_num_scheduled_tokens > 0
+        jobs = StepJobs(self._new, self._gone, busy, computed_spans(step))
         for allotted in self._new:
             self.pending[allotted.request_id].sent = True
         self._new, self._gone, self._promised = [], [], 0

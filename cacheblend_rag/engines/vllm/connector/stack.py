@@ -213,12 +213,14 @@ class VLLMStack:
                 made[id(rotary)] = _table(rotary, offset, self._geometry.device)
         return [made[id(rotary)] for rotary in own]
 
-    def pass_bytes(self, tokens: int) -> int:
+    def pass_bytes(self, tokens: int, *, checks: bool = False) -> int:
         """Return the most device memory that a pass over so many tokens takes, in bytes.
 
         That is two layers' fused KV, what is copied of it into the paged cache at once, and on a
         GPU of chunk KV that arrives; all tokens' hidden states, what attention lays out, and what a
         layer holds of one block of rows: its widest activations four times over, at most.
+        checks: whether it compares fresh with cached KV in some layer: that holds the fresh KV,
+        what is compared of both, and keys or values three times over in float32.
         """
         shape, size = self._geometry, self._geometry.dtype.itemsize
         widest = max(_width(module) for layer in self.layers for module in layer.modules())
@@ -231,9 +233,13 @@ class VLLMStack:
             tokens, shape.heads, shape.kv_heads, shape.device, size, in_steps=in_steps
         )
         hidden = (tokens + 3 * rows) * 2 * self._hidden_size * size
-        copied = FusedKV.bytes_for(replace(shape, layers=1), min(tokens, WRITTEN_AT_ONCE))
+        one = replace(shape, layers=1)
+        copied = FusedKV.bytes_for(one, min(tokens, WRITTEN_AT_ONCE))
         fused = RingKV.bytes_for(shape, tokens) + copied
         fused += LANE_BYTES if shape.device.type == "cuda" else 0
+        if checks:
+            wide = FusedKV.bytes_for(replace(one, dtype=torch.float32), tokens)
+            fused += 3 * FusedKV.bytes_for(one, tokens) + 3 * wide // 2
         return int(fused + attention + hidden + 4 * rows * widest * size)
 
     def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:

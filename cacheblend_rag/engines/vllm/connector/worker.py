@@ -25,6 +25,8 @@ from cacheblend_rag.engines.vllm.connector.metadata import (
     StepResults,
     leaves_blocks_empty,
 )
+from cacheblend_rag.engines.vllm.connector.pace import OwnTime
+from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.stack import all_reduce
 from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, Result
@@ -33,6 +35,7 @@ from cacheblend_rag.engines.vllm.protocol.result import CANCELLED
 from cacheblend_rag.engines.vllm.protocol.status import StoredKV
 from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.controller import Rates
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -63,6 +66,8 @@ class ConnectorWorker:
         self._done: set[str] = set()
         self._results: dict[str, Result] = {}
         self._failed_blocks: set[int] = set()
+        self._timer = PrefillTimer((), Rates())  # of no layers, where nothing is blended
+        self._own_time = OwnTime()
 
     def get_ready(self) -> None:
         """Make the blender; a model that cannot be blended is served by ordinary prefill."""
@@ -72,6 +77,7 @@ class ConnectorWorker:
                 self._all_ranks_can(made[0].try_model)
             ):
                 self.blender = made[0]
+                self._timer, self._own_time = made[0].timer, made[0].jobs.own_time
         if self.blender is None:
             logger.warning("blending is off: %s", self._refusal)
 
@@ -118,7 +124,22 @@ class ConnectorWorker:
             precision=self._settings.store.precision,
         )
 
+    def begin_step(self, step: StepJobs) -> None:
+        """Time what vLLM computes itself."""
+        self._timer.begin(step.computed)
+
+    def end_step(self) -> None:
+        """Note that vLLM's model has run."""
+        self._timer.end()
+
     def work(self, step: StepJobs) -> None:
+        """Work on jobs, which is no time of vLLM's own prefill."""
+        self._timer.mark()
+        with self._own_time:
+            self._work(step)
+        self._timer.mark()
+
+    def _work(self, step: StepJobs) -> None:
         """Begin new jobs; finish those that are waited for; work on the others for a slice."""
         self.at_work |= {new.request_id: new for new in step.jobs}
         if self.blender is None:

@@ -1,0 +1,169 @@
+"""vLLM's own prefill is timed, without the connector's work, and turned to where it is faster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, StoreConfig
+from cacheblend_rag.blend.cost import LayerCost, prefill_cost
+from cacheblend_rag.engines.vllm.connector.pace import Slices
+from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
+from cacheblend_rag.kv import DiskTier, codec
+from cacheblend_rag.prefill import controller
+from cacheblend_rag.prefill.controller import Rates
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.models import prompt_of, words
+
+COSTS = (LayerCost(1e6, 2e5, 10.0), LayerCost(1e6, 2e5, 10.0, window=300))
+CHUNKS = [Chunk(words(200, 3)), Chunk(words(150, 4))]
+SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
+STEP_TOKENS, SLOW_SECONDS = 300, 0.2
+
+
+class Recorded(Rates):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, float, float]] = []
+
+    def record(self, kind: Any, work: float, seconds: float) -> None:
+        self.told.append((kind, work, seconds))
+
+
+class Device:
+    """Its work takes the seconds that are told, and is done when that is told, too."""
+
+    def __init__(self) -> None:
+        self.seconds, self.is_done = 0.0, False
+
+    def mark(self) -> Any:
+        device = self
+
+        class OneMark:
+            def record(self) -> None:
+                self.at = device.seconds
+
+            def query(self) -> bool:
+                return device.is_done
+
+            def elapsed_time(self, end: Any) -> float:
+                assert device.is_done, "a device is not waited for"
+                return float(end.at - self.at) * 1000
+
+        return OneMark()
+
+
+@pytest.mark.parametrize("model_runs", ["before the jobs", "after the jobs"])
+def test_what_jobs_take_is_not_prefill(model_runs: str) -> None:
+    device, rates = Device(), Recorded()
+    timer = PrefillTimer(COSTS, rates, device.mark)
+    timer.begin(((100, 400), (50, 51)))
+    device.seconds += 2.0 * (model_runs == "before the jobs")
+    timer.mark()
+    device.seconds += 70.0
+    timer.mark()
+    device.seconds += 2.0 * (model_runs == "after the jobs")
+    timer.end()
+    assert rates.told == []
+    device.is_done = True
+    timer.begin(())
+    work = prefill_cost(COSTS, 400) - prefill_cost(COSTS, 100)
+    work += prefill_cost(COSTS, 51) - prefill_cost(COSTS, 50)
+    assert rates.told == [("prefill", pytest.approx(work), pytest.approx(2.0))]
+    timer.mark()
+    timer.end()
+    assert len(rates.told) == 1, "a step without a prompt tells nothing"
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["asynchronous", "synchronous"])
+def engine(
+    request: pytest.FixtureRequest,
+    model_folder: Callable[[str], Path],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[InProcessEngine]:
+    folder = tmp_path_factory.mktemp("kv")
+    settings = {"asynchronous": request.param, **StoreConfig(folder, host_bytes=0).to_dict()}
+    with pytest.MonkeyPatch.context() as patch:
+        # So small a chunk would be read at once, so short a prefill never be weighed, and the
+        # passes of so small a model are slow.
+        patch.setattr(DiskTier, "whole_bytes", 0)
+        patch.setattr(codec, "HEAD_BYTES", 1024)
+        patch.setattr(controller, "WORTH_SECONDS", 0.0)
+        patch.setattr(controller, "MARGIN", 1000.0)
+        config = BlendConfig(min_tokens=0, selector="random", recompute_ratio=0.2)
+        engine = InProcessEngine(
+            model_folder("llama"), config, settings, max_num_batched_tokens=STEP_TOKENS
+        )
+        engine.precompute(CHUNKS, progress=False)
+        yield engine
+        engine.close()
+
+
+def asked(seed: int) -> BlendPrompt:
+    return prompt_of(words(5, seed), *CHUNKS, words(9, 5))
+
+
+def test_ordinary_prefill_is_timed_by_steps(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blender, rates = engine.worker_connector.blender, Recorded()
+    monkeypatch.setattr(blender.timer, "_rates", rates)
+    hook = blender.stack.layers[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
+    assert engine.generate(asked(20), SHORT).report.blended
+    assert rates.told == [], "neither passes nor decoding are ordinary prefill"
+    engine.generate_full(asked(21), SHORT)
+    hook.remove()
+    # The rest of the prompt's 364 tokens is too little to time.
+    ((kind, work, seconds),) = rates.told
+    assert (kind, work) == ("prefill", prefill_cost(blender.stack.costs, STEP_TOKENS))
+    assert seconds >= SLOW_SECONDS
+
+
+def test_what_others_do_between_slices_is_no_time_of_a_pass(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blender, rates, step = engine.worker_connector.blender, Recorded(), engine.vllm.step
+    monkeypatch.setattr(blender.jobs, "rates", rates)
+    monkeypatch.setattr(blender, "slices", Slices(0.0, 0.0))
+
+    def slow_step() -> None:
+        time.sleep(SLOW_SECONDS)
+        step()
+
+    monkeypatch.setattr(engine.vllm, "step", slow_step)
+    report = engine.generate(asked(40), SHORT).report
+    ((kind, _, seconds),) = rates.told
+    assert kind == "blend"
+    assert seconds > 0
+    if engine.scheduler_connector.asynchronous:
+        assert seconds < report.seconds.recompute / 2, "it took several steps"
+    else:
+        assert seconds > report.seconds.recompute / 2
+
+
+def test_a_tier_that_is_slower_than_prefill_is_not_waited_for(engine: InProcessEngine) -> None:
+    jobs = engine.worker_connector.blender.jobs
+    speeds = jobs.store.speeds
+    plain = engine.generate_full(asked(30), SHORT)
+    assert jobs.rates.of("prefill") is not None
+    first = engine.generate(asked(31), SHORT).report
+    assert first.blended
+    assert first.ratio_reason is None
+    for _ in range(30):  # a share of a second more than was measured
+        speeds.record("disk", 1000, 5000.0)
+    slow = engine.generate(asked(30), SHORT)
+    assert slow.token_ids == plain.token_ids
+    assert not slow.report.blended
+    assert slow.report.reason is not None
+    assert slow.report.reason.startswith("ordinary prefill takes ")
+    assert [chunk.reason for chunk in slow.report.chunks] == ["slow", "slow"]
+    assert [chunk.tier for chunk in slow.report.chunks] == ["disk", "disk"]
+    for _ in range(80):
+        speeds.record("disk", 1 << 30, 1e-6)
+    assert engine.generate(asked(32), SHORT).report.blended
