@@ -139,8 +139,8 @@ class Laying:
                 time.sleep(WAIT_SECONDS)  # for a stage
             yield
         self._parts = None
-        took = time.perf_counter() - started
-        self._seconds, self._sending = self._seconds + max(0.0, took - self._sending), 0.0
+        self._seconds += time.perf_counter() - started - self._sending
+        self._sending = 0.0
         if not all(sound):
             self._lose(used, parts or [], sound)
         return [part for part in parts or () if not isinstance(part, StoreError)]

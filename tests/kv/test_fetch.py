@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import Counter
 from concurrent.futures import Future
 
 import pytest

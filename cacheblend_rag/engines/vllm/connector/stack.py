@@ -236,10 +236,10 @@ class VLLMStack:
         one = replace(shape, layers=1)
         copied = FusedKV.bytes_for(one, min(tokens, WRITTEN_AT_ONCE))
         fused = RingKV.bytes_for(shape, tokens) + copied
+        fused += LANE_BYTES if shape.device.type == "cuda" else 0
         if checks:
             wide = FusedKV.bytes_for(replace(one, dtype=torch.float32), tokens)
             fused += 3 * FusedKV.bytes_for(one, tokens) + 3 * wide // 2
-        fused += LANE_BYTES if shape.device.type == "cuda" else 0
         return int(fused + attention + hidden + 4 * rows * widest * size)
 
     def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:
