@@ -20,6 +20,7 @@ from cacheblend_rag.blend.lane import Stages, stages_of
 from cacheblend_rag.blend.transfer import Upload
 from cacheblend_rag.kv import DeviceTier, HostTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
 from cacheblend_rag.prefill import laying
 from cacheblend_rag.prefill.blended import FusedPrompt, PromptPass
@@ -194,11 +195,22 @@ def test_a_layer_is_on_its_way_while_the_one_before_is_computed(
         assert steps.index(("upload", layer + 1)) < steps.index(("run", layer))
 
 
-def test_a_layer_that_is_not_read_is_not_waited_for_ahead(beside: Beside) -> None:
-    """Reads take their time; a pass asks for no layer before it is its turn."""
-    tier = SlowBytes(lambda *_: time.sleep(0.003))
+def test_a_layer_that_is_not_read_is_not_waited_for_ahead(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads take their time; none is waited for out of turn, and none is done twice."""
+    tier = SlowBytes(lambda *_: time.sleep(0.01 * len(tier.ranges)))
     tier.fill({chunk.key: chunk_kv(FakeStack(), chunk) for chunk in placed()})
+    own = LayerSource.layer
+
+    def layer(source: LayerSource, number: int) -> Any:
+        asked = source._asked(number)
+        assert all(place.parts[first].done() for place, _, first in asked)
+        return own(source, number)
+
+    monkeypatch.setattr(LayerSource, "layer", layer)
     assert_same(*both(beside, lambda: [tier], ring=True, recompute_ratio=0.3))
+    assert len(tier.ranges) == len(set(tier.ranges))
 
 
 @pytest.mark.parametrize("steps", [2, 4, 5, 7, 10])
