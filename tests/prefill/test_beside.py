@@ -20,6 +20,7 @@ from cacheblend_rag.blend.lane import Stages, stages_of
 from cacheblend_rag.blend.transfer import Upload
 from cacheblend_rag.kv import DeviceTier, HostTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
 from cacheblend_rag.prefill import laying
 from cacheblend_rag.prefill.blended import FusedPrompt, PromptPass
@@ -154,11 +155,13 @@ def test_all_chunks_may_be_lost_while_others_are_on_their_way(beside: Beside) ->
     assert_same(found, wanted)
 
 
+@pytest.mark.parametrize("names", ["abc", "b"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_loses_midway_both_do_without(beside: Beside, rank: int) -> None:
+def test_what_one_rank_loses_midway_both_do_without(beside: Beside, rank: int, names: str) -> None:
+    """Also where it was all there was: the other rank's rows of it are on their way then."""
     if beside.lane is None:
         pytest.skip("ranks of one process share no GPU")
-    tiers = [slow_tier(), slow_tier()]
+    tiers = [slow_tier(names), slow_tier(names)]
     data = tiers[rank].objects[NAMES["b"].key]
     data[spans_of(data, "b").span(2, 3)[0]] ^= 1
 
@@ -166,7 +169,8 @@ def test_what_one_rank_loses_midway_both_do_without(beside: Beside, rank: int) -
         return over([tiers[rank]], stack=stack, ring=True, recompute_ratio=0.3)
 
     found = Ranks().run(of)
-    wanted = beside.plainly(lambda: over([host_tier("ac")], recompute_ratio=0.3))
+    left = names.replace("b", "")
+    wanted = beside.plainly(lambda: over([host_tier(left)], recompute_ratio=0.3))
     for each in found:
         assert_same(each, wanted)
 
@@ -191,11 +195,22 @@ def test_a_layer_is_on_its_way_while_the_one_before_is_computed(
         assert steps.index(("upload", layer + 1)) < steps.index(("run", layer))
 
 
-def test_a_layer_that_is_not_read_is_not_waited_for_ahead(beside: Beside) -> None:
-    """Reads take their time; a pass asks for no layer before it is its turn."""
-    tier = SlowBytes(lambda *_: time.sleep(0.003))
+def test_a_layer_that_is_not_read_is_not_waited_for_ahead(
+    beside: Beside, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads take their time; none is waited for out of turn, and none is done twice."""
+    tier = SlowBytes(lambda *_: time.sleep(0.01 * len(tier.ranges)))
     tier.fill({chunk.key: chunk_kv(FakeStack(), chunk) for chunk in placed()})
+    own = LayerSource.layer
+
+    def layer(source: LayerSource, number: int) -> Any:
+        asked = source._asked(number)
+        assert all(place.parts[first].done() for place, _, first in asked)
+        return own(source, number)
+
+    monkeypatch.setattr(LayerSource, "layer", layer)
     assert_same(*both(beside, lambda: [tier], ring=True, recompute_ratio=0.3))
+    assert len(tier.ranges) == len(set(tier.ranges))
 
 
 @pytest.mark.parametrize("steps", [2, 4, 5, 7, 10])
