@@ -177,12 +177,20 @@ class ChunkKV:
         if self.position < 0:
             raise ValueError(f"position={self.position} must be at least 0")
         for part in (keys, values) if prior is None else (keys, values, prior[None]):
-            # NaN is handed on by both extremes, infinity is one of them: all in one pass, and layer
-            # by layer, since only a layer is sure to be contiguous, which is ten times as fast.
-            if not all(math.isfinite(end) for layer in part for end in layer.aminmax()):
+            # Layer by layer, since only a layer is sure to be contiguous: ten times as fast.
+            if not all(map(is_finite, part)):
                 raise ValueError("holds NaN or infinity")
 
     def to(self, device: torch.device | str) -> ChunkKV:
         """Return the same chunk KV with its tensors on ``device``."""
         prior = None if self.prior is None else self.prior.to(device)
         return replace(self, keys=self.keys.to(device), values=self.values.to(device), prior=prior)
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a contiguous tensor of floats holds neither NaN nor infinity.
+
+    Either makes the sum no number, which takes half the time of looking for both; a sum may pass
+    the largest number, too, and then both extremes tell: NaN is both, infinity one of them.
+    """
+    return math.isfinite(tensor.sum()) or all(map(math.isfinite, tensor.aminmax()))

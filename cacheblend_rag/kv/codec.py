@@ -16,7 +16,6 @@ its numbers rounded before, and is stored as what its ``precision`` says of it.
 from __future__ import annotations
 
 import json
-import math
 import re
 import struct
 from collections.abc import Callable, Mapping
@@ -30,7 +29,7 @@ from torch import Tensor
 
 from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, UnsealedChunkError
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, is_finite
 from cacheblend_rag.kv.precision import CODES, pack, scales, unpack
 from cacheblend_rag.kv.seal import CHECKSUM, SEALS, VARIABLE, Seal
 
@@ -129,8 +128,7 @@ class Head:
         kv = raw.view(self._stored).view(2, self.kv_heads, self.tokens, self.head_dim)
         if self.scales is not None:
             kv = torch.stack(unpack(kv, self.scales[index], self.precision, self.dtype))
-        # NaN is handed on by both extremes, infinity is one of them: all in one pass.
-        if not all(map(math.isfinite, kv.aminmax())):
+        if not is_finite(kv):
             raise DamagedChunkError("holds NaN or infinity")
         return kv[0], kv[1]
 

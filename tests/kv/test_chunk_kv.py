@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cacheblend_rag.kv import ChunkKV, KVKey, chunk_id, fingerprint
-from cacheblend_rag.kv.chunk_kv import namespace_id, prefix_ids
+from cacheblend_rag.kv.chunk_kv import is_finite, namespace_id, prefix_ids
 from tests.kv.samples import make_kv
 
 
@@ -103,3 +103,17 @@ def test_an_older_versions_key_is_known_as_such():
 def test_a_part_that_is_no_hash_is_named(parts, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         KVKey(*parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_numbers_are_finite_though_their_sum_is_not(dtype):
+    largest = torch.full((4, 8), torch.finfo(dtype).max, dtype=dtype)
+    assert is_finite(largest)
+    assert is_finite(torch.randn(4, 8).to(dtype))
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        for spoilt in (largest.clone(), torch.zeros(4, 8, dtype=dtype)):
+            spoilt[2, 3] = wrong
+            assert not is_finite(spoilt)
+    both = torch.zeros(4, 8, dtype=dtype)
+    both[0, 0], both[1, 1] = torch.inf, -torch.inf
+    assert not is_finite(both)
