@@ -39,6 +39,7 @@ from cacheblend_rag.text.prompt import BlendPrompt
 
 HUNDRED = 100
 WARM_UPS = 3
+COMPUTED = "computed"
 
 _CPU = torch.device("cpu")
 
@@ -101,8 +102,9 @@ class SteadyRow:
 
     speedup: median over those that were prefilled in full, too, of full / blend seconds: the two
     runs of one prompt follow each other, so that a machine whose speed changes changes both.
-    hit_share: share of the chunks that the host tier had; the disk had the others. full_seconds,
-    blend_seconds: medians, of those and of all.
+    hit_share: share of the chunks that the host tier had; the disk had the others, of which
+    some may have been computed (COMPUTED). full_seconds, blend_seconds: medians, of those and of
+    all.
     """
 
     requests: int
@@ -213,8 +215,11 @@ def _seconds(answer: Generation) -> float:
 
 
 def _tiers(answer: Generation) -> tuple[str, ...]:
-    """Return where each chunk came from; raises CacheBlendError where one was missing."""
-    tiers = [chunk.tier for chunk in answer.report.chunks if chunk.hit]
-    if len(tiers) < len(answer.report.chunks):
-        raise CacheBlendError(f"a chunk was missing: {answer.report.reason or 'it is not stored'}")
-    return tuple(str(tier) for tier in tiers)
+    """Return where each chunk came from; raises CacheBlendError where one was missing.
+
+    COMPUTED: from its tokens, since its tier was slower than that just then.
+    """
+    for chunk in answer.report.chunks:
+        if chunk.reason not in (None, "slow"):
+            raise CacheBlendError(f"a chunk was missing: {chunk.reason}")
+    return tuple(c.tier if c.hit and c.tier else COMPUTED for c in answer.report.chunks)

@@ -111,14 +111,13 @@ def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_pa
         """
         import json, random
         from cacheblend_rag.kv import HostTier, TierPolicy
-        from cacheblend_rag.kv.tiers import disk
         import torch
         torch.set_num_threads(1)
         behind = sys.argv[2] == "True"
         wanted = [make_kv(n, tokens=50 + 400 * (n % 3)) for n in range(10)]
         keys = [make_key(n) for n in range(10)]
         room = 3 * max(len(codec.encode(key, kv)) for key, kv in zip(keys, wanted))
-        disk.BESIDE_BYTES = room // 4  # the largest have their digests taken beside the writing
+        disk_module.BESIDE_BYTES = room // 4  # so the largest take a thread more
         TOUCHES = {"open", "os.rename", "os.remove", "os.utime", "os.mkdir", "os.scandir"}
 
         def work(seed, left):

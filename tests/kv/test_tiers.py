@@ -352,6 +352,15 @@ def test_disk_takes_a_large_chunks_digests_beside_its_writing(tmp_path, monkeypa
         took.clear()
 
 
+def test_disk_takes_digests_itself_where_no_thread_is_started_any_more(tmp_path, monkeypatch):
+    tier = DiskTier(tmp_path)
+    monkeypatch.setattr(disk_module, "BESIDE_BYTES", 0)
+    monkeypatch.setattr(threading.Thread, "start", lambda _: _raise(RuntimeError("at the end")))
+    assert tier.put(KEYS[0], stored())
+    monkeypatch.undo()
+    assert same(tier.get(KEYS[0]).kv, make_kv())
+
+
 def test_disk_keeps_nothing_of_a_chunk_whose_digests_fail(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path)
     monkeypatch.setattr(disk_module, "BESIDE_BYTES", 0)

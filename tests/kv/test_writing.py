@@ -127,15 +127,19 @@ def test_closing_writes_what_waits(tmp_path):
             assert same(store.get(key).kv, make_kv(number))
 
 
-def test_a_process_that_ends_without_closing_writes_what_waits(tmp_path):
+@pytest.mark.parametrize("digests", ["at once", "beside"])
+def test_a_process_that_ends_without_closing_writes_what_waits(tmp_path, digests):
     process = run_python(
         """
         from cacheblend_rag.kv import TierPolicy
+        if sys.argv[2] == "beside":
+            disk_module.BESIDE_BYTES = 0
         tier = DiskTier(folder, policy=TierPolicy(write="behind"))
         for number in range(20):
             tier.put(make_key(number), StoredChunk(make_kv(number), time.time()))
         """,
         str(tmp_path),
+        digests,
     )
     finish(process)
     assert DiskTier(tmp_path).usage().entries == 20

@@ -14,8 +14,8 @@ import re
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import RawIOBase
@@ -229,12 +229,11 @@ class DiskTier(BytesTier):
             if data.nbytes < BESIDE_BYTES:
                 _write_all(file, data.parts())
                 return
-            with ThreadPoolExecutor(1, "cacheblend-digests") as beside:
-                head = beside.submit(data.head)
-                file.seek(data.head_bytes)
-                _write_all(file, data.body)
-                file.seek(0)
-                file.write(head.result())
+            head = _begin(data.head)
+            file.seek(data.head_bytes)
+            _write_all(file, data.body)
+            file.seek(0)
+            file.write(head.result())
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -337,6 +336,27 @@ class DiskTier(BytesTier):
         text = b"%d %d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
         _create(new, text)
         os.replace(new, os.path.join(self._root, "usage"))
+
+
+def _begin(work: Callable[[], bytes]) -> Future[bytes]:
+    """Have work done on a thread of its own.
+
+    No pool: those take nothing any more while a process ends, and what waits is written then. Where
+    no thread is started any more, either, it is done here.
+    """
+    done: Future[bytes] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:  # whoever waits for it is told
+            done.set_exception(error)
+
+    try:
+        threading.Thread(target=run, name="kv-digests").start()
+    except RuntimeError:
+        run()
+    return done
 
 
 def _write_all(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
