@@ -16,7 +16,14 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from cacheblend_rag.bench.servers import HOST, redis_server, redis_url, s3_server, s3_url
+from cacheblend_rag.bench.servers import (
+    HOST,
+    free_port,
+    redis_server,
+    redis_url,
+    s3_server,
+    s3_url,
+)
 from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.tier_url import TierUrl
 
@@ -43,11 +50,6 @@ def redis_tls(tmp_path_factory):
     port = free_port()
     with redis_server("--tls-port", str(port), *files, "--tls-auth-clients", "no"):
         yield {"host": HOST, "port": port, "ca_certs": str(certificate)}
-
-
-def free_port():
-    with socket.create_server((HOST, 0)) as taken:
-        return taken.getsockname()[1]
 
 
 def write_certificate(folder):

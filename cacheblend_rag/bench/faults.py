@@ -30,7 +30,7 @@ from cacheblend_rag.bench.workload import (
 )
 from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -60,12 +60,7 @@ class FaultsPlan:
     device: torch.device = _CPU
 
     def __post_init__(self) -> None:
-        tokens = self.chunks * self.chunk_tokens + self.question_tokens
-        if tokens >= self.shape.max_positions:
-            raise ConfigError(
-                f"prompt_tokens={tokens} must be below {self.shape.max_positions}, "
-                f"the positions of {self.shape.name}"
-            )
+        self.shape.check_prompt(self.chunks * self.chunk_tokens + self.question_tokens)
 
 
 def measure_faults(plan: FaultsPlan, advance: Advance = lambda _: None) -> dict[str, Any]:

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
-from cacheblend_rag.bench.servers import redis_server, redis_url
+from cacheblend_rag.bench.servers import own_redis
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore, chunk_id, codec, fingerprint
 from cacheblend_rag.kv.lookup import Lookup
-from cacheblend_rag.kv.tiers.bytes import SUFFIX
+from cacheblend_rag.kv.tiers.disk import file_of
 from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.tier_url import TierUrl
 
@@ -121,7 +121,7 @@ def _place(name: str, stack: ExitStack) -> str:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-bench-"))
         return f"disk://{folder}"
     if name == "redis":
-        return redis_url(stack.enter_context(redis_server()), "timeout=60")
+        return own_redis(stack)
     return "host://?capacity=none"
 
 
@@ -143,7 +143,7 @@ def _write_files(folder: Path, stored: int) -> None:
     kv = _chunk()
     for number in range(stored):
         key = _key(number)
-        path = folder / key.chunk_id[0] / key.chunk_id[1] / f"{key}{SUFFIX}"
+        path = Path(file_of(folder, key))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path.write_bytes(codec.encode(key, kv))
 

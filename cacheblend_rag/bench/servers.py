@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from http.client import HTTPConnection
 from importlib.util import find_spec
 from typing import Self
@@ -35,7 +36,7 @@ class Server:
     """
 
     def __init__(self, command: Sequence[str], port: int | None = None) -> None:
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self._command = [word.format(port=self.port) for word in command]
         self.start()
 
@@ -104,12 +105,21 @@ def redis_url(server: Server, options: str = "") -> str:
     return f"redis://{HOST}:{server.port}/0?{options}"
 
 
+def own_redis(stack: ExitStack, options: str = "timeout=60") -> str:
+    """Start a Redis for as long as ``stack`` lasts; returns the URL of a tier there.
+
+    Raises EngineUnavailableError without one.
+    """
+    return redis_url(stack.enter_context(redis_server()), options)
+
+
 def s3_url(server: Server, prefix: str, options: str = "") -> str:
     """Return the URL of a tier on an S3 endpoint, with options as in a query."""
     return f"s3://{BUCKET}/{prefix}?endpoint={server.address}&{options}"
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on just now."""
     with socket.socket() as taken:
         taken.bind((HOST, 0))
         return int(taken.getsockname()[1])

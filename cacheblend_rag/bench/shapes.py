@@ -39,6 +39,14 @@ class ModelShape:
     tied_embeddings: bool = True
     extra: Mapping[str, Any] = field(default_factory=dict)
 
+    def check_prompt(self, tokens: int) -> None:
+        """Raise ConfigError when a prompt of so many tokens, and one more, has no room."""
+        if tokens >= self.max_positions:
+            raise ConfigError(
+                f"prompt_tokens={tokens} must be below {self.max_positions}, "
+                f"the positions of {self.name}"
+            )
+
     def build_model(
         self, *, dtype: torch.dtype, device: torch.device | str, seed: int = 0
     ) -> PreTrainedModel:

@@ -73,11 +73,7 @@ class SteadyPlan:
             raise ConfigError(f"drawn={self.drawn} must be at most chunks={self.chunks}")
         if not 0 < self.held < 1:
             raise ConfigError(f"held={self.held} must be between 0 and 1: memory is the smaller")
-        if self.prompt_tokens >= self.shape.max_positions:
-            raise ConfigError(
-                f"prompt_tokens={self.prompt_tokens} must be below {self.shape.max_positions}, "
-                f"the positions of {self.shape.name}"
-            )
+        self.shape.check_prompt(self.prompt_tokens)
         plan_schedule(self.config, self.shape.layers)
 
     @property

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
-from cacheblend_rag.bench.servers import redis_server, redis_url, s3_server, s3_url
+from cacheblend_rag.bench.servers import own_redis, s3_server, s3_url
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, StoreError
 from cacheblend_rag.kv import (
     ChunkKV,
@@ -89,7 +89,7 @@ def _own_tiers(stack: ExitStack) -> tuple[list[str], list[str]]:
     stack.callback(shutil.rmtree, folder)
     urls, left_out = ["host://?capacity=none", f"disk://{folder}"], []
     try:
-        urls.append(redis_url(stack.enter_context(redis_server()), "timeout=60"))
+        urls.append(own_redis(stack))
     except EngineUnavailableError as error:
         left_out.append(f"redis: {error}")
     try:

@@ -16,7 +16,7 @@ import torch
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.memory import peak_extra_bytes
-from cacheblend_rag.bench.servers import redis_server, redis_url
+from cacheblend_rag.bench.servers import own_redis
 from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.bench.vllm import VLLMSetting
 from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, blend_config, draw_chunks, draw_words
@@ -72,11 +72,7 @@ class TtftPlan:
         for tier in self.tiers:
             if tier not in TIERS:
                 raise ConfigError(f"tier={tier!r} must be one of {', '.join(TIERS)}")
-        if self.prompt_tokens >= self.shape.max_positions:
-            raise ConfigError(
-                f"prompt_tokens={self.prompt_tokens} must be below {self.shape.max_positions}, "
-                f"the positions of {self.shape.name}"
-            )
+        self.shape.check_prompt(self.prompt_tokens)
         for ratio in self.ratios:
             plan_schedule(self.config(ratio), self.shape.layers)
 
@@ -296,11 +292,6 @@ def _store(tier: str, stack: ExitStack) -> TieredKVStore:
         return TieredKVStore.of(StoreConfig(tiers=(own_redis(stack),)))
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-"))
     return TieredKVStore.open(host_bytes=0, disk_path=folder)
-
-
-def own_redis(stack: ExitStack) -> str:
-    """Start a Redis for as long as ``stack`` lasts; returns the URL of a tier there."""
-    return redis_url(stack.enter_context(redis_server()), "timeout=60")
 
 
 def draw_texts(plan: TtftPlan) -> tuple[list[Chunk], str]:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
-from cacheblend_rag.bench.ttft import TtftPlan, TtftRow, check_blend, draw_texts, own_redis
+from cacheblend_rag.bench.servers import own_redis
+from cacheblend_rag.bench.ttft import TtftPlan, TtftRow, check_blend, draw_texts
 from cacheblend_rag.bench.vllm import VLLMKind, running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN
 from cacheblend_rag.config import StoreConfig

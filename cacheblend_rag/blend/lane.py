@@ -80,6 +80,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        # torch does not type what makes streams and events.
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pinned(self, nbytes: int) -> Tensor:

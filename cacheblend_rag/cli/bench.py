@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.bench.vllm import VLLMKind, VLLMSetting
 
 ENGINES = ("transformers", "vllm", "vllm-server")
+Measure = Callable[["Advance"], dict[str, Any]]
 
 bench_app = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
@@ -139,14 +140,8 @@ def store_command(
     """How fast chunk KV goes into each tier and comes out, beside the raw limit of this machine."""
     from cacheblend_rag.bench.store import StorePlan, measure_store
 
-    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
-        found = measure_store(StorePlan(chunk_mib, repeat, tier), status.update)
-    for reason in found["left_out"]:
-        output.warn(f"left out: {reason}")
-    if as_json:
-        output.print_json(found)
-    else:
-        _print_speeds(found["tiers"])
+    plan = StorePlan(chunk_mib, repeat, tier)
+    _measure(lambda advance: measure_store(plan, advance), _print_speeds, as_json)
 
 
 @bench_app.command("lookups")
@@ -165,14 +160,7 @@ def lookups_command(
     from cacheblend_rag.bench.lookups import LookupPlan, measure_lookups
 
     plan = LookupPlan(few, many, asked, repeat)
-    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
-        found = measure_lookups(plan, status.update)
-    for reason in found["left_out"]:
-        output.warn(f"left out: {reason}")
-    if as_json:
-        output.print_json(found)
-    else:
-        _print_lookups(found["lookups"])
+    _measure(lambda advance: measure_lookups(plan, advance), _print_lookups, as_json)
 
 
 @bench_app.command("faults")
@@ -203,14 +191,7 @@ def faults_command(
         dtype=named_dtype(dtype),
         device=pick_device(device),
     )
-    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
-        found = measure_faults(plan, status.update)
-    if as_json:
-        output.print_json(found)
-        return
-    for row in found["rows"]:
-        title = f"Redis {row.pop('redis')}, {row.pop('chunks')} chunks"
-        output.print_facts(title, row)
+    _measure(lambda advance: measure_faults(plan, advance), _print_faults, as_json)
 
 
 @bench_app.command("overhead")
@@ -326,12 +307,7 @@ def steady_command(
         dtype=named_dtype(dtype),
         device=pick_device(device),
     )
-    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
-        found = measure_steady(plan, status.update)
-    if as_json:
-        output.print_json(found)
-    else:
-        _print_steady(found)
+    _measure(lambda advance: measure_steady(plan, advance), _print_steady, as_json)
 
 
 @bench_app.command("decode-gap")
@@ -403,14 +379,13 @@ def attention_command(
         pick_device(device),
         repeat,
     )
-    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
-        found = measure_attention(plan, status.update)
-    if as_json:
-        output.print_json(found)
-        return
-    for row in found["rows"]:
-        title = f"one layer of {shape}, {row['computed_rows']:,} of {row['tokens']:,} rows, seconds"
-        output.print_facts(title, row["seconds"])
+
+    def show(found: dict[str, Any]) -> None:
+        for row in found["rows"]:
+            rows = f"{row['computed_rows']:,} of {row['tokens']:,} rows"
+            output.print_facts(f"one layer of {shape}, {rows}, seconds", row["seconds"])
+
+    _measure(lambda advance: measure_attention(plan, advance), show, as_json)
 
 
 @bench_app.command("precision")
@@ -436,17 +411,19 @@ def precision_command(
     from cacheblend_rag.engines.transformers.loading import named_dtype
     from cacheblend_rag.quality.sample import demo_kv
 
-    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+    def measure(advance: Advance) -> dict[str, Any]:
         quiet_libraries()
         plan = PrecisionPlan(
             named_shape(shape), named_dtype(dtype), chunk_tokens, demo_kv(questions), repeat
         )
-        rows = [row.to_dict() for row in measure_precision(plan, status.update)]
-    if as_json:
-        output.print_json({"shape": shape, "chunk_tokens": chunk_tokens, "rows": rows})
-    else:
-        for row in rows:
+        rows = [row.to_dict() for row in measure_precision(plan, advance)]
+        return {"shape": shape, "chunk_tokens": chunk_tokens, "rows": rows}
+
+    def show(found: dict[str, Any]) -> None:
+        for row in found["rows"]:
             output.print_facts(f"{row.pop('precision')}, {shape}", row)
+
+    _measure(measure, show, as_json)
 
 
 @bench_app.command("registry")
@@ -496,7 +473,7 @@ def fill_command(
     from cacheblend_rag.bench.shapes import named_shape
     from cacheblend_rag.engines.transformers.loading import named_dtype, pick_device
 
-    with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
+    def measure(advance: Advance) -> dict[str, Any]:
         quiet_libraries()
         plan = FillPlan(
             named_shape(shape),
@@ -516,12 +493,9 @@ def fill_command(
             device=pick_device(device),
             seed=seed,
         )
-        found = measure_fill(plan, status.update)
-    if as_json:
-        output.print_json(found)
-        return
-    _print_hundreds(found)
-    output.print_facts("requests without chunks, meanwhile", found["neighbours"])
+        return measure_fill(plan, advance)
+
+    _measure(measure, _print_fill, as_json)
 
 
 def _check_options(dtype: str, selector: str | None = None) -> None:
@@ -541,13 +515,25 @@ def _setting(shape: str, dtype: str, device: str, eager: bool) -> VLLMSetting:
     return setting
 
 
-def _measure_facts(title: str, measure: Callable[[Advance], dict[str, Any]], as_json: bool) -> None:
+def _measure(measure: Measure, show: Callable[[dict[str, Any]], None], as_json: bool) -> None:
+    """Measure, and show what was found, or print it as it is; say what was left out."""
     with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
         found = measure(status.update)
-    if as_json:
-        output.print_json(found)
-    else:
+    for reason in found.get("left_out", ()):
+        output.warn(f"left out: {reason}")
+    (output.print_json if as_json else show)(found)
+
+
+def _measure_facts(title: str, measure: Measure, as_json: bool) -> None:
+    def show(found: dict[str, Any]) -> None:
         output.print_facts(title, {name: v for name, v in found.items() if name != "runs"})
+
+    _measure(measure, show, as_json)
+
+
+def _print_fill(found: dict[str, Any]) -> None:
+    _print_hundreds(found)
+    output.print_facts("requests without chunks, meanwhile", found["neighbours"])
 
 
 def _print_hundreds(found: dict[str, Any]) -> None:
@@ -617,14 +603,14 @@ def _print_steady(found: dict[str, Any]) -> None:
     output.result_console().print(table)
 
 
-def _print_speeds(tiers: Sequence[dict[str, Any]]) -> None:
+def _print_speeds(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title="GiB a second, and the share of the raw limit")
     table.add_column("tier")
     for heading in ("get", "raw get", "share", "put", "raw put", "share"):
         table.add_column(heading, justify="right")
-    for row in tiers:
+    for row in found["tiers"]:
         cells = [row["tier"]]
         for way in ("get", "put"):
             speed, limit = row[f"{way}_gib_s"], row[f"raw_{way}_gib_s"]
@@ -633,14 +619,19 @@ def _print_speeds(tiers: Sequence[dict[str, Any]]) -> None:
     output.result_console().print(table)
 
 
-def _print_lookups(lookups: Sequence[dict[str, Any]]) -> None:
+def _print_faults(found: dict[str, Any]) -> None:
+    for row in found["rows"]:
+        output.print_facts(f"Redis {row.pop('redis')}, {row.pop('chunks')} chunks", row)
+
+
+def _print_lookups(found: dict[str, Any]) -> None:
     from rich.table import Table
 
     table = Table(title="microseconds a chunk")
     table.add_column("tier")
     for heading in ("stored", "find", "miss", "open"):
         table.add_column(heading, justify="right")
-    for row in lookups:
+    for row in found["lookups"]:
         times = [f"{row[f'{kind}_microseconds']:.0f}" for kind in ("find", "miss", "open")]
         table.add_row(row["tier"], f"{row['stored']:,}", *times)
     output.result_console().print(table)

@@ -28,7 +28,7 @@ SCALING = 0.4
 WINDOWS = (None, 9, None, 9)
 FREQUENCIES = 0.7 ** torch.arange(PAIRS)
 
-Kind = Literal["run", "probe", "write", "read"]
+Kind = Literal["run", "probe", "write", "read", "upload"]
 
 
 class Event(NamedTuple):

@@ -155,10 +155,10 @@ def test_pinned_memory_is_copied_from_where_it_lies_and_held_until_then() -> Non
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
-def test_what_is_on_the_device_is_not_copied() -> None:
+def test_what_is_on_the_device_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     lane = FakeLane()
     stages, fused = Stages(lane, 2, 40 * ROW_BYTES), buffer("fused", geometry(lane))
-    lane.copy = None  # type: ignore[assignment]
+    monkeypatch.setattr(lane, "copy", None)
     parts = [
         LayerPart(p.start, lane.put_here(p.keys), lane.put_here(p.values), p.turn)
         for p in parts_of(0, fused.keys.device)

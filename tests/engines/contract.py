@@ -1207,3 +1207,13 @@ def ways_to_ask(engine: Engine, prompt: Any, **options: Any) -> Sequence[Callabl
         lambda: asyncio.run(read(engine.astream(prompt, SHORT, **options))),
     ]
     return ways if options else [*ways, lambda: engine.generate_full(prompt, SHORT)]
+
+
+def check_prefilled_instead(answer: Generation, plain: Generation, tiers: list[str]) -> None:
+    """Hold an answer over chunks in these tiers to ordinary prefill, which was the faster way."""
+    assert answer.token_ids == plain.token_ids
+    assert not answer.report.blended
+    assert answer.report.reason is not None
+    assert answer.report.reason.startswith("ordinary prefill takes ")
+    assert [chunk.reason for chunk in answer.report.chunks] == ["slow"] * len(tiers)
+    assert [chunk.tier for chunk in answer.report.chunks] == tiers

@@ -29,20 +29,17 @@ def test_reads_of_one_size_tell_what_such_a_read_takes():
     assert speeds.of("disk").latency == 0
 
 
-def test_no_fit_says_that_more_bytes_take_less_time():
+@pytest.mark.parametrize(
+    ("reads", "small", "large"),
+    [([(1000, 1.0), (100_000, 0.5)], 1000, 100_000), ([(1000, 0.001), (2000, 10.0)], 1, 1000)],
+    ids=["more bytes took less time", "few bytes would take less than none"],
+)
+def test_no_fit_says_what_cannot_be(reads, small, large):
     speeds = Speeds()
-    speeds.record("disk", 1000, 1.0)
-    speeds.record("disk", 100_000, 0.5)
+    for nbytes, seconds in reads:
+        speeds.record("disk", nbytes, seconds)
     assert speeds.of("disk").latency == 0
-    assert 0 < speeds.of("disk").seconds(1000) < speeds.of("disk").seconds(100_000)
-
-
-def test_no_fit_says_that_nothing_takes_less_than_no_time():
-    speeds = Speeds()
-    speeds.record("disk", 1000, 0.001)
-    speeds.record("disk", 2000, 10.0)
-    assert speeds.of("disk").latency == 0
-    assert 0 < speeds.of("disk").seconds(1) < speeds.of("disk").seconds(1000)
+    assert 0 < speeds.of("disk").seconds(small) < speeds.of("disk").seconds(large)
 
 
 def test_later_reads_count_for_more():

@@ -25,7 +25,7 @@ from cacheblend_rag.kv.tiers import StoredChunk, Tier
 from cacheblend_rag.prefill import laying
 from cacheblend_rag.prefill.blended import FusedPrompt, PromptPass
 from tests.blend.fake_lane import FakeLane, use
-from tests.blend.fake_stack import LAYERS, FakeStack
+from tests.blend.fake_stack import LAYERS, Event, FakeStack
 from tests.kv.samples import SlowBytes
 from tests.prefill import test_precompute as documents
 from tests.prefill.prompts import Ranks, chunk_kv, placed, prompt_ids, run
@@ -182,7 +182,7 @@ def test_a_layer_is_on_its_way_while_the_one_before_is_computed(
 
     class Noted(Upload):
         def __init__(self, stages: Stages, fused: Any, layer: int, *rest: Any) -> None:
-            stack.log.append(("upload", layer))  # type: ignore[arg-type]
+            stack.log.append(Event("upload", layer, ()))
             super().__init__(stages, fused, layer, *rest)
 
     monkeypatch.setattr(laying, "Upload", Noted)

@@ -210,13 +210,13 @@ class DiskTier(BytesTier):
             except FileNotFoundError:  # another reader was quicker
                 return
             self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
-        _create(f"{target}.reason", f"{reason}\n".encode())
+        _create(f"{target}.reason", f"{reason}\n".encode(), fsync=self._fsync)
         for name in self.quarantined()[:-QUARANTINE_FILES]:
             for leaf in (name, f"{name}.reason"):
                 (folder / leaf).unlink(missing_ok=True)
 
     def _file(self, key: KVKey) -> str:
-        return os.path.join(self._root, key.chunk_id[0], key.chunk_id[1], f"{key}{SUFFIX}")
+        return file_of(self._root, key)
 
     def _make_folders(self, path: str) -> None:
         leaf = os.path.dirname(path)
@@ -334,8 +334,13 @@ class DiskTier(BytesTier):
         with suppress(FileNotFoundError):  # of a writer that was killed
             os.unlink(new)
         text = b"%d %d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
-        _create(new, text)
+        _create(new, text, fsync=False)
         os.replace(new, os.path.join(self._root, "usage"))
+
+
+def file_of(folder: str | os.PathLike[str], key: KVKey) -> str:
+    """Return where a chunk's file is, in a tier's folder."""
+    return os.path.join(folder, key.chunk_id[0], key.chunk_id[1], f"{key}{SUFFIX}")
 
 
 def _begin(work: Callable[[], bytes]) -> Future[bytes]:
@@ -364,8 +369,8 @@ def _write_all(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
         file.write(part)
 
 
-def _create(path: str, text: bytes) -> None:
-    with _new_file(path, fsync=False) as file:
+def _create(path: str, text: bytes, *, fsync: bool) -> None:
+    with _new_file(path, fsync=fsync) as file:
         file.write(text)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cacheblend_rag import BlendConfig, SamplingParams
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
@@ -34,3 +36,9 @@ def request_of(
 ) -> VLLMRequest:
     """What an engine sends to vLLM for a prompt."""
     return engine._sent(engine._request(prompt, sampling, config, (), None)).request
+
+
+def share_cores(environment: pytest.MonkeyPatch) -> None:
+    """Let several processes of one vLLM run on the same cores."""
+    environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    environment.setenv("OMP_NUM_THREADS", "1")

@@ -13,7 +13,7 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from tests.engines.vllm.conftest import EngineFactory
-from tests.engines.vllm.opening import request_of, vllm_in_process
+from tests.engines.vllm.opening import request_of, share_cores, vllm_in_process
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, logprobs, retrieved
 from tests.engines.vllm.test_protocol import mixed_prompts, same_tokens
 
@@ -55,8 +55,7 @@ def test_every_replica_has_the_chunks_and_answers_for_its_reports(
     open_vllm: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM sends requests to whichever replica is free; each has a memory of its own."""
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    share_cores(monkeypatch)
     engine = open_vllm(config=REUSE, data_parallel_size=2)
     assert engine.status.replicas == 2
     assert engine.precompute(DOCUMENTS, progress=False).computed == 4

@@ -24,7 +24,7 @@ from cacheblend_rag.prefill.controller import Controller, Decision
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.failing import TOLD, FailingConnector
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import request_of
+from tests.engines.vllm.opening import request_of, share_cores
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
 from tests.models import words
 from tests.servers import redis_place, tier_at
@@ -56,8 +56,7 @@ def two_ranks(
 ) -> Iterator[tuple[VLLMEngine, Path]]:
     folder = tmp_path_factory.mktemp("kv")
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # ranks may share cores
-        environment.setenv("OMP_NUM_THREADS", "1")
+        share_cores(environment)
         engine = open_vllm(
             tensor_parallel_size=2,
             enforce_eager=request.param != "compiled",
@@ -129,8 +128,7 @@ def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: tuple[VLLMEngin
 def test_the_first_rank_weighs_for_all(
     open_vllm: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    share_cores(monkeypatch)
     given_up_by, decide = {0: 0.1, 1: 0.2}, Controller.decide
 
     def by_rank(self: Controller, *given: Any) -> Decision:
@@ -156,8 +154,7 @@ def test_the_first_rank_weighs_for_all(
 def test_two_ranks_share_one_redis(
     open_vllm: EngineFactory, redis: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    share_cores(monkeypatch)
     url = redis_place(redis)
     settings = ConnectorSettings(StoreConfig(tiers=[url]))
     engine = open_vllm(tensor_parallel_size=2, config=BY_SHARE, settings=settings)
@@ -177,8 +174,7 @@ def test_two_ranks_share_one_redis(
 def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
     open_vllm: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    share_cores(monkeypatch)
     monkeypatch.setenv(TOLD, str(tmp_path / "fail"))
     transfer = ConnectorSettings().to_transfer_config()
     transfer["kv_connector"] = FailingConnector.__name__
