@@ -19,10 +19,11 @@ from llama_index.postprocessor.cacheblend import CacheBlendPostprocessor
 
 
 @pytest.fixture
-def llm(random_model: Path) -> CacheBlendLLM:
+def llm(random_model: Path, request: pytest.FixtureRequest) -> CacheBlendLLM:
+    """Of a namespace of its own: LLMs with equal settings share an engine while it lives."""
     return CacheBlendLLM(
         model=random_model,
-        namespace="postprocessor",
+        namespace=request.node.name,
         instruction="",
         blend_config={"min_tokens": 0},
         max_tokens=2,
