@@ -16,7 +16,7 @@ from torch import Tensor
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend import BlendPass, FusedKV
 from cacheblend_rag.blend.selectors import SELECTORS
-from cacheblend_rag.kv import HostTier, codec
+from cacheblend_rag.kv import HostTier, KVKey, codec
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.tiers import Tier
 from cacheblend_rag.prefill.blended import FusedPrompt, PromptPass
@@ -211,11 +211,22 @@ def test_what_one_rank_loses_midway_both_do_without(rank: int) -> None:
 def test_loading_that_takes_less_than_computing_is_hidden(
     monkeypatch: pytest.MonkeyPatch, ring: bool
 ) -> None:
-    """Of layers that are read in 2 ms while others are computed for 20, hardly one is awaited."""
+    """Of layers that are read in 2 ms while others are computed for 20, hardly one is awaited.
+
+    The last one's reading takes until half of them are computed.
+    """
     depth = 20
     stack = FakeStack(windows=(None,) * depth)
-    tier = SlowBytes(lambda *_: time.sleep(0.002))
+    halfway = threading.Event()
+
+    def gate(key: KVKey, start: int) -> None:
+        time.sleep(0.002)
+        if (key, start) == last:
+            assert halfway.wait(10)
+
+    tier = SlowBytes(gate)
     tier.fill({chunk.key: chunk_kv(stack, chunk) for chunk in placed()})
+    last = NAMES["b"].key, spans_of(tier.objects[NAMES["b"].key], "b").span(depth - 1, depth)[0]
     ready: list[bool] = []
     own_want, own_run = LayerSource.want, BlendPass._run
 
@@ -226,6 +237,8 @@ def test_loading_that_takes_less_than_computing_is_hidden(
 
     def slowly(work: BlendPass, layer: int) -> Iterator[None]:
         time.sleep(0.02)
+        if layer == depth // 2:
+            halfway.set()
         return own_run(work, layer)
 
     monkeypatch.setattr(LayerSource, "want", want)
@@ -236,7 +249,7 @@ def test_loading_that_takes_less_than_computing_is_hidden(
     assert len(tier.ranges) == 3 * depth
     assert len(ready) == depth
     assert sum(ready) >= 0.8 * depth
-    assert found.seconds["load_hidden"] > 0
+    assert found.seconds["load_hidden"] > 0.1
 
 
 def test_seconds_that_are_hidden_are_no_part_of_the_first_tokens() -> None:
