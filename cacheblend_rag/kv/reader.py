@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -17,6 +18,34 @@ from cacheblend_rag.kv.seal import CHECKSUM, Seal
 
 LayerKV = tuple[Tensor, Tensor]
 """One layer's keys and values, each (kv_heads, tokens, head_dim)."""
+
+
+class LayersInMemory(Sequence[LayerKV]):
+    """Views of some layers of a chunk, each made when it is asked for.
+
+    Not all at once: that is some hundred tensors a prompt, made while others wait for the
+    interpreter.
+    """
+
+    def __init__(self, kv: ChunkKV, first: int, last: int) -> None:
+        self._kv, self._layers = kv, range(first, last)
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    @overload
+    def __getitem__(self, index: int) -> LayerKV: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[LayerKV]: ...
+
+    def __getitem__(self, index: int | slice) -> LayerKV | list[LayerKV]:
+        if isinstance(index, slice):
+            return [self._of(layer) for layer in self._layers[index]]
+        return self._of(self._layers[index])
+
+    def _of(self, layer: int) -> LayerKV:
+        return self._kv.keys[layer], self._kv.values[layer]
 
 
 class ChunkReader(ABC):
@@ -46,7 +75,7 @@ class ChunkReader(ABC):
         return 2 * kv_heads * tokens * head_dim * self.dtype.itemsize
 
     @abstractmethod
-    def read(self, first: int, last: int) -> list[LayerKV]:
+    def read(self, first: int, last: int) -> Sequence[LayerKV]:
         """Read and check layers ``first`` to ``last - 1``; raises as a tier's ``_load`` does."""
 
     def assembled(self, layers: Sequence[LayerKV]) -> ChunkKV:
@@ -70,9 +99,9 @@ class WholeReader(ChunkReader):
         """Nothing is read."""
         return 0
 
-    def read(self, first: int, last: int) -> list[LayerKV]:
+    def read(self, first: int, last: int) -> Sequence[LayerKV]:
         """Return views of layers ``first`` to ``last - 1``."""
-        return [(self.kv.keys[layer], self.kv.values[layer]) for layer in range(first, last)]
+        return LayersInMemory(self.kv, first, last)
 
     def assembled(self, layers: Sequence[LayerKV]) -> ChunkKV:
         """Return the chunk, which is whole already."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from weakref import WeakValueDictionary
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.reader import ChunkReader, LayerKV
+from cacheblend_rag.kv.reader import ChunkReader, LayerKV, LayersInMemory
 
 PARTS_AT_ONCE = 16
 """Most reads of one prompt, where reading is waiting: parts, and heads before them."""
@@ -21,7 +21,7 @@ Submit = Callable[[Callable[[], "Part"]], "Future[Part]"]
 class Part:
     """Some layers of a chunk that were read together, ``first`` the first of them."""
 
-    def __init__(self, first: int, layers: list[LayerKV]) -> None:
+    def __init__(self, first: int, layers: Sequence[LayerKV]) -> None:
         self.first, self.layers = first, layers
 
     def layer(self, index: int) -> LayerKV:
@@ -42,7 +42,7 @@ class SharedChunk:
         self,
         reader: ChunkReader,
         tier: str,
-        read: Callable[[int, int], list[LayerKV]],
+        read: Callable[[int, int], Sequence[LayerKV]],
         keep: Callable[[ChunkKV], None] | None = None,
         *,
         at_once: int = PARTS_AT_ONCE,
@@ -97,8 +97,7 @@ class SharedChunk:
         """Return a part that needs no reading."""
         last = self.last_of(first)
         if self._whole is not None:
-            kv = self._whole
-            return Part(first, [(kv.keys[i], kv.values[i]) for i in range(first, last)])
+            return Part(first, LayersInMemory(self._whole, first, last))
         if not self.reader.layer_bytes:
             return Part(first, self.reader.read(first, last))
         return self._kept.get(first) or self._held.get(first)

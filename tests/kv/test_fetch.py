@@ -13,7 +13,7 @@ from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec
 from cacheblend_rag.kv import fetch as fetch_module
 from cacheblend_rag.kv import store as store_module
 from cacheblend_rag.kv.fetch import BusySeconds
-from cacheblend_rag.kv.reader import RangeReader
+from cacheblend_rag.kv.reader import LayersInMemory, RangeReader
 from cacheblend_rag.kv.tiers import StoredChunk
 
 from . import format1
@@ -427,3 +427,41 @@ def test_the_time_reads_took_is_known(slow):
         assert source.busy.total >= 0.02
         before = source.busy.total
         assert until(lambda: source.busy.total == before)
+
+
+def test_views_of_a_chunk_in_memory_are_made_as_its_layers_are_handed_out(monkeypatch):
+    """A hundred tensors a prompt, made by the store's threads at once, held up its own thread."""
+    made = []
+    own = LayersInMemory._of
+
+    def of(layers, layer):
+        made.append(layer)
+        return own(layers, layer)
+
+    monkeypatch.setattr(LayersInMemory, "_of", of)
+    tier = HostTier(None)
+    for key, kv in KVS.items():
+        tier.put(key, StoredChunk(kv, time.time()))
+    with TieredKVStore([tier]) as store, store.fetch(KEYS) as source:
+        heads(source)
+        source.want(0)
+        assert source.wait(5)
+        assert made == []
+        for layer in range(LAYERS):
+            found = source.layer(layer)
+            assert made == [layer] * len(KEYS)
+            made.clear()
+            for (keys, values), kv in zip(found, KVS.values(), strict=True):
+                assert torch.equal(keys, kv.keys[layer])
+                assert torch.equal(values, kv.values[layer])
+
+
+def test_some_layers_in_memory_are_counted_from_their_first():
+    kv = KVS[KEYS[0]]
+    layers = LayersInMemory(kv, 2, 5)
+    assert len(layers) == 3
+    for found, layer in zip([*layers, *layers[1:], layers[-1]], [2, 3, 4, 3, 4, 4], strict=True):
+        assert torch.equal(found[0], kv.keys[layer])
+        assert torch.equal(found[1], kv.values[layer])
+    with pytest.raises(IndexError):
+        layers[3]

@@ -272,7 +272,9 @@ class Tier(ABC):
         found = self._load(key)
         return None if found is None else WholeReader(found.kv, found.written_at)
 
-    def read_layers(self, key: KVKey, reader: ChunkReader, first: int, last: int) -> list[LayerKV]:
+    def read_layers(
+        self, key: KVKey, reader: ChunkReader, first: int, last: int
+    ) -> Sequence[LayerKV]:
         """Read layers ``first`` to ``last - 1`` of a chunk that was opened here; raises as get."""
         try:
             with self._accessing(self.reading, key):
