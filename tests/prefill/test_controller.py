@@ -12,6 +12,7 @@ from cacheblend_rag.blend.forecast import Forecast
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.speed import Speeds
+from cacheblend_rag.prefill import controller as controller_module
 from cacheblend_rag.prefill.controller import Controller, Rates, StoredPart, _masks
 
 LAYERS, TOKENS = 10, 1000
@@ -20,6 +21,11 @@ FULL = prefill_cost(COSTS, TOKENS)
 PARTS = [StoredPart(start, start + 200, "disk", 1000) for start in (50, 250, 450, 650)]
 AUTO = BlendConfig(recompute_ratio="auto", selector="prior", ratio_bounds=(0.1, 0.5))
 PLAIN = BlendConfig(recompute_ratio=0.15)
+
+
+@pytest.fixture(autouse=True)
+def _times_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller_module, "WORTH_SECONDS", 0.1)
 
 
 def controller(

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from cacheblend_rag import BlendConfig, Engine, Generation, open_engine
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import generate_collection
+from cacheblend_rag.prefill import controller
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
 
 REUSE = BlendConfig(recompute_ratio=0.0, min_tokens=32)
@@ -30,6 +31,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--modes-table", action="store_true", help="print the table of modes that docs show"
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _noise_decides_nothing() -> Iterator[None]:
+    """Prefill of models so small is never held against blending, however busy the machine is."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(controller, "WORTH_SECONDS", 60.0)
+        yield
 
 
 @pytest.fixture(autouse=True)

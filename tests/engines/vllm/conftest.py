@@ -14,7 +14,6 @@ import pytest
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
-from cacheblend_rag.prefill import controller
 from tests.engines.vllm.forking import fork_engines
 from tests.engines.vllm.opening import vllm_in_process
 from tests.models import make_tokenizer, save_model
@@ -41,14 +40,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 EngineFactory = Callable[..., VLLMEngine]
 ServerFactory = Callable[..., RunningServer]
 SERVER_FLAGS = ("--dtype", "float32", "--enforce-eager")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _noise_decides_nothing() -> Iterator[None]:
-    """Prefill of models so small is never held against blending, however busy the machine is."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controller, "WORTH_SECONDS", 60.0)
-        yield
 
 
 @pytest.fixture(scope="session")
