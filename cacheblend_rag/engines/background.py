@@ -39,7 +39,7 @@ class BackgroundLoop:
         raise _closed()
 
     async def _known(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do ``work`` as a task that ``give_up`` knows of."""
+        """Do ``work`` as a task that ``close`` knows of, among those that libraries start."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101  # run_coroutine_threadsafe makes one
         self._tasks.add(task)
@@ -75,25 +75,30 @@ class BackgroundLoop:
 
         self.start(work())
 
-    def give_up(self) -> None:
-        """End what was started here and is still at work."""
-        if self.is_open:
-            self.run(_cancel(lambda: self._tasks))
-
-    def close(self) -> None:
-        """End what is at work, then the thread."""
+    def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
+        """End what is at work, do ``last``, end the thread; nothing begins meanwhile."""
         with self._starting:
             if not self.is_open:
                 return
             self._closed = True
-        asyncio.run_coroutine_threadsafe(_cancel(asyncio.all_tasks), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+        try:
+            asyncio.run_coroutine_threadsafe(self._end(last), self.loop).result()
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join()
+            self.loop.close()
+
+    async def _end(self, last: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        await _cancel(self._tasks)
+        try:
+            if last is not None:
+                await last()
+        finally:
+            await _cancel(asyncio.all_tasks())
 
 
-async def _cancel(find: Callable[[], set[asyncio.Task[Any]]]) -> None:
-    others = find() - {asyncio.current_task()}
+async def _cancel(tasks: set[asyncio.Task[Any]]) -> None:
+    others = tasks - {asyncio.current_task()}
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)

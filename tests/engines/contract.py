@@ -1117,8 +1117,6 @@ class EngineContract:
         sibling = engine.sibling(lead_in="none")
         checked = engine._request(texts.text(20), SHORT, None, (), None)
         streams = [one.stream(texts.text(20), LONG) for one in (engine, sibling)]
-        for stream in streams:
-            next(stream)
         asked = 40
 
         async def main() -> list[Any]:
@@ -1126,7 +1124,9 @@ class EngineContract:
             tasks = [
                 asyncio.create_task(engine.agenerate(texts.text(20), LONG)) for _ in range(asked)
             ]
-            await until(lambda: len(watched.begun) > asked)
+            await until(lambda: len(watched.begun) >= asked)
+            for stream in streams:
+                await asyncio.to_thread(next, stream)
             await asyncio.to_thread(engine.close)
             return await asyncio.gather(*tasks, return_exceptions=True)
 

@@ -201,7 +201,7 @@ class VLLMEngine(Engine):
         ids: list[int] = []
         pieces = self.transport.send(sent.request, stream=request.streamed)
         async with aclosing(cast("AsyncGenerator[Piece]", pieces)):
-            async for piece in _until(pieces, request.cancel):
+            while piece := await _next(pieces, request.cancel):
                 ended = time.perf_counter() - started
                 first = first or ended
                 text, last = text + piece.text, piece
@@ -371,20 +371,32 @@ def _finish_reason(told: str | None) -> FinishReason:
     return cast(FinishReason, {"abort": "cancelled", "length": "length"}.get(told or "", "stop"))
 
 
-async def _until(pieces: AsyncIterator[Piece], cancel: Cancellation) -> AsyncIterator[Piece]:
-    """Pass pieces on until the request is cancelled, which is looked at now and then."""
-    while True:
-        step = asyncio.ensure_future(anext(pieces))
-        try:
-            while not step.done():
-                await asyncio.wait({step}, timeout=CANCEL_SECONDS)
-                if cancel.is_set():
-                    return
-        finally:
-            if not step.done():
-                step.cancel()
-                await asyncio.wait({step})
-        try:
-            yield step.result()
-        except StopAsyncIteration:
-            return
+async def _next(pieces: AsyncIterator[Piece], cancel: Cancellation) -> Piece | None:
+    """Return the next piece, or None: there is no other, or the request is cancelled.
+
+    Whether it is, is looked at now and then. The piece is made in this very task: whoever waits for
+    a task of its own to be interrupted may be cancelled in that wait, and leaves it running.
+    """
+    loop = asyncio.get_running_loop()
+    later: asyncio.TimerHandle
+
+    def look() -> None:
+        nonlocal later
+        if cancel.is_set():
+            limit.reschedule(loop.time())
+        else:
+            later = loop.call_later(CANCEL_SECONDS, look)
+
+    later = loop.call_later(CANCEL_SECONDS, look)
+    try:
+        async with asyncio.timeout(None) as limit:
+            piece = await anext(pieces)
+    except StopAsyncIteration:
+        return None
+    except Exception:  # also TimeoutError, of our own or of who makes pieces
+        if not limit.expired():
+            raise
+        return None
+    finally:
+        later.cancel()
+    return None if cancel.is_set() else piece

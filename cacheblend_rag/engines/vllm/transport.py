@@ -83,7 +83,4 @@ class Transport(ABC):
 
     def close(self) -> None:
         """Give up what is at work and let go of vLLM; again is harmless."""
-        if self.background.is_open:
-            self.background.give_up()
-            self.run(self._stop())
-        self.background.close()
+        self.background.close(self._stop)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from cacheblend_rag import BlendConfig, SamplingParams, open_engine
+from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.engine import VLLMEngine, _next
+from cacheblend_rag.engines.vllm.transport import Piece
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.opening import request_of, share_cores, vllm_in_process
@@ -18,6 +24,75 @@ from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, logprobs, retrie
 from tests.engines.vllm.test_protocol import mixed_prompts, same_tokens
 
 REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
+
+
+class Pieces:
+    """One piece, then none for ever; how the wait for it ended, cleaning up after it included."""
+
+    def __init__(self, error: type[Exception] | None = None) -> None:
+        self.error, self.cleaning, self.ended = error, asyncio.Event(), ""
+        self.cancel = Event()
+
+    async def send(self) -> AsyncGenerator[Piece]:
+        try:
+            yield Piece("one", (1,))
+            await asyncio.Event().wait()
+        finally:
+            self.cleaning.set()
+            self.ended = "interrupted"
+            await asyncio.sleep(0.05)
+            self.ended = "cleaned up"
+            if self.error:
+                raise self.error
+
+    async def read(self) -> list[Piece]:
+        read = []
+        async with aclosing(self.send()) as pieces:
+            while piece := await _next(pieces, Cancellation(self.cancel)):
+                read.append(piece)
+                asyncio.get_running_loop().call_later(0.02, self.cancel.set)
+        return read
+
+
+@pytest.mark.parametrize("error", [None, OSError, TimeoutError])
+def test_a_cancelled_request_ends_at_once_however_its_transport_takes_it(
+    error: type[Exception] | None,
+) -> None:
+    pieces = Pieces(error)
+    started = time.monotonic()
+    assert asyncio.run(pieces.read()) == [Piece("one", (1,))]
+    assert pieces.ended == "cleaned up"
+    assert time.monotonic() - started < 10.0, "it would have waited for ever"
+
+
+def test_a_request_is_cancelled_again_while_it_cleans_up() -> None:
+    """As when an engine closes: its requests are over, and their loop ends what is at work."""
+
+    async def main() -> Pieces:
+        pieces = Pieces()
+        reading = asyncio.create_task(pieces.read())
+        await pieces.cleaning.wait()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        return pieces
+
+    assert asyncio.run(main()).ended == "interrupted"
+
+
+def test_an_error_of_the_transport_is_told() -> None:
+    async def failing() -> AsyncGenerator[Piece]:
+        yield Piece("one", (1,))
+        raise TimeoutError("its own")
+
+    async def main() -> None:
+        pieces = failing()
+        assert await _next(pieces, Cancellation()) == Piece("one", (1,))
+        with pytest.raises(TimeoutError, match="its own"):
+            await _next(pieces, Cancellation())
+        assert await _next(pieces, Cancellation()) is None
+
+    asyncio.run(main())
 
 
 def test_synchronous_blending_gives_the_same_answers(

@@ -1,0 +1,82 @@
+"""BackgroundLoop: what is at work when it closes, and what would begin then."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from queue import SimpleQueue
+from threading import Event
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.engines.background import CLOSED, BackgroundLoop
+from cacheblend_rag.errors import ConfigError
+
+PATIENCE = 30.0
+REFUSED = re.escape(CLOSED)
+
+
+async def nothing() -> None:
+    """Work that is done at once."""
+
+
+def test_nothing_begins_once_it_closes() -> None:
+    """Not even while the last work is done, which would be left at that."""
+    loop, refused, told = BackgroundLoop("test"), [], SimpleQueue[Any]()
+
+    async def items() -> AsyncIterator[int]:
+        yield 1
+
+    async def last() -> None:
+        for begin in (
+            lambda: loop.run(nothing()),
+            lambda: loop.deliver(items(), told.put, None),
+        ):
+            with pytest.raises(ConfigError, match=REFUSED):
+                begin()
+            refused.append(begin)
+
+    loop.close(last)
+    assert len(refused) == 2
+    assert told.empty()
+    loop.close(last)
+    assert len(refused) == 2, "it was closed before"
+
+
+def test_what_is_at_work_ends_before_the_last_work() -> None:
+    loop, begun, seen = BackgroundLoop("test"), Event(), SimpleQueue[Any]()
+
+    async def items() -> AsyncIterator[int]:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.01)
+            seen.put("cleaned up")
+        yield 1
+
+    async def last() -> None:
+        seen.put("last")
+
+    loop.deliver(items(), seen.put, None)
+    assert begun.wait(PATIENCE)
+    loop.close(last)
+    assert seen.get(timeout=PATIENCE) == "cleaned up"
+    told = seen.get(timeout=PATIENCE)
+    assert isinstance(told, ConfigError)
+    assert str(told) == CLOSED
+    assert seen.get(timeout=PATIENCE) == "last"
+
+
+def test_the_thread_ends_when_the_last_work_fails() -> None:
+    loop = BackgroundLoop("test")
+
+    async def last() -> None:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        loop.close(last)
+    assert not loop._thread.is_alive()
+    assert loop.loop.is_closed()
