@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import torch
@@ -159,6 +160,15 @@ class ChunkKV:
         Raises:
             ValueError: when they are not those the class promises.
         """
+        self.check_form()
+        self.check_numbers()
+
+    def check_form(self) -> None:
+        """Check shapes and dtypes, without a look at the numbers.
+
+        Raises:
+            ValueError: when they are not those the class promises.
+        """
         keys, values, prior = self.keys, self.values, self.prior
         if keys.dim() != 4 or 0 in keys.shape or not keys.is_floating_point():
             raise ValueError(
@@ -176,15 +186,42 @@ class ChunkKV:
             )
         if self.position < 0:
             raise ValueError(f"position={self.position} must be at least 0")
-        for part in (keys, values) if prior is None else (keys, values, prior[None]):
+
+    def check_numbers(self) -> None:
+        """Check the numbers alone, which takes a fifth of the time of writing them to a file.
+
+        Raises:
+            NotFiniteError: when one is NaN or infinite.
+        """
+        prior = () if self.prior is None else (self.prior[None],)
+        for part in (self.keys, self.values, *prior):
             # Layer by layer, since only a layer is sure to be contiguous: ten times as fast.
             if not all(map(is_finite, part)):
-                raise ValueError("holds NaN or infinity")
+                raise NotFiniteError("holds NaN or infinity")
 
     def to(self, device: torch.device | str) -> ChunkKV:
         """Return the same chunk KV with its tensors on ``device``."""
         prior = None if self.prior is None else self.prior.to(device)
         return replace(self, keys=self.keys.to(device), values=self.values.to(device), prior=prior)
+
+
+class NotFiniteError(ValueError):
+    """Numbers of a chunk KV are NaN or infinite."""
+
+
+class NumbersCheck:
+    """A look at a chunk's numbers, taken once, on the thread of whoever needs it first."""
+
+    def __init__(self, kv: ChunkKV) -> None:
+        self._unchecked: ChunkKV | None = kv
+        self._lock = Lock()
+
+    def __call__(self) -> None:
+        """Raise NotFiniteError when one is NaN or infinite."""
+        with self._lock:
+            if self._unchecked is not None:
+                self._unchecked.check_numbers()
+                self._unchecked = None
 
 
 def is_finite(tensor: Tensor) -> bool:

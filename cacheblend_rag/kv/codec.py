@@ -153,15 +153,20 @@ class Encoding:
     So whoever can writes the body at its place meanwhile. Layers that are on the CPU, contiguous
     and stored as they are, are not copied. body: its bytes in order. head_bytes: those before.
 
-    checked: whether the chunk was validated already, which takes about as long as writing it to
-    memory. Raises ValueError on malformed tensors.
+    check: looks at the chunk's numbers where nobody has; it is called when the head is asked for,
+    and what it raises is raised there. Raises ValueError on malformed tensors.
     """
 
     def __init__(
-        self, key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM, *, checked: bool = False
+        self,
+        key: KVKey,
+        kv: ChunkKV,
+        seal: Seal = CHECKSUM,
+        *,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        if not checked:
-            kv.validate()
+        kv.check_form()
+        self._check = check
         if kv.keys.dtype not in _DTYPE_NAMES:
             known = ", ".join(map(str, _DTYPE_NAMES))
             raise ValueError(f"dtype {kv.keys.dtype} is none of {known}")
@@ -185,7 +190,8 @@ class Encoding:
         self.nbytes = self.head_bytes + sum(part.nbytes for part in self.body)
 
     def head(self) -> bytes:
-        """Return what stands before the body."""
+        """Return what stands before the body, once the numbers are checked."""
+        self._check()
         layers = "".join(self._seal.digest(*parts) for parts in self._layers)
         metadata = {**self._metadata, "layers": layers}
         return self._header(layers, _head_digest(self._seal, metadata, self._spans, *self._own))
@@ -200,7 +206,7 @@ class Encoding:
 
 def encode(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> bytes:
     """Return ``kv`` as one safetensors object; raises ValueError on malformed tensors."""
-    return b"".join(Encoding(key, kv, seal).parts())
+    return b"".join(Encoding(key, kv, seal, check=kv.check_numbers).parts())
 
 
 def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Seal = CHECKSUM) -> ChunkKV:

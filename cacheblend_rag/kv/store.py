@@ -18,7 +18,7 @@ import torch
 from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import AccessLog
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NumbersCheck
 from cacheblend_rag.kv.fetch import Found, LayerSource, Room, miss_of
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup
@@ -299,13 +299,15 @@ class TieredKVStore:
         Raises:
             ValueError: when the tensors are not as ChunkKV promises.
         """
-        kv.validate()
-        now = time.time() if written_at is None else written_at
-        chunk = StoredChunk(rounded(kv, self.precision), now)
+        kv.check_form()
+        now, check = time.time() if written_at is None else written_at, NumbersCheck(kv)
+        chunk = StoredChunk(rounded(kv, self.precision), now, check)
         self._see([key])
         with self._locks.held(key):
             self._part_with(key)
-            return _put_all(self.tiers, key, chunk)
+            taken = _put_all(self.tiers, key, chunk)
+        check()  # whether or not a tier has: what is asked for does not depend on the tiers
+        return taken
 
     def evict(self, key: KVKey) -> bool:
         """Remove a chunk from all tiers, pinned or not; returns whether it was stored.

@@ -17,8 +17,10 @@ from filelock import FileLock
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, StoredChunk, TieredKVStore, codec
+from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.base import Usage
+from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 from .samples import OTHER_FINGERPRINT, chunk_files, make_key, make_kv, same
@@ -169,25 +171,17 @@ def test_a_file_replaced_under_a_reader_is_read_anew(store, disk, tmp_path, monk
 
 
 class FullDisk:
-    """Wraps a file whose device takes no more than so many bytes."""
+    """Stands for ``os.writev`` on a device that takes no more than so many bytes."""
 
-    def __init__(self, room, *arguments):
-        self.file, self.room = open(*arguments), room  # noqa: SIM115 - closed on exit
+    def __init__(self, room):
+        self.room = room
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.file.close()
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-    def write(self, data):
-        self.file.write(memoryview(data)[: self.room])
-        self.room -= memoryview(data).nbytes
-        if self.room < 0:
+    def __call__(self, descriptor, parts):
+        if not self.room:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = os.write(descriptor, b"".join(parts)[: self.room])
+        self.room -= written
+        return written
 
 
 @pytest.mark.parametrize("room", [0, 100, len(DATA) - 1])
@@ -196,7 +190,7 @@ def test_a_full_disk_is_a_failed_put_that_loses_nothing(
 ):
     store.put(KEY, make_kv())
     with monkeypatch.context() as patch:
-        patch.setattr(disk_module, "open", partial(FullDisk, room), raising=False)
+        patch.setattr(os, "writev", FullDisk(room))
         assert not store.put(OTHER, make_kv(1))
         assert not store.put(KEY, make_kv(2))
     assert "No space left on device" in caplog.text
@@ -358,6 +352,59 @@ def test_a_folder_removed_under_the_store_is_made_again(store, tmp_path):
 # What a hand that may write to the folder can do
 
 
+@pytest.mark.parametrize("tiers", ["host", "disk", "host disk", "disk host", "disk host host"])
+@pytest.mark.parametrize(("write", "precision"), [("through", "fp8"), ("behind", "native")])
+@pytest.mark.parametrize("beside", [0, 1 << 30])
+def test_no_tier_keeps_what_is_no_number_whichever_looks_first(
+    tmp_path, monkeypatch, tiers, write, precision, beside
+):
+    """The disk looks while it writes. An older chunk stays, and no tier is thought to fail."""
+    monkeypatch.setattr(disk_module, "BESIDE_BYTES", beside)
+    policy = TierPolicy(write=write)
+    opened = [
+        HostTier(1 << 20, name=f"host {number}")
+        if kind == "host"
+        else DiskTier(tmp_path, policy=policy)
+        for number, kind in enumerate(tiers.split())
+    ]
+    bad = make_kv(1)
+    bad.values[-1, 0, -1, 0] = torch.inf
+    with TieredKVStore(opened, precision=precision) as store:
+        store.put(OTHER, make_kv())
+        for key in (KEY, OTHER):
+            with pytest.raises(ValueError, match="NaN or infinity"):
+                store.put(key, bad)
+        for tier in opened:
+            assert not tier.contains(KEY)
+            assert same(tier.get(OTHER).kv, rounded(make_kv(), precision))
+            assert not tier.writing.is_failing
+            assert tier.stats()["errors"] == 0
+    assert not temporaries(tmp_path)
+    assert len(chunk_files(tmp_path)) == ("disk" in tiers)
+
+
+def test_what_is_no_number_is_told_though_no_tier_has_room():
+    bad = make_kv()
+    bad.keys[0] = torch.nan
+    with TieredKVStore([HostTier(1)]) as store:
+        assert not store.put(KEY, make_kv())
+        with pytest.raises(ValueError, match="NaN or infinity"):
+            store.put(KEY, bad)
+
+
+def test_numbers_are_looked_at_once_for_all_tiers(tmp_path, monkeypatch):
+    looks, look = [], ChunkKV.check_numbers
+    monkeypatch.setattr(ChunkKV, "check_numbers", lambda kv: looks.append(kv) or look(kv))
+    tiers = [DiskTier(tmp_path / "a"), HostTier(), DiskTier(tmp_path / "b", name="far")]
+    with TieredKVStore(tiers) as store:
+        assert store.put(KEY, make_kv())
+        assert len(looks) == 1
+        tiers[0].evict(KEY)
+        tiers[1].evict(KEY)
+        assert same(store.get(KEY).kv, make_kv())
+        assert len(looks) == 1, "what is read is looked at layer by layer"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("part", ["keys", "values", "prior"])
 def test_what_is_no_number_is_neither_stored_nor_loaded(store, disk, tmp_path, part, value):
@@ -370,7 +417,7 @@ def test_what_is_no_number_is_neither_stored_nor_loaded(store, disk, tmp_path, p
     data = codec.encode(KEY, sound)
     getattr(sound, part).view(-1)[2] = value
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ChunkKV, "validate", lambda self: None)
+        patch.setattr(ChunkKV, "check_numbers", lambda self: None)
         data = codec.encode(KEY, sound)
     overwrite(tmp_path, data)
     fresh = TieredKVStore([DiskTier(tmp_path)])

@@ -1,5 +1,6 @@
 """Every tier through the same cases: a new tier is one more line in TIERS."""
 
+import os
 import threading
 import time
 import uuid
@@ -350,6 +351,24 @@ def test_disk_takes_a_large_chunks_digests_beside_its_writing(tmp_path, monkeypa
         assert path.read_bytes() == codec.encode(KEYS[0], chunk.kv)
         assert (took[0] is not threading.current_thread()) == beside
         took.clear()
+
+
+@pytest.mark.parametrize("most", [1, 7, 100, 1 << 20])
+@pytest.mark.parametrize("parts", [1, 2, 1024])
+@pytest.mark.parametrize("beside", [0, 1 << 30])
+def test_disk_writes_on_behind_what_a_call_has_written(tmp_path, monkeypatch, most, parts, beside):
+    """As where a disk is nearly full, or a chunk has more parts than a call takes."""
+
+    def some(descriptor, wanted):
+        assert len(wanted) <= parts
+        return os.write(descriptor, b"".join(wanted)[:most])
+
+    monkeypatch.setattr(disk_module, "BESIDE_BYTES", beside)
+    monkeypatch.setattr(disk_module, "PARTS_A_WRITE", parts)
+    monkeypatch.setattr(os, "writev", some)
+    assert DiskTier(tmp_path).put(KEYS[0], stored())
+    (path,) = tmp_path.rglob(f"*{SUFFIX}")
+    assert path.read_bytes() == codec.encode(KEYS[0], stored().kv)
 
 
 def test_disk_takes_digests_itself_where_no_thread_is_started_any_more(tmp_path, monkeypatch):

@@ -19,7 +19,7 @@ from cacheblend_rag.errors import (
     StoreError,
     UnsealedChunkError,
 )
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NotFiniteError
 from cacheblend_rag.kv.reader import ChunkReader, LayerKV, WholeReader
 from cacheblend_rag.kv.seal import CHECKSUM
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
@@ -53,10 +53,15 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A chunk KV and when it was first written, which moving it between tiers does not change."""
+    """A chunk KV and when it was first written, which moving it between tiers does not change.
+
+    check: looks at the numbers, or does nothing where that was done, as when they were read. A tier
+    calls it before anyone can find the chunk there; whoever writes may do so beside it.
+    """
 
     kv: ChunkKV
     written_at: float
+    check: Callable[[], None] = lambda: None
 
 
 Read = StoredChunk | StoreError | None
@@ -137,7 +142,10 @@ class Tier(ABC):
 
     @abstractmethod
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        """Store or replace a chunk, evicting others; raises RefusedError, OSError."""
+        """Store or replace a chunk, evicting others.
+
+        Raises RefusedError, OSError, and what its check raises.
+        """
 
     @abstractmethod
     def _drop(self, key: KVKey) -> bool:
@@ -324,12 +332,14 @@ class Tier(ABC):
     def put(self, key: KVKey, chunk: StoredChunk) -> bool:
         """Store or replace a chunk; returns False, and logs why, when the tier did not take it.
 
-        Where the tier is written behind, it is stored soon, and found already.
+        Where the tier is written behind, it is stored soon, and found already. Raises
+        NotFiniteError when the tier had a look at the chunk's numbers.
         """
         if self.policy.read_only:
             return False
         if self._queue is None:
             return self._put(key, chunk)
+        chunk.check()
         if self._queue.add(key, chunk):
             return True
         self._count("dropped")
@@ -447,16 +457,16 @@ class Tier(ABC):
     def _accessing(self, breaker: Breaker, *keys: KVKey, timed: bool = True) -> Iterator[int]:
         """Around every access: the one place that decides what is a failure, and tells the breaker.
 
-        A chunk that is damaged, foreign or refused is an answer; whatever else is raised is a
-        failure and raised on as OSError. keys: one to try the tier with while it is out. timed:
-        whether what takes long counts; not for several chunks together.
+        A chunk that is damaged, foreign, refused or no numbers is an answer; whatever else is
+        raised is a failure and raised on as OSError. keys: one to try the tier with while it is
+        out. timed: whether what takes long counts; not for several chunks together.
         Raises OutError where the tier is not asked.
         """
         permit = self._permit(breaker, keys)
         began = breaker.clock()
         try:
             yield permit
-        except (RefusedError, DamagedChunkError, ForeignChunkError):
+        except (RefusedError, DamagedChunkError, ForeignChunkError, NotFiniteError):
             breaker.succeeded(permit)
             raise
         except Exception as error:

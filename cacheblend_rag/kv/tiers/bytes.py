@@ -88,8 +88,7 @@ class BytesTier(Tier):
         return reader
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        # Whatever a tier is given was checked, when the store was given it or when it was read.
-        data = codec.Encoding(key, chunk.kv, self.seal, checked=True)
+        data = codec.Encoding(key, chunk.kv, self.seal, check=chunk.check)
         if self.capacity_bytes is not None and data.nbytes > self.capacity_bytes:
             raise RefusedError(f"{data.nbytes} bytes, capacity is {self.capacity_bytes}")
         self._write(key, data, chunk.written_at)

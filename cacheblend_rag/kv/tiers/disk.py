@@ -14,13 +14,15 @@ import re
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import RawIOBase
+from io import FileIO, RawIOBase
+from itertools import islice
 from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import ClassVar
 from uuid import uuid4
 
 from filelock import FileLock
@@ -42,6 +44,8 @@ LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
 BESIDE_BYTES = 1 << 22
 """From so many on, a thread that takes the digests meanwhile costs less than it saves."""
+PARTS_A_WRITE = 1024
+"""Linux' IOV_MAX."""
 SAME_USE_SECONDS = 60.0
 """How long a chunk may take from being computed to its file."""
 LATELY_SECONDS = 86_400.0
@@ -227,13 +231,13 @@ class DiskTier(BytesTier):
         """Write a chunk's file, whose digests are taken beside the writing where that pays."""
         with _new_file(path, fsync=self._fsync) as file:
             if data.nbytes < BESIDE_BYTES:
-                _write_all(file, data.parts())
+                _write(file, data.parts())
                 return
             head = _begin(data.head)
             file.seek(data.head_bytes)
-            _write_all(file, data.body)
+            _write(file, data.body)
             file.seek(0)
-            file.write(head.result())
+            _write(file, [head.result()])
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -364,23 +368,28 @@ def _begin(work: Callable[[], bytes]) -> Future[bytes]:
     return done
 
 
-def _write_all(file: BinaryIO, parts: Iterable[bytes | memoryview]) -> None:
-    for part in parts:
-        file.write(part)
+def _write(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
+    """Write all parts, many a call: behind each one, this thread waits for the interpreter."""
+    left = deque(memoryview(part) for part in parts)
+    while left:
+        written = os.writev(file.fileno(), list(islice(left, PARTS_A_WRITE)))
+        while left and written >= left[0].nbytes:
+            written -= left.popleft().nbytes
+        if written:
+            left[0] = left[0][written:]
 
 
 def _create(path: str, text: bytes, *, fsync: bool) -> None:
     with _new_file(path, fsync=fsync) as file:
-        file.write(text)
+        _write(file, [text])
 
 
 @contextmanager
-def _new_file(path: str, *, fsync: bool) -> Iterator[BinaryIO]:
+def _new_file(path: str, *, fsync: bool) -> Iterator[FileIO]:
     """Write a file that must not be there yet, under whatever kind of name."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb") as file:
+    with open(descriptor, "wb", buffering=0) as file:
         yield file
-        file.flush()
         if fsync:
             os.fsync(descriptor)
 

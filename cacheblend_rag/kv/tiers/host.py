@@ -89,6 +89,7 @@ class HostTier(Tier):
         # Checked before copying too, so that a refusal costs nothing.
         if self.capacity_bytes is not None and chunk.kv.nbytes > self.capacity_bytes:
             raise RefusedError(f"{chunk.kv.nbytes} bytes, capacity is {self.capacity_bytes}")
+        chunk.check()
         kept = StoredChunk(compact(chunk.kv, self.device), chunk.written_at)
         with self._lock:
             self._make_room(key, kept.kv.nbytes)
