@@ -153,8 +153,9 @@ class Encoding:
     So whoever can writes the body at its place meanwhile. Layers that are on the CPU, contiguous
     and stored as they are, are not copied. body: its bytes in order. head_bytes: those before.
 
-    check: looks at the chunk's numbers where nobody has; it is called when the head is asked for,
-    and what it raises is raised there. Raises ValueError on malformed tensors.
+    kv: of the form that it promises. check: looks at its numbers where nobody has; it is called
+    when the head is asked for, and what it raises is raised there. Raises ValueError for a dtype
+    that is not stored.
     """
 
     def __init__(
@@ -165,8 +166,6 @@ class Encoding:
         *,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        kv.check_form()
-        self._check = check
         if kv.keys.dtype not in _DTYPE_NAMES:
             known = ", ".join(map(str, _DTYPE_NAMES))
             raise ValueError(f"dtype {kv.keys.dtype} is none of {known}")
@@ -174,7 +173,7 @@ class Encoding:
         self._layers, exponents = _pack(kv)
         if exponents is not None:
             own.append(_bytes_of(exponents))
-        self._own, self._spans, self._seal = own, _spans_of(kv), seal
+        self._own, self._spans, self._seal, self._check = own, _spans_of(kv), seal, check
         self._metadata = {
             "format": FORMAT,
             "key": str(key),
@@ -206,7 +205,8 @@ class Encoding:
 
 def encode(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> bytes:
     """Return ``kv`` as one safetensors object; raises ValueError on malformed tensors."""
-    return b"".join(Encoding(key, kv, seal, check=kv.check_numbers).parts())
+    kv.validate()
+    return b"".join(Encoding(key, kv, seal).parts())
 
 
 def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Seal = CHECKSUM) -> ChunkKV:

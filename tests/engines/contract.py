@@ -1124,7 +1124,7 @@ class EngineContract:
             tasks = [
                 asyncio.create_task(engine.agenerate(texts.text(20), LONG)) for _ in range(asked)
             ]
-            await until(lambda: len(watched.begun) >= asked)
+            await until(lambda: len(watched.begun) > asked)
             for stream in streams:
                 await asyncio.to_thread(next, stream)
             await asyncio.to_thread(engine.close)
