@@ -15,7 +15,7 @@ from cacheblend_rag.bench.interleave import Advance, run_in_turns
 from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.config import Precision
 from cacheblend_rag.kv import ChunkKV, DiskTier, KVKey, StoredChunk, chunk_id, fingerprint
-from cacheblend_rag.kv.precision import rounded
+from cacheblend_rag.kv.packed_kv import packed, unpacked
 
 KEY = KVKey(chunk_id([1]), fingerprint({"model": "bench"}))
 
@@ -63,25 +63,28 @@ def measure_precision(plan: PrecisionPlan, advance: Advance) -> list[PrecisionRo
 
         def put(name: Precision) -> float:
             started = perf_counter()
-            tiers[name].put(KEY, StoredChunk(rounded(kv, name), 0.0))
+            tiers[name].put(KEY, StoredChunk(packed(kv, name), 0.0))
             return perf_counter() - started
 
         def load(name: Precision) -> float:
             started = perf_counter()
-            tiers[name].get(KEY)
+            found = tiers[name].get(KEY)
+            if found is not None:
+                unpacked(found.kv)
             return perf_counter() - started
 
         cases = {f"put {name}": lambda _, name=name: put(name) for name in names}
         cases |= {f"load {name}": lambda _, name=name: load(name) for name in names}
         seconds = run_in_turns(dict(sorted(cases.items(), reverse=True)), plan.repeat, advance)
+        stored = {name: unpacked(packed(plan.sample, name)) for name in names}
         return [
             PrecisionRow(
                 precision=name,
                 bytes_per_token=tiers[name].usage().nbytes / plan.chunk_tokens,
                 put_seconds=statistics.median(seconds[f"put {name}"]),
                 load_seconds=statistics.median(seconds[f"load {name}"]),
-                keys_error=_error(plan.sample.keys, rounded(plan.sample, name).keys),
-                values_error=_error(plan.sample.values, rounded(plan.sample, name).values),
+                keys_error=_error(plan.sample.keys, stored[name].keys),
+                values_error=_error(plan.sample.values, stored[name].values),
             )
             for name in names
         ]

@@ -1,8 +1,8 @@
 """Whether speedup and hit share stay level over many requests that never repeat.
 
 Chunks are drawn by Zipf's law from a store larger than its memory: the host tier holds a share of
-them, the disk below all. No request has the chunks of another in the same order. Ordinary prefill
-is sampled: behind every ``full_every``-th request the same prompt is prefilled in full.
+them, the disk below all. No request has the chunks of another in the same order. Behind every
+``full_every``-th request the same prompt is prefilled in full.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SteadyPlan:
     question_tokens: int = 16
     exponent: float = 1.0
     held: float = 0.25
-    full_every: int = 5
+    full_every: int = 1
     ratio: float = 0.15
     selector: str = "hkvd"
     check_layers: tuple[int, ...] = (1,)

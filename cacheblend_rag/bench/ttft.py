@@ -22,7 +22,7 @@ from cacheblend_rag.bench.vllm import VLLMSetting
 from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, blend_config, draw_chunks, draw_words
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.config import BlendConfig, StoreConfig
+from cacheblend_rag.config import BlendConfig, Precision, StoreConfig
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.vllm.connector.settings import check_attention_mode
@@ -49,6 +49,7 @@ class TtftPlan:
     chunk_tokens: tokens a chunk. question_tokens: the only text of the prompt, behind the chunks.
     batched_tokens: most tokens vLLM computes in a step, None is the whole prompt. eager: vLLM does
     not compile the model. attention: of recomputed rows in vLLM, see ConnectorSettings.
+    precision: of stored chunk KV.
     """
 
     shape: ModelShape
@@ -66,8 +67,10 @@ class TtftPlan:
     batched_tokens: int | None = None
     eager: bool = False
     attention: str = "auto"
+    precision: Precision = "native"
 
     def __post_init__(self) -> None:
+        StoreConfig(precision=self.precision)  # which raises where there is none of that name
         check_attention_mode(self.attention)
         for tier in self.tiers:
             if tier not in TIERS:
@@ -122,7 +125,8 @@ class TtftRow:
     another order, None in the embedded engine. batched_tokens: most tokens vLLM computes in a step.
     runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``. load_seconds: what the
     blend waited for reads. load_hidden_seconds: what it did not wait of them, since it computed.
-    hidden_share: the latter's share of both. None in memory, where nothing is read, and in vLLM.
+    hidden_share: the latter's share of both. None in memory, unless chunks are unpacked there, and
+    in vLLM. precision: of stored chunk KV.
     """
 
     engine: str
@@ -144,6 +148,7 @@ class TtftRow:
     load_seconds: float | None = None
     load_hidden_seconds: float | None = None
     hidden_share: float | None = None
+    precision: str = "native"
 
     @classmethod
     def of(
@@ -181,6 +186,7 @@ class TtftRow:
             prefix_caching_seconds=seconds.get("prefix_caching"),
             batched_tokens=batched_tokens,
             runs=runs,
+            precision=plan.precision,
             **_hiding(loads),
         )
 
@@ -214,7 +220,10 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
         for tier in plan.tiers:
             advance(f"precomputing for {tier}")
             engines[tier] = TransformersEngine(
-                model, tokenizer=tokenizer, lead_in=LEAD_IN, store=_store(tier, stack)
+                model,
+                tokenizer=tokenizer,
+                lead_in=LEAD_IN,
+                store=_store(tier, plan.precision, stack),
             )
             engines[tier].precompute(chunks, progress=False)
         return _Measurement(plan, engines, prompt, advance).rows()
@@ -266,7 +275,7 @@ class _Measurement:
             self.advance(f"memory of a blend from {tier} at ratio {ratio:g}")
             peak = peak_extra_bytes(lambda: self._blend(tier, ratio, 0), plan.device)
         name = self.engines[tier].name
-        loads = self.loads[case] if tier != "host" else ()
+        loads = () if (tier, plan.precision) == ("host", "native") else self.loads[case]
         return TtftRow.of(plan, name, ratio, tier, runs, peak_extra_bytes=peak, loads=loads)
 
 
@@ -284,14 +293,14 @@ def _first_token_seconds(generation: Generation) -> float:
     return generation.report.seconds.time_to_first_token
 
 
-def _store(tier: str, stack: ExitStack) -> TieredKVStore:
+def _store(tier: str, precision: Precision, stack: ExitStack) -> TieredKVStore:
     """Return a store that holds everything in one tier; from disk every blend reads files."""
     if tier == "host":
-        return TieredKVStore.open(host_bytes=None)
+        return TieredKVStore.open(host_bytes=None, precision=precision)
     if tier == "redis":
-        return TieredKVStore.of(StoreConfig(tiers=(own_redis(stack),)))
+        return TieredKVStore.of(StoreConfig(tiers=(own_redis(stack),), precision=precision))
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-"))
-    return TieredKVStore.open(host_bytes=0, disk_path=folder)
+    return TieredKVStore.open(host_bytes=0, disk_path=folder, precision=precision)
 
 
 def draw_texts(plan: TtftPlan) -> tuple[list[Chunk], str]:

@@ -59,12 +59,12 @@ def _engine(kind: VLLMKind, plan: TtftPlan, folder: Path, tier: str) -> Iterator
     options["max_num_batched_tokens"] = plan.step_tokens
     with ExitStack() as stack:
         kv = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-kv-"))
-        store = StoreConfig(kv, host_bytes=0)
+        store = StoreConfig(kv, host_bytes=0, precision=plan.precision)
         if tier == "host":
             room = 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)
-            store = StoreConfig(host_bytes=room)
+            store = StoreConfig(host_bytes=room, precision=plan.precision)
         elif tier == "redis":
-            store = StoreConfig(tiers=(own_redis(stack),))
+            store = StoreConfig(tiers=(own_redis(stack),), precision=plan.precision)
         settings = ConnectorSettings(store).with_changes(attention=plan.attention)
         with running_vllm(kind, folder, options=options, settings=settings) as engine:
             yield engine

@@ -22,8 +22,11 @@ STAGES = 16
 STAGE_BYTES = 4 << 20
 STAGED_BYTES = STAGES * STAGE_BYTES
 """Most page-locked memory of all passes on a device."""
-LANE_BYTES = STAGED_BYTES + 4 * STAGE_BYTES
-"""Most memory of the device: as much again, and what turning the keys of a stage makes."""
+LANE_BYTES = STAGED_BYTES + 7 * STAGE_BYTES
+"""Most memory of the device: as much again, and what unpacking a stage and turning its keys makes.
+"""
+ALIGNMENT = 8
+"""Of the first tensor of a part; no number has more bytes."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -149,16 +152,21 @@ class Stage:
 
     def rows(self, row_bytes: int) -> int:
         """Return how many rows of so many bytes still fit."""
-        return (self.host.numel() - self.used) // row_bytes
+        return (self.host.numel() - _aligned(self.used, ALIGNMENT)) // row_bytes
 
     def place(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return room on the host and on the device, contiguous, for such a tensor."""
-        here = slice(self.used, self.used + like.nbytes)
+        start = _aligned(self.used, like.itemsize)
+        here = slice(start, start + like.nbytes)
         self.used = here.stop
         host, device = (
             part[here].view(like.dtype).view(like.shape) for part in (self.host, self.device)
         )
         return host, device
+
+
+def _aligned(nbytes: int, to: int) -> int:
+    return -(-nbytes // to) * to
 
 
 class Stages:
@@ -201,9 +209,14 @@ class Stages:
             self._free.append(stage)
 
 
+def has_lane(device: torch.device) -> bool:
+    """Whether what a device is sent is copied, and unpacked, beside its work."""
+    return device.type == "cuda"
+
+
 def stages_of(device: torch.device) -> Stages | None:
     """Return a device's stages; None where copies are plain ones, as between a CPU and itself."""
-    if device.type != "cuda":
+    if not has_lane(device):
         return None
     index = torch.cuda.current_device() if device.index is None else device.index
     return _cuda_stages(index)

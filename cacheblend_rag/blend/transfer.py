@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,33 +26,80 @@ PAUSE_SECONDS = 0.001
 """How long a step sleeps for want of a stage before others have their turn."""
 
 
-@dataclass(frozen=True, slots=True)
-class LayerPart:
-    """One layer of a chunk: keys and values (kv_heads, tokens, head_dim), and where they go.
+class Sendable(Protocol):
+    """One layer of a chunk in a form in which it can be copied to a device.
 
-    start, turn: see ``FusedKV.lay``.
+    tokens: of the chunk. row_bytes: of a token, where it takes most: on its way or there. tensors:
+    what is copied.
     """
 
-    start: int
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+
+    def cut(self, start: int, end: int) -> Sendable:
+        """Return some of its tokens."""
+
+    @property
+    def arrived(self) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
+        """What makes keys and values, each (kv_heads, tokens, head_dim), of the copied tensors.
+
+        It holds on to none.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A Sendable of plain keys and values, each (kv_heads, tokens, head_dim)."""
+
     keys: Tensor
     values: Tensor
-    turn: Rotation | None
+
+    @property
+    def tokens(self) -> int:
+        return int(self.keys.shape[1])
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token."""
-        return 2 * self.keys.nbytes // self.keys.shape[1]
+        return 2 * self.keys.nbytes // self.tokens
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def cut(self, start: int, end: int) -> Numbers:
+        return Numbers(self.keys[:, start:end], self.values[:, start:end])
+
+    @property
+    def arrived(self) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
+        return _pair
+
+
+def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    keys, values = tensors
+    return keys, values
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPart:
+    """One layer of a chunk, and where it goes; start, turn: see ``FusedKV.lay``."""
+
+    start: int
+    kv: Sendable
+    turn: Rotation | None
 
     def cut(self, tokens: int) -> tuple[LayerPart, LayerPart | None]:
         """Return its first tokens, and what is left of it."""
-        if tokens >= self.keys.shape[1]:
+        if tokens >= self.kv.tokens:
             return self, None
-        first, rest = (
-            replace(self, start=self.start + (here.start or 0),
-                    keys=self.keys[:, here], values=self.values[:, here])
-            for here in (slice(tokens), slice(tokens, None))
-        )  # fmt: skip
-        return first, rest
+        first = replace(self, kv=self.kv.cut(0, tokens))
+        rest = self.kv.cut(tokens, self.kv.tokens)
+        return first, replace(self, start=self.start + tokens, kv=rest)
 
 
 class Upload:
@@ -89,16 +137,24 @@ class Upload:
     def _fill(self, stage: Stage) -> list[Tensor]:
         """Ask for as many tokens as fit in a stage; returns what is copied from where it lies."""
         held: list[Tensor] = []
-        while self._todo and (rows := stage.rows(self._todo[0].row_bytes)):
+        while self._todo and (rows := stage.rows(self._todo[0].kv.row_bytes)):
             part, rest = self._todo.popleft().cut(rows)
             if rest is not None:
                 self._todo.appendleft(rest)
-            keys, values = (self._sent(kv, stage, held) for kv in (part.keys, part.values))
+            sent = [self._sent(tensor, stage, held) for tensor in part.kv.tensors]
             if part.turn is not None:
                 self._lane.share(part.turn.cos, part.turn.sin)
-            lay = partial(self._fused.lay, self._layer, part.start, keys, values, part.turn)
-            self._lane.run(lay)
+            self._lane.run(partial(self._lay, part.start, part.kv.arrived, sent, part.turn))
         return held
+
+    def _lay(
+        self,
+        start: int,
+        arrived: Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]],
+        sent: Sequence[Tensor],
+        turn: Rotation | None,
+    ) -> None:
+        self._fused.lay(self._layer, start, *arrived(sent), turn)
 
     def _sent(self, tensor: Tensor, stage: Stage, held: list[Tensor]) -> Tensor:
         """Ask for a tensor to be copied to the device; returns it as it will be there."""

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.bench.interleave import Advance
     from cacheblend_rag.bench.ttft import TtftRow
     from cacheblend_rag.bench.vllm import VLLMKind, VLLMSetting
+    from cacheblend_rag.config import Precision
 
 ENGINES = ("transformers", "vllm", "vllm-server")
 Measure = Callable[["Advance"], dict[str, Any]]
@@ -74,6 +75,9 @@ def ttft_command(
     attention: Annotated[
         str, typer.Option(help="Of recomputed rows in vLLM: auto, native, sdpa or flex.")
     ] = "auto",
+    precision: Annotated[
+        str, typer.Option(help="Of stored chunk KV: native, fp8 or int8.")
+    ] = "native",
     as_json: options.JsonOption = False,
 ) -> None:
     """Time to first token of ordinary prefill and of a blend, on random weights of a real shape.
@@ -104,6 +108,7 @@ def ttft_command(
             batched_tokens=batched_tokens,
             eager=eager,
             attention=attention,
+            precision=cast("Precision", precision),
         )
         if engine != ENGINES[0]:
             checks.check_engine(VLLM)
@@ -274,7 +279,7 @@ def steady_command(
     held: Annotated[float, typer.Option(help="Share of the chunks that memory holds.")] = 0.25,
     full_every: Annotated[
         int, typer.Option(min=1, max=100, help="Every so many requests ordinary prefill, too.")
-    ] = 5,
+    ] = 1,
     ratio: Annotated[float, typer.Option(help="Recompute ratio.")] = 0.15,
     selector: SelectorOption = "hkvd",
     check_layers: CheckLayersOption = "1",
@@ -560,6 +565,7 @@ def _print_ttft(rows: Sequence[TtftRow]) -> None:
 
     first = rows[0]
     title = f"{first.shape}, {first.prompt_tokens:,} tokens, {first.engine}, {first.selector}"
+    title += "" if first.precision == "native" else f", stored in {first.precision}"
     table = Table(title=title)
     table.add_column("KV from")
     vllm = first.prefix_caching_seconds is not None

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
@@ -144,6 +144,16 @@ class ChunkKV:
     precision: Precision = "native"
 
     @property
+    def shape(self) -> torch.Size:
+        """Of keys and of values: (layers, kv_heads, tokens, head_dim)."""
+        return self.keys.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and of values."""
+        return self.keys.dtype
+
+    @property
     def tokens(self) -> int:
         """Number of the chunk's tokens."""
         return int(self.keys.shape[2])
@@ -199,10 +209,18 @@ class ChunkKV:
             if not all(map(is_finite, part)):
                 raise NotFiniteError("holds NaN or infinity")
 
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return one layer's keys and values, each (kv_heads, tokens, head_dim), not copied."""
+        return self.keys[index], self.values[index]
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> ChunkKV:
+        """Return the same chunk KV with each of its tensors as ``change`` returns it."""
+        prior = None if self.prior is None else change(self.prior)
+        return replace(self, keys=change(self.keys), values=change(self.values), prior=prior)
+
     def to(self, device: torch.device | str) -> ChunkKV:
         """Return the same chunk KV with its tensors on ``device``."""
-        prior = None if self.prior is None else self.prior.to(device)
-        return replace(self, keys=self.keys.to(device), values=self.values.to(device), prior=prior)
+        return self.mapped(lambda tensor: tensor.to(device))
 
 
 class NotFiniteError(ValueError):

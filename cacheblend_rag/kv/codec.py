@@ -10,7 +10,8 @@ and the scales. So a layer can be read, checked and used before the others are t
 (``keys``, ``values``, ``prior``, one checksum) is still read, as a whole.
 
 How numbers become bytes and back is told by kv/precision.py. The codec rounds nothing: a chunk has
-its numbers rounded before, and is stored as what its ``precision`` says of it.
+its numbers rounded before, and is stored as what its ``precision`` says of it. Read, it stays
+packed: who needs the numbers unpacks them.
 """
 
 from __future__ import annotations
@@ -30,13 +31,22 @@ from torch import Tensor
 from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, UnsealedChunkError
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, is_finite
-from cacheblend_rag.kv.precision import CODES, pack, scales, unpack
+from cacheblend_rag.kv.packed_kv import (
+    LayerKV,
+    PackedKV,
+    PackedLayer,
+    StoredKV,
+    packed,
+    unpacked,
+)
+from cacheblend_rag.kv.precision import CODES, are_written, scales
 from cacheblend_rag.kv.seal import CHECKSUM, SEALS, VARIABLE, Seal
 
 OLD_FORMAT = "cacheblend-rag/1"
 FORMAT = "cacheblend-rag/2"
 MAX_HEADER_BYTES = 1 << 16
 MAX_BODY_BYTES = 1 << 36
+NOT_FINITE = "holds NaN or infinity"
 HEAD_BYTES = 1 << 14
 """Bytes of an object that are read first: as a rule its header and prior are among them."""
 
@@ -115,10 +125,9 @@ class Head:
         """Return where layers ``first`` to ``last - 1`` begin and end in the object."""
         return self.start + first * self.layer_bytes, self.start + last * self.layer_bytes
 
-    def layer(self, index: int, raw: Tensor) -> tuple[Tensor, Tensor]:
-        """Check one layer's bytes, raw: (layer_bytes,) uint8; return keys and values.
+    def layer(self, index: int, raw: Tensor) -> LayerKV:
+        """Check one layer's bytes, raw: (layer_bytes,) uint8; return views of them.
 
-        Both are (kv_heads, tokens, head_dim), views of it where numbers are stored as they are.
         Raises DamagedChunkError.
         """
         if raw.numel() != self.layer_bytes:
@@ -126,25 +135,26 @@ class Head:
         if not self.seal.holds(self.checksums[index], _bytes_of(raw)):
             raise DamagedChunkError(f"checksum of layer {index} does not match")
         kv = raw.view(self._stored).view(2, self.kv_heads, self.tokens, self.head_dim)
-        if self.scales is not None:
-            kv = torch.stack(unpack(kv, self.scales[index], self.precision, self.dtype))
-        if not is_finite(kv):
-            raise DamagedChunkError("holds NaN or infinity")
-        return kv[0], kv[1]
+        if self.scales is None:
+            if not is_finite(kv):
+                raise DamagedChunkError(NOT_FINITE)
+            return kv[0], kv[1]
+        layer = PackedLayer(kv, self.scales[index], self.precision, self.dtype)
+        if not layer.is_finite():
+            raise DamagedChunkError(NOT_FINITE)
+        return layer
 
-    def whole(self, raw: Tensor) -> ChunkKV:
+    def whole(self, raw: Tensor) -> StoredKV:
         """Check all layers' bytes, raw: (layers * layer_bytes,) uint8; return views of them."""
         size = self.layer_bytes
-        layers = [
+        for index in range(self.layers):
             self.layer(index, raw[index * size : (index + 1) * size])
-            for index in range(self.layers)
-        ]
+        shape = (self.layers, 2, self.kv_heads, self.tokens, self.head_dim)
+        kv = raw.view(self._stored).view(shape)
         if self.scales is None:
-            shape = (self.layers, 2, self.kv_heads, self.tokens, self.head_dim)
-            keys, values = raw.view(self.dtype).view(shape).unbind(1)
-        else:
-            keys, values = (torch.stack(parts) for parts in zip(*layers, strict=True))
-        return ChunkKV(keys, values, self.position, self.prior, self.precision)
+            keys, values = kv.unbind(1)
+            return ChunkKV(keys, values, self.position, self.prior)
+        return PackedKV(kv, self.scales, self.dtype, self.position, self.prior, self.precision)
 
 
 class Encoding:
@@ -161,18 +171,19 @@ class Encoding:
     def __init__(
         self,
         key: KVKey,
-        kv: ChunkKV,
+        kv: StoredKV,
         seal: Seal = CHECKSUM,
         *,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        if kv.keys.dtype not in _DTYPE_NAMES:
+        if kv.dtype not in _DTYPE_NAMES:
             known = ", ".join(map(str, _DTYPE_NAMES))
-            raise ValueError(f"dtype {kv.keys.dtype} is none of {known}")
+            raise ValueError(f"dtype {kv.dtype} is none of {known}")
+        kv = kv if isinstance(kv, PackedKV) else packed(kv, kv.precision)
         own = [] if kv.prior is None else [_bytes_of(kv.prior.detach().cpu().contiguous())]
-        self._layers, exponents = _pack(kv)
-        if exponents is not None:
-            own.append(_bytes_of(exponents))
+        self._layers = _layers_of(kv)
+        if isinstance(kv, PackedKV):
+            own.append(_bytes_of(kv.exponents.cpu().contiguous()))
         self._own, self._spans, self._seal, self._check = own, _spans_of(kv), seal, check
         self._metadata = {
             "format": FORMAT,
@@ -210,7 +221,7 @@ def encode(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Seal = CHECKSUM) -> ChunkKV:
-    """Read what ``encode`` wrote. The tensors share ``data`` where it is writable, else one copy.
+    """Read what ``encode`` wrote, unpacked. The tensors share ``data`` where they can.
 
     Raises DamagedChunkError, or ForeignChunkError when it is another key's or format's.
     """
@@ -218,11 +229,11 @@ def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Seal = CHECKS
     if not view.nbytes:
         raise DamagedChunkError("empty")
     writable = bytearray(view) if view.readonly else view
-    return decode_raw(torch.frombuffer(writable, dtype=torch.uint8), key, seal)
+    return unpacked(decode_raw(torch.frombuffer(writable, dtype=torch.uint8), key, seal))
 
 
-def decode_raw(raw: Tensor, key: KVKey, seal: Seal = CHECKSUM) -> ChunkKV:
-    """As decode, of raw: (bytes,) uint8, on the CPU; the tensors are views of it."""
+def decode_raw(raw: Tensor, key: KVKey, seal: Seal = CHECKSUM) -> StoredKV:
+    """As decode, of raw: (bytes,) uint8, on the CPU, as it is kept; the tensors are views of it."""
     if not raw.numel():
         raise DamagedChunkError("empty")
     head = read_head(lambda start, end: raw[start:end], raw.numel(), key, seal)
@@ -259,17 +270,12 @@ def read_head(
     return _checked_head(header, own, nbytes, key, seal)
 
 
-def _pack(kv: ChunkKV) -> tuple[list[list[memoryview]], Tensor | None]:
-    """Return each layer's bytes, and the exponents (layers, scales) of what is stored in a byte.
-
-    A layer is one part where its keys and values lie side by side, else two.
-    """
+def _layers_of(kv: StoredKV) -> list[list[memoryview]]:
+    """Return each layer's bytes: one part where its keys and values lie side by side, else two."""
+    if isinstance(kv, PackedKV):
+        return [[_bytes_of(codes.contiguous())] for codes in kv.codes.cpu()]
     keys, values = kv.keys.detach().cpu(), kv.values.detach().cpu()
-    both = zip(keys, values, strict=True)
-    if kv.precision == "native":
-        return [_side_by_side(*layer) for layer in both], None
-    packed = [pack(*layer, kv.precision) for layer in both]
-    return [[_bytes_of(codes)] for codes, _ in packed], torch.stack([own for _, own in packed])
+    return [_side_by_side(*layer) for layer in zip(keys, values, strict=True)]
 
 
 def _side_by_side(keys: Tensor, values: Tensor) -> list[memoryview]:
@@ -281,11 +287,11 @@ def _side_by_side(keys: Tensor, values: Tensor) -> list[memoryview]:
     return [_bytes_of(keys), _bytes_of(values)]
 
 
-def _precision_text(kv: ChunkKV) -> str:
+def _precision_text(kv: StoredKV) -> str:
     """Return what a header says of the numbers: codes tell nothing of the type they stand for."""
     if kv.precision == "native":
         return kv.precision
-    return f"{kv.precision}/{_DTYPE_NAMES[kv.keys.dtype]}"
+    return f"{kv.precision}/{_DTYPE_NAMES[kv.dtype]}"
 
 
 def _precision_of(metadata: Mapping[str, str], stored: str) -> tuple[Precision, torch.dtype]:
@@ -300,12 +306,12 @@ def _precision_of(metadata: Mapping[str, str], stored: str) -> tuple[Precision, 
     raise ForeignChunkError(f"precision is {text!r:.80} of {stored}, which nothing here writes")
 
 
-def _spans_of(kv: ChunkKV) -> dict[str, _Span]:
-    layers, kv_heads, tokens, head_dim = kv.keys.shape
+def _spans_of(kv: StoredKV) -> dict[str, _Span]:
+    layers, kv_heads, tokens, head_dim = kv.shape
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     if kv.prior is not None:
         shapes["prior"] = ("F32", (tokens,))
-    code = _CODE_NAMES.get(kv.precision, _DTYPE_NAMES[kv.keys.dtype])
+    code = _CODE_NAMES.get(kv.precision, _DTYPE_NAMES[kv.dtype])
     if kv.precision != "native":
         shapes["scales"] = ("I8", (layers, scales(kv_heads, tokens, head_dim, kv.precision)))
     shapes["kv"] = (code, (layers, 2, kv_heads, tokens, head_dim))
@@ -404,7 +410,9 @@ def _checked_head(
         raise ForeignChunkError(f"holds {metadata['key']}, not {key}")
     prior = own.get("prior")
     if prior is not None and not prior.isfinite().all():
-        raise DamagedChunkError("holds NaN or infinity")
+        raise DamagedChunkError(NOT_FINITE)
+    if "scales" in own and not are_written(own["scales"]):
+        raise DamagedChunkError("scales are beyond those that are written")
     layers, _, kv_heads, tokens, head_dim = span.shape
     precision, dtype = _precision_of(metadata, span.dtype)
     return Head(

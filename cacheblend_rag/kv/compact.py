@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.packed_kv import StoredKV
 
 _SLACK_BYTES = 1 << 16
 """A chunk read from bytes is views of one buffer, layer by layer, that holds its header besides."""
 
 
-def compact(kv: ChunkKV, device: torch.device | str = "cpu") -> ChunkKV:
+def compact(kv: StoredKV, device: torch.device | str = "cpu") -> StoredKV:
     """Return ``kv`` on a device, cut loose from any storage larger than the chunk itself."""
-    own = partial(_own, device=device, chunk_nbytes=kv.nbytes)
-    prior = None if kv.prior is None else own(kv.prior)
-    return replace(kv, keys=own(kv.keys), values=own(kv.values), prior=prior)
+    return kv.mapped(partial(_own, device=device, chunk_nbytes=kv.nbytes))
 
 
 def _own(tensor: Tensor, *, device: torch.device | str, chunk_nbytes: int) -> Tensor:

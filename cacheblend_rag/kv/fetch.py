@@ -18,7 +18,8 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.lookup import StoreMiss
-from cacheblend_rag.kv.reader import ChunkReader, LayerKV
+from cacheblend_rag.kv.packed_kv import LayerKV
+from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.shared_chunk import Part, SharedChunk, Submit
 
 
@@ -217,7 +218,10 @@ class LayerSource:
         return not self._closed and all(part is not None and part.done() for part in asked)
 
     def measured(self) -> dict[str, tuple[int, float]]:
-        """Return how many bytes were read of each tier, and in how many seconds; memory is none."""
+        """Return how many bytes were read of each tier, and in how many seconds.
+
+        Of memory what is unpacked counts alone.
+        """
         with self._lock:
             return {tier: (nbytes, busy.total) for tier, (busy, nbytes) in self._read_from.items()}
 

@@ -1,4 +1,4 @@
-"""Precision: chunk KV in eight bits a number, rounded once, when it is stored.
+"""Precision: numbers of chunk KV in eight bits each, rounded once, when they are stored.
 
 ``fp8`` is e4m3 with a scale a head, keys and values apart. ``int8`` has a scale a channel for keys,
 whose channels differ in size alike in all tokens, and a scale a token for values (Source: KIVI,
@@ -9,30 +9,19 @@ from, and however often it has moved.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
 
 import torch
 from torch import Tensor
 
 from cacheblend_rag.config import Precision
-from cacheblend_rag.kv.chunk_kv import ChunkKV
 
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}
+_NAN = 0x7F
 _LEAST_EXPONENT, _MOST_EXPONENT = -120, 126
 _HEADROOM = 15 / 16
 """Of a type's largest number: what is above is cut off, since rounding up would be infinite."""
-
-
-def rounded(kv: ChunkKV, precision: Precision) -> ChunkKV:
-    """Return a chunk KV of which every number is one that ``precision`` can store."""
-    if precision in (kv.precision, "native"):
-        return kv
-    keys, values = torch.empty_like(kv.keys), torch.empty_like(kv.values)
-    for layer, (own_keys, own_values) in enumerate(zip(kv.keys, kv.values, strict=True)):
-        codes, exponents = pack(own_keys, own_values, precision)
-        keys[layer], values[layer] = unpack(codes, exponents, precision, kv.keys.dtype)
-    return replace(kv, keys=keys, values=values, precision=precision)
 
 
 def pack(keys: Tensor, values: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
@@ -50,8 +39,10 @@ def pack(keys: Tensor, values: Tensor, precision: Precision) -> tuple[Tensor, Te
     kv = torch.stack((keys, values)).float()
     most = torch.finfo(keys.dtype).max * _HEADROOM
     kv = kv.clamp(-most, most)
-    exponents = [_exponents(part, axes, precision) for part, axes in _parts(kv, precision)]
-    scaled = torch.stack([torch.ldexp(part, -own) for part, own in zip(kv, exponents, strict=True)])
+    exponents = [_exponents(numbers, axes, precision) for numbers, axes in _parts(kv, precision)]
+    scaled = torch.stack(
+        [numbers * _scales_of(-own) for numbers, own in zip(kv, exponents, strict=True)]
+    )
     if precision == "int8":
         scaled = scaled.round()
     codes = scaled.to(CODES[precision])
@@ -62,26 +53,72 @@ def unpack(
     codes: Tensor, exponents: Tensor, precision: Precision, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values, each (kv_heads, tokens, head_dim), of what ``pack`` returned."""
-    of_keys, of_values = _shapes(codes.shape, precision)
-    split = of_keys.numel()
-    own = exponents[:split].view(of_keys), exponents[split:].view(of_values)
+    parted = part(exponents, codes.shape, precision)
     # Exact whatever it is computed in, but that float16 has no scale so small.
     working = torch.float32 if dtype == torch.float16 else dtype
     numbers = _numbers(codes, precision).to(working)
     keys, values = (
-        part.mul_(torch.ldexp(torch.ones_like(exponent, dtype=working), exponent.int())).to(dtype)
-        for part, exponent in zip(numbers, own, strict=True)
+        coded.mul_(_scales_of(own).to(working)).to(dtype)
+        for coded, own in zip(numbers, parted, strict=True)
     )
     return keys, values
+
+
+def part(exponents: Tensor, shape: torch.Size, precision: Precision) -> tuple[Tensor, Tensor]:
+    """Return a layer's exponents of keys and of values, each so that it fits them.
+
+    exponents: (scales,). shape: of the layer's codes.
+    """
+    of_keys, of_values = _shapes(shape, precision)
+    split = of_keys.numel()
+    return exponents[:split].view(of_keys), exponents[split:].view(of_values)
+
+
+def are_finite(codes: Tensor, exponents: Tensor, precision: Precision, dtype: torch.dtype) -> bool:
+    """Whether what codes stand for are numbers of a type: neither NaN nor beyond it.
+
+    Raises nothing, whatever bytes they are; exponents are to be ``are_written`` ones.
+    """
+    if precision == "fp8" and int(_magnitudes(codes).amax()) == _NAN:
+        return False
+    most = torch.finfo(dtype).max
+    # One more than is written: an int8 may be -128.
+    if math.ldexp(_LARGEST[precision] + 1, int(exponents.max())) <= most:
+        return True
+    for coded, own in zip(codes, part(exponents, codes.shape, precision), strict=True):
+        axes = tuple(axis for axis, size in enumerate(own.shape) if size == 1)
+        if precision == "fp8":
+            extreme = _magnitudes(coded).amax(axes, keepdim=True).view(CODES["fp8"]).double()
+        else:
+            extreme = coded.int().abs().amax(axes, keepdim=True).double()
+        if bool((torch.ldexp(extreme, own.int()) > most).any()):
+            return False
+    return True
+
+
+def are_written(exponents: Tensor) -> bool:
+    """Whether exponents are such as ``pack`` returns."""
+    least, most = torch.aminmax(exponents)
+    return int(least) >= _LEAST_EXPONENT and int(most) <= _MOST_EXPONENT
+
+
+def _magnitudes(codes: Tensor) -> Tensor:
+    """Return e4m3 numbers without their signs, as bytes, which are in the numbers' order."""
+    return codes.view(torch.uint8).bitwise_and(0x7F)
+
+
+def _scales_of(exponents: Tensor) -> Tensor:
+    """Return two to the power of exponents, float32: put together, not computed, so exact."""
+    return exponents.int().add_(127).bitwise_left_shift_(23).view(torch.float32)
 
 
 def _numbers(codes: Tensor, precision: Precision) -> Tensor:
     """Return what codes stand for, without their scales, as numbers of any type that has them all.
 
-    PyTorch converts e4m3 one number after the other. Its exponent and mantissa are bits of a
-    bfloat16, which counts its exponents from 120 further down.
+    On a CPU, PyTorch converts e4m3 one number after the other. Its exponent and mantissa are bits
+    of a bfloat16, which counts its exponents from 120 further down.
     """
-    if precision == "int8":
+    if precision == "int8" or codes.is_cuda:
         return codes
     bits = codes.view(torch.uint8).to(torch.int16)
     sign = bits.bitwise_and(0x80).bitwise_left_shift_(8)

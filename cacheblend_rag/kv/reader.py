@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import ClassVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -14,10 +14,11 @@ from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.packed_kv import LayerKV, PackedKV, PackedLayer, StoredKV, unpacked_layer
 from cacheblend_rag.kv.seal import CHECKSUM, Seal
 
-LayerKV = tuple[Tensor, Tensor]
-"""One layer's keys and values, each (kv_heads, tokens, head_dim)."""
+UNPACKED_BYTES = 1 << 20
+"""Numbers that are worth unpacking together, of a chunk in memory."""
 
 
 class LayersInMemory(Sequence[LayerKV]):
@@ -27,7 +28,7 @@ class LayersInMemory(Sequence[LayerKV]):
     interpreter.
     """
 
-    def __init__(self, kv: ChunkKV, first: int, last: int) -> None:
+    def __init__(self, kv: StoredKV, first: int, last: int) -> None:
         self._kv, self._layers = kv, range(first, last)
 
     def __len__(self) -> int:
@@ -45,7 +46,7 @@ class LayersInMemory(Sequence[LayerKV]):
         return self._of(self._layers[index])
 
     def _of(self, layer: int) -> LayerKV:
-        return self._kv.keys[layer], self._kv.values[layer]
+        return self._kv.layer(layer)
 
 
 class ChunkReader(ABC):
@@ -53,7 +54,10 @@ class ChunkReader(ABC):
 
     shape: of keys and of values, (layers, kv_heads, tokens, head_dim). position, prior, precision:
     see ChunkKV. written_at: when it was first stored. part: layers that are worth a read together.
+    in_memory: whether nothing is to be read.
     """
+
+    in_memory: ClassVar[bool] = False
 
     shape: tuple[int, int, int, int]
     dtype: torch.dtype
@@ -70,7 +74,7 @@ class ChunkReader(ABC):
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that reading one layer takes; 0 where it is in memory already."""
+        """Bytes of one layer's numbers, as a prompt has them; 0 where they are there already."""
         _, kv_heads, tokens, head_dim = self.shape
         return 2 * kv_heads * tokens * head_dim * self.dtype.itemsize
 
@@ -78,32 +82,39 @@ class ChunkReader(ABC):
     def read(self, first: int, last: int) -> Sequence[LayerKV]:
         """Read and check layers ``first`` to ``last - 1``; raises as a tier's ``_load`` does."""
 
-    def assembled(self, layers: Sequence[LayerKV]) -> ChunkKV:
-        """Return the chunk of all its layers, which are copied side by side."""
-        kv = torch.stack([torch.stack(layer) for layer in layers])
+    def assembled(self, layers: Sequence[LayerKV]) -> StoredKV:
+        """Return the chunk of all its layers as they were read, which are copied side by side."""
+        if isinstance(layers[0], PackedLayer):
+            packed = cast("Sequence[PackedLayer]", layers)
+            return PackedKV.joined(packed, self.position, self.prior)
+        kv = torch.stack([torch.stack(unpacked_layer(layer)) for layer in layers])
         return ChunkKV(kv[:, 0], kv[:, 1], self.position, self.prior, self.precision)
 
 
 class WholeReader(ChunkReader):
-    """A chunk that is in memory."""
+    """A chunk that is in memory. least: bytes of numbers that are worth unpacking together."""
 
-    def __init__(self, kv: ChunkKV, written_at: float) -> None:
-        layers, kv_heads, tokens, head_dim = kv.keys.shape
+    in_memory: ClassVar[bool] = True
+
+    def __init__(self, kv: StoredKV, written_at: float, least: int = UNPACKED_BYTES) -> None:
+        layers, kv_heads, tokens, head_dim = kv.shape
         self.kv, self.written_at = kv, written_at
         self.shape, self.part = (layers, kv_heads, tokens, head_dim), layers
-        self.dtype, self.position, self.prior = kv.keys.dtype, kv.position, kv.prior
+        self.dtype, self.position, self.prior = kv.dtype, kv.position, kv.prior
         self.precision = kv.precision
+        if isinstance(kv, PackedKV):
+            self.part = min(max(1, least // self.layer_bytes), layers)
 
     @property
     def layer_bytes(self) -> int:
-        """Nothing is read."""
-        return 0
+        """Nothing, unless it is to be unpacked."""
+        return super().layer_bytes if isinstance(self.kv, PackedKV) else 0
 
     def read(self, first: int, last: int) -> Sequence[LayerKV]:
         """Return views of layers ``first`` to ``last - 1``."""
         return LayersInMemory(self.kv, first, last)
 
-    def assembled(self, layers: Sequence[LayerKV]) -> ChunkKV:
+    def assembled(self, layers: Sequence[LayerKV]) -> StoredKV:
         """Return the chunk, which is whole already."""
         return self.kv
 

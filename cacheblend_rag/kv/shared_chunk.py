@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from weakref import WeakValueDictionary
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
-from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.reader import ChunkReader, LayerKV, LayersInMemory
+from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV, unpacked_layer
+from cacheblend_rag.kv.reader import ChunkReader, LayersInMemory
 
 PARTS_AT_ONCE = 16
 """Most reads of one prompt, where reading is waiting: parts, and heads before them."""
@@ -28,6 +28,10 @@ class Part:
         """Return one layer of the chunk."""
         return self.layers[index - self.first]
 
+    def unpacked(self) -> Part:
+        """Return the same layers as numbers of the model's type."""
+        return Part(self.first, [unpacked_layer(layer) for layer in self.layers])
+
 
 class SharedChunk:
     """A chunk, each part of which is read once while anybody holds on to it.
@@ -35,7 +39,9 @@ class SharedChunk:
     reader: its head. tier: where it was found. read: reads layers first to last - 1; raises
     StoreError. keep: is handed the whole chunk once all of it was read, on the store's threads;
     without it nothing is held on to but what prompts hold. at_once: reads that a prompt has under
-    way before it begins to read ahead here. failure: why it could not be read.
+    way before it begins to read ahead here. unpacks: whether layers are handed out as numbers of
+    the model's type, for which threads of the store's unpack what is stored in a byte; what is kept
+    stays packed. failure: why it could not be read.
     """
 
     def __init__(
@@ -43,18 +49,20 @@ class SharedChunk:
         reader: ChunkReader,
         tier: str,
         read: Callable[[int, int], Sequence[LayerKV]],
-        keep: Callable[[ChunkKV], None] | None = None,
+        keep: Callable[[StoredKV], None] | None = None,
         *,
         at_once: int = PARTS_AT_ONCE,
+        unpacks: bool = True,
     ) -> None:
         self.reader, self.tier, self.at_once = reader, tier, at_once
+        self._unpacks = unpacks and reader.precision != "native"
         self._read, self._keep = read, keep
         self._lock = threading.RLock()  # what is cancelled under it ends under it
         self._users = 0
         self._under_way: dict[int, Future[Part]] = {}
         self._held: WeakValueDictionary[int, Part] = WeakValueDictionary()
         self._kept: dict[int, Part] = {}
-        self._whole: ChunkKV | None = None
+        self._whole: StoredKV | None = None
         self.failure: StoreError | None = None
 
     def first_of(self, layer: int) -> int:
@@ -66,7 +74,9 @@ class SharedChunk:
         return min(first + self.reader.part, self.reader.layers)
 
     def part_bytes(self, first: int) -> int:
-        """Return what reading a part takes, in bytes."""
+        """Return what reading a part, or unpacking it, takes, in bytes."""
+        if self.reader.in_memory and not self._unpacks:
+            return 0
         return (self.last_of(first) - first) * self.reader.layer_bytes
 
     def join(self) -> None:
@@ -94,24 +104,39 @@ class SharedChunk:
         return future
 
     def _there(self, first: int) -> Part | None:
-        """Return a part that needs no reading."""
+        """Return a part as it is handed out, if it is there already."""
+        held = self._held.get(first)
+        return held if held is not None or self._unpacks else self._stored(first)
+
+    def _stored(self, first: int) -> Part | None:
+        """Return a part as it is stored, if it needs no reading."""
         last = self.last_of(first)
         if self._whole is not None:
             return Part(first, LayersInMemory(self._whole, first, last))
-        if not self.reader.layer_bytes:
+        if self.reader.in_memory:
             return Part(first, self.reader.read(first, last))
-        return self._kept.get(first) or self._held.get(first)
+        return self._kept.get(first)
 
     def _read_part(self, first: int) -> Part:
         if self.failure is not None:  # set aside by now: no use in asking for it
             raise self.failure
+        with self._lock:
+            stored = self._stored(first)
+        if stored is None:
+            stored = self._read_stored(first)
+        part = stored.unpacked() if self._unpacks else stored
+        with self._lock:
+            self._held[first] = part
+        return part
+
+    def _read_stored(self, first: int) -> Part:
+        """Read a part, and have the chunk kept if that was the last one."""
         try:
             part = Part(first, self._read(first, self.last_of(first)))
         except StoreError as error:
             self._fail(error)
             raise
         with self._lock:
-            self._held[first] = part
             if self._keep is None:
                 return part
             self._kept[first] = part
@@ -128,7 +153,7 @@ class SharedChunk:
             if self.failure is None or is_cause:
                 self.failure = error
 
-    def _assembled(self) -> ChunkKV:
+    def _assembled(self) -> StoredKV:
         """Put all parts together, to be read from there from now on."""
         parts = [self._kept[first] for first in sorted(self._kept)]
         whole = self.reader.assembled([layer for part in parts for layer in part.layers])

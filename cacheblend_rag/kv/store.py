@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Self, TypeVar
 from weakref import WeakValueDictionary
@@ -22,7 +22,7 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NumbersCheck
 from cacheblend_rag.kv.fetch import Found, LayerSource, Room, miss_of
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup
-from cacheblend_rag.kv.precision import rounded
+from cacheblend_rag.kv.packed_kv import StoredKV, packed, unpacked
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.seal import CHECKSUM, Seal, seal_of
 from cacheblend_rag.kv.shared_chunk import SharedChunk
@@ -38,11 +38,44 @@ FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
 ROOM_AHEAD_BYTES = 512 << 20
 """Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
+UNPACKED_AT_ONCE = 1
+"""Parts of chunks in memory that are unpacked for a prompt at once: it takes processors, on which
+the pass computes. Of 16, passes on two cores took a tenth to a half longer."""
 READ_ONLY = "the store is read only: store and evict where it is opened with read_only=False"
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How a prompt reads chunks; those that read alike read together.
+
+    promotes: whether what is found is kept in faster tiers. unpacks: see SharedChunk.
+    """
+
+    promotes: bool
+    unpacks: bool
+
+
+_KEEPING = [_Way(True, unpacks) for unpacks in (True, False)]
+_WAYS = [*_KEEPING, *(_Way(False, unpacks) for unpacks in (True, False))]
+
+
+@dataclass(frozen=True, slots=True)
+class _Got:
+    """What a get came to: what its tier has, or why there is nothing."""
+
+    chunk: StoredChunk | None
+    lookup: Lookup
+
+    @property
+    def unpacked(self) -> Lookup:
+        """The same with the chunk's numbers, for whoever asked."""
+        if self.chunk is None:
+            return self.lookup
+        return replace(self.lookup, kv=unpacked(self.chunk.kv))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +149,7 @@ class TieredKVStore:
         self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
         self._room_ahead = threading.Semaphore(FETCHED_AHEAD)
         self._room = Room(ROOM_AHEAD_BYTES)
-        self._reading: WeakValueDictionary[tuple[KVKey, bool], SharedChunk] = WeakValueDictionary()
+        self._reading: WeakValueDictionary[tuple[KVKey, _Way], SharedChunk] = WeakValueDictionary()
 
     @classmethod
     def open(
@@ -260,9 +293,12 @@ class TieredKVStore:
             self._see(wanted)
         with self._locks.held(*wanted):
             found = self._get_many(wanted, promote)
-        return [found[key] for key in wanted]
+            lookups = {key: got.unpacked for key, got in found.items()}
+        return [lookups[key] for key in wanted]
 
-    def fetch(self, keys: Iterable[KVKey], *, promote: bool = True) -> LayerSource:
+    def fetch(
+        self, keys: Iterable[KVKey], *, promote: bool = True, unpack: bool = True
+    ) -> LayerSource:
         """Begin to read chunks, to be taken layer by layer; returns at once.
 
         Whoever reads the same chunk at the same time reads it together.
@@ -270,6 +306,8 @@ class TieredKVStore:
         Args:
             keys: the chunks of one prompt.
             promote: as for get; a chunk is kept once all of its layers were read.
+            unpack: whether layers are handed out as numbers of the model's type; without it, those
+                of a chunk that is stored a byte a number are handed out as they are stored.
 
         Returns:
             What hands the layers out; to be closed by whoever may not take them all.
@@ -279,7 +317,7 @@ class TieredKVStore:
             self._note(self.access_log, keys)
         return LayerSource(
             keys,
-            lambda key: self._submit(partial(self._open, key, promote)),
+            lambda key: self._submit(partial(self._open, key, _Way(promote, unpack))),
             self._submit,
             self._room_ahead,
             self._room,
@@ -301,7 +339,7 @@ class TieredKVStore:
         """
         kv.check_form()
         now, check = time.time() if written_at is None else written_at, NumbersCheck(kv)
-        chunk = StoredChunk(rounded(kv, self.precision), now, check)
+        chunk = StoredChunk(packed(kv, self.precision), now, check)
         self._see([key])
         with self._locks.held(key):
             self._part_with(key)
@@ -508,16 +546,16 @@ class TieredKVStore:
             entry = tier.entry(key)  # looked up again: it may have been stored anew
             return entry is not None and self._is_expired(tier, key, entry) and tier.expire(key)
 
-    def _get_many(self, keys: Iterable[KVKey], promote: bool) -> dict[KVKey, Lookup]:
+    def _get_many(self, keys: Iterable[KVKey], promote: bool) -> dict[KVKey, _Got]:
         """Read chunks from the fastest tier of each; under their locks."""
-        found = dict.fromkeys(keys, Lookup.missed("not stored"))
+        found = dict.fromkeys(keys, _Got(None, Lookup.missed("not stored")))
         for depth, tier in enumerate(self.tiers):
-            missing = [key for key, lookup in found.items() if lookup.kv is None]
+            missing = [key for key, got in found.items() if got.chunk is None]
             for key, read in zip(missing, self._read(tier, missing), strict=True):
                 if isinstance(read, StoreError):
-                    found[key] = _missed(tier, read)
+                    found[key] = _Got(None, _missed(tier, read))
                 elif read is not None:
-                    found[key] = Lookup(read.kv, tier.name, None)
+                    found[key] = _Got(read, Lookup(None, tier.name, None))
                     if promote:
                         _keep(self.tiers[:depth], key, read)
         return found
@@ -572,60 +610,70 @@ class TieredKVStore:
             refused.set_exception(StoreError(f"nothing can be read any more: {error}"))
             return refused
 
-    def _open(self, key: KVKey, promote: bool) -> Found:
+    def _open(self, key: KVKey, way: _Way) -> Found:
         """Open a chunk, or join those who read it; where it is missing, find out why."""
-        if promote:
+        if way.promotes:
             self._see([key])
         with self._locks.held(key):
-            shared = self._reading.get((key, promote))
+            shared = self._reading.get((key, way))
             if shared is not None and shared.failure is not None:
                 shared = None
-            found = self._open_alone(key, promote) if shared is None else Found(shared, None)
+            found = self._open_alone(key, way) if shared is None else Found(shared, None)
         if found.reason == "not stored":
             missed = self.absence(key)
             return Found(None, missed.reason, missed.tier)
         return found
 
-    def _open_alone(self, key: KVKey, promote: bool) -> Found:
+    def _open_alone(self, key: KVKey, way: _Way) -> Found:
         missed = Lookup.missed("not stored")
         for depth, tier in enumerate(self.tiers):
             opened = None if self._expire_of(tier, [key]) else tier.open(key)
             if isinstance(opened, ChunkReader):
-                return Found(self._shared(key, depth, opened, promote), None)
+                return Found(self._shared(key, depth, opened, way), None)
             if opened is not None:
                 missed = _missed(tier, opened)
         return Found(None, missed.reason, missed.tier)
 
-    def _shared(self, key: KVKey, depth: int, reader: ChunkReader, promote: bool) -> SharedChunk:
+    def _shared(self, key: KVKey, depth: int, reader: ChunkReader, way: _Way) -> SharedChunk:
         """Return what prompts read a chunk through; what is kept of it is kept once it is whole."""
         tier, above = self.tiers[depth], self.tiers[:depth]
         if isinstance(reader, WholeReader):
-            if promote:
+            if way.promotes:
                 _keep(above, key, StoredChunk(reader.kv, reader.written_at))
-            return SharedChunk(reader, tier.name, reader.read)
-        keeps = promote and any(other.keeps_found for other in above)
+            shared = SharedChunk(
+                reader,
+                tier.name,
+                reader.read,
+                at_once=UNPACKED_AT_ONCE,
+                unpacks=way.unpacks,
+            )
+            if reader.layer_bytes:  # to be unpacked
+                self._reading[key, way] = shared
+            return shared
+        keeps = way.promotes and any(other.keeps_found for other in above)
         shared = SharedChunk(
             reader,
             tier.name,
             partial(tier.read_layers, key, reader),
             partial(self._keep_read, key, depth, reader) if keeps else None,
             at_once=tier.parts_at_once,
+            unpacks=way.unpacks,
         )
-        self._reading[key, promote] = shared
+        self._reading[key, way] = shared
         return shared
 
-    def _keep_read(self, key: KVKey, depth: int, reader: ChunkReader, kv: ChunkKV) -> None:
+    def _keep_read(self, key: KVKey, depth: int, reader: ChunkReader, kv: StoredKV) -> None:
         """Keep a chunk that was read by its layers, unless it was evicted or replaced meanwhile."""
         with self._locks.held(key):
-            shared = self._reading.get((key, True))
-            is_current = shared is not None and shared.reader is reader
+            read = [self._reading.get((key, way)) for way in _KEEPING]
+            is_current = any(shared is not None and shared.reader is reader for shared in read)
             if is_current and self.tiers[depth].contains(key):
                 _keep(self.tiers[:depth], key, StoredChunk(kv, reader.written_at))
 
     def _part_with(self, key: KVKey) -> None:
         """Let nobody join those who read a chunk that is not the stored one any more."""
-        for promote in (False, True):
-            self._reading.pop((key, promote), None)
+        for way in _WAYS:
+            self._reading.pop((key, way), None)
 
 
 def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:

@@ -11,10 +11,11 @@ from cacheblend_rag.blend.lane import Mark, Stages, stages_of
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.blend.transfer import LayerPart, Upload
+from cacheblend_rag.blend.transfer import LayerPart, Numbers, Upload
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.fetch import Found, LayerSource, miss_of
-from cacheblend_rag.kv.reader import ChunkReader, LayerKV
+from cacheblend_rag.kv.packed_kv import LayerKV, PackedLayer
+from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.report import MissReason
 
 WAIT_SECONDS = 0.001
@@ -114,7 +115,7 @@ class Laying:
         parts = yield from self._layer(layer, used)
         if self._stages is None:
             for part in _placed(layer, used, parts):
-                self.fused.lay(layer, part.start, part.keys, part.values, part.turn)
+                self.fused.lay(layer, part.start, *part.kv.arrived(part.kv.tensors), part.turn)
         else:
             self._arrive()
             self._look_ahead(self._stages, layer + 1, used)
@@ -204,6 +205,10 @@ class Laying:
 def _placed(layer: int, used: Sequence[LaidChunk], parts: Sequence[LayerKV]) -> list[LayerPart]:
     """Return chunks' parts of a layer with where they go."""
     return [
-        LayerPart(chunk.start, *part, None if chunk.turn is None else chunk.turn.of(layer))
+        LayerPart(
+            chunk.start,
+            part if isinstance(part, PackedLayer) else Numbers(*part),
+            None if chunk.turn is None else chunk.turn.of(layer),
+        )
         for chunk, part in zip(used, parts, strict=True)
     ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
-from cacheblend_rag.blend.lane import stages_of
+from cacheblend_rag.blend.lane import has_lane, stages_of
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, Geometry, on_all_ranks
@@ -117,7 +117,9 @@ def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVSto
     end = missing[-1][1] + len(missing[-1][0].token_ids)
     ids = torch.tensor(work.tokens[:end], device=stack.geometry.device)
     earlier = [m for m, found in zip(work.members, stored, strict=True) if found and m[1] < end]
-    with store.fetch((chunk.key for chunk, _ in earlier), promote=False) as source:
+    keys = (chunk.key for chunk, _ in earlier)
+    unpack = not has_lane(stack.geometry.device)
+    with store.fetch(keys, promote=False, unpack=unpack) as source:
         cut = yield from _cut_out(stack, ids, missing, earlier, source)
     for (chunk, start), kv in cut:
         prior = torch.zeros(kv.tokens)

@@ -19,7 +19,9 @@ from cacheblend_rag.blend import FusedKV, RingKV
 from cacheblend_rag.blend.lane import CudaLane, Stages, stages_of
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import Geometry
-from cacheblend_rag.blend.transfer import Download, LayerPart, Upload, to_host
+from cacheblend_rag.blend.transfer import Download, LayerPart, Numbers, Sendable, Upload, to_host
+from cacheblend_rag.kv.packed_kv import PackedLayer
+from cacheblend_rag.kv.precision import pack
 from tests.blend.fake_lane import FakeLane, use
 from tests.blend.fake_stack import FREQUENCIES, HEAD_DIM, KV_HEADS, LAYERS, FakeStack
 from tests.prefill.prompts import run
@@ -59,13 +61,22 @@ def turn_of(by: int | None, device: torch.device) -> Rotation | None:
     return Rotation(angles.cos(), angles.sin())
 
 
-def parts_of(layer: int, device: torch.device) -> list[LayerPart]:
+def parts_of(layer: int, device: torch.device, form: Any = "native") -> list[LayerPart]:
     draw = torch.Generator().manual_seed(layer)
     return [
-        LayerPart(start, *torch.randn(2, KV_HEADS, tokens, HEAD_DIM, generator=draw).unbind(),
-                  turn_of(by, device))
+        LayerPart(
+            start,
+            formed(torch.randn(2, KV_HEADS, tokens, HEAD_DIM, generator=draw), form),
+            turn_of(by, device),
+        )
         for start, tokens, by in CHUNKS
-    ]  # fmt: skip
+    ]
+
+
+def formed(kv: Tensor, form: Any) -> Sendable:
+    if form == "native":
+        return Numbers(*kv)
+    return PackedLayer(*pack(*kv, form), form, kv.dtype)
 
 
 def buffer(kind: str, shape: Geometry) -> FusedKV:
@@ -83,11 +94,12 @@ def sent(upload: Upload) -> None:
         time.sleep(0.001)
 
 
-def laid_plainly(kind: str, lane: Any) -> list[tuple[Tensor, Tensor]]:
+def laid_plainly(kind: str, lane: Any, form: Any = "native") -> list[tuple[Tensor, Tensor]]:
     fused, found = buffer(kind, geometry(lane)), []
     for layer in range(LAYERS):
-        for part in parts_of(layer, fused.keys.device):
-            fused.lay(layer, part.start, part.keys, part.values, part.turn)
+        for part in parts_of(layer, fused.keys.device, form):
+            kv = part.kv.unpacked() if isinstance(part.kv, PackedLayer) else part.kv.tensors
+            fused.lay(layer, part.start, *kv, part.turn)
         found.append(tuple(kv.clone() for kv in fused.layer(layer)))
     return found
 
@@ -95,22 +107,23 @@ def laid_plainly(kind: str, lane: Any) -> list[tuple[Tensor, Tensor]]:
 @pytest.mark.parametrize("rows", [1, 4, 9, 100])
 @pytest.mark.parametrize("most", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["fused", "ring"])
+@pytest.mark.parametrize("form", ["native", "fp8", "int8"])
 def test_what_is_laid_beside_the_work_is_what_is_laid_plainly(
-    lane: Any, kind: str, most: int, rows: int
+    lane: Any, form: str, kind: str, most: int, rows: int
 ) -> None:
     """Each layer is asked for while the one before it is at work, through a few small stages."""
     stages, fused = Stages(lane, most, rows * ROW_BYTES), buffer(kind, geometry(lane))
     found = []
     free = lane.worked()
     for layer in range(LAYERS):
-        upload = Upload(stages, fused, layer, parts_of(layer, fused.keys.device), free)
+        upload = Upload(stages, fused, layer, parts_of(layer, fused.keys.device, form), free)
         if layer:
             found.append(tuple(kv.clone() for kv in fused.layer(layer - 1)))
         sent(upload)
         upload.arrive()
         free = lane.worked()
     found.append(tuple(kv.clone() for kv in fused.layer(LAYERS - 1)))
-    for one, other in zip(found, laid_plainly(kind, lane), strict=True):
+    for one, other in zip(found, laid_plainly(kind, lane, form), strict=True):
         for part, wanted in zip(one, other, strict=True):
             assert torch.equal(part.nan_to_num(7.0), wanted.nan_to_num(7.0))
 
@@ -142,7 +155,7 @@ def test_pinned_memory_is_copied_from_where_it_lies_and_held_until_then() -> Non
     stages, fused = Stages(lane, 2, 40 * ROW_BYTES), buffer("fused", geometry(lane))
     upload = Upload(
         stages, fused, 0,
-        (LayerPart(p.start, lane.pin(p.keys.clone()), lane.pin(p.values.clone()), p.turn)
+        (LayerPart(p.start, Numbers(*(lane.pin(kv.clone()) for kv in p.kv.tensors)), p.turn)
          for p in parts_of(0, fused.keys.device)),
         lane.worked(),
     )  # fmt: skip
@@ -160,7 +173,7 @@ def test_what_is_on_the_device_is_not_copied(monkeypatch: pytest.MonkeyPatch) ->
     stages, fused = Stages(lane, 2, 40 * ROW_BYTES), buffer("fused", geometry(lane))
     monkeypatch.setattr(lane, "copy", None)
     parts = [
-        LayerPart(p.start, lane.put_here(p.keys), lane.put_here(p.values), p.turn)
+        LayerPart(p.start, Numbers(*(lane.put_here(kv) for kv in p.kv.tensors)), p.turn)
         for p in parts_of(0, fused.keys.device)
     ]
     upload = Upload(stages, fused, 0, parts, lane.worked())
@@ -258,7 +271,8 @@ def test_a_cpu_has_no_stages() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_nothing_on_the_way_synchronizes_a_gpu() -> None:
+@pytest.mark.parametrize("form", ["native", "fp8", "int8"])
+def test_nothing_on_the_way_synchronizes_a_gpu(form: str) -> None:
     device = torch.device("cuda", 0)
     stages = stages_of(device)
     assert stages is stages_of(torch.device("cuda")) is not None
@@ -270,7 +284,8 @@ def test_nothing_on_the_way_synchronizes_a_gpu() -> None:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
-            upload = Upload(stages, fused, 0, [LayerPart(0, *kv, turn)], stages.lane.worked())
+            parts = [LayerPart(0, formed(kv, form), turn)]
+            upload = Upload(stages, fused, 0, parts, stages.lane.worked())
             while not upload.go_on():
                 time.sleep(0.001)
             upload.arrive()
@@ -280,5 +295,7 @@ def test_nothing_on_the_way_synchronizes_a_gpu() -> None:
                 time.sleep(0.001)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    assert torch.equal(into[1], kv[1])
+    sent = formed(kv, form)
+    values = sent.unpacked()[1] if isinstance(sent, PackedLayer) else kv[1]
+    assert torch.equal(into[1], values)
     assert not torch.equal(into[0], kv[0])

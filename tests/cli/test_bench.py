@@ -22,7 +22,7 @@ FIELDS = {
     "engine", "shape", "prompt_tokens", "selector", "ratio", "tier", "full_seconds",
     "blend_seconds", "speedup", "bound", "share_of_bound", "peak_extra_bytes", "prompt_kv_bytes",
     "prefix_caching_seconds", "batched_tokens", "runs", "load_seconds", "load_hidden_seconds",
-    "hidden_share",
+    "hidden_share", "precision",
 }  # fmt: skip
 
 
@@ -42,6 +42,14 @@ def test_several_rows_stand_under_rows(cli, tiny_shape):
     ]  # fmt: skip
     assert all(set(row) == FIELDS for row in rows)
     assert {row["prompt_tokens"] for row in rows} == {100}
+
+
+def test_what_is_unpacked_in_memory_is_told(cli, tiny_shape):
+    command = ("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "host", "--json")
+    native, packed = (cli(*command, "--precision", name).json for name in ("native", "fp8"))
+    assert (native["precision"], packed["precision"]) == ("native", "fp8")
+    assert native["hidden_share"] is None
+    assert 0 <= packed["hidden_share"] <= 1
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior", "question_prior"])

@@ -8,6 +8,7 @@ import torch
 
 from cacheblend_rag.kv import ChunkKV, HostTier, KVKey, StoredChunk, chunk_id, codec, fingerprint
 from cacheblend_rag.kv.lookup import Lookup
+from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.reader import StoredBytes, open_ranges
 from cacheblend_rag.kv.tiers import Entry
 
@@ -26,15 +27,19 @@ def make_kv(number=0, *, tokens=4, dtype=torch.float32, prior=True):
     return ChunkKV(keys, values, position=3, prior=scores)
 
 
+def rounded(kv, precision):
+    """Return a chunk as it is read again from a store of a precision."""
+    return unpacked(packed(kv, precision))
+
+
 def taken(source):
     """All that is left of a source as lookups: chunks are put together from their layers."""
     found = [source.take() for _ in range(len(source))]
     source.keep([one.head is not None for one in found])
     heads = [one.head for one in found if one.head is not None]
     layers = [source.layer(index) for index in range(max((h.layers for h in heads), default=0))]
-    whole = iter(
-        [h.assembled(list(own)) for h, own in zip(heads, zip(*layers, strict=True), strict=True)]
-    )
+    columns = zip(heads, zip(*layers, strict=True), strict=True)
+    whole = iter([unpacked(head.assembled(list(own))) for head, own in columns])
     return [
         Lookup(None if one.head is None else next(whole), one.tier, one.reason) for one in found
     ]
@@ -82,7 +87,7 @@ class SlowBytes(HostTier):
 
     def fill(self, kvs):
         for key, kv in kvs.items():
-            self.objects[key] = bytearray(codec.encode(key, kv))
+            self.objects[key] = bytearray(b"".join(codec.Encoding(key, kv).parts()))
 
     def _entry(self, key):
         return Entry(len(self.objects[key]), 0, 0) if key in self.objects else None

@@ -14,12 +14,11 @@ from safetensors.torch import save
 import cacheblend_rag.kv
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import ChunkKV, KVKey, chunk_id, codec
-from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.seal import CHECKSUM, KeyedSeal
 from cacheblend_rag.secret import Secret
 
 from . import format1
-from .samples import OTHER_FINGERPRINT, make_key, make_kv, same
+from .samples import OTHER_FINGERPRINT, make_key, make_kv, rounded, same
 
 KEY = make_key(1)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -17,13 +17,13 @@ from filelock import FileLock
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, StoredChunk, TieredKVStore, codec
-from cacheblend_rag.kv.precision import rounded
+from cacheblend_rag.kv.packed_kv import unpacked
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.base import Usage
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
-from .samples import OTHER_FINGERPRINT, chunk_files, make_key, make_kv, same
+from .samples import OTHER_FINGERPRINT, chunk_files, make_key, make_kv, rounded, same
 
 KEY, OTHER = make_key(0), make_key(1)
 DATA = codec.encode(KEY, make_kv())
@@ -376,7 +376,7 @@ def test_no_tier_keeps_what_is_no_number_whichever_looks_first(
                 store.put(key, bad)
         for tier in opened:
             assert not tier.contains(KEY)
-            assert same(tier.get(OTHER).kv, rounded(make_kv(), precision))
+            assert same(unpacked(tier.get(OTHER).kv), rounded(make_kv(), precision))
             assert not tier.writing.is_failing
             assert tier.stats()["errors"] == 0
     assert not temporaries(tmp_path)

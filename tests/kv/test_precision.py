@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import ConfigError, DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import ChunkKV, TieredKVStore, codec
-from cacheblend_rag.kv.precision import pack, rounded, scales, unpack
+from cacheblend_rag.kv.precision import pack, scales, unpack
 
-from .samples import make_key, same
+from .samples import make_key, rounded, same
 from .test_codec import header_of, with_header
 
 KEY = make_key(0)
@@ -47,8 +47,8 @@ def test_rounding_again_changes_nothing(precision, dtype):
         again = rounded(ChunkKV(once.keys, once.values, 3), precision)
         assert torch.equal(again.keys, once.keys)
         assert torch.equal(again.values, once.values)
-        assert rounded(once, precision) is once
-        assert rounded(once, "native") is once
+        for precision_of_store in (precision, "native"):
+            assert same(rounded(once, precision_of_store), once)
 
 
 @settings(deadline=None, max_examples=80)
@@ -141,7 +141,8 @@ def test_a_rounded_chunk_is_stored_in_bytes_and_read_as_it_is(precision, dtype):
     assert read.precision == precision
     head = codec.read_head(lambda start, end: raw_of(data)[start:end], len(data), KEY)
     for layer in range(3):
-        keys, values = head.layer(layer, raw_of(data)[slice(*head.span(layer, layer + 1))])
+        raw = raw_of(data)[slice(*head.span(layer, layer + 1))]
+        keys, values = head.layer(layer, raw).unpacked()
         assert torch.equal(keys, kv.keys[layer])
         assert torch.equal(values, kv.values[layer])
     assert codec.encode(KEY, read) == data

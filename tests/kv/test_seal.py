@@ -5,12 +5,11 @@ import pytest
 from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import ConfigError, DamagedChunkError, UnsealedChunkError
 from cacheblend_rag.kv import TieredKVStore, codec
-from cacheblend_rag.kv.precision import rounded
 from cacheblend_rag.kv.seal import CHECKSUM, VARIABLE, KeyedSeal, seal_of
 from cacheblend_rag.secret import Secret
 
 from . import format1
-from .samples import chunk_files, make_key, make_kv, same
+from .samples import chunk_files, make_key, make_kv, rounded, same
 from .test_codec import header_of, with_header
 
 KEY = make_key(0)

@@ -9,7 +9,7 @@ import gc
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -18,9 +18,11 @@ import torch
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend.lane import Stages, stages_of
 from cacheblend_rag.blend.transfer import Upload
+from cacheblend_rag.config import Precision
 from cacheblend_rag.kv import DeviceTier, HostTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource
+from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
 from cacheblend_rag.prefill import laying
 from cacheblend_rag.prefill.blended import FusedPrompt, PromptPass
@@ -114,6 +116,45 @@ def test_a_pass_is_the_same(
     found, plain = both(beside, lambda: [make_tier()], **options)
     assert found[0].blended
     assert_same(found, plain)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("tier", ["host", "bytes", "device"])
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_a_pass_over_packed_chunks_is_that_over_their_numbers(
+    beside: Beside, precision: Precision, tier: str, ring: bool
+) -> None:
+    """Unpacked by threads of the store's, by the pass itself, or by the device."""
+    kvs = {c.key: packed(chunk_kv(FakeStack(), c), precision) for c in placed()}
+    options = {"selector": "hkvd", "recompute_ratio": 0.3, "ring": ring}
+
+    def filled(kind: str, *, native: bool = False) -> Tier:
+        if kind == "bytes":
+            slow = SlowBytes()
+            slow.fill(kvs)
+            return slow
+        made = HostTier(None) if kind == "host" else DeviceTier(beside.device, None)
+        for key, kv in kvs.items():
+            if kind == "device" and beside.lane is not None:
+                kv.mapped(beside.lane.put_here)
+            kept = replace(unpacked(kv), precision="native") if native else kv
+            assert made.put(key, StoredChunk(kept, 0.0))
+        return made
+
+    wanted = beside.plainly(
+        lambda: over([filled("host", native=True)], stack=beside.stack(), **options)
+    )
+    assert wanted[0].blended
+    for unpack in (True, False):
+        found = over([filled(tier)], stack=beside.stack(), unpack=unpack, **options)
+        assert_same(found, wanted)
+        if beside.lane is not None:
+            there = beside.plainly(
+                lambda unpack=unpack: over(
+                    [filled(tier)], stack=beside.stack(), unpack=unpack, **options
+                )
+            )
+            assert_same(there, wanted)
 
 
 def test_chunks_of_a_device_are_laid_from_there(beside: Beside) -> None:

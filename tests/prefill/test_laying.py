@@ -73,13 +73,14 @@ def over(
     *,
     ring: bool = False,
     stack: FakeStack | None = None,
+    unpack: bool = True,
     **config: Any,
 ) -> tuple[FusedPrompt, Told]:
     """What a pass over a prompt comes to, whose chunks are in these tiers."""
     told, stack = Told(), stack or FakeStack()
     with (
         TieredKVStore(tiers) as store,
-        store.fetch(chunk.key for chunk in placed()) as source,
+        store.fetch((chunk.key for chunk in placed()), unpack=unpack) as source,
     ):
         work = PromptPass(
             stack, prompt_ids().to(stack.device), placed(), source, BlendConfig(**config),

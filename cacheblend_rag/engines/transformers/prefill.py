@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from cacheblend_rag.blend.lane import has_lane
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.prepare import PreparedPrompt
@@ -65,9 +66,10 @@ class PromptChunks:
         """Tokens of chunks whose KV the store says it holds."""
         return sum(chunk.end - chunk.start for chunk, there in self.held() if there)
 
-    def source(self) -> LayerSource:
-        """Begin to read them."""
-        return self.store.fetch(chunk.key for chunk in self.placed)
+    def source(self, device: torch.device) -> LayerSource:
+        """Begin to read them, for a pass on a device."""
+        keys = (chunk.key for chunk in self.placed)
+        return self.store.fetch(keys, unpack=not has_lane(device))
 
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
         """Report every chunk as a miss, for ``reason`` or else as not stored.

@@ -19,8 +19,9 @@ from cacheblend_rag.errors import (
     StoreError,
     UnsealedChunkError,
 )
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NotFiniteError
-from cacheblend_rag.kv.reader import ChunkReader, LayerKV, WholeReader
+from cacheblend_rag.kv.chunk_kv import KVKey, NotFiniteError
+from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV
+from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.seal import CHECKSUM
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.tiers.admission import Admission, RefusedError, RejectedError, Resident
@@ -59,7 +60,7 @@ class StoredChunk:
     calls it before anyone can find the chunk there; whoever writes may do so beside it.
     """
 
-    kv: ChunkKV
+    kv: StoredKV
     written_at: float
     check: Callable[[], None] = lambda: None
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blend.lane import has_lane
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
@@ -73,7 +74,7 @@ class Jobs:
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""
         keys = self._chunk_keys(allotted) if allotted.job.kind == "blend" else ()
-        return self.store.fetch(keys)
+        return self.store.fetch(keys, unpack=not has_lane(self.stack.geometry.device))
 
     def work(self, allotted: Allotted, source: LayerSource) -> Work:
         """Do a job, a piece at a time; source: of the chunks that it is to blend."""

@@ -1,0 +1,165 @@
+"""PackedKV: one chunk's keys and values as they are kept where each number takes a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.config import Precision
+from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.precision import are_finite, pack, part, unpack
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLayer:
+    """One layer of a chunk.
+
+    codes: (2, kv_heads, tokens, head_dim), keys before values. exponents: of their scales,
+    (scales,) int8. dtype: of the numbers.
+    """
+
+    codes: Tensor
+    exponents: Tensor
+    precision: Precision
+    dtype: torch.dtype
+
+    def unpacked(self) -> tuple[Tensor, Tensor]:
+        """Return keys and values, each (kv_heads, tokens, head_dim)."""
+        return unpack(self.codes, self.exponents, self.precision, self.dtype)
+
+    def is_finite(self) -> bool:
+        """Whether all numbers are such as their type has."""
+        return are_finite(self.codes, self.exponents, self.precision, self.dtype)
+
+    # As a device is sent it, see Sendable
+
+    @property
+    def tokens(self) -> int:
+        """Number of the chunk's tokens."""
+        return int(self.codes.shape[2])
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token once it is unpacked, which are more than its own and its scales'."""
+        return self.codes[:, :, 0].numel() * self.dtype.itemsize
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """What is to be copied."""
+        return self.codes, self.exponents
+
+    def cut(self, start: int, end: int) -> PackedLayer:
+        """Return some of its tokens."""
+        here = slice(start, end)
+        scales = part(self.exponents, self.codes.shape, self.precision)
+        own = [own[:, here] if own.shape[1] == self.tokens else own for own in scales]
+        exponents = torch.cat([each.flatten() for each in own])
+        return replace(self, codes=self.codes[:, :, here], exponents=exponents)
+
+    @property
+    def arrived(self) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
+        """What makes keys and values of its tensors where they are copied."""
+        return partial(_unpacked_of, self.precision, self.dtype)
+
+
+def _unpacked_of(
+    precision: Precision, dtype: torch.dtype, tensors: Sequence[Tensor]
+) -> tuple[Tensor, Tensor]:
+    codes, exponents = tensors
+    return unpack(codes, exponents, precision, dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedKV:
+    """One chunk's KV, a byte a number.
+
+    Args:
+        codes: (layers, 2, kv_heads, tokens, head_dim), keys before values; each layer contiguous.
+        exponents: of their scales, (layers, scales) int8.
+        dtype: of the numbers, as the model computed them.
+        position, prior, precision: see ChunkKV.
+    """
+
+    codes: Tensor
+    exponents: Tensor
+    dtype: torch.dtype
+    position: int
+    prior: Tensor | None
+    precision: Precision
+
+    @classmethod
+    def of(cls, kv: ChunkKV, precision: Precision) -> PackedKV:
+        """Round a chunk's numbers to those that a precision other than ``native`` has."""
+        packed = [pack(*layer, precision) for layer in zip(kv.keys, kv.values, strict=True)]
+        codes, exponents = (torch.stack(parts) for parts in zip(*packed, strict=True))
+        return cls(codes, exponents, kv.dtype, kv.position, kv.prior, precision)
+
+    @classmethod
+    def joined(cls, layers: Sequence[PackedLayer], position: int, prior: Tensor | None) -> PackedKV:
+        """Return the chunk of these layers, which are copied."""
+        codes = torch.stack([layer.codes for layer in layers])
+        exponents = torch.stack([layer.exponents for layer in layers])
+        return cls(codes, exponents, layers[0].dtype, position, prior, layers[0].precision)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of keys and of values: (layers, kv_heads, tokens, head_dim)."""
+        return self.codes[:, 0].shape
+
+    @property
+    def tokens(self) -> int:
+        """Number of the chunk's tokens."""
+        return int(self.codes.shape[3])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held by the tensors."""
+        prior = 0 if self.prior is None else self.prior.nbytes
+        return self.codes.nbytes + self.exponents.nbytes + prior
+
+    def layer(self, index: int) -> PackedLayer:
+        """Return one layer, not copied."""
+        return PackedLayer(self.codes[index], self.exponents[index], self.precision, self.dtype)
+
+    def mapped(self, change: Callable[[Tensor], Tensor]) -> PackedKV:
+        """Return the same chunk KV with each of its tensors as ``change`` returns it."""
+        prior = None if self.prior is None else change(self.prior)
+        codes, exponents = change(self.codes), change(self.exponents)
+        return replace(self, codes=codes, exponents=exponents, prior=prior)
+
+    def unpacked(self) -> ChunkKV:
+        """Return the chunk with its numbers in the model's type."""
+        keys = torch.empty(self.shape, dtype=self.dtype, device=self.codes.device)
+        values = torch.empty_like(keys)
+        for index in range(len(keys)):
+            keys[index], values[index] = self.layer(index).unpacked()
+        return ChunkKV(keys, values, self.position, self.prior, self.precision)
+
+
+StoredKV = ChunkKV | PackedKV
+"""A chunk as tiers keep it."""
+LayerKV = tuple[Tensor, Tensor] | PackedLayer
+"""One layer's keys and values, each (kv_heads, tokens, head_dim), or both packed."""
+
+
+def packed(kv: ChunkKV, precision: Precision) -> StoredKV:
+    """Return a chunk as it is kept: packed where it, or what keeps it, has a precision.
+
+    What was rounded once has the same codes when it is packed anew.
+    """
+    wanted = kv.precision if precision == "native" else precision
+    return kv if wanted == "native" else PackedKV.of(kv, wanted)
+
+
+def unpacked(kv: StoredKV) -> ChunkKV:
+    """Return a chunk with its numbers in the model's type."""
+    return kv if isinstance(kv, ChunkKV) else kv.unpacked()
+
+
+def unpacked_layer(layer: LayerKV) -> tuple[Tensor, Tensor]:
+    """Return one layer's keys and values."""
+    return layer.unpacked() if isinstance(layer, PackedLayer) else layer

@@ -1,0 +1,103 @@
+"""Chunks stored in fp8, on their way into an fp8 KV cache of vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.engines.vllm.connector.paged import PagedKV
+from cacheblend_rag.kv import ChunkKV
+from cacheblend_rag.kv.packed_kv import PackedKV
+from tests.engines.vllm.fp8_attention import FP8, fp8_backend
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, check_exact, retrieved
+from tests.models import make_tokenizer
+
+SMALLEST = 2.0**-6
+"""Of the cache's numbers with all their bits: vLLM's own scale is 1."""
+
+
+@pytest.fixture(scope="module")
+def folder(model_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose values are as large as a trained one's."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder("llama"))
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.data.mul_(40)
+    folder: Path = tmp_path_factory.mktemp("fp8")
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[InProcessEngine]:
+    settings = {"attention": "native", "precision": "fp8"}
+    config = BlendConfig(min_tokens=0, recompute_ratio=0.0)
+    with fp8_backend():
+        engine = InProcessEngine(folder, config, kv_cache_dtype="fp8", settings=settings)
+        assert engine.status.active, engine.status.refusal
+        assert engine.precompute(DOCUMENTS, progress=False).computed == 4
+        yield engine
+        engine.close()
+
+
+@pytest.fixture
+def pages(monkeypatch: pytest.MonkeyPatch) -> list[PagedKV]:
+    """Where requests' KV was written, oldest first."""
+    made: list[PagedKV] = []
+    own = PagedKV.__post_init__
+
+    def noted(paged: Any) -> None:
+        own(paged)
+        made.append(paged)
+
+    monkeypatch.setattr(PagedKV, "__post_init__", noted)
+    return made
+
+
+def in_cache(paged: PagedKV, layer: int, start: int, tokens: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of some tokens, each (kv_heads, tokens, head_dim), as vLLM reads them."""
+    cache = paged.cache.attention[layer].kv_cache
+    slots, size = paged._slots[start : start + tokens], cache.shape[2]
+    held = cache[slots // size, :, slots % size].view(FP8).float().transpose(0, 1)
+    keys, values = held.chunk(2, -1)
+    return keys, values
+
+
+def stored(engine: InProcessEngine, tokens: int) -> ChunkKV:
+    """The one stored chunk that has so many tokens, unpacked."""
+    store = engine.worker_connector.blender.store
+    (tier,), keys = store.tiers, store.keys()
+    assert all(isinstance(tier.get(key).kv, PackedKV) for key in keys)
+    found = [store.get(key).kv for key in keys]
+    (chunk,) = [kv for kv in found if kv is not None and kv.tokens == tokens]
+    return chunk
+
+
+def test_values_are_in_the_cache_as_they_are_stored_where_its_scale_has_them(
+    engine: InProcessEngine, pages: list[PagedKV]
+) -> None:
+    """Scales are powers of two, so that both hold the same three bits after the first one."""
+    report = engine.generate(retrieved(), SHORT).report
+    assert report.blended
+    assert all(chunk.hit and not chunk.recomputed for chunk in report.chunks)
+    for chunk in report.chunks:
+        kv = stored(engine, chunk.tokens)
+        for layer in range(len(kv.values)):
+            _, found = in_cache(pages[-1], layer, chunk.start, chunk.tokens)
+            large = (kv.values[layer].abs() >= SMALLEST) & (kv.values[layer].abs() <= 448)
+            assert large.float().mean() > 0.9
+            assert torch.equal(found[large], kv.values[layer][large])
+            small = kv.values[layer][~large]
+            assert bool(((found[~large] - small).abs() <= SMALLEST / 16).all())
+
+
+def test_ratio_1_is_exact_with_chunks_in_fp8_too(engine: InProcessEngine) -> None:
+    check_exact(engine)

@@ -1,0 +1,272 @@
+"""Chunks of a byte a number stay packed wherever they are kept, until somebody needs numbers."""
+
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from cacheblend_rag.errors import DamagedChunkError
+from cacheblend_rag.kv import ChunkKV, DeviceTier, DiskTier, HostTier, TieredKVStore, codec
+from cacheblend_rag.kv.packed_kv import PackedKV, PackedLayer, packed
+from cacheblend_rag.kv.precision import are_finite, are_written, pack, unpack
+from cacheblend_rag.kv.reader import UNPACKED_BYTES, WholeReader
+from cacheblend_rag.kv.tiers import disk as disk_module
+from cacheblend_rag.kv.tiers.policy import TierPolicy
+
+from .samples import make_key, rounded, same, taken, until
+
+KEY, OTHER = make_key(0), make_key(1)
+LAYERS, KV_HEADS, TOKENS, HEAD_DIM = 6, 2, 64, 16
+every_precision = pytest.mark.parametrize("precision", ["fp8", "int8"])
+
+
+def chunk(seed=0, dtype=torch.float32):
+    draw = torch.Generator().manual_seed(seed)
+    keys, values = torch.randn(2, LAYERS, KV_HEADS, TOKENS, HEAD_DIM, generator=draw).to(dtype)
+    return ChunkKV(keys, values, 5, torch.rand(TOKENS, generator=draw))
+
+
+@pytest.fixture
+def unpackings(monkeypatch):
+    """The threads on which layers were unpacked, in order."""
+    found, own = [], PackedLayer.unpacked
+
+    def unpacked(layer):
+        found.append(threading.current_thread().name)
+        return own(layer)
+
+    monkeypatch.setattr(PackedLayer, "unpacked", unpacked)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def small_reads(monkeypatch):
+    """Reads of a layer or two, so that these chunks are read by their layers."""
+    monkeypatch.setattr(disk_module.DiskTier, "whole_bytes", 1 << 10)
+    monkeypatch.setattr(disk_module.DiskTier, "range_bytes", 1 << 12)
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 12)
+
+
+def layers_of(source):
+    with source:
+        heads = [source.take() for _ in range(len(source))]
+        assert all(one.head is not None for one in heads)
+        return [source.layer(layer)[0] for layer in range(LAYERS)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every_precision
+def test_memory_holds_a_byte_a_number(precision, dtype):
+    """So it holds two or four times as many chunks."""
+    one = chunk(dtype=dtype)
+    room = int(8 * one.nbytes / dtype.itemsize * 1.2)
+    native, bytewise = HostTier(room, name="a"), HostTier(room, name="b")
+    for tier, kind in ((native, "native"), (bytewise, precision)):
+        with TieredKVStore([tier], precision=kind) as store:
+            for number in range(8):
+                store.put(make_key(number), chunk(number, dtype))
+            held = tier.usage()
+            wanted = 8 if tier is bytewise else 8 * 1.2 // dtype.itemsize
+            assert wanted - 1 <= held.entries <= wanted
+            assert held.nbytes <= room
+            kept = [make_key(number) for number in range(8) if store.contains(make_key(number))]
+            for key in kept:
+                number = next(n for n in range(8) if make_key(n) == key)
+                assert same(store.get(key).kv, rounded(chunk(number, dtype), kind))
+
+
+@every_precision
+def test_layers_are_handed_out_as_numbers_or_as_they_are_stored(precision, tmp_path):
+    kv = rounded(chunk(), precision)
+    codes, exponents = pack(kv.keys[0], kv.values[0], precision)
+    for tiers in ([HostTier(None)], [DiskTier(tmp_path)], [HostTier(None), DiskTier(tmp_path)]):
+        with TieredKVStore(tiers, precision=precision) as store:
+            store.put(KEY, chunk())
+            for layer, (keys, values) in enumerate(layers_of(store.fetch([KEY]))):
+                assert torch.equal(keys, kv.keys[layer])
+                assert torch.equal(values, kv.values[layer])
+            plain = layers_of(store.fetch([KEY], unpack=False))
+            assert torch.equal(plain[0].codes.view(torch.int8), codes.view(torch.int8))
+            assert torch.equal(plain[0].exponents, exponents)
+            for layer, one in enumerate(plain):
+                assert torch.equal(one.unpacked()[0], kv.keys[layer])
+                assert torch.equal(one.unpacked()[1], kv.values[layer])
+
+
+def test_what_is_stored_as_computed_is_handed_out_so_whoever_asks(unpackings):
+    with TieredKVStore([HostTier(None)]) as store:
+        store.put(KEY, chunk())
+        for keys, values in layers_of(store.fetch([KEY], unpack=False)):
+            assert keys.dtype == values.dtype == torch.float32
+    assert unpackings == []
+
+
+@pytest.mark.parametrize("kept", ["memory", "disk"])
+def test_layers_are_unpacked_on_the_stores_threads_once_for_all_who_ask(
+    kept, tmp_path, unpackings, monkeypatch
+):
+    monkeypatch.setattr("cacheblend_rag.kv.reader.UNPACKED_BYTES", 1)
+    tier = HostTier(None) if kept == "memory" else DiskTier(tmp_path)
+    with TieredKVStore([tier], precision="fp8") as store:
+        store.put(KEY, chunk())
+        sources = [store.fetch([KEY], promote=False) for _ in range(3)]
+        for source in sources:
+            source.take()
+        assert until(lambda: all(source.is_read(LAYERS - 1) for source in sources))
+        found = [[source.layer(layer)[0] for layer in range(LAYERS)] for source in sources]
+        assert len(unpackings) == LAYERS
+        assert all(name.startswith("kv-fetch") for name in unpackings)
+        for layer in range(LAYERS):
+            assert found[0][layer][0] is found[1][layer][0] is found[2][layer][0]
+        for source in sources:
+            source.close()
+
+
+def test_unpacking_from_memory_takes_room_and_time_that_are_counted():
+    with TieredKVStore([HostTier(None)], precision="int8") as store:
+        store.put(KEY, chunk())
+        with store.fetch([KEY]) as source:
+            source.take()
+            for layer in range(LAYERS):
+                source.layer(layer)
+            (tier,) = source.measured()
+            nbytes, seconds = source.measured()[tier]
+            assert tier == "host"
+            assert nbytes == chunk().keys.nbytes * 2
+            assert seconds > 0
+        with store.fetch([KEY], unpack=False) as source:
+            source.take()
+            source.layer(0)
+            assert source.measured() == {}
+
+
+def test_a_chunk_is_unpacked_a_mebibyte_at_a_time():
+    kv = packed(chunk(), "fp8")
+    assert WholeReader(kv, 0.0, least=1).part == 1
+    two = 2 * 2 * KV_HEADS * TOKENS * HEAD_DIM * 4
+    assert WholeReader(kv, 0.0, least=two).part == 2
+    assert WholeReader(kv, 0.0).part == LAYERS
+    assert UNPACKED_BYTES == 1 << 20
+    native = WholeReader(chunk(), 0.0, least=1)
+    assert (native.part, native.layer_bytes) == (LAYERS, 0)
+
+
+@every_precision
+@pytest.mark.parametrize("unpack", [True, False])
+def test_what_is_read_by_layers_is_kept_packed(precision, unpack, tmp_path, unpackings):
+    host = HostTier(None)
+    with TieredKVStore([DiskTier(tmp_path)], precision=precision) as store:
+        store.put(KEY, chunk())
+    with TieredKVStore([host, DiskTier(tmp_path)], precision=precision) as store:
+        layers_of(store.fetch([KEY], unpack=unpack))
+        assert until(lambda: host.contains(KEY))
+        assert len(unpackings) == (LAYERS if unpack else 0)
+        kept = host.get(KEY).kv
+        assert isinstance(kept, PackedKV)
+        assert kept.nbytes < chunk().nbytes / 3
+        assert same(store.get(KEY).kv, rounded(chunk(), precision))
+        assert store.get(KEY).tier == "host"
+
+
+def test_moving_between_tiers_unpacks_nothing(tmp_path, unpackings):
+    host, disk = HostTier(None), DiskTier(tmp_path)
+    with TieredKVStore([host, disk], precision="fp8") as store:
+        store.put(KEY, chunk())
+        assert store.demote(KEY)
+        assert store.promote(KEY)
+        assert store.demote(KEY)
+        store.prefetch([KEY])
+        assert until(lambda: host.contains(KEY))
+    assert unpackings == []
+
+
+def test_a_device_and_a_queue_hold_bytes_too():
+    device = DeviceTier("cpu")
+    with TieredKVStore([device], precision="fp8") as store:
+        store.put(KEY, chunk())
+        assert device.usage().nbytes < chunk().nbytes / 3
+    gate = threading.Event()
+
+    class Late(HostTier):
+        def _save(self, key, stored):
+            gate.wait(10)
+            super()._save(key, stored)
+
+    late = Late(None, policy=TierPolicy(write="behind"))
+    with TieredKVStore([late], precision="fp8") as store:
+        store.put(KEY, chunk())
+        store.put(OTHER, chunk(1))
+        assert len(store.entries()) == 2
+        assert all(entry.nbytes < chunk().nbytes / 3 for entry in store.entries().values())
+        assert same(store.get(OTHER).kv, rounded(chunk(1), "fp8"))
+        gate.set()
+
+
+def test_codes_that_are_no_numbers_are_damage_though_their_checksums_hold():
+    sound = packed(chunk(), "fp8")
+    codes = sound.codes.clone()
+    codes.view(torch.uint8)[3, 1, 1, 7, 2] = 0xFF
+    for bad, said in (
+        (replace(sound, codes=codes), "NaN or infinity"),
+        (replace(sound, exponents=torch.full_like(sound.exponents, 126)), "NaN or infinity"),
+        (replace(sound, exponents=torch.full_like(sound.exponents, 127)), "scales are beyond"),
+        (replace(sound, exponents=torch.full_like(sound.exponents, -121)), "scales are beyond"),
+    ):
+        data = b"".join(codec.Encoding(KEY, bad).parts())
+        with pytest.raises(DamagedChunkError, match=said):
+            codec.decode(data, KEY)
+    codec.decode(b"".join(codec.Encoding(KEY, sound).parts()), KEY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@every_precision
+def test_codes_are_finite_if_and_only_if_their_numbers_are(precision, dtype):
+    draw = torch.Generator().manual_seed(3)
+    verdicts = set()
+    for exponent in [-120, 0, 5, 6, 7, 8, 9, 10, 118, 119, 120, 121, 126]:
+        for most in (1, 64, 126, 128):
+            raw = torch.randint(0, most, (2, 2, 3, 4), generator=draw, dtype=torch.uint8)
+            raw |= torch.randint(0, 2, raw.shape, generator=draw, dtype=torch.uint8) << 7
+            codes = raw.view(torch.float8_e4m3fn if precision == "fp8" else torch.int8)
+            if precision == "int8" and most == 128:
+                raw[0, 0, 0, 0] = 0x80  # -128, of which there is no positive
+            if precision == "fp8" and most == 128:
+                raw[1, 1, 2, 3] = 0x7F
+            scales = 4 if precision == "fp8" else 2 * 4 + 2 * 3
+            exponents = torch.full((scales,), -120, dtype=torch.int8)
+            exponents[int(torch.randint(0, scales, (), generator=draw))] = exponent
+            numbers = torch.stack(unpack(codes, exponents, precision, torch.float64))
+            largest = float(torch.finfo(dtype).max)
+            fits = not codes.float().isnan().any() and bool((numbers.abs() <= largest).all())
+            assert are_finite(codes, exponents, precision, dtype) == fits
+            verdicts.add(fits)
+    assert verdicts == {True, False}
+    assert are_written(torch.tensor([-120, 126], dtype=torch.int8))
+    assert not are_written(torch.tensor([0, 127], dtype=torch.int8))
+    assert not are_written(torch.tensor([-121, 0], dtype=torch.int8))
+
+
+@every_precision
+def test_a_layer_may_be_cut_anywhere(precision):
+    layer = packed(chunk(), precision).layer(2)
+    keys, values = layer.unpacked()
+    for start, end in ((0, 1), (3, 40), (63, 64), (0, 64)):
+        part = layer.cut(start, end)
+        assert part.tokens == end - start
+        found = part.arrived([tensor.clone() for tensor in part.tensors])
+        assert torch.equal(found[0], keys[:, start:end])
+        assert torch.equal(found[1], values[:, start:end])
+        assert sum(tensor.nbytes for tensor in part.tensors) <= part.row_bytes * part.tokens
+
+
+def test_chunks_are_put_together_again_as_they_were(tmp_path):
+    with TieredKVStore([DiskTier(tmp_path)], precision="int8") as store:
+        store.put(KEY, chunk())
+        (lookup,) = taken(store.fetch([KEY]))
+        assert same(lookup.kv, rounded(chunk(), "int8"))
+        started = time.time()
+        assert store.put(OTHER, lookup.kv, written_at=started)
+        files = sorted(tmp_path.glob("?/?/*.safetensors"), key=lambda file: file.stat().st_mtime)
+        assert len({file.stat().st_size for file in files}) == 1
