@@ -1,8 +1,8 @@
 """How long lookups take in a tier that holds few chunks, and in one that holds many.
 
 Both are filled with tiny chunks and asked in turn for the same ones. A disk's files are written as
-its tier lays them out, before it is opened: its puts, one lock each, would take minutes. Objects in
-S3 are left out: filling a local endpoint takes long, and tells of its own index alone.
+its tier lays them out, before it is opened: its puts, one lock each, would take minutes. Filling an
+S3 endpoint takes many, so it is asked for by name only.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
-from cacheblend_rag.bench.servers import own_redis
+from cacheblend_rag.bench.servers import own_redis, own_s3
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore, chunk_id, codec, fingerprint
 from cacheblend_rag.kv.lookup import Lookup
@@ -28,20 +28,29 @@ from cacheblend_rag.kv.tiers.disk import file_of
 from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.tier_url import TierUrl
 
+USUAL_TIERS = ("host", "disk", "redis")
+TIERS = (*USUAL_TIERS, "s3")
 MODEL = fingerprint({"model": "bench"})
 Ask = Callable[[TieredKVStore, KVKey], object]
 
 
 @dataclass(frozen=True)
 class LookupPlan:
-    """few, many: chunks stored. asked: how many of each kind are timed, once a turn each."""
+    """few, many: chunks stored. asked: how many of each kind are timed, once a turn each.
+
+    tiers: of TIERS.
+    """
 
     few: int = 1000
     many: int = 100_000
     asked: int = 100
     repeat: int = 5
+    tiers: Sequence[str] = USUAL_TIERS
 
     def __post_init__(self) -> None:
+        for name in self.tiers:
+            if name not in TIERS:
+                raise ConfigError(f"tier={name!r} must be one of {', '.join(TIERS)}")
         if not 0 < self.asked <= self.few <= self.many:
             raise ConfigError("asked, few and many must be above 0 and rise in this order")
 
@@ -52,7 +61,7 @@ def measure_lookups(plan: LookupPlan, advance: Advance = lambda _: None) -> dict
     find: whether it is stored. miss: a read of what is not. open: a read of what is.
     """
     lookups, ratios, left_out = list[dict[str, Any]](), list[dict[str, Any]](), list[str]()
-    for name in ("host", "disk", "redis"):
+    for name in dict.fromkeys(plan.tiers):
         try:
             found = _measure(name, plan, advance)
         except EngineUnavailableError as error:
@@ -122,6 +131,8 @@ def _place(name: str, stack: ExitStack) -> str:
         return f"disk://{folder}"
     if name == "redis":
         return own_redis(stack)
+    if name == "s3":
+        return own_s3(stack)
     return "host://?capacity=none"
 
 

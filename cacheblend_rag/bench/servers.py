@@ -118,6 +118,11 @@ def s3_url(server: Server, prefix: str, options: str = "") -> str:
     return f"s3://{BUCKET}/{prefix}?endpoint={server.address}&{options}"
 
 
+def own_s3(stack: ExitStack, options: str = "timeout=60") -> str:
+    """As own_redis, for an S3 endpoint."""
+    return s3_url(stack.enter_context(s3_server()), "bench", options)
+
+
 def free_port() -> int:
     """Return a port that nobody listens on just now."""
     with socket.socket() as taken:

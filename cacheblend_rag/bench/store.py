@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
-from cacheblend_rag.bench.servers import own_redis, s3_server, s3_url
+from cacheblend_rag.bench.servers import own_redis, own_s3
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, StoreError
 from cacheblend_rag.kv import (
     ChunkKV,
@@ -93,7 +93,7 @@ def _own_tiers(stack: ExitStack) -> tuple[list[str], list[str]]:
     except EngineUnavailableError as error:
         left_out.append(f"redis: {error}")
     try:
-        urls.append(s3_url(stack.enter_context(s3_server()), "bench", "timeout=60"))
+        urls.append(own_s3(stack))
     except EngineUnavailableError as error:
         left_out.append(f"s3: {error}")
     return urls, left_out

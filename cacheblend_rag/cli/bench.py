@@ -156,15 +156,22 @@ def lookups_command(
     many: Annotated[int, typer.Option(min=1, help="Chunks in the larger one.")] = 100_000,
     asked: Annotated[int, typer.Option(min=1, help="Chunks asked for a turn.")] = 100,
     repeat: Annotated[int, typer.Option(min=1, help="Turns; medians are shown.")] = 5,
+    tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="host, disk, redis or s3 (servers started here); repeatable. "
+            "The first three by default: filling S3 takes many minutes."
+        ),
+    ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
     """How long it takes to find, miss and read one chunk among few and among many.
 
     In memory, on disk and in a Redis started here; filling them takes minutes.
     """
-    from cacheblend_rag.bench.lookups import LookupPlan, measure_lookups
+    from cacheblend_rag.bench.lookups import USUAL_TIERS, LookupPlan, measure_lookups
 
-    plan = LookupPlan(few, many, asked, repeat)
+    plan = LookupPlan(few, many, asked, repeat, tier or USUAL_TIERS)
     _measure(lambda advance: measure_lookups(plan, advance), _print_lookups, as_json)
 
 

@@ -327,6 +327,8 @@ def test_lookups_among_few_and_many(cli, monkeypatch):
     for kind in ("find", "miss", "open"):
         name = f"{kind}_microseconds"
         assert found["ratios"][0][kind] == pytest.approx(many[name] / few[name])
+    (row,) = cli("bench", "lookups", *given, "--many", 12, "--tier", "s3", "--json").json["ratios"]
+    assert row["tier"] == "s3"
     monkeypatch.setattr("shutil.which", lambda name: None)
     outcome = cli("bench", "lookups", *given)
     assert "disk" in outcome.stdout

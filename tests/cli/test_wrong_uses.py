@@ -100,6 +100,7 @@ WRONG = {
     ("bench", "ttft", "--shape", "tiny"): "shape='tiny' must be one of",
     ("bench", "throughput", "--shape", "tiny"): "shape='tiny' must be one of",
     ("bench", "ttft", "--tier", "cloud"): "tier='cloud' must be one of",
+    ("bench", "lookups", "--tier", "cloud"): "tier='cloud' must be one of host, disk, redis, s3",
     ("bench", "ttft", "--precision", "fp4"): "precision='fp4' must be one of native, fp8, int8",
     ("bench", "ttft", "--ratio", "2"): "recompute_ratio=2.0",
     ("bench", "ttft", "--chunks", "100"): "prompt_tokens=51232 must be below 8192",

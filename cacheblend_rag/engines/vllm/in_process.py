@@ -15,7 +15,7 @@ from cacheblend_rag.engines.naming import check_source, public_name, source_of
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
-from cacheblend_rag.engines.vllm.versions import check_version
+from cacheblend_rag.engines.vllm.versions import check_version, memory_share
 from cacheblend_rag.errors import (
     CacheBlendError,
     EngineUnavailableError,
@@ -45,7 +45,8 @@ class InProcessVLLM(Transport):
             dtype: precision of the weights.
             options: further arguments of vLLM's AsyncEngineArgs (``max_model_len``,
                 ``tensor_parallel_size``, ...); ``kv_transfer_config=None`` is vLLM without the
-                connector, which blends nothing.
+                connector, which blends nothing. ``gpu_memory_utilization`` is 0.85 with a GPU and
+                0.5 without one unless it is given.
 
         Raises:
             MissingExtraError: without vLLM.
@@ -64,6 +65,8 @@ class InProcessVLLM(Transport):
         replicas = int(options.get("data_parallel_size", 1))
         settings = (settings or ConnectorSettings()).with_changes(replicas=replicas)
         options.setdefault("kv_transfer_config", KVTransferConfig(**settings.to_transfer_config()))
+        if options["kv_transfer_config"] is not None:
+            options.setdefault("gpu_memory_utilization", memory_share())
         os.environ.update(settings.store.environment())  # workers are started from here
         arguments = AsyncEngineArgs(model=source_of(model), dtype=dtype, **options)
         self._model, self.model_name = model, public_name(str(model))

@@ -26,7 +26,7 @@ from cacheblend_rag.engines.vllm.door import MIDDLEWARE
 from cacheblend_rag.engines.vllm.versions import (
     check_version,
     installed_version,
-    is_for_gpus,
+    memory_share,
 )
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 
@@ -35,8 +35,6 @@ KV_FLAG = "--kv-transfer-config"
 NO_STATS = "--disable-log-stats"
 DATA_PARALLEL_FLAGS = ("--data-parallel-size", "-dp")
 MEMORY_FLAGS = ("--gpu-memory-utilization",)
-MEMORY_SHARE = 0.85
-"""Of a GPU's memory, for vLLM: blending needs some beside it, which vLLM does not profile."""
 HOST = "127.0.0.1"
 PORT = 8000
 START_SECONDS = 600.0
@@ -73,8 +71,8 @@ def server_command(
     settings = (settings or ConnectorSettings()).with_changes(replicas=int(replicas))
     told = json.dumps(settings.to_transfer_config())
     transfer = [KV_FLAG, told, "--middleware", MIDDLEWARE] if connector else []
-    own = connector and is_for_gpus() and not flag_value(flags, MEMORY_FLAGS)
-    memory = [MEMORY_FLAGS[0], str(MEMORY_SHARE)] if own else []
+    own = connector and not flag_value(flags, MEMORY_FLAGS)
+    memory = [MEMORY_FLAGS[0], str(memory_share())] if own else []
     timings = [] if NO_STATS in flags else ["--enable-per-request-metrics"]
     served_name = served_name or public_name(str(model))
     return [

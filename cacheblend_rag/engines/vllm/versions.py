@@ -34,6 +34,15 @@ def is_for_gpus() -> bool:
     return True
 
 
+def memory_share() -> float:
+    """Return what vLLM is to take of a device's memory where nobody says so.
+
+    Of a GPU's, blending needs some beside it, which vLLM does not profile. Of a computer's own, the
+    store and other programs have theirs; where less is free than vLLM asks for, it does not start.
+    """
+    return 0.85 if is_for_gpus() else 0.5
+
+
 def check_version(found: str) -> None:
     """Raise EngineUnavailableError when vLLM is too old; warn when it is newer than was tested."""
     numbers = re.match(r"(\d+)\.(\d+)", found)

@@ -8,6 +8,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from typing import cast
 
 import pytest
 
@@ -15,7 +16,9 @@ from cacheblend_rag import BlendConfig, SamplingParams, open_engine
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine, _next
+from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
 from cacheblend_rag.engines.vllm.transport import Piece
+from cacheblend_rag.engines.vllm.versions import memory_share
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.opening import request_of, share_cores, vllm_in_process
@@ -108,6 +111,11 @@ def test_synchronous_blending_gives_the_same_answers(
     )
     report = waiting.generate(prompts[1], SHORT).report
     assert report.blended
+
+
+def test_vllm_in_process_leaves_memory_to_others(engine: VLLMEngine) -> None:
+    transport = cast(InProcessVLLM, engine.transport)
+    assert transport._vllm.vllm_config.cache_config.gpu_memory_utilization == memory_share()
 
 
 def test_a_tiny_cache_preempts_and_answers_stay_right(open_vllm: EngineFactory) -> None:

@@ -57,14 +57,17 @@ def test_a_number_of_replicas_that_is_none_is_refused() -> None:
         server_command("org/model", flags=["-dp", "many"])
 
 
-def test_vllm_leaves_room_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    share = "--gpu-memory-utilization"
-    assert share not in server_command("org/model")
-    monkeypatch.setattr(serve, "is_for_gpus", lambda: True)
-    assert share in server_command("org/model")
-    assert share not in server_command("org/model", connector=False)
-    own = server_command("org/model", flags=[f"{share}=0.5"])
-    assert [flag for flag in own if flag.startswith(share)] == [f"{share}=0.5"]
+@pytest.mark.parametrize(("for_gpus", "share"), [(True, "0.85"), (False, "0.5")])
+def test_vllm_leaves_room_on_a_device(
+    monkeypatch: pytest.MonkeyPatch, for_gpus: bool, share: str
+) -> None:
+    flag = "--gpu-memory-utilization"
+    monkeypatch.setattr(versions, "is_for_gpus", lambda: for_gpus)
+    command = server_command("org/model")
+    assert command[command.index(flag) + 1] == share
+    assert flag not in server_command("org/model", connector=False)
+    own = server_command("org/model", flags=[f"{flag}=0.7"])
+    assert [word for word in own if word.startswith(flag)] == [f"{flag}=0.7"]
 
 
 def test_an_unknown_attention_is_refused_before_vllm_starts() -> None:
