@@ -92,18 +92,18 @@ class ChunkReader(ABC):
 
 
 class WholeReader(ChunkReader):
-    """A chunk that is in memory. least: bytes of numbers that are worth unpacking together."""
+    """A chunk that is in memory."""
 
     in_memory: ClassVar[bool] = True
 
-    def __init__(self, kv: StoredKV, written_at: float, least: int = UNPACKED_BYTES) -> None:
+    def __init__(self, kv: StoredKV, written_at: float) -> None:
         layers, kv_heads, tokens, head_dim = kv.shape
         self.kv, self.written_at = kv, written_at
         self.shape, self.part = (layers, kv_heads, tokens, head_dim), layers
         self.dtype, self.position, self.prior = kv.dtype, kv.position, kv.prior
         self.precision = kv.precision
         if isinstance(kv, PackedKV):
-            self.part = min(max(1, least // self.layer_bytes), layers)
+            self.part = min(max(1, UNPACKED_BYTES // self.layer_bytes), layers)
 
     @property
     def layer_bytes(self) -> int:

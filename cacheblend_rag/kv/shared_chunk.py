@@ -41,7 +41,7 @@ class SharedChunk:
     without it nothing is held on to but what prompts hold. at_once: reads that a prompt has under
     way before it begins to read ahead here. unpacks: whether layers are handed out as numbers of
     the model's type, for which threads of the store's unpack what is stored in a byte; what is kept
-    stays packed. failure: why it could not be read.
+    stays packed. only_unpacks: whether nothing is read for that. failure: why it could not be read.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class SharedChunk:
     ) -> None:
         self.reader, self.tier, self.at_once = reader, tier, at_once
         self._unpacks = unpacks and reader.precision != "native"
+        self.only_unpacks = self._unpacks and reader.in_memory
         self._read, self._keep = read, keep
         self._lock = threading.RLock()  # what is cancelled under it ends under it
         self._users = 0

@@ -38,9 +38,6 @@ FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
 ROOM_AHEAD_BYTES = 512 << 20
 """Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
-UNPACKED_AT_ONCE = 1
-"""Parts of chunks in memory that are unpacked for a prompt at once: it takes processors, on which
-the pass computes. Of 16, passes on two cores took a tenth to a half longer."""
 READ_ONLY = "the store is read only: store and evict where it is opened with read_only=False"
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
@@ -640,14 +637,8 @@ class TieredKVStore:
         if isinstance(reader, WholeReader):
             if way.promotes:
                 _keep(above, key, StoredChunk(reader.kv, reader.written_at))
-            shared = SharedChunk(
-                reader,
-                tier.name,
-                reader.read,
-                at_once=UNPACKED_AT_ONCE,
-                unpacks=way.unpacks,
-            )
-            if reader.layer_bytes:  # to be unpacked
+            shared = SharedChunk(reader, tier.name, reader.read, unpacks=way.unpacks)
+            if shared.only_unpacks:
                 self._reading[key, way] = shared
             return shared
         keeps = way.promotes and any(other.keeps_found for other in above)

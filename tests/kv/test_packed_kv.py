@@ -8,14 +8,23 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import DamagedChunkError
-from cacheblend_rag.kv import ChunkKV, DeviceTier, DiskTier, HostTier, TieredKVStore, codec
+from cacheblend_rag.kv import (
+    ChunkKV,
+    DeviceTier,
+    DiskTier,
+    HostTier,
+    StoredChunk,
+    TieredKVStore,
+    codec,
+    reader,
+)
 from cacheblend_rag.kv.packed_kv import PackedKV, PackedLayer, packed
 from cacheblend_rag.kv.precision import are_finite, are_written, pack, unpack
-from cacheblend_rag.kv.reader import UNPACKED_BYTES, WholeReader
+from cacheblend_rag.kv.reader import WholeReader
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
-from .samples import make_key, rounded, same, taken, until
+from .samples import SlowBytes, make_key, rounded, same, taken, until
 
 KEY, OTHER = make_key(0), make_key(1)
 LAYERS, KV_HEADS, TOKENS, HEAD_DIM = 6, 2, 64, 16
@@ -107,7 +116,7 @@ def test_what_is_stored_as_computed_is_handed_out_so_whoever_asks(unpackings):
 def test_layers_are_unpacked_on_the_stores_threads_once_for_all_who_ask(
     kept, tmp_path, unpackings, monkeypatch
 ):
-    monkeypatch.setattr("cacheblend_rag.kv.reader.UNPACKED_BYTES", 1)
+    monkeypatch.setattr(reader, "UNPACKED_BYTES", 1)
     tier = HostTier(None) if kept == "memory" else DiskTier(tmp_path)
     with TieredKVStore([tier], precision="fp8") as store:
         store.put(KEY, chunk())
@@ -122,6 +131,35 @@ def test_layers_are_unpacked_on_the_stores_threads_once_for_all_who_ask(
             assert found[0][layer][0] is found[1][layer][0] is found[2][layer][0]
         for source in sources:
             source.close()
+
+
+def test_a_prompt_unpacks_a_part_at_a_time_and_reads_beside_it(monkeypatch):
+    """Processors are what unpacking takes, waiting is what reading does."""
+    monkeypatch.setattr(reader, "UNPACKED_BYTES", 1)
+    gate, at_work, most = threading.Event(), [], []
+    own = PackedLayer.unpacked
+
+    def unpacked(layer):
+        at_work.append(layer)
+        most.append(len(at_work))
+        gate.wait(10)
+        at_work.pop()
+        return own(layer)
+
+    monkeypatch.setattr(PackedLayer, "unpacked", unpacked)
+    host, slow = HostTier(None), SlowBytes()
+    host.keeps_found = False
+    slow.fill({make_key(number): chunk(number) for number in (1, 2)})
+    host.put(KEY, StoredChunk(packed(chunk(), "fp8"), time.time()))
+    with TieredKVStore([host, slow]) as store, store.fetch(map(make_key, (0, 1, 2))) as source:
+        for _ in range(3):
+            source.take()
+        assert until(lambda: len(slow.ranges) == 2 * LAYERS), "none waits for what is unpacked"
+        assert len(at_work) == 1
+        gate.set()
+        for layer in range(LAYERS):
+            assert len(source.layer(layer)) == 3
+    assert max(most) == 1
 
 
 def test_unpacking_from_memory_takes_room_and_time_that_are_counted():
@@ -142,15 +180,14 @@ def test_unpacking_from_memory_takes_room_and_time_that_are_counted():
             assert source.measured() == {}
 
 
-def test_a_chunk_is_unpacked_a_mebibyte_at_a_time():
-    kv = packed(chunk(), "fp8")
-    assert WholeReader(kv, 0.0, least=1).part == 1
-    two = 2 * 2 * KV_HEADS * TOKENS * HEAD_DIM * 4
-    assert WholeReader(kv, 0.0, least=two).part == 2
-    assert WholeReader(kv, 0.0).part == LAYERS
-    assert UNPACKED_BYTES == 1 << 20
-    native = WholeReader(chunk(), 0.0, least=1)
-    assert (native.part, native.layer_bytes) == (LAYERS, 0)
+def test_a_chunk_is_unpacked_a_mebibyte_at_a_time(monkeypatch):
+    kv, layer = packed(chunk(), "fp8"), 2 * KV_HEADS * TOKENS * HEAD_DIM * 4
+    assert reader.UNPACKED_BYTES == 1 << 20
+    for worth, part in ((1, 1), (2 * layer, 2), (1 << 20, LAYERS)):
+        monkeypatch.setattr(reader, "UNPACKED_BYTES", worth)
+        assert WholeReader(kv, 0.0).part == part
+        native = WholeReader(chunk(), 0.0)
+        assert (native.part, native.layer_bytes) == (LAYERS, 0)
 
 
 @every_precision
