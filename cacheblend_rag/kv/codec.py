@@ -21,6 +21,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, UnsealedChunkError
+from cacheblend_rag.kv.beside import BESIDE_BYTES, begin
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, is_finite
 from cacheblend_rag.kv.packed_kv import (
     LayerKV,
@@ -145,16 +147,29 @@ class Head:
         return layer
 
     def whole(self, raw: Tensor) -> StoredKV:
-        """Check all layers' bytes, raw: (layers * layer_bytes,) uint8; return views of them."""
-        size = self.layer_bytes
-        for index in range(self.layers):
-            self.layer(index, raw[index * size : (index + 1) * size])
+        """Check all layers' bytes, raw: (layers * layer_bytes,) uint8; return views of them.
+
+        Of many bytes, every other layer is checked beside this thread.
+        """
+        if raw.numel() < BESIDE_BYTES:
+            self._check(raw, slice(None))
+        else:
+            others = begin(partial(self._check, raw, slice(1, None, 2)))
+            try:
+                self._check(raw, slice(None, None, 2))
+            finally:
+                others.result()
         shape = (self.layers, 2, self.kv_heads, self.tokens, self.head_dim)
         kv = raw.view(self._stored).view(shape)
         if self.scales is None:
             keys, values = kv.unbind(1)
             return ChunkKV(keys, values, self.position, self.prior)
         return PackedKV(kv, self.scales, self.dtype, self.position, self.prior, self.precision)
+
+    def _check(self, raw: Tensor, which: slice) -> None:
+        for index in range(self.layers)[which]:
+            size = self.layer_bytes
+            self.layer(index, raw[index * size : (index + 1) * size])
 
 
 class Encoding:

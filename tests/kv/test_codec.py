@@ -472,6 +472,19 @@ def test_the_place_of_the_body_is_known_before_the_digests(seal, precision, prio
     assert head + b"".join(data.body) == codec.encode(KEY, kv, seal)
 
 
+@pytest.mark.parametrize("beside", [1, 1 << 30])
+def test_every_layer_of_a_whole_chunk_is_checked_by_one_thread_or_two(monkeypatch, beside):
+    monkeypatch.setattr(codec, "BESIDE_BYTES", beside)
+    kv = torch.randn(5, 2, 1, 4, 8)
+    data = codec.encode(KEY, ChunkKV(kv[:, 0], kv[:, 1], 0))
+    assert torch.equal(codec.decode(data, KEY).values, kv[:, 1])
+    for layer in range(5):
+        altered = bytearray(data)
+        altered[len(data) - (5 - layer) * 2 * 32 * 4] ^= 1
+        with pytest.raises(DamagedChunkError, match=f"checksum of layer {layer} "):
+            codec.decode(altered, KEY)
+
+
 def test_more_layers_than_a_header_has_room_for_are_not_written():
     keys = torch.ones(2100, 1, 1, 1)
     with pytest.raises(ValueError, match="too many layers"):

@@ -572,6 +572,20 @@ def fail(error, *_):
     raise error
 
 
+def test_a_record_of_usage_is_written_in_place_unless_others_have_it_too(disk, tmp_path):
+    record, other = tmp_path / "usage", tmp_path / "other"
+    found = set()
+    for number in range(3):
+        disk.put(make_key(number), StoredChunk(make_kv(), 0.0))
+        found.add(record.stat().st_ino)
+    assert len(found) == 1
+    text = record.read_bytes()
+    os.link(record, other)
+    disk.put(make_key(3), StoredChunk(make_kv(), 0.0))
+    assert other.read_bytes() == text != record.read_bytes()
+    assert disk.usage().entries == 4
+
+
 def test_a_record_of_usage_is_believed(disk, tmp_path):
     """It is what spares going through all files at each put."""
     (tmp_path / "usage").write_bytes(b"7 700\n")

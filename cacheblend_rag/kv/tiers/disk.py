@@ -15,8 +15,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO, RawIOBase
@@ -29,6 +28,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
+from cacheblend_rag.kv.beside import BESIDE_BYTES, begin
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import Encoding
 from cacheblend_rag.kv.reader import StoredBytes
@@ -42,8 +42,6 @@ TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
-BESIDE_BYTES = 1 << 22
-"""From so many on, a thread that takes the digests meanwhile costs less than it saves."""
 PARTS_A_WRITE = 1024
 """Linux' IOV_MAX."""
 SAME_USE_SECONDS = 60.0
@@ -233,7 +231,7 @@ class DiskTier(BytesTier):
             if data.nbytes < BESIDE_BYTES:
                 _write(file, data.parts())
                 return
-            head = _begin(data.head)
+            head = begin(data.head)
             file.seek(data.head_bytes)
             _write(file, data.body)
             file.seek(0)
@@ -334,38 +332,19 @@ class DiskTier(BytesTier):
         is killed in between leaves the record too high, which the next look at a full store
         corrects, never too low.
         """
-        new = os.path.join(self._root, "usage.new")
+        path = os.path.join(self._root, "usage")
+        text = b"%018d %018d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
+        if _overwrite(path, text):
+            return
         with suppress(FileNotFoundError):  # of a writer that was killed
-            os.unlink(new)
-        text = b"%d %d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
-        _create(new, text, fsync=False)
-        os.replace(new, os.path.join(self._root, "usage"))
+            os.unlink(f"{path}.new")
+        _create(f"{path}.new", text, fsync=False)
+        os.replace(f"{path}.new", path)
 
 
 def file_of(folder: str | os.PathLike[str], key: KVKey) -> str:
     """Return where a chunk's file is, in a tier's folder."""
     return os.path.join(folder, key.chunk_id[0], key.chunk_id[1], f"{key}{SUFFIX}")
-
-
-def _begin(work: Callable[[], bytes]) -> Future[bytes]:
-    """Have work done on a thread of its own.
-
-    No pool: those take nothing any more while a process ends, and what waits is written then. Where
-    no thread is started any more, either, it is done here.
-    """
-    done: Future[bytes] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:  # whoever waits for it is told
-            done.set_exception(error)
-
-    try:
-        threading.Thread(target=run, name="kv-digests").start()
-    except RuntimeError:
-        run()
-    return done
 
 
 def _write(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
@@ -382,6 +361,24 @@ def _write(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
 def _create(path: str, text: bytes, *, fsync: bool) -> None:
     with _new_file(path, fsync=fsync) as file:
         _write(file, [text])
+
+
+def _overwrite(path: str, text: bytes) -> bool:
+    """Write over a small regular file of as many bytes; returns whether there is such a one.
+
+    In one call, which a kill does not cut in two. Takes half a millisecond less than a new file.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(descriptor)
+        is_own = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+        fits = is_own and found.st_size == len(text)
+        return fits and os.pwrite(descriptor, text, 0) == len(text)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
