@@ -119,8 +119,8 @@ def open_known(folder: Path, settings: CollectionSettings, placement: Placement)
         engine.close()
         raise ConfigError(
             f"model {settings.model!r} is not the one that {folder} was indexed with (its weights "
-            "or its tokenizer changed, or the engine or the store's precision is another): index with "
-            "--rebuild, or give what it was indexed with"
+            "or its tokenizer changed, or the engine or the store's precision is another): index "
+            "with --rebuild, or give what it was indexed with"
         )
     return engine
 
