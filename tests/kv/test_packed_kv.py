@@ -212,6 +212,18 @@ def test_what_is_read_by_layers_is_kept_packed(precision, unpack, tmp_path, unpa
         assert store.get(KEY).tier == "host"
 
 
+@pytest.mark.parametrize("promote", [True, False])
+@pytest.mark.parametrize("unpack", [True, False])
+def test_nobody_joins_those_who_read_what_was_replaced(promote, unpack, tmp_path):
+    with TieredKVStore([DiskTier(tmp_path)], precision="fp8") as store:
+        store.put(KEY, chunk())
+        with store.fetch([KEY], promote=promote, unpack=unpack) as source:
+            assert source.take().chunk is not None
+            store.put(KEY, chunk(1))
+            with store.fetch([KEY], promote=promote, unpack=unpack) as later:
+                assert later.take().head.prior.equal(chunk(1).prior)
+
+
 def test_moving_between_tiers_unpacks_nothing(tmp_path, unpackings):
     host, disk = HostTier(None), DiskTier(tmp_path)
     with TieredKVStore([host, disk], precision="fp8") as store:
