@@ -224,6 +224,16 @@ def test_nobody_joins_those_who_read_what_was_replaced(promote, unpack, tmp_path
                 assert later.take().head.prior.equal(chunk(1).prior)
 
 
+def test_what_was_rounded_elsewhere_is_packed_by_a_store_that_rounds_nothing():
+    """As when chunks are imported."""
+    host = HostTier(None)
+    with TieredKVStore([host]) as store:
+        store.put(KEY, rounded(chunk(), "int8"))
+        assert isinstance(host.get(KEY).kv, PackedKV)
+        assert same(store.get(KEY).kv, rounded(chunk(), "int8"))
+        assert store.get(KEY).kv.precision == "int8"
+
+
 def test_moving_between_tiers_unpacks_nothing(tmp_path, unpackings):
     host, disk = HostTier(None), DiskTier(tmp_path)
     with TieredKVStore([host, disk], precision="fp8") as store:
