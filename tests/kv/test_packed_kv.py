@@ -314,7 +314,9 @@ def test_codes_are_finite_if_and_only_if_their_numbers_are(precision, dtype):
 
 @every_precision
 def test_a_layer_may_be_cut_anywhere(precision):
-    layer = packed(chunk(), precision).layer(2)
+    kv = packed(chunk(), precision)
+    assert kv.nbytes == kv.codes.numel() + kv.exponents.numel() + 4 * TOKENS
+    layer = kv.layer(2)
     keys, values = layer.unpacked()
     for start, end in ((0, 1), (3, 40), (63, 64), (0, 64)):
         part = layer.cut(start, end)
