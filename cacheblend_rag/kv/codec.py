@@ -41,7 +41,7 @@ from cacheblend_rag.kv.packed_kv import (
     packed,
     unpacked,
 )
-from cacheblend_rag.kv.precision import CODES, are_written, scales
+from cacheblend_rag.kv.precision import CODES, are_finite, are_written, scales
 from cacheblend_rag.kv.seal import CHECKSUM, SEALS, VARIABLE, Seal
 
 OLD_FORMAT = "cacheblend-rag/1"
@@ -141,10 +141,10 @@ class Head:
             if not is_finite(kv):
                 raise DamagedChunkError(NOT_FINITE)
             return kv[0], kv[1]
-        layer = PackedLayer(kv, self.scales[index], self.precision, self.dtype)
-        if not layer.is_finite():
+        packed_as = (kv, self.scales[index], self.precision, self.dtype)
+        if not are_finite(*packed_as):
             raise DamagedChunkError(NOT_FINITE)
-        return layer
+        return PackedLayer.of(*packed_as)
 
     def whole(self, raw: Tensor) -> StoredKV:
         """Check all layers' bytes, raw: (layers * layer_bytes,) uint8; return views of them.

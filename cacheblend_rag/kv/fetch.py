@@ -22,10 +22,6 @@ from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.shared_chunk import Part, SharedChunk, Submit
 
-UNPACKED_AT_ONCE = 1
-"""Parts of chunks in memory that are unpacked for a prompt at once: it takes processors, on which
-the pass computes. Of 16, passes on two cores took a tenth to a half longer."""
-
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -113,6 +109,17 @@ class _Place:
     taken: dict[int, int] = field(default_factory=dict)
 
 
+@dataclass
+class _Ahead:
+    """Parts that are still to be begun, (first layer, place), and how many are under way.
+
+    What is unpacked in memory has a queue of its own: neither waits for the other.
+    """
+
+    todo: list[tuple[int, int]] = field(default_factory=list)
+    under_way: int = 0
+
+
 class LayerSource:
     """The layers of a prompt's chunks: first the heads, in order, by ``take``; then ``layer``.
 
@@ -137,8 +144,8 @@ class LayerSource:
         self._open, self._submit = open, submit
         self._heads, self._room = places, room
         self._lock = threading.RLock()
-        self._begun = self._given = self._under_way = self._unpacking = 0
-        self._todo: list[tuple[int, int]] = []
+        self._begun = self._given = 0
+        self._reads, self._unpacks = _Ahead(), _Ahead()
         self._wanted = self._handed = -1
         self._closed = False
         self.busy = BusySeconds()
@@ -238,7 +245,8 @@ class LayerSource:
                     self._give_back(place, first)
                 if place.chunk is not None:
                     self._queue(index, place.chunk, 0)
-            self._todo = sorted(set(self._todo))
+            for ahead in (self._reads, self._unpacks):
+                ahead.todo = sorted(set(ahead.todo))
             self._read_ahead()
 
     def close(self) -> None:
@@ -307,44 +315,37 @@ class LayerSource:
 
     def _queue(self, index: int, chunk: SharedChunk, first: int) -> None:
         if first < chunk.reader.layers:
-            heapq.heappush(self._todo, (first, index))
+            heapq.heappush(self._ahead(chunk).todo, (first, index))
+
+    def _ahead(self, chunk: SharedChunk) -> _Ahead:
+        return self._unpacks if chunk.only_unpacks else self._reads
 
     def _read_ahead(self) -> None:
         """Begin to read the next parts, as far as there is room; under the lock.
 
         Not all at once, so that those of the first layers are not behind others in the queue; and
-        until all heads are known, first parts only.
+        until all heads are known, first parts only. Heads count as reads: without them nothing
+        can be computed, and where reading takes processors, parts would hold them up.
         """
-        most = all(place.is_settled for place in self._places)
-        put_off = []
-        while self._todo and (most or not self._todo[0][0]):
-            first, index = heapq.heappop(self._todo)
+        settled = sum(place.is_settled for place in self._places)
+        most = settled == len(self._places)
+        self._begin_parts(self._reads, self._begun - settled, most)
+        self._begin_parts(self._unpacks, 0, most)
+
+    def _begin_parts(self, ahead: _Ahead, heads: int, most: bool) -> None:
+        while ahead.todo and (most or not ahead.todo[0][0]):
+            first, index = heapq.heappop(ahead.todo)
             place = self._places[index]
             if (chunk := place.chunk) is None:
                 continue
-            if self._is_busy_with(chunk):
-                put_off.append((first, index))
-                if chunk.only_unpacks:  # which holds up no reading
-                    continue
-                break
+            if ahead.under_way + heads >= chunk.at_once:
+                self._queue(index, chunk, first)
+                return
             is_past = chunk.last_of(first) <= max(self._handed + 1, self._wanted)
             if not is_past and not self._begin(place, chunk, first, anyway=False):
-                put_off.append((first, index))
-                break
+                self._queue(index, chunk, first)
+                return
             self._queue(index, chunk, chunk.last_of(first))
-        for first, index in put_off:
-            heapq.heappush(self._todo, (first, index))
-
-    def _is_busy_with(self, chunk: SharedChunk) -> bool:
-        """Whether enough is under way before a part of this chunk is begun.
-
-        Heads count where chunks are read: without them nothing can be computed, and where reading
-        takes processors, parts would hold them up.
-        """
-        if chunk.only_unpacks:
-            return self._unpacking >= UNPACKED_AT_ONCE
-        settled = sum(place.is_settled for place in self._places)
-        return self._under_way + self._begun - settled >= chunk.at_once
 
     def _begin(self, place: _Place, chunk: SharedChunk, first: int, *, anyway: bool) -> bool:
         """Begin to read a part; returns whether there is room for it."""
@@ -356,7 +357,7 @@ class LayerSource:
         place.taken[first] = nbytes
         place.parts[first] = future = chunk.begin(first, self._submit)
         if not future.done():
-            self._count(chunk, 1)
+            self._ahead(chunk).under_way += 1
             self.busy.watch(future)
             busy, before = self._read_from.get(chunk.tier, (BusySeconds(), 0))
             self._read_from[chunk.tier] = (busy, before + nbytes)
@@ -364,15 +365,9 @@ class LayerSource:
             future.add_done_callback(lambda _: self._is_read(chunk))
         return True
 
-    def _count(self, chunk: SharedChunk, more: int) -> None:
-        if chunk.only_unpacks:
-            self._unpacking += more
-        else:
-            self._under_way += more
-
     def _is_read(self, chunk: SharedChunk) -> None:
         with self._lock:
-            self._count(chunk, -1)
+            self._ahead(chunk).under_way -= 1
             if not self._closed:
                 self._read_ahead()
 

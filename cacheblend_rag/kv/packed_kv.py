@@ -11,29 +11,38 @@ from torch import Tensor
 
 from cacheblend_rag.config import Precision
 from cacheblend_rag.kv.chunk_kv import ChunkKV
-from cacheblend_rag.kv.precision import are_finite, pack, part, unpack
+from cacheblend_rag.kv.precision import pack, part, unpack_parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLayer:
-    """One layer of a chunk.
+    """One layer of a chunk, or some of its tokens.
 
-    codes: (2, kv_heads, tokens, head_dim), keys before values. exponents: of their scales,
-    (scales,) int8. dtype: of the numbers.
+    codes: (2, kv_heads, tokens, head_dim), keys before values. of_keys, of_values: exponents of
+    their scales, int8, each so that it fits them. dtype: of the numbers.
     """
 
     codes: Tensor
-    exponents: Tensor
+    of_keys: Tensor
+    of_values: Tensor
     precision: Precision
     dtype: torch.dtype
 
+    @classmethod
+    def of(
+        cls, codes: Tensor, exponents: Tensor, precision: Precision, dtype: torch.dtype
+    ) -> PackedLayer:
+        """Return the layer of what ``pack`` returned, not copied."""
+        return cls(codes, *part(exponents, codes.shape, precision), precision, dtype)
+
+    @property
+    def exponents(self) -> Tensor:
+        """Return a copy of the exponents as ``pack`` returned them, (scales,)."""
+        return torch.cat((self.of_keys.flatten(), self.of_values.flatten()))
+
     def unpacked(self) -> tuple[Tensor, Tensor]:
         """Return keys and values, each (kv_heads, tokens, head_dim)."""
-        return unpack(self.codes, self.exponents, self.precision, self.dtype)
-
-    def is_finite(self) -> bool:
-        """Whether all numbers are such as their type has."""
-        return are_finite(self.codes, self.exponents, self.precision, self.dtype)
+        return self.arrived(self.tensors)
 
     # As a device is sent it, see Sendable
 
@@ -50,15 +59,16 @@ class PackedLayer:
     @property
     def tensors(self) -> Sequence[Tensor]:
         """What is to be copied."""
-        return self.codes, self.exponents
+        return self.codes, self.of_keys, self.of_values
 
     def cut(self, start: int, end: int) -> PackedLayer:
-        """Return some of its tokens."""
+        """Return some of its tokens: views, since a device's lane would not wait for a copy."""
         here = slice(start, end)
-        scales = part(self.exponents, self.codes.shape, self.precision)
-        own = [own[:, here] if own.shape[1] == self.tokens else own for own in scales]
-        exponents = torch.cat([each.flatten() for each in own])
-        return replace(self, codes=self.codes[:, :, here], exponents=exponents)
+        of_keys, of_values = (
+            own[:, here] if own.shape[1] == self.tokens else own
+            for own in (self.of_keys, self.of_values)
+        )
+        return replace(self, codes=self.codes[:, :, here], of_keys=of_keys, of_values=of_values)
 
     @property
     def arrived(self) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
@@ -69,8 +79,8 @@ class PackedLayer:
 def _unpacked_of(
     precision: Precision, dtype: torch.dtype, tensors: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    codes, exponents = tensors
-    return unpack(codes, exponents, precision, dtype)
+    codes, of_keys, of_values = tensors
+    return unpack_parts(codes, of_keys, of_values, precision, dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +133,8 @@ class PackedKV:
 
     def layer(self, index: int) -> PackedLayer:
         """Return one layer, not copied."""
-        return PackedLayer(self.codes[index], self.exponents[index], self.precision, self.dtype)
+        codes, exponents = self.codes[index], self.exponents[index]
+        return PackedLayer.of(codes, exponents, self.precision, self.dtype)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> PackedKV:
         """Return the same chunk KV with each of its tensors as ``change`` returns it."""

@@ -53,19 +53,25 @@ def unpack(
     codes: Tensor, exponents: Tensor, precision: Precision, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return keys and values, each (kv_heads, tokens, head_dim), of what ``pack`` returned."""
-    parted = part(exponents, codes.shape, precision)
+    return unpack_parts(codes, *part(exponents, codes.shape, precision), precision, dtype)
+
+
+def unpack_parts(
+    codes: Tensor, of_keys: Tensor, of_values: Tensor, precision: Precision, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """As unpack, of exponents that ``part`` returned."""
     # Exact whatever it is computed in, but that float16 has no scale so small.
     working = torch.float32 if dtype == torch.float16 else dtype
     numbers = _numbers(codes, precision).to(working)
     keys, values = (
         coded.mul_(_scales_of(own).to(working)).to(dtype)
-        for coded, own in zip(numbers, parted, strict=True)
+        for coded, own in zip(numbers, (of_keys, of_values), strict=True)
     )
     return keys, values
 
 
 def part(exponents: Tensor, shape: torch.Size, precision: Precision) -> tuple[Tensor, Tensor]:
-    """Return a layer's exponents of keys and of values, each so that it fits them.
+    """Return a layer's exponents of keys and of values, not copied, each so that it fits them.
 
     exponents: (scales,). shape: of the layer's codes.
     """
@@ -85,8 +91,8 @@ def are_finite(codes: Tensor, exponents: Tensor, precision: Precision, dtype: to
     # One more than is written: an int8 may be -128.
     if math.ldexp(_LARGEST[precision] + 1, int(exponents.max())) <= most:
         return True
-    for coded, own in zip(codes, part(exponents, codes.shape, precision), strict=True):
-        axes = tuple(axis for axis, size in enumerate(own.shape) if size == 1)
+    parted = part(exponents, codes.shape, precision)
+    for (coded, axes), own in zip(_parts(codes, precision), parted, strict=True):
         if precision == "fp8":
             extreme = _magnitudes(coded).amax(axes, keepdim=True).view(CODES["fp8"]).double()
         else:

@@ -290,7 +290,7 @@ class TieredKVStore:
             self._see(wanted)
         with self._locks.held(*wanted):
             found = self._get_many(wanted, promote)
-            lookups = {key: got.unpacked for key, got in found.items()}
+        lookups = {key: got.unpacked for key, got in found.items()}
         return [lookups[key] for key in wanted]
 
     def fetch(

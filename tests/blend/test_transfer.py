@@ -76,7 +76,7 @@ def parts_of(layer: int, device: torch.device, form: Any = "native") -> list[Lay
 def formed(kv: Tensor, form: Any) -> Sendable:
     if form == "native":
         return Numbers(*kv)
-    return PackedLayer(*pack(*kv, form), form, kv.dtype)
+    return PackedLayer.of(*pack(*kv, form), form, kv.dtype)
 
 
 def buffer(kind: str, shape: Geometry) -> FusedKV:

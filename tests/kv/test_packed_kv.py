@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import (
@@ -325,6 +326,22 @@ def test_a_layer_may_be_cut_anywhere(precision):
         assert torch.equal(found[0], keys[:, start:end])
         assert torch.equal(found[1], values[:, start:end])
         assert sum(tensor.nbytes for tensor in part.tensors) <= part.row_bytes * part.tokens
+
+
+class OnlyViews(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.is_view, f"{function} computes"
+        return function(*args, **(kwargs or {}))
+
+
+@every_precision
+def test_nothing_is_computed_on_the_way_to_a_device(precision):
+    """Its lane does not wait for what other streams compute then."""
+    kv = packed(chunk(), precision)
+    with OnlyViews():
+        layer = WholeReader(kv, 0.0).read(1, 3)[1].cut(3, 40)
+        assert len(layer.tensors) == 3
+        assert layer.cut(5, 9).tokens == 4
 
 
 def test_chunks_are_put_together_again_as_they_were(tmp_path):
