@@ -21,6 +21,7 @@ import torch
 
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
 from cacheblend_rag.bench.servers import own_redis, own_s3
+from cacheblend_rag.bench.workload import check_tiers
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore, chunk_id, codec, fingerprint
 from cacheblend_rag.kv.lookup import Lookup
@@ -48,9 +49,7 @@ class LookupPlan:
     tiers: Sequence[str] = USUAL_TIERS
 
     def __post_init__(self) -> None:
-        for name in self.tiers:
-            if name not in TIERS:
-                raise ConfigError(f"tier={name!r} must be one of {', '.join(TIERS)}")
+        check_tiers(self.tiers, TIERS)
         if not 0 < self.asked <= self.few <= self.many:
             raise ConfigError("asked, few and many must be above 0 and rise in this order")
 

@@ -19,14 +19,21 @@ from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.servers import own_redis
 from cacheblend_rag.bench.shapes import ModelShape
 from cacheblend_rag.bench.vllm import VLLMSetting
-from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, blend_config, draw_chunks, draw_words
+from cacheblend_rag.bench.workload import (
+    LEAD_IN,
+    ONE_TOKEN,
+    blend_config,
+    check_tiers,
+    draw_chunks,
+    draw_words,
+)
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.config import BlendConfig, Precision, StoreConfig
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.engines.vllm.connector.settings import check_attention_mode
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -72,9 +79,7 @@ class TtftPlan:
     def __post_init__(self) -> None:
         StoreConfig(precision=self.precision)  # which raises where there is none of that name
         check_attention_mode(self.attention)
-        for tier in self.tiers:
-            if tier not in TIERS:
-                raise ConfigError(f"tier={tier!r} must be one of {', '.join(TIERS)}")
+        check_tiers(self.tiers, TIERS)
         self.shape.check_prompt(self.prompt_tokens)
         for ratio in self.ratios:
             plan_schedule(self.config(ratio), self.shape.layers)
@@ -314,7 +319,5 @@ def draw_texts(plan: TtftPlan) -> tuple[list[Chunk], str]:
 
 def plan_tiers(names: Sequence[str]) -> tuple[Tier, ...]:
     """Return known tier names, without repeats; raises ConfigError for others."""
-    for name in names:
-        if name not in TIERS:
-            raise ConfigError(f"tier={name!r} must be one of {', '.join(TIERS)}")
+    check_tiers(names, TIERS)
     return tuple(tier for tier in TIERS if tier in names)

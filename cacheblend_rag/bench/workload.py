@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chunk import Chunk, Document
 
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -31,6 +32,13 @@ def draw_chunks(
     if make_selector(selector).needs_prior:
         return Document(name, texts, separator=" ").to_chunks()
     return [Chunk(text) for text in texts]
+
+
+def check_tiers(names: Iterable[str], known: Sequence[str]) -> None:
+    """Raise ConfigError for a tier that is none of those that a benchmark knows."""
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"tier={name!r} must be one of {', '.join(known)}")
 
 
 def zipf_weights(count: int, exponent: float) -> list[float]:

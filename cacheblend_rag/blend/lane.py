@@ -23,8 +23,7 @@ STAGE_BYTES = 4 << 20
 STAGED_BYTES = STAGES * STAGE_BYTES
 """Most page-locked memory of all passes on a device."""
 LANE_BYTES = STAGED_BYTES + 7 * STAGE_BYTES
-"""Most memory of the device: as much again, and what unpacking a stage and turning its keys makes.
-"""
+"""Most memory of the device: as much again, and what a stage's unpacked, turned KV takes."""
 ALIGNMENT = 8
 """Of the first tensor of a part; no number has more bytes."""
 

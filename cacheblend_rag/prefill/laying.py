@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.lane import Mark, Stages, stages_of
+from cacheblend_rag.blend.lane import Mark, Stages, has_lane, stages_of
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.transfer import LayerPart, Numbers, Upload
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import Found, LayerSource, miss_of
 from cacheblend_rag.kv.packed_kv import LayerKV, PackedLayer
 from cacheblend_rag.kv.reader import ChunkReader
+from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.report import MissReason
 
 WAIT_SECONDS = 0.001
 """How long a step waits for a layer before others have their turn."""
+
+
+def begin_reading(
+    store: TieredKVStore, keys: Iterable[KVKey], stack: DecoderStack, *, promote: bool = True
+) -> LayerSource:
+    """Begin to read chunks for a pass; what its device unpacks itself stays packed.
+
+    promote: see ``TieredKVStore.fetch``.
+    """
+    return store.fetch(keys, promote=promote, unpack=not has_lane(stack.geometry.device))
 
 
 class LostChunkError(Exception):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
-from cacheblend_rag.blend.lane import has_lane, stages_of
+from cacheblend_rag.blend.lane import stages_of
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, Geometry, on_all_ranks
@@ -27,7 +27,7 @@ from cacheblend_rag.blend.transfer import Download, to_host, until
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.laying import Laying, LostChunkError
+from cacheblend_rag.prefill.laying import Laying, LostChunkError, begin_reading
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.prior import context_deviation, keys_of_prior_layer, prior_layer
 
@@ -118,8 +118,7 @@ def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVSto
     ids = torch.tensor(work.tokens[:end], device=stack.geometry.device)
     earlier = [m for m, found in zip(work.members, stored, strict=True) if found and m[1] < end]
     keys = (chunk.key for chunk, _ in earlier)
-    unpack = not has_lane(stack.geometry.device)
-    with store.fetch(keys, promote=False, unpack=unpack) as source:
+    with begin_reading(store, keys, stack, promote=False) as source:
         cut = yield from _cut_out(stack, ids, missing, earlier, source)
     for (chunk, start), kv in cut:
         prior = torch.zeros(kv.tokens)

@@ -253,7 +253,7 @@ class TransformersEngine(Engine):
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
         refusal, miss = self._refusal(request, chunks)
         if refusal is None and self._stack is not None:
-            with chunks.source(self._stack.geometry.device) as source:
+            with chunks.source(self._stack) as source:
                 steps = blended_prefill(
                     self._stack,
                     chunks,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from cacheblend_rag.blend.lane import has_lane
+from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.prepare import PreparedPrompt
@@ -21,6 +21,7 @@ from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
 from cacheblend_rag.prefill.controller import Controller
+from cacheblend_rag.prefill.laying import begin_reading
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
@@ -66,10 +67,9 @@ class PromptChunks:
         """Tokens of chunks whose KV the store says it holds."""
         return sum(chunk.end - chunk.start for chunk, there in self.held() if there)
 
-    def source(self, device: torch.device) -> LayerSource:
-        """Begin to read them, for a pass on a device."""
-        keys = (chunk.key for chunk in self.placed)
-        return self.store.fetch(keys, unpack=not has_lane(device))
+    def source(self, stack: DecoderStack) -> LayerSource:
+        """Begin to read them, for a pass over a model."""
+        return begin_reading(self.store, (chunk.key for chunk in self.placed), stack)
 
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
         """Report every chunk as a miss, for ``reason`` or else as not stored.

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.blend.lane import has_lane
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
@@ -34,6 +33,7 @@ from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
 from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
 from cacheblend_rag.prefill.controller import Controller, Rates
+from cacheblend_rag.prefill.laying import begin_reading
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import too_little
 from cacheblend_rag.prefill.precompute import (
@@ -74,7 +74,7 @@ class Jobs:
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""
         keys = self._chunk_keys(allotted) if allotted.job.kind == "blend" else ()
-        return self.store.fetch(keys, unpack=not has_lane(self.stack.geometry.device))
+        return begin_reading(self.store, keys, self.stack)
 
     def work(self, allotted: Allotted, source: LayerSource) -> Work:
         """Do a job, a piece at a time; source: of the chunks that it is to blend."""
