@@ -215,6 +215,9 @@ class BlendConfig(Settings):
         min_tokens: prompts with fewer reusable chunk tokens are served by ordinary prefill.
         protect_context: never recompute tokens of a contextual chunk whose own document context is
             absent from the prompt, since fresh KV would forget it. Off at ratio 1.
+        cost_model: compute a chunk, or the whole prompt, where that is measured to be sooner than
+            loading and blending. Off: what is stored is blended however long that takes, so that
+            comparisons of quality and benchmarks do not turn on how busy the machine is.
         lead_in, document_window, split_special_tokens: an engine's, not a request's: they live in
             LeadInConfig now. An engine that is opened with them takes them over and says so.
 
@@ -229,6 +232,7 @@ class BlendConfig(Settings):
     selector_options: Mapping[str, Any] = field(default_factory=dict)
     min_tokens: int = 256
     protect_context: bool = True
+    cost_model: bool = True
     ratio_bounds: tuple[float, float] = RATIO_BOUNDS
     lead_in: LeadIn | None = None
     document_window: int | None = None
@@ -248,6 +252,7 @@ class BlendConfig(Settings):
             raise ConfigError(f"selector={self.selector!r} must be a selector's name")
         _check_int("min_tokens", self.min_tokens, 0)
         _check_flag("protect_context", self.protect_context)
+        _check_flag("cost_model", self.cost_model)
         self.lead_in_config()
 
     def _check_ratios(self) -> None:

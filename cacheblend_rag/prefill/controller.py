@@ -113,7 +113,7 @@ class Controller:
         ways = [self._guess(tokens, load, config) for load in self._choices(parts)]
         everything, full = ways[0], self._seconds("prefill", prefill_cost(self.costs, tokens))
         timed = [(seconds, way) for way in ways if (seconds := way.seconds(layers)) is not None]
-        if full is None or full < WORTH_SECONDS or len(timed) < len(ways):
+        if not config.cost_model or full is None or full < WORTH_SECONDS or len(timed) < len(ways):
             return Decision(everything.load, everything.config, self._told(everything, config))
         seconds, best = min(timed, key=lambda one: one[0])
         if seconds > MARGIN * full:

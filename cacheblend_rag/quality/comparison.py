@@ -132,7 +132,10 @@ class Comparison:
             return next(iter(self.engines.values())).generate_full(prompt, sampling)
         engine = self.engines[method.lead_in]
         config = engine.config.with_changes(
-            selector=method.selector, recompute_ratio=method.ratio, min_tokens=0
+            selector=method.selector,
+            recompute_ratio=method.ratio,
+            min_tokens=0,
+            cost_model=False,
         )
         return engine.generate(prompt, sampling, config=config)
 

@@ -70,7 +70,8 @@ class Evaluator:
     """Answers questions by full prefill and by rules.
 
     engines: one engine a lead-in, around the same model and with ``instruction`` as their own.
-    base: the config that rules are laid over. options: selector options by selector name.
+    base: the config that rules are laid over, without its cost model: rules are what is scored.
+    options: selector options by selector name.
     """
 
     engines: Mapping[LeadIn, Engine]
@@ -117,6 +118,7 @@ class Evaluator:
             recompute_ratio=rule.ratio,
             recompute_ratios=None,
             selector_options=self.options.get(rule.selector, {}),
+            cost_model=False,
         )
 
     def _answer_full(self, question: EvalQuestion) -> Generation:

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend_rag.cli.main import app
+from cacheblend_rag.prefill import controller
 from tests.cli.documents import write_notes
 
 
@@ -50,6 +51,13 @@ def cli():
         return Outcome(result.exit_code, result.stdout, result.stderr)
 
     return run
+
+
+@pytest.fixture
+def slow_blends(monkeypatch):
+    """What may give a prompt to ordinary prefill because that is sooner does so with every one."""
+    monkeypatch.setattr(controller, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(controller, "MARGIN", 0.0)
 
 
 @pytest.fixture(scope="session")

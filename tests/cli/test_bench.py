@@ -53,7 +53,7 @@ def test_what_is_unpacked_in_memory_is_told(cli, tiny_shape):
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior", "question_prior"])
-def test_one_row_stands_alone(cli, tiny_shape, selector):
+def test_one_row_stands_alone(cli, tiny_shape, slow_blends, selector):
     outcome = cli(
         "bench",
         "ttft",

@@ -3,7 +3,7 @@ from __future__ import annotations
 METHODS = ["full", "reuse", "blend", "contextual"]
 
 
-def test_demo_answers_side_by_side(cli):
+def test_demo_answers_side_by_side(cli, slow_blends):
     outcome = cli("demo", "--questions", 2, "--no-real-size", "--json")
     assert outcome.code == 0
     found = outcome.json

@@ -69,7 +69,7 @@ def test_rows_of_a_grid(evaluate, questions_file):
         assert [key(r) for r in found["rows"] if r["setting"] == setting] == expected
 
 
-def test_shares_say_what_was_computed(evaluate, questions_file):
+def test_shares_say_what_was_computed(evaluate, questions_file, slow_blends):
     full, reuse, prior, hkvd = evaluate(
         "--dataset", questions_file, "--settings", "adjacent", "--ratios", "0.2",
         "--selectors", "prior,hkvd", "--lead-ins", "instruction",

@@ -114,6 +114,18 @@ def test_so_short_a_prefill_is_not_argued_about() -> None:
     assert decision.why is None
 
 
+def test_without_the_cost_model_whatever_is_stored_is_blended() -> None:
+    slow = controller(prefill=1.0, blend=1.0, disk=50.0)
+    assert slow.decide(TOKENS, PARTS, PLAIN).load == ()
+    decision = slow.decide(TOKENS, PARTS, PLAIN.with_changes(cost_model=False))
+    assert (decision.load, decision.why) == (tuple(PARTS), None)
+    assert decision.config.recompute_ratio == PLAIN.recompute_ratio
+    auto = slow.decide(TOKENS, PARTS, AUTO.with_changes(cost_model=False))
+    assert auto.load == tuple(PARTS)
+    assert auto.config.recompute_ratio == 0.5
+    assert (auto.why or "").startswith("ratio 0.5: computing")
+
+
 def test_a_slow_tier_is_given_another_try() -> None:
     now = [0.0]
     speeds = Speeds(lambda: now[0])
@@ -155,6 +167,7 @@ def test_rates_are_of_work_done_lately() -> None:
         ({"ratio_bounds": (0.3,)}, "two ratios that rise"),
         ({"ratio_bounds": 0.3}, "must be a list"),
         ({"ratio_bounds": (0.3, 2)}, "ratio_bounds=2 must be a number from 0 to 1"),
+        ({"cost_model": "yes"}, "cost_model='yes' must be true or false"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(wrong: dict[str, object], said: str) -> None:

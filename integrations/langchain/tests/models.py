@@ -53,7 +53,7 @@ def random_engine(*, chat_template: bool = True, instruction: str = "", **config
             url,
             model="demo",
             tokenizer=tokenizer,
-            config=BlendConfig(**{"min_tokens": 0, **config}),
+            config=BlendConfig(**{"min_tokens": 0, "cost_model": False, **config}),
             instruction=instruction,
         )
     tokenizer.eos_token = None

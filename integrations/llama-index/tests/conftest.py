@@ -22,7 +22,7 @@ from cacheblend_rag.demo.corpus import generate_collection
 from cacheblend_rag.prefill import controller
 from llama_index.llms.cacheblend import CacheBlendLLM, CacheBlendPrecompute
 
-REUSE = BlendConfig(recompute_ratio=0.0, min_tokens=32)
+REUSE = BlendConfig(recompute_ratio=0.0, min_tokens=32, cost_model=False)
 ENGINE = os.environ.get("CACHEBLEND_TEST_ENGINE", "transformers")
 """What the bundled model runs on: ``make server_tests`` says where a server is."""
 

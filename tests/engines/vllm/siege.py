@@ -36,7 +36,7 @@ from tests.engines.vllm.hostile import mutated
 
 FLAGS = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096")
 ANSWER = SamplingParams(max_tokens=12)
-CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15)
+CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15, cost_model=False)
 GROWTH = 1.15
 """Of memory, from the first third of the time on."""
 SECONDS = 30.0

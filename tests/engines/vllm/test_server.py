@@ -42,7 +42,7 @@ from tests.readme import blocks
 
 KEY, STORE_KEY = "sesame", "barley"
 NAMESPACE = "tenant"
-CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15)
+CONFIG = BlendConfig(min_tokens=0, recompute_ratio=0.15, cost_model=False)
 REUSE = CONFIG.with_changes(recompute_ratio=0.0)
 ANSWER = SamplingParams(max_tokens=12)
 PROMPTS: tuple[DemoPrompt, ...] = tuple(generate_prompts("adjacent", 4, 11))

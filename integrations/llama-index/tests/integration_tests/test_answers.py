@@ -44,7 +44,7 @@ SEED = 1
 MAX_TOKENS = 8
 HEAD = f"{INSTRUCTION}\n\n"
 TEMPLATE = PromptTemplate(HEAD + "{context_str}\n\nQuestion: {query_str}\nAnswer:")
-CONFIG = BlendConfig(selector="prior", recompute_ratio=0.15)
+CONFIG = BlendConfig(selector="prior", recompute_ratio=0.15, cost_model=False)
 
 
 class FixedRetriever(BaseRetriever):
