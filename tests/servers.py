@@ -142,14 +142,18 @@ class Proxy:
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """Answers every request with one and the same status."""
+    """Answers every request with one and the same status and text; notes headers in ``asked``."""
 
-    status = 500
+    status, text, asked = 500, "", ()
 
     def answer(self):
+        self.rfile.read(int(self.headers["Content-Length"] or 0))
+        self.asked.append(self.headers)
         self.send_response(self.status)
-        self.send_header("Content-Length", "0")
+        self.send_header("Content-Length", str(len(self.text)))
         self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(self.text.encode())
 
     do_GET = do_HEAD = do_PUT = do_DELETE = answer  # noqa: N815 - names of the library's
 
@@ -158,9 +162,13 @@ class Refusing(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def refusing(status):
-    """An HTTP server that answers nothing but ``status``; its address."""
-    handler = type("Handler", (Refusing,), {"status": status})
+def refusing(status, text="", asked=None):
+    """An HTTP server that answers nothing but ``status`` and ``text``; its address.
+
+    asked: where it is to note each request's headers.
+    """
+    noted = [] if asked is None else asked
+    handler = type("Handler", (Refusing,), {"status": status, "text": text, "asked": noted})
     server = ThreadingHTTPServer((HOST, 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

@@ -203,6 +203,22 @@ def test_a_bucket_that_is_not_there(s3):
     store.close()
 
 
+def test_a_container_that_is_not_there(monkeypatch, caplog):
+    """Azure's word for a bucket; its metadata has names that are identifiers, or is refused."""
+    asked = []
+    with refusing(404, "<Error><Code>ContainerNotFound</Code></Error>", asked) as address:
+        monkeypatch.setenv("AZURE_STORAGE_USE_EMULATOR", "true")
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "devstoreaccount1")
+        monkeypatch.setenv("AZURITE_BLOB_STORAGE_URL", address)
+        store = opened("az://nowhere/chunks")
+        assert not store.put(KEY, make_kv())
+        (header,) = (name for one in asked for name in one if name.startswith("x-ms-meta-"))
+        assert header.removeprefix("x-ms-meta-").isidentifier()
+        check_out(store, "az")
+        assert "there is no such bucket" in caplog.text
+        store.close()
+
+
 @pytest.mark.parametrize("status", [500, 503, 403])
 def test_an_endpoint_that_refuses(status):
     with refusing(status) as address:

@@ -25,7 +25,10 @@ from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, check_size, key_of,
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 QUARANTINE = "quarantine/"
-WRITTEN_AT = "written-at"
+WRITTEN_AT = "writtenat"
+"""Name of a chunk's time in its object's metadata: an identifier, since Azure takes no others."""
+NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
+"""What servers say of a bucket that is not there; they say it as of an object that is not."""
 TIMEOUT_SECONDS = 30.0
 RETRIES = 1
 """Of a request that is answered by "slow down" or broken off; then others are asked."""
@@ -78,11 +81,8 @@ class ObjectTier(BytesTier):
 
     def _entry(self, key: KVKey) -> Entry | None:
         with _failures():
-            try:
-                found = self.store.get(_path(key), options={"head": True})
-            except FileNotFoundError:
-                return None
-            return self._known(key, found.meta, found.attributes)
+            found = self._get(key, {"head": True})
+            return None if found is None else self._known(key, found.meta, found.attributes)
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
         options: dict[str, Any] = {}
@@ -93,14 +93,21 @@ class ObjectTier(BytesTier):
         elif start:
             options["range"] = {"offset": start}
         with _failures():
-            try:
-                found = self.store.get(_path(key), options=options)
-            except FileNotFoundError as error:
-                _check_bucket(error)
+            found = self._get(key, options)
+            if found is None:
                 return None
             entry = self._known(key, found.meta, found.attributes)
             check_size(found.range[1] - found.range[0])
             return StoredBytes(tensor_of(found.bytes()), entry.nbytes, entry.written_at)
+
+    def _get(self, key: KVKey, options: Mapping[str, Any]) -> Any | None:
+        """Return what the store answers; None where the bucket has no such object."""
+        try:
+            return self.store.get(_path(key), options=options)
+        except FileNotFoundError as error:
+            if _tells_of_the_bucket(error):
+                raise
+            return None
 
     def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
         self._note(key, found.written_at, time.time())
@@ -219,19 +226,18 @@ def open_store(url: str, *, timeout_seconds: float | None = None, **options: Any
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise what obstore says as OSError."""
+    """Raise what obstore says as OSError, in one line."""
     from obstore.exceptions import BaseError
 
     try:
         yield
-    except BaseError as error:
-        raise OSError(_line(error)) from error
+    except (BaseError, FileNotFoundError) as error:
+        said = "there is no such bucket" if _tells_of_the_bucket(error) else _line(error)
+        raise OSError(said) from error
 
 
-def _check_bucket(error: FileNotFoundError) -> None:
-    """Tell a bucket that is not there from an object that is not."""
-    if "NoSuchBucket" in str(error):
-        raise OSError("there is no such bucket") from error
+def _tells_of_the_bucket(error: BaseException) -> bool:
+    return any(name in str(error) for name in NO_BUCKET)
 
 
 def _line(error: BaseException) -> str:
