@@ -18,7 +18,7 @@ from cacheblend_rag.kv.packed_kv import PackedKV
 from tests.engines.vllm.fp8_attention import FP8, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, check_exact, retrieved
-from tests.models import make_tokenizer
+from tests.models import make_tokenizer, prompt_of, words
 
 SMALLEST = 2.0**-6
 """Of the cache's numbers with all their bits: vLLM's own scale is 1."""
@@ -81,10 +81,17 @@ def stored(engine: InProcessEngine, tokens: int) -> ChunkKV:
     return chunk
 
 
+def check_as_stored(found: Tensor, kept: Tensor) -> None:
+    """Scales are powers of two, so that both hold the same three bits after the first one."""
+    large = (kept.abs() >= SMALLEST) & (kept.abs() <= 448)
+    assert large.float().mean() > 0.9
+    assert torch.equal(found[large], kept[large])
+    assert bool(((found[~large] - kept[~large]).abs() <= SMALLEST / 16).all())
+
+
 def test_values_are_in_the_cache_as_they_are_stored_where_its_scale_has_them(
     engine: InProcessEngine, pages: list[PagedKV]
 ) -> None:
-    """Scales are powers of two, so that both hold the same three bits after the first one."""
     report = engine.generate(retrieved(), SHORT).report
     assert report.blended
     assert all(chunk.hit and not chunk.recomputed for chunk in report.chunks)
@@ -92,11 +99,21 @@ def test_values_are_in_the_cache_as_they_are_stored_where_its_scale_has_them(
         kv = stored(engine, chunk.tokens)
         for layer in range(len(kv.values)):
             _, found = in_cache(pages[-1], layer, chunk.start, chunk.tokens)
-            large = (kv.values[layer].abs() >= SMALLEST) & (kv.values[layer].abs() <= 448)
-            assert large.float().mean() > 0.9
-            assert torch.equal(found[large], kv.values[layer][large])
-            small = kv.values[layer][~large]
-            assert bool(((found[~large] - small).abs() <= SMALLEST / 16).all())
+            check_as_stored(found, kv.values[layer])
+
+
+def test_keys_are_too_of_a_chunk_that_stands_where_it_was_computed(
+    engine: InProcessEngine, pages: list[PagedKV]
+) -> None:
+    prompt = prompt_of(DOCUMENTS[0].to_chunks()[0], " w7 ", words(23, 9))
+    (chunk,) = engine.generate(prompt, SHORT).report.chunks
+    kv = stored(engine, chunk.tokens)
+    assert chunk.hit
+    assert chunk.start == kv.position == 0
+    for layer in range(len(kv.keys)):
+        keys, values = in_cache(pages[-1], layer, 0, chunk.tokens)
+        check_as_stored(keys, kv.keys[layer])
+        check_as_stored(values, kv.values[layer])
 
 
 def test_ratio_1_is_exact_with_chunks_in_fp8_too(engine: InProcessEngine) -> None:
