@@ -120,7 +120,9 @@ def until(condition, seconds=5.0):
 
 
 def same(one, other):
-    """Whether two chunk KV are equal, bit for bit."""
+    """Whether two chunk KV are equal, bit for bit, and rounded in the same way."""
+    if one.precision != other.precision:
+        return False
     if (one.prior is None) != (other.prior is None) or one.position != other.position:
         return False
     pairs = [(one.keys, other.keys), (one.values, other.values)]

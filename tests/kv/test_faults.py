@@ -592,15 +592,15 @@ def test_a_record_of_usage_is_believed(disk, tmp_path):
     assert disk.usage() == Usage(7, 700)
 
 
-@pytest.mark.parametrize("fsync", [True, False])
+@pytest.mark.parametrize("asked", [{"fsync": True}, {"fsync": False}, {}])
 def test_only_chunks_are_waited_for_to_reach_the_disk_and_only_if_asked(
-    tmp_path, monkeypatch, fsync
+    tmp_path, monkeypatch, asked
 ):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
-    disk = DiskTier(tmp_path, fsync=fsync)
+    disk = DiskTier(tmp_path, **asked)
     assert disk.put(KEY, StoredChunk(make_kv(), time.time()))
-    assert len(synced) == fsync
+    assert len(synced) == asked.get("fsync", False)
 
 
 def test_empty_files_and_bytes_are_said_to_be_empty(disk, tmp_path):
