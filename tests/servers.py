@@ -142,9 +142,7 @@ class Proxy:
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """Answers every request with one and the same status and text; notes headers in ``asked``."""
-
-    status, text, asked = 500, "", ()
+    """Answers every request alike: ``refusing`` says how, and where headers are noted."""
 
     def answer(self):
         self.rfile.read(int(self.headers["Content-Length"] or 0))
@@ -165,10 +163,10 @@ class Refusing(BaseHTTPRequestHandler):
 def refusing(status, text="", asked=None):
     """An HTTP server that answers nothing but ``status`` and ``text``; its address.
 
-    asked: where it is to note each request's headers.
+    asked: a list in which it is to note each request's headers.
     """
-    noted = [] if asked is None else asked
-    handler = type("Handler", (Refusing,), {"status": status, "text": text, "asked": noted})
+    told = {"status": status, "text": text, "asked": [] if asked is None else asked}
+    handler = type("Handler", (Refusing,), told)
     server = ThreadingHTTPServer((HOST, 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:

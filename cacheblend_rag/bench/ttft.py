@@ -101,8 +101,7 @@ class TtftPlan:
 
     def config(self, ratio: float) -> BlendConfig:
         """Return the blend's config at ``ratio``: what is measured is a blend, however slow."""
-        config = blend_config(ratio, self.selector, self.check_layers)
-        return config.with_changes(cost_model=False)
+        return blend_config(ratio, self.selector, self.check_layers).with_changes(cost_model=False)
 
     def bound(self, ratio: float) -> float:
         """Return the largest speedup the computed tokens allow: full prefill's work by the blend's.
