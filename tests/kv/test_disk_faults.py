@@ -106,7 +106,7 @@ def test_files_deleted_under_the_store_are_plain_misses(tmp_path):
 
 @pytest.mark.parametrize("behind", [False, True], ids=["through", "behind"])
 def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_path, behind):
-    """50 children each: half are killed at the n-th thing they do to the disk, half at random."""
+    """100 children each: half are killed at the n-th thing they do to the disk, half at random."""
     process = run_python(
         """
         import json, random
@@ -140,10 +140,10 @@ def test_a_process_killed_at_any_write_leaves_every_chunk_right_or_absent(tmp_pa
                         store.put(keys[n], wanted[n])
 
         draw, found, most = random.Random(0), 0, 0
-        for child in range(50):
+        for child in range(100):
             pid = os.fork()
             if not pid:
-                work(child, None if child % 2 else 3 + 4 * child)
+                work(child, None if child % 2 else 3 + 2 * child)
             if child % 2:
                 time.sleep(draw.uniform(0, 0.05))
                 os.kill(pid, signal.SIGKILL)
