@@ -30,13 +30,15 @@ class ChunkReport:
     Args:
         chunk_id: hash of its token ids, 32 hex digits.
         start: index of its first token in the prompt; -1 where it does not stand there as such.
-        tokens: its length; 0 where it does not stand there as such.
+        tokens: how many of its tokens stand there; 0 where it does not stand there as such.
         hit: whether its KV was reused.
         reason: why not, None on a hit.
         tier: where the KV was found ("host", "disk"); after a store error the tier that
             could not be read; None on any other miss.
         document_id: the document it was cut from, None where it stands alone.
         recomputed: how many of its tokens were computed afresh.
+        edge_tokens: how many tokens at its edges, not counted in ``tokens``, the tokenizer reads
+            together with the text beside the chunk; they are computed.
     """
 
     chunk_id: str
@@ -47,6 +49,7 @@ class ChunkReport:
     tier: str | None = None
     document_id: str | None = None
     recomputed: int = 0
+    edge_tokens: int = 0
 
 
 def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:
@@ -125,7 +128,7 @@ class BlendReport:
         prompt_tokens: length of the prompt.
         reused_tokens: those that kept their cached KV.
         recomputed_tokens: chunk tokens that had cached KV but were computed afresh.
-        computed_tokens: those that had none (text segments, missing chunks).
+        computed_tokens: those that had none (text segments, missing chunks, chunks' edges).
         recompute_ratio: share of chunk tokens that was asked for, 1 where nothing was reused.
         selector: the rule that chose the recomputed tokens, ``none`` where none was to choose.
         lead_in: kind of what chunks are computed behind.

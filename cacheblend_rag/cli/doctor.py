@@ -129,17 +129,15 @@ def _model_line(model: Mapping[str, Any]) -> str:
 
 
 def _tokenizer_line(tokenizer: Mapping[str, Any]) -> str:
-    """Say how prompts are cut, and whether a passage can pass for another turn of a chat."""
-    segments = f"segments are cut {tokenizer['segments']}"
-    if tokenizer["adds_prefix_space"]:
-        segments += ", its prefix space taken off"
+    """Say how texts begin, and whether a passage can pass for another turn of a chat."""
+    prefix = "puts a space before texts" if tokenizer["adds_prefix_space"] else "adds no space"
     markers = {
         None: "no chat template",
         "none": "the chat template marks no roles",
         "special tokens": "the chat template's roles are special tokens, not to be had in passages",
         "text": "the chat template's roles are plain text, so a passage can imitate them",
     }[tokenizer["role_markers"]]
-    return f"{segments}; {markers}"
+    return f"{prefix}; {markers}"
 
 
 def _store_line(store: Mapping[str, Any]) -> str:

@@ -130,8 +130,6 @@ class Engine(ABC):
         self._closed, self._elder = False, cast("Self | None", None)
         self._settle(lead_in, ChunkRegistry() if registry is None else registry)
         self.fill_on_miss = fill_on_miss
-        if self.encoder.cuts == "nowhere":
-            logger.warning("the tokenizer needs whole texts: no chunk can be reused in a prompt")
 
     def _settle(self, lead_in: LeadInConfig, registry: ChunkRegistry) -> None:
         """Make what depends on the lead-in and on the registry."""

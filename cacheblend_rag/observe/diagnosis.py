@@ -57,16 +57,14 @@ def examine_model(name: str, device: str | None) -> dict[str, Any]:
     quiet_libraries()
     engine = TransformersEngine(source_of(name), device=device)
     encoder = engine.encoder
-    whole = "its tokenizer needs whole texts: no chunk's tokens are the same in all prompts"
     return {
         "model": name,
-        "problem": engine.blend_refusal or (whole if encoder.cuts == "nowhere" else None),
+        "problem": engine.blend_refusal,
         "architecture": type(engine.model).__name__,
         "device": str(engine.model.device),
         "dtype": str(engine.model.dtype).removeprefix("torch."),
         "context_window": engine.context_window,
         "tokenizer": {
-            "segments": encoder.cuts,
             "adds_prefix_space": encoder.adds_prefix,
             "special_tokens": len(encoder.special_ids),
             "role_markers": encoder.role_markers(),

@@ -19,7 +19,7 @@ from cacheblend_rag.config import AUTO, BlendConfig
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.controller import Controller, StoredPart
-from cacheblend_rag.prefill.laying import LaidChunk, Laying, LostChunkError
+from cacheblend_rag.prefill.laying import LaidChunk, Laying, LostChunkError, Place
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport
@@ -160,8 +160,8 @@ class PromptPass:
             if self.reserve is None
             else FusedKV(geometry, tokens, self.reserve)
         )
-        spans = [(chunk.start, chunk.end) for chunk in self.placed]
-        return Laying(self.stack, fused, spans, self.source)
+        places = [Place(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
+        return Laying(self.stack, fused, places, self.source)
 
     def _blended(self, laying: Laying) -> Steps[FusedPrompt]:
         """Run the pass over the chunks that are there; raises LostChunkError."""
@@ -226,9 +226,10 @@ class PromptPass:
             here = slice(chunk.start, chunk.end)
             known.cached[here] = True
             known.eligible[here] = schedule.recomputes_all or not self._protects(placed)
-            known.offsets[here] = torch.arange(chunk.end - chunk.start)
+            own = slice(chunk.skip, chunk.skip + chunk.end - chunk.start)
+            known.offsets[here] = torch.arange(own.start, own.stop)
             if prior is not None and is_ranked:
-                scores[here], has_prior = prior, True
+                scores[here], has_prior = prior[own], True
         return known, has_prior
 
     def _protects(self, chunk: PlacedChunk) -> bool:
@@ -253,7 +254,7 @@ class PromptPass:
         return schedule, name, None
 
     def _probe(self, laying: Laying, candidates: Candidates) -> Steps[Tensor]:
-        question_start = max(chunk.end for chunk in self.placed)
+        question_start = max(chunk.end + len(chunk.after) for chunk in self.placed)
         attention, work = yield from probe_question(
             self.stack,
             self.token_ids,

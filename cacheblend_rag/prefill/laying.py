@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.lane import Mark, Stages, has_lane, stages_of
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.blend.transfer import LayerPart, Numbers, Upload
+from cacheblend_rag.blend.transfer import LayerPart, Numbers, Sendable, Upload
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import Found, LayerSource, miss_of
@@ -38,27 +39,57 @@ class LostChunkError(Exception):
     """A chunk turned out unreadable on its way: the pass is to start anew, without it."""
 
 
+class Place(NamedTuple):
+    """Where a chunk, or a run of its tokens, is to be laid; see LaidChunk."""
+
+    start: int
+    end: int
+    skip: int = 0
+    beyond: int = 0
+
+
 @dataclass
 class LaidChunk:
-    """A chunk to be laid at positions [start, end).
+    """A chunk, or a run of its tokens, to be laid at positions [start, end).
 
-    tier, reason: where it was found, why it is a miss on this rank, if so. is_used: whether all
-    ranks have it. turn: what moves its keys, None where they were computed at these positions.
+    skip, beyond: tokens of the chunk before and behind the run, whose KV is left out. tier, reason:
+    where it was found, why it is a miss on this rank, if so. is_used: whether all ranks have it.
+    turn: what moves its keys, None where they were computed at these positions.
     """
 
     start: int
     end: int
+    skip: int = 0
+    beyond: int = 0
     head: ChunkReader | None = None
     tier: str | None = None
     reason: MissReason | None = None
     is_used: bool = False
     turn: Rotation | None = None
 
+    @property
+    def whole_tokens(self) -> int:
+        """Number of the stored chunk's tokens."""
+        return self.skip + self.end - self.start + self.beyond
+
+    @property
+    def whole_start(self) -> int:
+        """Position of the stored chunk's first token, if it were laid."""
+        return self.start - self.skip
+
+    def part(self, kv: LayerKV) -> Sendable:
+        """Return what is laid of one layer of the chunk, not copied."""
+        part = kv if isinstance(kv, PackedLayer) else Numbers(*kv)
+        if not self.skip and not self.beyond:
+            return part
+        return part.cut(self.skip, self.skip + self.end - self.start)
+
 
 class Laying:
     """Lays chunks into the buffer of a pass, all ranks alike.
 
-    spans: where they stand, in the order in which ``source`` hands them out.
+    places: where they stand, in the order in which ``source`` hands them out.
+
 
     On a GPU a layer is copied beside the pass's work, which waits for it on the device; while a
     layer is computed the next one is on its way, once it is read.
@@ -68,11 +99,11 @@ class Laying:
         self,
         stack: DecoderStack,
         fused: FusedKV,
-        spans: Sequence[tuple[int, int]],
+        places: Sequence[Place],
         source: LayerSource,
     ) -> None:
         self.stack, self.fused, self.source = stack, fused, source
-        self.chunks = [LaidChunk(start, end) for start, end in spans]
+        self.chunks = [LaidChunk(*place) for place in places]
         self._laid: set[int] = set()
         self._seconds = self._sending = 0.0
         self._stages = stages_of(stack.geometry.device)
@@ -92,12 +123,12 @@ class Laying:
         chunk.tier, chunk.reason = found.tier, found.reason
         if head is None:
             return
-        if not self.fused.fits(head.shape, head.dtype, chunk.end - chunk.start):
+        if not self.fused.fits(head.shape, head.dtype, chunk.whole_tokens):
             chunk.tier, chunk.reason = None, "damaged"
             return
         chunk.head = head
-        if chunk.start != head.position:
-            chunk.turn = self.stack.rotation(chunk.start - head.position)
+        if chunk.whole_start != head.position:
+            chunk.turn = self.stack.rotation(chunk.whole_start - head.position)
 
     def _agree(self, sound: Sequence[bool]) -> None:
         """Use the chunks that are sound on all ranks."""
@@ -219,7 +250,7 @@ def _placed(layer: int, used: Sequence[LaidChunk], parts: Sequence[LayerKV]) -> 
     return [
         LayerPart(
             chunk.start,
-            part if isinstance(part, PackedLayer) else Numbers(*part),
+            chunk.part(part),
             None if chunk.turn is None else chunk.turn.of(layer),
         )
         for chunk, part in zip(used, parts, strict=True)

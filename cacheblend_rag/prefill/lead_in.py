@@ -12,10 +12,9 @@ from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.chunk import Chunk, Context
 from cacheblend_rag.text.encoder import SegmentEncoder, TokenIds
-from cacheblend_rag.text.prompt import BlendPrompt, ChunkSpan
+from cacheblend_rag.text.prompt import ChunkSpan
 
 CACHED_KEYS = 200_000
-CACHED_PIECES = 10_000
 CACHED_WINDOWS = 4096
 PIECES_BETWEEN_WINDOWS = 64
 
@@ -39,9 +38,11 @@ class ChunkPlan:
 
 @dataclass(frozen=True, slots=True)
 class PlacedChunk:
-    """Tokens [start, end) of a prompt are the chunk stored under ``key``.
+    """Tokens [start, end) of a prompt are those of the chunk stored under ``key``.
 
     protected: fresh KV of its tokens would forget what the cached KV knows of its document.
+    before, after: the chunk's tokens at its edges that the prompt has other tokens for (see
+    ChunkSpan): their stored KV is not used.
     """
 
     key: KVKey
@@ -49,6 +50,8 @@ class PlacedChunk:
     end: int
     protected: bool = False
     document_id: str | None = None
+    before: TokenIds = ()
+    after: TokenIds = ()
 
     def report(self, reason: MissReason | None, tier: str | None = None) -> ChunkReport:
         """Report a hit in a tier, or a miss for a reason, which may be a tier's fault."""
@@ -60,6 +63,7 @@ class PlacedChunk:
             reason=reason,
             tier=tier,
             document_id=self.document_id,
+            edge_tokens=len(self.before) + len(self.after),
         )
 
 
@@ -88,14 +92,13 @@ class LeadIn:
             },
             namespace,
         )
-        self._tokenize = lru_cache(CACHED_PIECES)(encoder.chunk)
         self._windows: dict[Context, DocumentWindow] = {}
         self.key = lru_cache(CACHED_KEYS)(self._key)
 
     def resolve(self, chunk: Chunk) -> ChunkPlan:
         """Return the chunk's tokens, its lead-in and its key."""
         return ChunkPlan(
-            self._tokenize(chunk.text), self.tokens, self._context(chunk), self.key(chunk)
+            self.encoder.chunk(chunk.text), self.tokens, self._context(chunk), self.key(chunk)
         )
 
     def _lead_tokens(self, instruction: str) -> tuple[int, ...]:
@@ -103,12 +106,16 @@ class LeadIn:
             return ()
         if self.name == "bos" or not instruction:
             return self.encoder.opening
-        return BlendPrompt.of(instruction).encode(self.encoder).token_ids
+        return self.encoder.leading(instruction)
 
     def _key(self, chunk: Chunk) -> KVKey:
-        own = chunk_id(self._tokenize(chunk.text))
+        own = chunk_id(self.encoder.chunk(chunk.text))
         context = self._context(chunk) if self.name == "document" else ()
         return KVKey(own, self.fingerprint, chunk_id(context) if context else "")
+
+    def _piece(self, text: str) -> TokenIds:
+        """Return the tokens of a piece of a document that more of it follows."""
+        return self.encoder.separator(text) if text.isspace() else self.encoder.chunk(text)
 
     def _context(self, chunk: Chunk) -> tuple[int, ...]:
         return tuple(token for piece in self._window_of(chunk.context) for token in piece)
@@ -127,7 +134,7 @@ class LeadIn:
         if len(self._windows) > CACHED_WINDOWS:
             self._windows = {}
         for index, context in enumerate(reversed(waiting), start=1):
-            kept = next_window(kept, self._tokenize(context.last), self.window)
+            kept = next_window(kept, self._piece(context.last), self.window)
             if index == len(waiting) or not index % PIECES_BETWEEN_WINDOWS:
                 self._windows[context] = kept
         return kept
@@ -153,6 +160,8 @@ def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChun
                 end=span.end,
                 protected=lead_in.name == "document" and not known,
                 document_id=chunk.document_id,
+                before=span.before,
+                after=span.after,
             )
         )
         earlier.append(chunk.text)

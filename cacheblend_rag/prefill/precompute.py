@@ -27,7 +27,7 @@ from cacheblend_rag.blend.transfer import Download, to_host, until
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.laying import Laying, LostChunkError, begin_reading
+from cacheblend_rag.prefill.laying import Laying, LostChunkError, Place, begin_reading
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.prior import context_deviation, keys_of_prior_layer, prior_layer
 
@@ -143,7 +143,7 @@ def _cut_out(
     Those are the missing ones and those that were not there after all.
     """
     fused = RingKV(stack.geometry, ids.numel())
-    laying = Laying(stack, fused, [_span(member) for member in earlier], source)
+    laying = Laying(stack, fused, [Place(*_span(member)) for member in earlier], source)
     yield from laying.heads()
     while True:
         cached = torch.zeros(ids.numel(), dtype=torch.bool)

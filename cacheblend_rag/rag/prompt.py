@@ -56,6 +56,11 @@ class RagPrompt:
         self.lead_in = lead_in
 
     @property
+    def is_rendered(self) -> bool:
+        """Whether a chat template makes the prompt, BOS included."""
+        return self._has_template
+
+    @property
     def stop(self) -> tuple[str, ...]:
         """Strings that end an answer: a model without a template would ask itself on and on."""
         return () if self._has_template else (f"{SEPARATOR}Question:",)

@@ -1,7 +1,6 @@
 """Segment and BlendPrompt: a prompt as runs of text and chunks, and its token ids and spans.
 
-Segments are tokenized apart from each other, so a chunk's tokens in a prompt are those its KV was
-computed from, whatever stands around it (see ``tokenization``).
+A prompt is tokenized as one text; each chunk is then a run of its tokens (see ``encoder``).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from cacheblend_rag.text.chat import Message, render_messages
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import SegmentEncoder, Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
+from cacheblend_rag.text.runs import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +31,25 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpan:
-    """Tokens [start, end) of an encoded prompt hold ``chunk``."""
+    """Tokens [start, end) of an encoded prompt are tokens of ``chunk``.
+
+    before, after: the chunk's other tokens, at its edges, in whose place the prompt has tokens that
+    the tokenizer makes of the chunk's text and the text beside it.
+    """
 
     chunk: Chunk
     start: int
     end: int
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class EncodedPrompt:
     """A prompt's token ids and where its chunks stand, in order.
 
-    inseparable: chunks in it that the tokenizer cannot tell from the text beside them; they are
-    tokenized as text.
+    inseparable: chunks in it of whose own tokens the prompt has hardly any, since the tokenizer
+    reads them together with the text beside them.
     """
 
     token_ids: tuple[int, ...]
@@ -55,17 +61,19 @@ class EncodedPrompt:
 class BlendPrompt:
     """A prompt cut into segments; their texts, joined, are the prompt.
 
-    Adjacent text segments are merged and empty ones dropped on construction, since where text is
-    cut changes its tokens.
+    Adjacent text segments are merged and empty ones dropped on construction.
 
     Args:
         segments: runs of text and chunks, in order.
+        is_rendered: whether a chat template made the text: the tokenizer then adds no BOS of its
+            own, as ``apply_chat_template`` adds none.
 
     Raises:
         PromptError: when a segment's text is not its chunk's.
     """
 
     segments: tuple[Segment, ...]
+    is_rendered: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "segments", _merge_text(self.segments))
@@ -118,7 +126,7 @@ class BlendPrompt:
                 template refuses the messages.
         """
         text = render_messages(messages, tokenizer, add_generation_prompt)
-        return cls.from_text(text, registry, hints)
+        return cls(segment(text, registry, hints), is_rendered=True)
 
     @property
     def text(self) -> str:
@@ -126,7 +134,7 @@ class BlendPrompt:
         return "".join(s.text for s in self.segments)
 
     def encode(self, tokenizer: Tokenizer | SegmentEncoder) -> EncodedPrompt:
-        """Tokenize the segments, apart from each other as far as the tokenizer can tell them apart.
+        """Tokenize the prompt as its tokenizer does a text, and find its chunks in the tokens.
 
         Args:
             tokenizer: is tried for each call; give its SegmentEncoder where that costs too much.
@@ -139,14 +147,17 @@ class BlendPrompt:
             PromptError: when a text holds an unpaired surrogate.
         """
         encoder = tokenizer if isinstance(tokenizer, SegmentEncoder) else SegmentEncoder(tokenizer)
-        done = encoder.encode([(s.text, s.chunk is not None) for s in self.segments])
+        parts = [(s.text, s.chunk is not None) for s in self.segments]
+        done = encoder.encode(parts, opens=not self.is_rendered)
         spans: list[ChunkSpan] = []
         inseparable: list[Chunk] = []
-        for part, span in zip(self.segments, done.spans, strict=True):
-            if part.chunk is not None and span is None:
+        for part, found in zip(self.segments, done.chunks, strict=True):
+            if part.chunk is None or found is None or not found.token_ids:
+                continue
+            if found.run is None:
                 inseparable.append(part.chunk)
-            elif part.chunk is not None and span is not None and span[0] < span[1]:
-                spans.append(ChunkSpan(part.chunk, *span))
+            else:
+                spans.append(_span(part.chunk, found.token_ids, found.run))
         return EncodedPrompt(done.token_ids, tuple(spans), tuple(inseparable))
 
 
@@ -164,6 +175,11 @@ def segment(
     if done < len(text):
         segments.append(Segment(text[done:]))
     return tuple(segments)
+
+
+def _span(chunk: Chunk, token_ids: tuple[int, ...], run: Run) -> ChunkSpan:
+    end = run.skip + run.tokens
+    return ChunkSpan(chunk, run.start, run.end, token_ids[: run.skip], token_ids[end:])
 
 
 def _segment_of(part: str | Chunk, index: int) -> Segment:

@@ -28,6 +28,7 @@ from cacheblend_rag.prefill.blended import (
     PromptPass,
 )
 from cacheblend_rag.prefill.controller import Decision, Kind, Rates, StoredPart
+from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from tests.blend.fake_stack import LAYERS, FakeStack, plain_kv
 from tests.prefill.prompts import (
@@ -46,18 +47,30 @@ from tests.prefill.prompts import (
 )
 
 
-def by_hand(config: BlendConfig, hits: str = "abc", protected: str = "", **options: Any) -> Any:
-    """The same prompt put together here: chunks laid down, and one blend pass over them."""
+def by_hand(
+    config: BlendConfig,
+    hits: str = "abc",
+    protected: str = "",
+    lost: tuple[int, int] = (0, 0),
+    **options: Any,
+) -> Any:
+    """The same prompt put together here: chunks laid down, and one blend pass over them.
+
+    lost: tokens at each chunk's edges that are not taken from it.
+    """
     stack, fused = FakeStack(), FusedKV(FakeStack().geometry, TOKENS)
     known = Candidates.none(TOKENS)
     known.eligible, known.prior = known.cached.clone(), torch.zeros(TOKENS)
     for chunk, name in zip(placed(), SPANS, strict=True):
         if name in hits:
-            kv, here = chunk_kv(stack, chunk), slice(chunk.start, chunk.end)
+            kv, here = chunk_kv(stack, chunk), slice(chunk.start + lost[0], chunk.end - lost[1])
+            own = slice(lost[0], kv.tokens - lost[1])
             moved = rotated(kv.keys, stack.rotation(chunk.start - LEAD))
-            fused.keys[:, :, here], fused.values[:, :, here] = moved, kv.values
+            fused.keys[:, :, here] = moved[:, :, own]
+            fused.values[:, :, here] = kv.values[:, :, own]
             known.cached[here], known.eligible[here] = True, name not in protected
-            known.offsets[here], known.prior[here] = torch.arange(kv.tokens), kv.prior  # type: ignore[assignment]
+            assert kv.prior is not None
+            known.offsets[here], known.prior[here] = torch.arange(kv.tokens)[own], kv.prior[own]
     schedule, work = plan_schedule(config, LAYERS), 0.0
     if schedule.selector.needs_question:
         ids = prompt_ids()
@@ -88,6 +101,51 @@ def test_a_prompt_is_its_chunks_laid_down_and_one_pass(selector: str, hits: str)
         assert report.reason == (None if report.hit else "not stored")
         assert report.document_id == f"doc {name}"
         assert report.recomputed == int(wanted.stats.recomputed[start:end].sum())
+
+
+def cut(chunks: list[PlacedChunk], lost: tuple[int, int]) -> list[PlacedChunk]:
+    """The chunks where a prompt has other tokens at their edges."""
+    ids = prompt_ids().tolist()
+    return [
+        replace(
+            chunk,
+            start=chunk.start + lost[0],
+            end=chunk.end - lost[1],
+            before=tuple(ids[chunk.start : chunk.start + lost[0]]),
+            after=tuple(ids[chunk.end - lost[1] : chunk.end]),
+        )
+        for chunk in chunks
+    ]
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("lost", [(1, 0), (0, 1), (2, 3)])
+def test_of_a_run_the_inner_part_of_the_stored_chunk_is_used(
+    selector: str, lost: tuple[int, int]
+) -> None:
+    config = BlendConfig(selector=selector, recompute_ratio=0.3)
+    run_pass = prompt_pass(filled(placed()), cut(placed(), lost), **vars_of(config))
+    found, wanted = finished(run_pass), by_hand(config, lost=lost)
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert torch.equal(found.fused.values, wanted.fused.values)
+    told = [(c.hit, c.tokens + sum(lost), c.edge_tokens) for c in found.chunks]
+    assert told == [(True, end - start, sum(lost)) for start, end in SPANS.values()]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_a_run_of_packed_numbers_is_cut_as_plain_ones_are(precision: Any) -> None:
+    store, packed = TieredKVStore.open(), TieredKVStore.open(precision=precision)
+    for chunk in placed():
+        packed.put(chunk.key, chunk_kv(FakeStack(), chunk))
+        stored = packed.get(chunk.key).kv
+        assert stored is not None
+        store.put(chunk.key, replace(stored, precision="native"))
+    reuse = vars_of(BlendConfig(recompute_ratio=0.0))
+    plain, kept = (
+        finished(prompt_pass(s, cut(placed(), (2, 1)), **reuse)) for s in (store, packed)
+    )
+    assert torch.equal(plain.fused.keys, kept.fused.keys)
+    assert torch.equal(plain.fused.values, kept.fused.values)
 
 
 def vars_of(config: BlendConfig) -> dict[str, Any]:

@@ -135,13 +135,13 @@ def test_a_documents_keys_cost_what_its_length_does(monkeypatch: pytest.MonkeyPa
     def pieces_read(chunks: int) -> int:
         lead_in = make_lead_in(window=44)
         asked: list[str] = []
-        tokenize = lead_in._tokenize
+        tokenize = lead_in._piece
 
         def counted(text: str) -> tuple[int, ...]:
             asked.append(text)
             return tokenize(text)
 
-        monkeypatch.setattr(lead_in, "_tokenize", counted)
+        monkeypatch.setattr(lead_in, "_piece", counted)
         for chunk in Document("long", tuple(words(3, i) for i in range(chunks))).to_chunks():
             lead_in.key(chunk)
         return len(asked)
@@ -227,4 +227,3 @@ def test_a_placed_chunk_reports_a_hit_or_why_not() -> None:
 
 def test_as_many_keys_are_kept_as_is_said() -> None:
     assert make_lead_in().key.cache_info().maxsize == module.CACHED_KEYS
-    assert make_lead_in()._tokenize.cache_info().maxsize == module.CACHED_PIECES

@@ -184,7 +184,7 @@ class VLLMEngine(Engine):
         job = BlendJob(
             "blend",
             self._sent_lead_in,
-            tuple(SentChunk(c.start, c.end, c.key.context_id, c.protected) for c in placed),
+            tuple(map(_sent_chunk, placed)),
             config=request.config,
             report_id=uuid.uuid4().hex,
         )
@@ -302,6 +302,17 @@ class VLLMEngine(Engine):
 
     def _close(self) -> None:
         self.transport.close()
+
+
+def _sent_chunk(chunk: PlacedChunk) -> SentChunk:
+    return SentChunk(
+        chunk.start,
+        chunk.end,
+        chunk.key.context_id,
+        chunk.protected,
+        before=chunk.before,
+        after=chunk.after,
+    )
 
 
 def _stored_by(result: Result, run: DocumentPlan) -> Stored:

@@ -51,8 +51,9 @@ def test_ratio_1_is_ordinary_prefill_of_the_whole_text(kind: str) -> None:
     engine = open_engine(kind)
     engine.precompute(CHUNKS, progress=False)
     answer = engine.generate(PROMPT, SHORT)
-    assert [(c.hit, c.recomputed) for c in answer.report.chunks] == [
-        (True, len(engine.tokenize(chunk.text))) for chunk in CHUNKS
+    assert [(c.hit, c.recomputed, c.tokens + c.edge_tokens) for c in answer.report.chunks] == [
+        (True, found.tokens, len(engine.tokenize(chunk.text)))
+        for found, chunk in zip(answer.report.chunks, CHUNKS, strict=True)
     ]
     whole = engine.tokenizer.encode(PROMPT.text)
     assert answer.token_ids == ordinary_answer(engine, whole)
@@ -72,7 +73,7 @@ def test_a_passage_cannot_end_a_turn(kind: str) -> None:
     before, after = str(rendered).split(passage)
     in_words, as_control = (
         [
-            *tokenizer.encode(before),
+            *tokenizer.encode(before, add_special_tokens=False),
             *tokenizer.encode(passage, add_special_tokens=False, split_special_tokens=split),
             *tokenizer.encode(after, add_special_tokens=False),
         ]
@@ -83,24 +84,39 @@ def test_a_passage_cannot_end_a_turn(kind: str) -> None:
 
 
 def test_a_chunk_within_a_word_says_why_it_is_not_reused() -> None:
-    engine = open_engine("wordpiece")
-    chunk = Chunk("light")
+    engine = open_engine("word level")
+    chunk = Chunk("lamp")
     engine.precompute([chunk], progress=False)
-    answer = engine.generate(BlendPrompt.of("The", Chunk(" light"), "house at Vell was"), SHORT)
+    answer = engine.generate(BlendPrompt.of("The ", chunk, "post at Vell was"), SHORT)
     assert [(c.hit, c.reason, c.start) for c in answer.report.chunks] == [
         (False, "inseparable", -1)
     ]
-    whole = engine.tokenizer.encode("The lighthouse at Vell was")
+    whole = engine.tokenizer.encode("The lamppost at Vell was")
     assert answer.token_ids == ordinary_answer(engine, whole)
 
 
-@pytest.mark.parametrize("kind", sorted(UNUSABLE))
-def test_a_tokenizer_that_needs_whole_texts_is_served(
-    kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = open_engine(kind)
-    assert "the tokenizer needs whole texts" in caplog.text
-    engine.precompute(CHUNKS, progress=False)
-    answer = engine.generate(PROMPT, SHORT)
-    assert {c.reason for c in answer.report.chunks} == {"inseparable"}
-    assert answer.token_ids == ordinary_answer(engine, engine.tokenizer.encode(PROMPT.text))
+SEAMS = ("\n\n", " ", "\n- ", "[1] ", "")
+
+
+@pytest.mark.parametrize("seam", SEAMS)
+@pytest.mark.parametrize("kind", [*KINDS, *UNUSABLE])
+def test_chunks_are_reused_between_seams_that_change_their_edges(kind: str, seam: str) -> None:
+    """The answer is that of the model's own tokens, and few tokens of a chunk are not reused."""
+    chunks = [Chunk(chunk.text.strip()) for chunk in CHUNKS]
+    prompt = BlendPrompt.of("Half of it:", *[x for c in chunks for x in (seam, c)], f"{seam}who")
+    engine = open_engine(kind, 0.0)
+    engine.precompute(chunks, progress=False)
+    whole = engine.tokenizer.encode(prompt.text)
+    reused = engine.generate(prompt, SHORT).report
+    assert reused.prompt_tokens == len(whole)
+    assert [c.hit for c in reused.chunks] == [True, True]
+    assert reused.reused_tokens == sum(c.tokens for c in reused.chunks)
+    for told, chunk in zip(reused.chunks, chunks, strict=True):
+        assert told.tokens + told.edge_tokens == len(engine.tokenize(chunk.text))
+        assert told.edge_tokens <= 6
+    exact = engine.config.with_ratio(1.0)
+    for answer in (
+        engine.generate(prompt, SHORT, config=exact),
+        engine.generate_full(prompt, SHORT),
+    ):
+        assert answer.token_ids == ordinary_answer(engine, whole)

@@ -95,15 +95,15 @@ class Jobs:
         """Return the keys of the chunks that a job has tokens of."""
         model = self._fingerprint(allotted.job)
         return [
-            KVKey(chunk_id(allotted.tokens[c.start : c.end]), model, c.context_id)
+            KVKey(chunk_id(c.own_tokens(allotted.tokens)), model, c.context_id)
             for c in allotted.job.chunks
         ]
 
     def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
         started = time.perf_counter()
         placed = [
-            PlacedChunk(key, chunk.start, chunk.end, chunk.protected)
-            for key, chunk in zip(self._chunk_keys(allotted), allotted.job.chunks, strict=True)
+            PlacedChunk(key, c.start, c.end, c.protected, before=c.before, after=c.after)
+            for key, c in zip(self._chunk_keys(allotted), allotted.job.chunks, strict=True)
         ]
         if refusal := self._too_little(placed, allotted.job.config.min_tokens):
             return refusal

@@ -22,7 +22,7 @@ from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
 
 PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
-VERSION = 2
+VERSION = 3
 MOST_KEYS = 4096
 """Keys that one job may name; who has more sends several."""
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
@@ -40,7 +40,9 @@ class SentChunk:
     """Tokens [start, end) of what is to be blended or precomputed are a chunk.
 
     context_id: of its document context, "" without one. protected: not to be recomputed.
-    context_start: where its document context starts (precompute only).
+    context_start: where its document context starts (precompute only). before, after: the chunk's
+    tokens at its edges that the prompt has other tokens for (blend only); with those between they
+    say which chunk it is, so only who knows all of a chunk can ask for it.
     """
 
     start: int
@@ -48,6 +50,24 @@ class SentChunk:
     context_id: str = ""
     protected: bool = False
     context_start: int = 0
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def own_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """Return the tokens of the chunk by itself; tokens: those that it stands in."""
+        return (*self.before, *tokens[self.start : self.end], *self.after)
+
+    def to_row(self) -> list[Any]:
+        """Return plain JSON values."""
+        return [
+            self.start,
+            self.end,
+            self.context_id,
+            int(self.protected),
+            self.context_start,
+            list(self.before),
+            list(self.after),
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +108,7 @@ class BlendJob:
                 "version": VERSION,
                 "kind": self.kind,
                 "lead_in": [self.lead_in.name, self.lead_in.tokens, self.lead_in.window],
-                "chunks": [
-                    [c.start, c.end, c.context_id, int(c.protected), c.context_start]
-                    for c in self.chunks
-                ],
+                "chunks": [chunk.to_row() for chunk in self.chunks],
                 "tokens": list(self.tokens),
                 "keys": [list(key) for key in self.keys],
                 "config": self.config.to_dict(),
@@ -123,6 +140,8 @@ class BlendJob:
         tokens = self.tokens
         if len(tokens) > longest or max(tokens) >= vocabulary:
             raise ConfigError(f"{PARAMETER}.tokens are not such as this model takes")
+        if any(chunk.before or chunk.after for chunk in self.chunks):
+            raise ConfigError(f"{PARAMETER}.chunks must stand whole in the tokens to be stored")
         lead, first = self.lead_in, self.chunks[0].context_start
         if any(chunk.context_start != first for chunk in self.chunks):
             raise ConfigError(f"{PARAMETER}.chunks must have their contexts start in one place")
@@ -223,12 +242,13 @@ def _keys(sent: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _chunk(row: Any, tokens: int) -> SentChunk:
-    start, end, context_id, protected, context_start = _row(
-        row, "chunks", (int, int, str, int, int)
+    start, end, context_id, protected, context_start, before, after = _row(
+        row, "chunks", (int, int, str, int, int, list, list)
     )
     if not 0 <= context_start <= start < end < tokens or not _HASH.fullmatch(context_id):
         raise ConfigError(f"{PARAMETER}.chunks: {list(row)!r} does not fit {tokens} tokens")
-    return SentChunk(start, end, context_id, bool(protected), context_start)
+    edges = (_tokens(edge, needed=bool(edge)) for edge in (before, after))
+    return SentChunk(start, end, context_id, bool(protected), context_start, *edges)
 
 
 def _row(sent: Any, name: str, types: tuple[type, ...]) -> list[Any]:

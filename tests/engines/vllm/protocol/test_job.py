@@ -27,7 +27,7 @@ TEN = tuple(range(10))
 BLEND = BlendJob(
     "blend",
     LEAD_IN,
-    (SentChunk(3, 10), SentChunk(12, 20, HASH, True)),
+    (SentChunk(3, 10), SentChunk(12, 20, HASH, True, before=(7,), after=(8, 9))),
     config=BlendConfig(recompute_ratio=0.3, check_layers=(1, 2), recompute_ratios=(0.5, 0.3)),
 )
 
@@ -72,6 +72,12 @@ def test_a_request_without_a_job_has_none() -> None:
     assert BlendJob.from_params({"do_remote_prefill": True}, 10) is None
 
 
+def test_a_chunk_is_named_by_all_of_its_tokens() -> None:
+    chunk = SentChunk(2, 4, before=(8,), after=(9, 7))
+    assert chunk.own_tokens(TEN) == (8, 2, 3, 9, 7)
+    assert SentChunk(2, 4).own_tokens(TEN) == (2, 3)
+
+
 def test_equal_work_has_one_salt_and_any_change_another() -> None:
     assert BLEND.salt(PROMPT) == BlendJob("blend", LEAD_IN, BLEND.chunks, config=BLEND.config).salt(
         PROMPT
@@ -82,9 +88,10 @@ def test_equal_work_has_one_salt_and_any_change_another() -> None:
             "blend", LEAD_IN, BLEND.chunks, config=BLEND.config.with_changes(selector="prior")
         ),
         BlendJob("blend", LEAD_IN, BLEND.chunks[:1], config=BLEND.config),
+        replace(BLEND, chunks=(BLEND.chunks[0], replace(BLEND.chunks[1], before=(6,)))),
         BlendJob("blend", SentLeadIn("bos", HASH, 0), BLEND.chunks, config=BLEND.config),
     ]
-    assert len({BLEND.salt(PROMPT), *(other.salt(PROMPT) for other in others)}) == 4
+    assert len({BLEND.salt(PROMPT), *(other.salt(PROMPT) for other in others)}) == 5
     assert BLEND.salt(PROMPT).startswith(SALT_PREFIX)
 
 
@@ -103,13 +110,18 @@ def test_another_question_is_other_work_where_it_decides_about_rows() -> None:
         ({"lead_in": None}, "lead_in"),
         ({"chunks": []}, "chunks"),
         ({"chunks": "all"}, "chunks"),
-        ({"chunks": [[0, 101, "", 0, 0]]}, "chunks"),
-        ({"chunks": [[5, 5, "", 0, 0]]}, "chunks"),
-        ({"chunks": [[-1, 5, "", 0, 0]]}, "chunks"),
-        ({"chunks": [[0, 5, "../../etc", 0, 0]]}, "chunks"),
-        ({"chunks": [[0, 5, "", 0, 3]]}, "chunks"),
-        ({"chunks": [[0, 5.5, "", 0, 0]]}, "chunks"),
-        ({"chunks": [[0, 9, "", 0, 0], [8, 12, "", 0, 0]]}, "overlap"),
+        ({"chunks": [[0, 101, "", 0, 0, [], []]]}, "chunks"),
+        ({"chunks": [[5, 5, "", 0, 0, [], []]]}, "chunks"),
+        ({"chunks": [[-1, 5, "", 0, 0, [], []]]}, "chunks"),
+        ({"chunks": [[0, 5, "../../etc", 0, 0, [], []]]}, "chunks"),
+        ({"chunks": [[0, 5, "", 0, 3, [], []]]}, "chunks"),
+        ({"chunks": [[0, 5.5, "", 0, 0, [], []]]}, "chunks"),
+        ({"chunks": [[0, 9, "", 0, 0, [], []], [8, 12, "", 0, 0, [], []]]}, "overlap"),
+        ({"chunks": [[0, 5, "", 0, 0]]}, "chunks must hold 7 values"),
+        ({"chunks": [[0, 5, "", 0, 0, "ab", []]]}, "chunks"),
+        ({"chunks": [[0, 5, "", 0, 0, [-1], []]]}, "token ids"),
+        ({"chunks": [[0, 5, "", 0, 0, [], ["a"]]]}, "token ids"),
+        ({"chunks": [[0, 5, "", 0, 0, [], [1 << 31]]]}, "token ids"),
         ({"keys": [["short", ""]]}, "keys"),
         ({"keys": [["", ""]]}, "keys"),
         ({"config": {"recompute_ratio": 7}}, "recompute_ratio"),
@@ -169,6 +181,8 @@ HONEST = precompute()
             {"chunks": (HONEST.chunks[0], replace(HONEST.chunks[1], context_start=4))},
             "start in one place",
         ),
+        ({"chunks": (replace(HONEST.chunks[0], before=(99,)),)}, "must stand whole"),
+        ({"chunks": (replace(HONEST.chunks[0], after=(99,)),)}, "must stand whole"),
         ({"tokens": (*TOKENS, 100)}, "not such as this model takes"),
         ({"tokens": (*TOKENS[:-1], 120)}, "not such as this model takes"),
     ],

@@ -104,6 +104,7 @@ def test_a_blends_names_on_the_wire_are_settled() -> None:
         "tier": None,
         "document_id": "report",
         "recomputed": 0,
+        "edge_tokens": 0,
     }
 
 

@@ -1,0 +1,67 @@
+"""Special tokens: which tokens of a tokenizer steer the model, and what tells chat turns apart."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+CONTROL = re.compile(r"\s*<[|\uff5c].*[|\uff5c]>\s*", re.DOTALL)
+"""What tokens that steer models look like, where a tokenizer does not declare them special."""
+BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Markers:
+    """Texts that a tokenizer reads as special tokens, and where they stand in other texts."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._by_first = _by_first_character(texts)
+
+    def find(self, text: str) -> Iterator[tuple[int, int]]:
+        """Yield (start, end) of each marker in a text, overlapping ones too."""
+        for first, markers in self._by_first.items():
+            if first not in text:
+                continue
+            for marker in markers:
+                at = text.find(marker)
+                while at >= 0:
+                    yield at, at + len(marker)
+                    at = text.find(marker, at + 1)
+
+
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return the texts of the tokens that a chunk may not hold, by id.
+
+    Those are the special tokens, and added ones that look like them or that the chat template
+    names. Other added tokens, such as HTML's tags, are words like others. The token for what is
+    unknown is none of them, unless it plays another role, too; bytes are none.
+    """
+    roles = dict(getattr(tokenizer, "special_tokens_map", {}))
+    unknown = roles.pop("unk_token", None)
+    others = {text for role in roles.values() for text in _texts(role)}
+    ids, texts = (getattr(tokenizer, f"all_special_{what}", ()) for what in ("ids", "tokens"))
+    named = dict(zip(ids, texts, strict=True))
+    template = str(getattr(tokenizer, "chat_template", None) or "")
+    for token_id, token in getattr(tokenizer, "added_tokens_decoder", {}).items():
+        text = token.content
+        named_there = len(text.strip()) > 1 and text in template
+        if token.special or named_there or CONTROL.fullmatch(text):
+            named[token_id] = token.content
+    return {
+        token_id: text
+        for token_id, text in named.items()
+        if (text != unknown or text in others) and not BYTE.fullmatch(text)
+    }
+
+
+def _by_first_character(texts: Iterable[str]) -> dict[str, list[str]]:
+    """Sort texts that can be cut; most passages hold none of the characters these begin with."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for text in {text for text in texts if len(text) > 1}:
+        found[text[0]].append(text)
+    return dict(found)
+
+
+def _texts(role: object) -> list[str]:
+    return [str(text) for text in role] if isinstance(role, list | tuple) else [str(role)]
