@@ -115,9 +115,9 @@ def save_model(family: str, folder: Path, head_dim: int) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Words w2 .. w255, split at white space, with nothing put in front."""
+    """Words w2 .. w255, split at white space, with nothing put in front; others are read as w2."""
     words = {"<pad>": 0, "<bos>": 1, **{f"w{i}": i for i in range(2, VOCABULARY)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w2"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>")
 

@@ -111,6 +111,29 @@ def test_greedy_answers_are_the_embedded_engines(
     assert (full.report.blended, full.report.reason) == (False, "full prefill was asked for")
 
 
+def test_of_chunks_with_other_tokens_at_their_edges_the_rest_is_reused(
+    filled: VLLMEngine, model_folder: Callable[[str], Path]
+) -> None:
+    """A word that touches a passage changes its first or last token."""
+    filled.precompute(DOCUMENTS, progress=False)
+    embedded = TransformersEngine(
+        model_folder("llama"), tokenizer=make_tokenizer(), config=CONFIG, dtype="float32"
+    )
+    embedded.precompute(DOCUMENTS, progress=False)
+    first, second = (document.to_chunks()[0] for document in DOCUMENTS)
+    prompt = BlendPrompt.of(words(9, 61), first, f"{words(7, 62)} ", second, words(23, 63))
+    whole = tuple(make_tokenizer().encode(prompt.text, add_special_tokens=False))
+    for ratio in (0.0, 0.3, 1.0):
+        config = CONFIG.with_changes(recompute_ratio=ratio)
+        here = filled.generate(prompt, SHORT, config=config)
+        there = embedded.generate(prompt, SHORT, config=config)
+        assert here.token_ids == there.token_ids
+        assert [(c.hit, c.edge_tokens) for c in here.report.chunks] == [(True, 2), (True, 1)]
+        assert here.report.reused_tokens == there.report.reused_tokens
+        assert here.report.prompt_tokens == len(whole)
+    assert filled.generate_full(prompt, SHORT).token_ids == here.token_ids
+
+
 def test_a_passage_holds_no_control_token(filled: VLLMEngine) -> None:
     passage = Chunk(f"{words(40, 60)} <bos> {words(40, 61)}")
     assert filled.precompute([passage], progress=False).computed == 1
