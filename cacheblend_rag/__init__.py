@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.factory import open_engine
-    from cacheblend_rag.engines.naming import public_name
     from cacheblend_rag.engines.option_fields import store_fields
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.source import EngineSource
     from cacheblend_rag.engines.tokenizer import load_tokenizer
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
+    from cacheblend_rag.models import public_name
     from cacheblend_rag.rag.ordering import PassageOrder
     from cacheblend_rag.report import BlendReport, ChunkReport, FillReport, PrecomputeReport
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
@@ -66,7 +66,7 @@ _LAZY = {
     "TransformersEngine": "cacheblend_rag.engines.transformers",
     "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
-    "public_name": "cacheblend_rag.engines.naming",
+    "public_name": "cacheblend_rag.models",
     "store_fields": "cacheblend_rag.engines.option_fields",
 }
 

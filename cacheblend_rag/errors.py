@@ -56,3 +56,9 @@ class UnsealedChunkError(ForeignChunkError):
 
 class DatasetError(CacheBlendError, ValueError):
     """An evaluation dataset cannot be read; the message names file and field."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return an error's first line, or its kind when it says nothing."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -15,9 +15,9 @@ from cacheblend_rag.cli import options, output
 from cacheblend_rag.config import EMBEDDED
 from cacheblend_rag.demo.corpus import INSTRUCTION
 from cacheblend_rag.demo.notes import draw_notes
-from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import StoreError
+from cacheblend_rag.models import DEMO_MODEL
 from cacheblend_rag.quality.dataset import lead_text
 from cacheblend_rag.quality.methods import METHODS, needed_lead_ins
 from cacheblend_rag.quality.questions import demo_documents

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.observe import diagnosis
 from cacheblend_rag.secret import check_server_url
 
@@ -21,7 +21,7 @@ def doctor_command(
         str | None,
         typer.Option(
             help="'demo' (the bundled model) or a local hub-format model folder.",
-            show_default=DEMO_MODEL,
+            show_default=DEFAULT_MODEL,
         ),
     ] = None,
     url: Annotated[
@@ -47,7 +47,7 @@ def doctor_command(
         found: dict[str, Any] = {
             "versions": diagnosis.examine_versions(),
             "devices": diagnosis.examine_devices(),
-            "model": _model(model or DEMO_MODEL, device),
+            "model": _model(model or DEFAULT_MODEL, device),
             "extras": diagnosis.examine_extras(),
             "store": None if store is None else _store(store),
         }

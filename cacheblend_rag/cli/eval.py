@@ -9,7 +9,7 @@ import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.config import EMBEDDED, BlendConfig
-from cacheblend_rag.engines.naming import DEMO_MODEL
+from cacheblend_rag.models import DEMO_MODEL
 from cacheblend_rag.quality.dataset import EvalDataset, lead_text
 from cacheblend_rag.quality.questions import DEMO, choose_questions
 from cacheblend_rag.rag import checks

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, known_paths, sole_writer
 from cacheblend_rag.rag.collection_engine import CHUNK_SIZE, Choices, Placement, resolved_name
@@ -39,7 +39,7 @@ def index_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="'demo' (the bundled model), a hub name or a folder.", show_default=DEMO_MODEL
+            help="'demo' (the bundled model), a hub name or a folder.", show_default=DEFAULT_MODEL
         ),
     ] = None,
     chunk_size: Annotated[

@@ -10,8 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend_rag.config import StoreConfig
-from cacheblend_rag.engines.naming import check_source, source_of
 from cacheblend_rag.errors import ConfigError, ModelLoadError, StoreError
+from cacheblend_rag.models import check, is_local
 from cacheblend_rag.rag.checks import DTYPES
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
 
@@ -82,10 +82,10 @@ def finite(value: float | None) -> float | None:
 
 
 def local_model(name: str) -> str:
-    """Let ``demo`` or a local model's folder through; raises ModelLoadError when it is neither."""
-    if not Path(source_of(name)).is_dir():
+    """Let a model on this machine through; raises ModelLoadError when there is none."""
+    if not is_local(name):
         raise ModelLoadError(f"model={name!r}: there is no such folder; give one or 'demo'")
-    check_source(name)
+    check(name)
     return name
 
 

@@ -12,7 +12,6 @@ from typing import Annotated, cast
 import typer
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.vllm import serve
 from cacheblend_rag.engines.vllm.connector.settings import (
     STEP_TOKENS,
@@ -26,6 +25,7 @@ from cacheblend_rag.engines.vllm.door import (
     STORE_KEY_VARIABLE,
 )
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.models import public_name, resolve
 from cacheblend_rag.rag import checks
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,8 @@ def serve_command(
     if kept.kv_path is not None:
         kept = kept.with_changes(kv_path=_made(Path(kept.kv_path)))
     command = serve.server_command(
-        source_of(model),
+        resolve(model),
+        served_name=public_name(model),
         host=host,
         port=port,
         flags=context.args,

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from cacheblend_rag.config import LeadInConfig
 from cacheblend_rag.engines.labels import Label, labels_in
-from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import Entry, KVKey, chunk_id
 from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import SegmentEncoder, Tokenizer

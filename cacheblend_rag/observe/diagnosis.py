@@ -8,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
-from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.quiet import quiet_libraries
 
 PACKAGES = ("cacheblend-rag", "torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -55,7 +54,7 @@ def examine_model(name: str, device: str | None) -> dict[str, Any]:
     from cacheblend_rag.engines.transformers import TransformersEngine
 
     quiet_libraries()
-    engine = TransformersEngine(source_of(name), device=device)
+    engine = TransformersEngine(name, device=device)
     encoder = engine.encoder
     return {
         "model": name,

@@ -33,11 +33,11 @@ def examine_server(url: str, model: str | None, namespace: str) -> dict[str, Any
 
 
 async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, Any]:
-    from cacheblend_rag.engines.vllm.http import check_vocabulary
+    from cacheblend_rag.engines.vllm.http import check_vocabulary, names_at_server
     from cacheblend_rag.engines.vllm.jobs import status_request
     from cacheblend_rag.engines.vllm.protocol import status_of
 
-    served = await connection.find_model(model)
+    served = await connection.find_model(names_at_server(model))
     if model is not None:
         quiet_libraries()
         await check_vocabulary(connection, served, load_tokenizer(model))

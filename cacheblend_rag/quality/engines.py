@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.config import EMBEDDED, VLLM, BlendConfig, LeadIn, StoreConfig
-from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.models import resolve
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
@@ -45,7 +45,7 @@ def opened_engines(
     with ExitStack() as stack:
         where = engine
         if engine == VLLM:
-            where = stack.enter_context(_server(source_of(model), dtype, kept)).url
+            where = stack.enter_context(_server(resolve(model), dtype, kept)).url
         own = where == EMBEDDED
         first = open_engine(
             where,

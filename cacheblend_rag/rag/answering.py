@@ -10,9 +10,9 @@ from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
-from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError
+from cacheblend_rag.models import knows_only_the_demo
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import Collection, CollectionSettings
 from cacheblend_rag.rag.collection_engine import Placement, open_known
@@ -198,7 +198,7 @@ def _check(
 
 
 def _warn_of_foreign(model: str, documents: Sequence[Document], watcher: Watcher) -> None:
-    if model == DEMO_MODEL:
+    if knows_only_the_demo(model):
         name = first_foreign((one.document_id, one.chunks) for one in documents)
         if name is not None:
             watcher.warn(foreign_warning(name, "`index --rebuild --model` "))

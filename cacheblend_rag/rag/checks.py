@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.config import EMBEDDED, VLLM, BlendConfig
-from cacheblend_rag.engines.naming import check_source, is_folder, source_of
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
+from cacheblend_rag.models import check, is_local
 from cacheblend_rag.rag.retrieval import BUNDLED
 from cacheblend_rag.secret import check_server_url
 
@@ -24,10 +24,10 @@ INDEX_MODULES = (*RETRIEVAL_MODULES, "llama_index", "bs4", "pypdf")
 def check_model(name: str) -> None:
     """Raise ModelLoadError unless there is such a model, as far as its config tells.
 
-    name: ``demo``, a folder or a hub name; the hub is asked for what is not on this machine.
+    name: as models.resolve takes it; the hub is asked for what is not on this machine.
     """
-    check_source(name)
-    if is_folder(source_of(name)):
+    check(name)
+    if is_local(name):
         return
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 
@@ -44,7 +44,7 @@ def check_model(name: str) -> None:
 
 def check_embedding_model(name: str) -> None:
     """Raise ModelLoadError when an embedding model's folder is not there."""
-    if name != BUNDLED and is_folder(name) and not Path(name).is_dir():
+    if name != BUNDLED and is_local(name) and not Path(name).is_dir():
         raise ModelLoadError(f"embedding_model={name!r}: there is no such folder")
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from cacheblend_rag.config import EMBEDDED, EngineConfig, StoreConfig
 from cacheblend_rag.demo import corpus as demo_corpus
 from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.models import DEFAULT_MODEL, absolute, knows_only_the_demo
 from cacheblend_rag.rag.collection import KV_NAME, CollectionSettings
 from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt
 from cacheblend_rag.rag.retrieval import BUNDLED
@@ -32,7 +32,7 @@ class Choices:
     Raises ConfigError when chunks would repeat themselves whole.
     """
 
-    model: str = DEMO_MODEL
+    model: str = DEFAULT_MODEL
     embedding_model: str = BUNDLED
     chunk_size: int = CHUNK_SIZE
     chunk_overlap: int = 0
@@ -62,15 +62,13 @@ class Placement:
 
 
 def resolved_name(name: str) -> str:
-    """Return a model's name, made absolute when it is a folder, so that it holds everywhere."""
-    if name in {DEMO_MODEL, BUNDLED} or not Path(name).is_dir():
-        return name
-    return str(Path(name).resolve())
+    """Return a model's name, made absolute when it is local, so that it holds everywhere."""
+    return name if name == BUNDLED else absolute(name)
 
 
 def default_instruction(model: str) -> str:
     """Return the instruction that suits a model: the bundled one knows only its own."""
-    return demo_corpus.INSTRUCTION if model == DEMO_MODEL else INSTRUCTION
+    return demo_corpus.INSTRUCTION if knows_only_the_demo(model) else INSTRUCTION
 
 
 def new_settings(choices: Choices) -> CollectionSettings:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from cacheblend_rag.config import EMBEDDED, VLLM
-from cacheblend_rag.engines.naming import DEMO_MODEL
 from cacheblend_rag.engines.quiet import quiet_libraries
 from cacheblend_rag.errors import ConfigError, StoreError
+from cacheblend_rag.models import knows_only_the_demo
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import (
     FILE_NAME,
@@ -226,7 +226,9 @@ class Indexing:
 
     def _warn_once(self, source: str, text: str) -> None:
         """Warn of the first file that the bundled model cannot read."""
-        if self._settled("model") == DEMO_MODEL and not self._warned and is_foreign(text):
+        if self._warned or not knows_only_the_demo(self._settled("model")):
+            return
+        if is_foreign(text):
             rebuild = "" if self._collection is None else "--rebuild "
             self._watcher.warn(foreign_warning(source, f"{rebuild}--model "))
             self._warned = True

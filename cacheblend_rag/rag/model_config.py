@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.errors import ModelLoadError
+from cacheblend_rag.models import resolve
 
 if TYPE_CHECKING:
     import torch
@@ -16,12 +16,13 @@ BYTES_OF_PRIOR = 4
 def text_config(model: str) -> Any:
     """Return the config of a model's text part; raises ModelLoadError when there is none.
 
-    model: ``demo``, a folder or a hub name.
+    model: as models.resolve takes it.
     """
     from transformers import AutoConfig
 
+    source = resolve(model)
     try:
-        config = AutoConfig.from_pretrained(source_of(model))
+        config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError, KeyError) as error:
         raise ModelLoadError(f"model={model!r}: its config cannot be read: {error}") from error
     return config.get_text_config()

@@ -260,7 +260,7 @@ def test_a_loaded_model_cannot_be_a_servers() -> None:
 
 
 def test_public_names_hide_folders(tmp_path: Path) -> None:
-    from cacheblend_rag.engines.naming import public_name
+    from cacheblend_rag.models import public_name
 
     assert public_name("org/model-7b") == "org/model-7b"
     assert public_name(str(tmp_path / "secret" / "my-model")) == "my-model"

@@ -23,7 +23,6 @@ from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, Finish
 from cacheblend_rag.engines.base import UNSUPPORTED, Engine, settled
 from cacheblend_rag.engines.exiting import working
 from cacheblend_rag.engines.identity import model_identity
-from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.engines.storing import Stored
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tokenizer import load_tokenizer
@@ -45,6 +44,7 @@ from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.blended import NotWorthLoading
 from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.lead_in import ChunkPlan

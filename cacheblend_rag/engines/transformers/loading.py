@@ -9,9 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag.engines.identity import weights_in_files, weights_in_memory
-from cacheblend_rag.engines.naming import check_source, source_of
-from cacheblend_rag.engines.tokenizer import first_line, unloaded
-from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.engines.tokenizer import unloaded
+from cacheblend_rag.errors import ConfigError, ModelLoadError, first_line
+from cacheblend_rag.models import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +59,9 @@ def load_model(
     ``dtype`` is none.
     """
     precision = pick_dtype(dtype, device)
-    check_source(name)
+    source = resolve(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source_of(name), dtype=precision, use_safetensors=True
-        )
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=precision, use_safetensors=True)
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
     return prepare(model.to(device))
@@ -91,7 +89,7 @@ def weights_identity(model: PreTrainedModel, name: str | Path | None) -> str:
     """
     if name is not None:
         try:
-            return weights_in_files(source_of(name), model.dtype)
+            return weights_in_files(resolve(name), model.dtype)
         except ModelLoadError as reason:
             logger.debug("weights are told apart in memory: %s", reason)
     return weights_in_memory(model, model.dtype)

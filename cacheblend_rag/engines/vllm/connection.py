@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,8 @@ class ServerConnection:
             max_retries=max_retries,
         )
 
-    async def find_model(self, wanted: str | None) -> ServedModel:
-        """Return the served model that is called or comes from ``wanted``, or the only one.
+    async def find_model(self, wanted: Sequence[str] = ()) -> ServedModel:
+        """Return the served model that is called or comes from one of ``wanted``, or the only one.
 
         Raises EngineUnavailableError when no vLLM answers, ConfigError when it serves several
         models and none of them is ``wanted``.
@@ -96,10 +96,12 @@ class ServerConnection:
         ]
         if not served:
             raise EngineUnavailableError(f"engine={self.url!r}: what is there is no vLLM server")
-        matching = [model for model in served if wanted in {model.name, model.source}]
+        matching = [model for model in served if {model.name, model.source} & set(wanted)]
         if not matching and len({model.source for model in served}) > 1:
             names = ", ".join(model.name for model in served)
-            raise ConfigError(f"model={wanted!r} is none that {self.url} serves: {names}")
+            raise ConfigError(
+                f"model={next(iter(wanted), None)!r} is none that {self.url} serves: {names}"
+            )
         return (matching or served)[0]
 
     async def tokenize(self, model: str, text: str) -> tuple[int, ...]:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.engines.background import BackgroundLoop
-from cacheblend_rag.engines.naming import source_of
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connection import ServedModel, ServerConnection
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import ConfigError, ModelLoadError
+from cacheblend_rag.models import public_name, resolve
 from cacheblend_rag.secret import Secret
 from cacheblend_rag.text.encoder import encode_plainly
 
@@ -57,9 +57,9 @@ class VLLMServer(Transport):
         )
         self.address = self._connection.url
         self.background = BackgroundLoop("cacheblend-vllm-server")
-        self._wanted = None if model is None else source_of(model)
+        self._model = model
         try:
-            self._served = self.run(self._connection.find_model(self._wanted))
+            self._served = self.run(self._connection.find_model(names_at_server(model)))
         except BaseException:
             self.close()
             raise
@@ -68,7 +68,7 @@ class VLLMServer(Transport):
     def load_tokenizer(self) -> Any:
         """Return the tokenizer of the model asked for, or of what the server loaded."""
         try:
-            return load_tokenizer(self._wanted or self._served.source)
+            return load_tokenizer(self._model or self._served.source)
         except ModelLoadError as error:
             raise ModelLoadError(
                 f"{error}: prompts are tokenized here, so give model= (a hub name or a folder with "
@@ -90,6 +90,17 @@ class VLLMServer(Transport):
 
     async def _stop(self) -> None:
         await self._connection.close()
+
+
+def names_at_server(model: str | Path | None) -> tuple[str, ...]:
+    """Return what a server may call a model that is named so here."""
+    if model is None:
+        return ()
+    names = (str(model), public_name(str(model)))
+    try:
+        return (*names, resolve(model))
+    except ModelLoadError:  # the server has it, this machine need not
+        return names
 
 
 async def check_vocabulary(

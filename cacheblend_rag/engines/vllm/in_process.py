@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.engines.background import BackgroundLoop
-from cacheblend_rag.engines.naming import check_source, public_name, source_of
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
@@ -22,6 +21,7 @@ from cacheblend_rag.errors import (
     MissingExtraError,
     ModelLoadError,
 )
+from cacheblend_rag.models import public_name, resolve
 
 
 class InProcessVLLM(Transport):
@@ -40,7 +40,7 @@ class InProcessVLLM(Transport):
         """Start vLLM.
 
         Args:
-            model: a hub name, a local folder or ``demo`` (the bundled model).
+            model: as models.resolve takes it: a hub name, a folder, a GGUF file, ``smollm2``, ...
             settings: the connector's.
             dtype: precision of the weights.
             options: further arguments of vLLM's AsyncEngineArgs (``max_model_len``,
@@ -53,7 +53,7 @@ class InProcessVLLM(Transport):
             EngineUnavailableError: when it is too old.
             ModelLoadError: when it does not start.
         """
-        check_source(model)
+        source = resolve(model)
         try:
             from vllm import __version__
             from vllm.config import KVTransferConfig
@@ -68,7 +68,7 @@ class InProcessVLLM(Transport):
         if options["kv_transfer_config"] is not None:
             options.setdefault("gpu_memory_utilization", memory_share())
         os.environ.update(settings.store.environment())  # workers are started from here
-        arguments = AsyncEngineArgs(model=source_of(model), dtype=dtype, **options)
+        arguments = AsyncEngineArgs(model=source, dtype=dtype, **options)
         self._model, self.model_name = model, public_name(str(model))
         self.background = BackgroundLoop("cacheblend-vllm")
 

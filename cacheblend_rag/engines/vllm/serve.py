@@ -20,7 +20,6 @@ from threading import current_thread, main_thread
 from typing import Any
 from urllib.request import urlopen
 
-from cacheblend_rag.engines.naming import public_name
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.door import MIDDLEWARE
 from cacheblend_rag.engines.vllm.versions import (
@@ -29,6 +28,7 @@ from cacheblend_rag.engines.vllm.versions import (
     memory_share,
 )
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
+from cacheblend_rag.models import public_name
 
 SERVER = "vllm.entrypoints.openai.api_server"
 KV_FLAG = "--kv-transfer-config"

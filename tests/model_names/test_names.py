@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import TransformersEngine, load_tokenizer
-from cacheblend_rag.engines import naming
+from cacheblend_rag import TransformersEngine, load_tokenizer, models
 from cacheblend_rag.errors import ModelLoadError
 
 
 def test_the_bundled_model_goes_by_its_name_and_by_its_folder() -> None:
-    assert naming.public_name("demo") == naming.public_name(str(naming.DEMO_FOLDER)) == "demo"
-    assert Path(naming.source_of("demo"), "config.json").is_file()
+    assert models.public_name("demo") == models.public_name(str(models.DEMO_FOLDER)) == "demo"
+    assert Path(models.resolve("demo"), "config.json").is_file()
     engine = TransformersEngine("demo")
     assert engine.model_name == "demo"
     assert engine.generate("Question:").prompt_tokens

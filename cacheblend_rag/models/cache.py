@@ -1,0 +1,166 @@
+"""The folder of converted models: where it is, and how a model gets into it once.
+
+A conversion is written under a temporary name, holding a lock, and renamed when it is whole, so
+that processes that need the same model at the same time make it once and never see half of it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from filelock import FileLock
+
+from cacheblend_rag.errors import ModelLoadError, first_line
+
+VARIABLE = "CACHEBLEND_MODELS"
+RECORD = "cacheblend.json"
+FORMAT = 1
+"""Of the conversion; folders of another one are not used."""
+
+
+@dataclass(frozen=True)
+class FileState:
+    """Tells whether a file is the one that was read: its path, size and time of change."""
+
+    path: str
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileState:
+        """Return a file's state now."""
+        status = path.stat()
+        return cls(str(path.resolve()), status.st_size, status.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is noted in a converted model's folder.
+
+    name: what reports call the model. source: the package or file that it was made from. files:
+    states of files known to have this content.
+    """
+
+    name: str
+    source: str
+    files: tuple[FileState, ...] = ()
+    format: int = FORMAT
+
+
+def models_folder() -> Path:
+    """Return the folder of converted models.
+
+    It is CACHEBLEND_MODELS where that is set, else ``cacheblend-rag/models`` in the user's cache
+    directory (XDG_CACHE_HOME, ``~/.cache`` by default).
+    """
+    if named := os.environ.get(VARIABLE):
+        return Path(named).expanduser().absolute()
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    root = base if base.is_absolute() else Path.home() / ".cache"
+    return root / "cacheblend-rag" / "models"
+
+
+def read_record(folder: Path) -> Record | None:
+    """Return a converted model's record; None when the folder is not one."""
+    try:
+        plain = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        files = tuple(FileState(**state) for state in plain.pop("files"))
+        record = Record(**plain, files=files)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return record if record.format == FORMAT else None
+
+
+def converted_models() -> Iterator[tuple[Path, Record]]:
+    """Yield the folder and the record of every converted model, by name of folder."""
+    folder = models_folder()
+    if not folder.is_dir():
+        return
+    for path in sorted(folder.iterdir()):
+        if not path.name.startswith(".") and (record := read_record(path)) is not None:
+            yield path, record
+
+
+def make_once(folder: Path, record: Record, write: Callable[[Path], None]) -> Path:
+    """Return ``folder``, which ``write`` fills the first time.
+
+    write: gets an empty folder. Raises ModelLoadError when the cache cannot be written, and what
+    ``write`` raises; then nothing is left.
+    """
+    if folder.is_dir():
+        return folder
+    with _locked(folder):
+        if not folder.is_dir():
+            partial = folder.with_name(f".{folder.name}.partial")
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            try:
+                partial.mkdir()
+                write(partial)
+                _write_record(partial, record)
+                _flush(partial)
+                partial.rename(folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    return folder
+
+
+def add_file(folder: Path, state: FileState) -> None:
+    """Note that a file has the content that a converted model was made from."""
+    with _locked(folder):
+        record = read_record(folder)
+        if record is None or state in record.files:
+            return
+        others = tuple(file for file in record.files if file.path != state.path)
+        _write_record(folder, replace(record, files=(*others, state)))
+
+
+def remove(folder: Path) -> int:
+    """Remove a converted model; return the bytes that are free again.
+
+    Raises ModelLoadError when it cannot be removed.
+    """
+    with _locked(folder):
+        freed = size_of(folder)
+        removed = folder.with_name(f".{folder.name}.removed")
+        shutil.rmtree(removed, ignore_errors=True)
+        folder.rename(removed)  # at once for whoever looks it up
+        shutil.rmtree(removed, ignore_errors=True)
+    return freed
+
+
+def size_of(folder: Path) -> int:
+    """Return the bytes of a folder's files."""
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(folder.with_name(f".{folder.name}.lock")):
+            yield
+    except OSError as error:
+        raise ModelLoadError(
+            f"the folder of converted models {folder.parent} cannot be used: {first_line(error)}; "
+            f"set {VARIABLE} to another folder"
+        ) from error
+
+
+def _write_record(folder: Path, record: Record) -> None:
+    text = json.dumps(asdict(record), indent=1)
+    partial = folder / f".{RECORD}.partial"
+    partial.write_text(text + "\n", encoding="utf-8")
+    partial.replace(folder / RECORD)
+
+
+def _flush(folder: Path) -> None:
+    """Bring a folder's files to the disk, so that a renamed folder is whole after a power cut."""
+    for file in folder.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())

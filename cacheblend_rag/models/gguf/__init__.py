@@ -1,0 +1,74 @@
+"""GGUF files: what they hold, and their conversion into a folder in hub format.
+
+The engines load safetensors; a GGUF file is converted once, into the folder of converted models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from pathlib import Path
+
+from cacheblend_rag.errors import ModelLoadError, first_line
+from cacheblend_rag.models import cache
+from cacheblend_rag.models.gguf.refusal import CannotConvertError
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"GGUF"
+SUFFIX = ".gguf"
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as a GGUF file does."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def stem(file_name: str) -> str | None:
+    """Return a GGUF file's name without ``.gguf``; None for other names."""
+    return file_name[: -len(SUFFIX)] if file_name.lower().endswith(SUFFIX) else None
+
+
+def converted(file: Path, name: str) -> Path:
+    """Return the folder that a GGUF file was converted into; converts it the first time.
+
+    name: what the user called it, for messages. The same content is converted once, wherever it
+    lies. Raises ModelLoadError when it cannot be converted.
+    """
+    state = cache.FileState.of(file)
+    for folder, record in cache.converted_models():
+        if state in record.files:
+            return folder
+    folder = cache.models_folder() / f"gguf-{_digest(file)[:32]}-{cache.FORMAT}"
+    if not folder.is_dir():
+        logger.info("converting %s, once", file.name)
+    record = cache.Record(stem(file.name) or file.name, state.path, (state,))
+    cache.make_once(folder, record, lambda target: convert(file, target, name))
+    cache.add_file(folder, state)
+    return folder
+
+
+def convert(file: Path, folder: Path, name: str) -> None:
+    """Write a GGUF file's model into a folder in hub format.
+
+    Raises ModelLoadError, naming the reason, when it cannot be converted.
+    """
+    from cacheblend_rag.models.gguf.header import read_header
+    from cacheblend_rag.models.gguf.tokenizer import save_tokenizer
+    from cacheblend_rag.models.gguf.weights import save_weights
+
+    try:
+        header = read_header(file)
+        end_tokens = save_tokenizer(file, header, folder)
+        save_weights(file, header, folder, end_tokens)
+    except CannotConvertError as error:
+        raise ModelLoadError(f"model={name!r}: {first_line(error)}") from error
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()

@@ -1,0 +1,104 @@
+"""A GGUF file's metadata and table of tensors, without its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.errors import first_line
+from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
+
+TOKENIZER = "tokenizer.ggml."
+FLOATS = ("F32", "F16", "BF16")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says of itself.
+
+    metadata: values by key; of arrays only their length, but for numbers. tensors: number of values
+    by name. types: names of the ways in which they are stored. rope_factors: divisors of the rotary
+    frequencies, one a pair of components; None when there are none.
+    """
+
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, int]
+    types: frozenset[str]
+    rope_factors: tuple[float, ...] | None
+
+    @property
+    def architecture(self) -> str:
+        """Its architecture's name, as llama.cpp has it."""
+        return str(self.metadata["general.architecture"])
+
+    @property
+    def quantized(self) -> bool:
+        """Whether weights are stored as codes instead of floating-point numbers."""
+        return not self.types <= set(FLOATS)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the architecture's settings, by key without the architecture's name."""
+        start = f"{self.architecture}."
+        return {
+            key.removeprefix(start): value
+            for key, value in self.metadata.items()
+            if key.startswith(start)
+        }
+
+    def tokenizer(self, key: str, default: Any = None) -> Any:
+        """Return what the file says of its tokenizer."""
+        return self.metadata.get(f"{TOKENIZER}{key}", default)
+
+
+ROPE_FACTORS = "rope_freqs.weight"
+LONG_ARRAY = 1024
+
+
+def read_header(file: Path) -> Header:
+    """Read a GGUF file's header.
+
+    Raises CannotConvertError when the file is damaged, a part of a split one, or holds no weights
+    or no tokenizer.
+    """
+    from gguf import GGUFReader
+
+    try:
+        reader = GGUFReader(file)
+        metadata = {
+            key: len(field.data) if len(field.data) > LONG_ARRAY else field.contents()
+            for key, field in reader.fields.items()
+        }
+        factors = [
+            tuple(float(factor) for factor in tensor.data)
+            for tensor in reader.tensors
+            if tensor.name == ROPE_FACTORS
+        ]
+        header = Header(
+            metadata,
+            {str(tensor.name): int(tensor.n_elements) for tensor in reader.tensors},
+            frozenset(str(tensor.tensor_type.name) for tensor in reader.tensors),
+            factors[0] if factors else None,
+        )
+    except (ValueError, IndexError, KeyError, OSError, OverflowError, UnicodeDecodeError) as error:
+        raise CannotConvertError(
+            f"the GGUF file is damaged or incomplete ({first_line(error)}): fetch it again"
+        ) from error
+    _check(header)
+    return header
+
+
+def _check(header: Header) -> None:
+    parts = int(header.metadata.get("split.count", 0) or 0)
+    if parts > 1:
+        raise CannotConvertError(
+            f"the file is one of {parts} parts of a split GGUF: join them first (llama-gguf-split "
+            "--merge)"
+        )
+    if not header.metadata.get("general.architecture"):
+        raise CannotConvertError(f"the GGUF file names no architecture: {HUB_FORMAT}")
+    if not header.tensors:
+        raise CannotConvertError(f"the GGUF file holds no weights: {HUB_FORMAT}")
+    if not header.tokenizer("tokens") or header.tokenizer("model") in {None, "none", "no_vocab"}:
+        raise CannotConvertError(f"the GGUF file holds no tokenizer: {HUB_FORMAT}")

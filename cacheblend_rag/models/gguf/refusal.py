@@ -1,0 +1,7 @@
+"""CannotConvertError: why a GGUF file is not converted."""
+
+HUB_FORMAT = "give the model's folder in hub format instead"
+
+
+class CannotConvertError(Exception):
+    """A GGUF file cannot be converted; the message says why and what to do, but not which file."""

