@@ -11,7 +11,8 @@ INTEGRATIONS := integrations/llama-index integrations/langchain
 .DEFAULT_GOAL := help
 .PHONY: setup demo redis test mutants lint format help
 
-setup: $(READY) ## make .venv with the tested versions of everything
+setup: $(READY) ## make .venv with the tested versions of everything, and fetch the model smollm2
+	$(BIN)/cacheblend-rag models get smollm2
 
 # torch goes first and alone, so that pip takes the build (CPU or GPU) offered here.
 $(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
@@ -28,7 +29,7 @@ $(READY_VLLM): $(READY)
 	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
-demo: $(READY) ## run the demo: answers with and without reuse, and how long each took
+demo: setup ## run the demo: answers with and without reuse, and how long each took
 	$(BIN)/cacheblend-rag demo
 
 # Tests of the shared store run a Redis of their own; PyPI has none.
@@ -40,7 +41,7 @@ redis:
 # on shared cores cost more than they bring.
 test: export OMP_NUM_THREADS := 1
 test: export VLLM_CPU_OMP_THREADS_BIND := nobind
-test: redis $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebooks
+test: redis setup $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebooks
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(VLLM_TESTS)
 	$(BIN)/python -m pytest --nbmake examples

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from cacheblend_rag.prefill import controller
+from tests.model_names.fixtures import gguf_file, model_cache  # noqa: F401 - fixtures
+from tests.real.fixtures import gemma3_folder, smollm2_folder  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="session", autouse=True)

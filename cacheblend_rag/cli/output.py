@@ -7,9 +7,10 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import (
@@ -28,6 +29,7 @@ from cacheblend_rag.rag import watching
 from cacheblend_rag.rag.watching import Watcher
 
 STDOUT, STDERR = 1, 2
+PADDING = 2
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -155,3 +157,17 @@ def print_facts(title: str, facts: Mapping[str, Any]) -> None:
         text = f"{value:,.6g}" if isinstance(value, float) else str(value)
         table.add_row(escape(name.replace("_", " ")), escape(text))
     result_console().print(table)
+
+
+def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Print rows as a table that cuts no key and no folder short: they are there to be copied."""
+    from rich.table import Table
+
+    table = Table(*columns, box=None)
+    texts = [[str(cell) for cell in row] for row in rows]
+    for row in texts:
+        table.add_row(*map(escape, row))
+    console = result_console()
+    widest = [max(map(cell_len, column)) + PADDING for column in zip(columns, *texts, strict=True)]
+    console.width = max(console.width, 160, sum(widest))
+    console.print(table)

@@ -19,7 +19,7 @@ from cacheblend_rag.cli.options import (
     store_folder,
     store_settings,
 )
-from cacheblend_rag.cli.output import print_json, progress_bar, result_console
+from cacheblend_rag.cli.output import print_json, print_rows, progress_bar
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
 from cacheblend_rag.rag.units import size
@@ -422,16 +422,7 @@ def _show(
     if as_json:
         print_json(result)
         return
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(*columns, box=None)
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
-    console = result_console()
-    # Never cut a key short: it is there to be copied.
-    console.width = max(console.width, 160)
-    console.print(table)
+    print_rows(columns, rows)
 
 
 def _local_time(seconds: float) -> str:

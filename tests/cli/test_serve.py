@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from cacheblend_rag import models
 from cacheblend_rag.cli import serve
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.vllm import serve as vllm_serve
@@ -68,6 +69,14 @@ def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
     assert (told["disk_bytes"], told["asynchronous"]) == (1 << 29, False)
     assert (told["slice_seconds"], told["step_tokens"]) == (0.05, 1024)
     assert "memory only" not in outcome.stderr
+
+
+@pytest.mark.usefixtures("model_cache")
+def test_serve_converts_a_gguf_file_and_tells_clients_no_folder(cli, executed, gguf_file):
+    assert cli("serve", gguf_file).code == 0
+    [command] = executed
+    assert command[command.index("--model") + 1] == models.resolve(gguf_file)
+    assert command[command.index("--served-model-name") + 1] == "tiny.F32"
 
 
 def test_serve_says_what_is_wrong_in_one_line(cli, executed, tmp_path):

@@ -96,7 +96,9 @@ class ServerConnection:
         ]
         if not served:
             raise EngineUnavailableError(f"engine={self.url!r}: what is there is no vLLM server")
-        matching = [model for model in served if {model.name, model.source} & set(wanted)]
+        matching = [
+            model for name in wanted for model in served if name in {model.name, model.source}
+        ]
         if not matching and len({model.source for model in served}) > 1:
             names = ", ".join(model.name for model in served)
             raise ConfigError(

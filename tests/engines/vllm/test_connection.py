@@ -338,6 +338,7 @@ def test_a_model_is_found_by_its_name_or_source(canned: CannedServer, connect: O
     canned.models = [adapter, {**MODEL, "id": "b", "root": "org/b"}, MODEL]
     assert connect(model="org/tiny").model_name == "tiny"
     assert connect(model="b").model_name == "b"
+    assert connect(model="/where/the/tokenizer/is/b").model_name == "b"
     canned.models = [adapter, MODEL, {**MODEL, "id": "alias"}]
     assert connect(model="elsewhere").model_name == "tiny"
 

