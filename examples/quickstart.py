@@ -32,8 +32,8 @@ def main() -> None:
         passages = "\n\n".join(chunk for document in retrieved for chunk in document.chunks)
         prompt = f"{INSTRUCTION}\n\n{passages}\n\nQuestion: {question.question}\nAnswer:"
 
-        full = engine.generate_full(prompt, SamplingParams(max_tokens=8))
-        fused = engine.generate(prompt, SamplingParams(max_tokens=8))
+        full = engine.generate_full(prompt, SamplingParams.greedy(max_tokens=8))
+        fused = engine.generate(prompt, SamplingParams.greedy(max_tokens=8))
         sooner = full.report.seconds.time_to_first_token / fused.report.seconds.time_to_first_token
         print(f"\n{question.question}  (right answer: {question.answer})")
         print(f"  ordinary prefill:{full.text}")

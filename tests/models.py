@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,14 @@ FAMILIES: dict[str, Any] = {
 }
 
 
+QWEN_SAMPLING: dict[str, Any] = {
+    "do_sample": True,
+    "temperature": 0.7,
+    "top_p": 0.8,
+    "top_k": 20,
+    "repetition_penalty": 1.1,
+}
+"""The sampling settings that Qwen2.5-Instruct models come with."""
 GPT2_CONFIG = GPT2Config(
     vocab_size=VOCABULARY, n_embd=256, n_layer=2, n_head=4, n_positions=2048, bos_token_id=1
 )
@@ -99,10 +108,13 @@ def prompt_of(*parts: str | Chunk) -> BlendPrompt:
     return BlendPrompt.of(*spaced[:-1])
 
 
-def save_model(family: str, folder: Path, head_dim: int) -> None:
+def save_model(
+    family: str, folder: Path, head_dim: int, generation: dict[str, Any] | None = None
+) -> None:
     """Save a random model, with heads as wide as vLLM's kernels need them.
 
-    family: one of FAMILIES, or ``gpt2``, whose KV cannot be moved.
+    family: one of FAMILIES, or ``gpt2``, whose KV cannot be moved. generation: what its
+    generation_config.json holds beside special tokens.
     """
     config = GPT2_CONFIG if family == "gpt2" else FAMILIES[family]()
     config.hidden_size = config.num_attention_heads * head_dim
@@ -112,6 +124,9 @@ def save_model(family: str, folder: Path, head_dim: int) -> None:
     model = AutoModelForCausalLM.from_config(config)
     model.generation_config.eos_token_id = None
     model.float().save_pretrained(folder)
+    if generation:
+        file = folder / "generation_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **generation}))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

@@ -43,7 +43,7 @@ class _Neighbour:
     def __init__(self, engine: VLLMEngine, prompt: BlendPrompt, tokens: int) -> None:
         self._arrived: list[float] = []
         self._cancel, self._came = Event(), Event()
-        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        sampling = SamplingParams.greedy(max_tokens=tokens, ignore_eos=True)
         self._stream = engine.stream(prompt, sampling, cancel=self._cancel)
         self._thread = Thread(target=self._listen, daemon=True)
 

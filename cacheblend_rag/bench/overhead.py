@@ -114,7 +114,7 @@ def _first_token(plan: OverheadPlan, engine: VLLMEngine, turn: int) -> float:
 
 
 def _decode(plan: OverheadPlan, engine: VLLMEngine, turn: int) -> float:
-    sampling = SamplingParams(max_tokens=plan.decoded, ignore_eos=True)
+    sampling = SamplingParams.greedy(max_tokens=plan.decoded, ignore_eos=True)
     answer = _ask(plan, engine, turn, QUESTION_TOKENS, sampling)
     return answer.report.seconds.decode / (len(answer.token_ids) - 1)
 

@@ -196,4 +196,4 @@ class _Run:
 
     @property
     def _sampling(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self.plan.answer_tokens, ignore_eos=True)
+        return SamplingParams.greedy(max_tokens=self.plan.answer_tokens, ignore_eos=True)

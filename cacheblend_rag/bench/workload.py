@@ -12,7 +12,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chunk import Chunk, Document
 
-ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+ONE_TOKEN = SamplingParams.greedy(max_tokens=1, ignore_eos=True)
 
 
 def draw_words(rng: random.Random, count: int, vocabulary: int) -> str:

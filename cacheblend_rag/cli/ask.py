@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,8 +24,13 @@ def ask_command(
     *,
     folder: asking.FromOption = DEFAULT_FOLDER,
     top_k: asking.TopKOption = asking.TOP_K,
-    max_tokens: asking.MaxTokensOption = asking.MAX_TOKENS,
-    temperature: asking.TemperatureOption = 0.0,
+    max_tokens: options.MaxTokensOption = asking.MAX_TOKENS,
+    temperature: options.TemperatureOption = None,
+    top_p: options.TopPOption = None,
+    sampling_top_k: options.SamplingTopKOption = None,
+    min_p: options.MinPOption = None,
+    repetition_penalty: options.RepetitionPenaltyOption = None,
+    seed: options.SeedOption = None,
     ratio: asking.RatioOption = None,
     selector: asking.SelectorOption = None,
     order: asking.OrderOption = PassageOrder.SCORE,
@@ -38,19 +44,29 @@ def ask_command(
 ) -> None:
     """Answer a question from a collection, reusing the stored KV of its passages."""
     text = clean_question(_one(question))
+    asked = options.sampling_settings(
+        max_tokens,
+        greedy=compare,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=sampling_top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     placement = Placement(device, options.collection_store(store))
     with (
         output.stdout_reserved(as_json),
         asking.opened(folder, placement, engine, ratio, selector) as asker,
     ):
-        sampling = asker.sampling(max_tokens, temperature)
+        sampling = asker.stopping(asked)
         sources = asker.retrieve(text, top_k, order)
         fitted = asker.fit((), text, sources, max_tokens)
         left_out = len(sources) - len(fitted.sources)
         if left_out:
             output.warn(f"{left_out} of {len(sources)} passages left out: no room in the prompt")
         if compare:
-            _warm_up(asker, fitted)
+            _warm_up(asker, fitted, replace(sampling, max_tokens=1))
         answer = _answer(asker, fitted, sampling, shown=not as_json, titled=compare)
         full = asker.engine.generate_full(fitted.prompt, sampling) if compare else None
     if as_json:
@@ -73,9 +89,8 @@ def _one(words: list[str]) -> str:
     return words[0]
 
 
-def _warm_up(asker: Asker, fitted: FittedPrompt) -> None:
+def _warm_up(asker: Asker, fitted: FittedPrompt, sampling: SamplingParams) -> None:
     """Answer once both ways, so that neither pays for what only a first request does."""
-    sampling = asker.sampling(1, 0.0)
     finished(asker.stream(fitted, sampling))
     asker.engine.generate_full(fitted.prompt, sampling)
 
@@ -118,6 +133,7 @@ def _plain_answer(generation: Generation) -> dict[str, Any]:
     return {
         "answer": generation.text.strip(),
         "finish_reason": generation.finish_reason,
+        "sampling": asdict(generation.sampling),
         "report": generation.report.to_dict(),
     }
 

@@ -27,10 +27,6 @@ FromOption = Annotated[
     Path, typer.Option("--from", metavar="FOLDER", help="The collection that `index` made.")
 ]
 TopKOption = Annotated[int, typer.Option(min=1, help="How many passages are retrieved.")]
-MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-TemperatureOption = Annotated[
-    float, typer.Option(min=0, callback=options.finite, help="0 takes the likeliest token.")
-]
 RatioOption = Annotated[
     float | None,
     typer.Option(

@@ -27,8 +27,13 @@ def chat_command(
     *,
     folder: asking.FromOption = DEFAULT_FOLDER,
     top_k: asking.TopKOption = asking.TOP_K,
-    max_tokens: asking.MaxTokensOption = asking.MAX_TOKENS,
-    temperature: asking.TemperatureOption = 0.0,
+    max_tokens: options.MaxTokensOption = asking.MAX_TOKENS,
+    temperature: options.TemperatureOption = None,
+    top_p: options.TopPOption = None,
+    sampling_top_k: options.SamplingTopKOption = None,
+    min_p: options.MinPOption = None,
+    repetition_penalty: options.RepetitionPenaltyOption = None,
+    seed: options.SeedOption = None,
     ratio: asking.RatioOption = None,
     selector: asking.SelectorOption = None,
     order: asking.OrderOption = PassageOrder.SCORE,
@@ -41,10 +46,18 @@ def chat_command(
     /sources and /report tell of the last answer, /reset forgets all turns, /exit or the end of
     input ends. Ctrl-C stops an answer. Passages whose KV was missed are computed while nobody asks.
     """
+    asked = options.sampling_settings(
+        max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=sampling_top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
     placement = Placement(device, options.collection_store(store), fill_on_miss=True)
     with asking.opened(folder, placement, engine, ratio, selector) as asker:
-        sampling = asker.sampling(max_tokens, temperature)
-        conversation = Conversation(asker, sampling, top_k, order)
+        conversation = Conversation(asker, asker.stopping(asked), top_k, order)
         for line in _lines():
             if line == "/exit":
                 return

@@ -94,7 +94,7 @@ def evaluate_command(
             device=device,
             dtype=dtype,
         )
-        sampling = SamplingParams(max_tokens=max_tokens, stop=("\n",))
+        sampling = SamplingParams.greedy(max_tokens=max_tokens, stop=("\n",))
         selector_options: dict[str, dict[str, Any]] = {
             "hkvd": {"deviation": deviation},
             "random": {"seed": seed},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,6 +14,24 @@ from cacheblend_rag.errors import ConfigError, ModelLoadError, StoreError
 from cacheblend_rag.models import check, is_local
 from cacheblend_rag.rag.checks import DTYPES
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.sampling import SamplingParams
+
+
+def finite(value: float | None) -> float | None:
+    """Let a number through that is one; ranges let NaN pass."""
+    if value is not None and not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no number")
+    return value
+
+
+def above_zero(value: float | None) -> float | None:
+    """Let a number above 0 through."""
+    if value is not None and not (value > 0 and math.isfinite(value)):
+        raise typer.BadParameter(f"{value} must be a number above 0")
+    return value
+
 
 ModelOption = Annotated[
     str,
@@ -48,6 +66,76 @@ StoreOption = Annotated[
 ]
 
 
+MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+TemperatureOption = Annotated[
+    float | None,
+    typer.Option(
+        min=0,
+        callback=finite,
+        help="0 takes the most likely token. By default this and the options of sampling below "
+        "are the model's own (its generation_config).",
+    ),
+]
+TopPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p",
+        max=1,
+        callback=above_zero,
+        help="Draw from the most likely tokens that have this share together; 1 is off.",
+    ),
+]
+SamplingTopKOption = Annotated[
+    int | None,
+    typer.Option(
+        "--sampling-top-k", min=0, help="Draw from so many of the most likely tokens; 0 is off."
+    ),
+]
+MinPOption = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p",
+        min=0,
+        max=1,
+        callback=finite,
+        help="Draw from tokens with this share of the most likely one's probability; 0 is off.",
+    ),
+]
+RepetitionPenaltyOption = Annotated[
+    float | None,
+    typer.Option(
+        "--repetition-penalty",
+        callback=above_zero,
+        help="Above 1: tokens of the prompt and the answer so far become less likely; 1 is off.",
+    ),
+]
+SeedOption = Annotated[
+    int | None,
+    typer.Option(
+        min=0, max=(1 << 63) - 1, help="Draw the same tokens again; another seed each time if none."
+    ),
+]
+
+
+def sampling_settings(max_tokens: int, *, greedy: bool = False, **given: Any) -> SamplingParams:
+    """Return what answers are drawn with.
+
+    greedy: the most likely token always, for the option ``--compare``, which takes none of the
+    others. given: values of the options above by their fields' names, None where not given.
+
+    Raises ConfigError for an option beside ``--compare``.
+    """
+    from cacheblend_rag.engines.sampling import SamplingParams
+
+    if not greedy:
+        return SamplingParams(max_tokens, **given)
+    for name, value in given.items():
+        if value is not None:
+            option = "sampling-top-k" if name == "top_k" else name.replace("_", "-")
+            raise ConfigError(f"--compare compares greedy answers: leave out --{option}")
+    return SamplingParams.greedy(max_tokens)
+
+
 def store_settings(given: Sequence[str] | None, **flags: Any) -> StoreConfig:
     """Read settings of a store; flags: of options of their own, None where they are not given.
 
@@ -72,13 +160,6 @@ def collection_store(given: Sequence[str] | None) -> StoreConfig:
     if settings.kv_path is not None:
         raise ConfigError("--store kv_path: a collection keeps its KV in its own folder")
     return settings
-
-
-def finite(value: float | None) -> float | None:
-    """Let a number through that is one; ranges let NaN pass."""
-    if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no number")
-    return value
 
 
 def local_model(name: str) -> str:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.prepare import PreparedPrompt
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.report import BlendReport, PrefillReport
 
@@ -27,6 +27,8 @@ class Generation:
         finish_reason: ``stop`` (an end token or stop string), ``length`` or ``cancelled``.
         prompt_tokens: length of the prompt.
         report: what was reused, and why the rest was not.
+        sampling: the settings that its tokens were drawn with, the model's own where the request
+            left some out.
     """
 
     text: str
@@ -34,6 +36,7 @@ class Generation:
     finish_reason: FinishReason
     prompt_tokens: int
     report: BlendReport
+    sampling: ResolvedSampling = field(default_factory=ResolvedSampling)
 
 
 @dataclass(frozen=True)
@@ -54,14 +57,15 @@ class Request:
     """One request, checked and prepared.
 
     Args:
-        prepared: its prompt. sampling: as asked, ``max_tokens`` within the context window.
+        prepared: its prompt. sampling: what was asked for, the model's own settings
+            for the rest, ``max_tokens`` within the context window.
         config: how its chunks' KV is fused. full: ordinary prefill was asked for.
         cache_salt: see ``Engine.generate_full``. streamed: whether pieces are wanted as they come.
         cancel: is set to stop the work.
     """
 
     prepared: PreparedPrompt
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     config: BlendConfig
     full: bool = False
     cache_salt: str | None = None

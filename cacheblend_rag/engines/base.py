@@ -39,6 +39,7 @@ from cacheblend_rag.engines.filling import Filling
 from cacheblend_rag.engines.grouping import grouped
 from cacheblend_rag.engines.known_chunks import Item, KnownChunks, whole_documents
 from cacheblend_rag.engines.misses import FirstMiss
+from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.storing import Stored, Tally
@@ -179,6 +180,11 @@ class Engine(ABC):
     @abstractmethod
     def blend_refusal(self) -> str | None:
         """Why nothing is blended: every request is then served by ordinary prefill. Or None."""
+
+    @property
+    def model_sampling(self) -> ModelSampling:
+        """What a request's sampling fields take that are None: the model's own settings."""
+        return ModelSampling()
 
     @property
     def address(self) -> str:
@@ -693,6 +699,7 @@ class Engine(ABC):
                 seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),
                 chunks=(*chunks, *prepared.unmatched),
             ),
+            sampling=request.sampling,
         )
         self._first_miss.see(prepared.text, prepared.expects_chunks, answer)
         return Delta("", answer)
@@ -709,12 +716,13 @@ class Engine(ABC):
         **options: Any,
     ) -> Request:
         """Check and prepare; raises PromptError and ConfigError before any work is done."""
-        config, sampling = checked(config or self.config), sampling or SamplingParams()
+        config = checked(config or self.config)
         self._check_config(config)
         prepared = self.prepare(prompt, hints)
-        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, prepared.room))
+        settings = self.model_sampling.resolve(sampling or SamplingParams())
+        settings = replace(settings, max_tokens=min(settings.max_tokens, prepared.room))
         stop = Cancellation(cancel, lambda: not self.is_open)
-        return Request(prepared, sampling, config, cancel=stop, **options)
+        return Request(prepared, settings, config, cancel=stop, **options)
 
     async def _arequest(
         self,

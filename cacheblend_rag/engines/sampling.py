@@ -5,20 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Self
 
 from cacheblend_rag.errors import ConfigError
+
+SEED_LIMIT = 1 << 63
+"""Seeds are 64-bit signed integers, in PyTorch as in vLLM's API."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How tokens are drawn.
 
+    ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` take the value of
+    the model's ``generation_config`` where they are None, as in Hugging Face's ``generate``: a
+    model is greedy unless its ``generation_config`` has ``do_sample=true`` or a temperature above 0
+    is given here.
+
     Args:
-        max_tokens: at most so many new tokens.
+        max_tokens: at most so many new tokens; the model's ``max_new_tokens`` is not read.
         temperature: 0 is greedy.
-        top_p: above 0 and at most 1.
+        top_p: above 0 and at most 1, which is off.
         top_k: 0 is off.
-        repetition_penalty: 1 is off.
+        min_p: from 0, which is off, to 1.
+        repetition_penalty: 1 is off; tokens of the prompt count as repeated, too.
         seed: None draws one.
         stop: strings that end the answer and are cut from it.
         ignore_eos: go on past the end-of-sequence token (benchmarks).
@@ -28,10 +38,11 @@ class SamplingParams:
     """
 
     max_tokens: int = 256
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    repetition_penalty: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -41,22 +52,59 @@ class SamplingParams:
         if not isinstance(stop, Sequence) or not all(isinstance(s, str) and s for s in stop):
             raise ConfigError(f"stop={self.stop!r:.100} must hold non-empty strings")
         object.__setattr__(self, "stop", tuple(stop))
-        for name in ("max_tokens", "top_k"):
-            _check_number(name, getattr(self, name), whole=True)
-        for name in ("temperature", "top_p", "repetition_penalty"):
-            _check_number(name, getattr(self, name))
-        if self.seed is not None:
-            _check_number("seed", self.seed, whole=True)
+        _check_number("max_tokens", self.max_tokens, whole=True)
         if self.max_tokens < 1:
             raise ConfigError(f"max_tokens={self.max_tokens!r} must be at least 1")
-        if self.temperature < 0:
-            raise ConfigError(f"temperature={self.temperature!r} must be at least 0")
-        if not 0 < self.top_p <= 1:
-            raise ConfigError(f"top_p={self.top_p!r} must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k={self.top_k!r} must be at least 0")
-        if self.repetition_penalty <= 0:
-            raise ConfigError(f"repetition_penalty={self.repetition_penalty!r} must be above 0")
+        if self.seed is not None:
+            _check_number("seed", self.seed, whole=True)
+            if not -SEED_LIMIT <= self.seed < SEED_LIMIT:
+                raise ConfigError(f"seed={self.seed!r:.100} must be a 64-bit integer")
+        for name in DRAWING_FIELDS:
+            if getattr(self, name) is not None:
+                check_drawing_field(name, getattr(self, name))
+
+    @classmethod
+    def greedy(cls, max_tokens: int = 256, **more: Any) -> Self:
+        """Return settings that take the most likely token whatever the model's own settings say.
+
+        Comparisons use them: the same logits give the same answer.
+
+        Args:
+            max_tokens: at most so many new tokens.
+            more: ``stop`` or ``ignore_eos``.
+
+        Raises:
+            ConfigError: when a field is out of range.
+        """
+        return cls(max_tokens, temperature=0.0, repetition_penalty=1.0, **more)
+
+
+@dataclass(frozen=True)
+class ResolvedSampling(SamplingParams):
+    """The settings that an answer is drawn with: none is left to the model. Greedy by default."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+
+DRAWING_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""The fields that a model's ``generation_config`` may set."""
+
+
+def check_drawing_field(name: str, value: Any) -> None:
+    """Raise ConfigError unless ``value`` is in the range of the field ``name``."""
+    _check_number(name, value, whole=name == "top_k")
+    if name in {"temperature", "top_k"} and value < 0:
+        raise ConfigError(f"{name}={value!r} must be at least 0")
+    if name == "top_p" and not 0 < value <= 1:
+        raise ConfigError(f"top_p={value!r} must be above 0 and at most 1")
+    if name == "min_p" and not 0 <= value <= 1:
+        raise ConfigError(f"min_p={value!r} must be at least 0 and at most 1")
+    if name == "repetition_penalty" and value <= 0:
+        raise ConfigError(f"repetition_penalty={value!r} must be above 0")
 
 
 def _check_number(name: str, value: object, *, whole: bool = False) -> None:

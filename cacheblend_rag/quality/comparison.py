@@ -127,7 +127,7 @@ class Comparison:
 
     def _generate(self, question: EvalQuestion, method: Method) -> Generation:
         prompt = question.prompt(self.instruction)
-        sampling = SamplingParams(max_tokens=MAX_ANSWER_TOKENS, stop=("\n",))
+        sampling = SamplingParams.greedy(max_tokens=MAX_ANSWER_TOKENS, stop=("\n",))
         if method.lead_in is None:
             return next(iter(self.engines.values())).generate_full(prompt, sampling)
         engine = self.engines[method.lead_in]

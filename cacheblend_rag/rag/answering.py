@@ -119,11 +119,9 @@ class Asker:
     ) -> None:
         self.engine.close()
 
-    def sampling(self, max_tokens: int, temperature: float) -> SamplingParams:
-        """Return how answers are drawn; raises ConfigError."""
-        from cacheblend_rag.engines.sampling import SamplingParams
-
-        return SamplingParams(max_tokens, temperature, stop=self._prompt.stop)
+    def stopping(self, sampling: SamplingParams) -> SamplingParams:
+        """Return sampling settings that end an answer where the prompt's next turn would begin."""
+        return replace(sampling, stop=(*sampling.stop, *self._prompt.stop))
 
     def retrieve(self, question: str, top_k: int, order: PassageOrder) -> list[Source]:
         """Return the passages nearest to a question, in the order of the prompt."""

@@ -60,6 +60,24 @@ def slow_blends(monkeypatch):
     monkeypatch.setattr(controller, "MARGIN", 0.0)
 
 
+@pytest.fixture
+def drawn_with(monkeypatch):
+    """Let every model have sampling settings of its own; returns what answers are drawn with."""
+    from cacheblend_rag import TransformersEngine
+    from cacheblend_rag.engines.model_sampling import ModelSampling
+
+    own = ModelSampling(do_sample=True, temperature=5.0, top_p=0.9, repetition_penalty=3.0)
+    answered, drawn = TransformersEngine._answered, []
+
+    def watched(engine, request, *told):
+        drawn.append(request.sampling)
+        return answered(engine, request, *told)
+
+    monkeypatch.setattr(TransformersEngine, "model_sampling", property(lambda engine: own))
+    monkeypatch.setattr(TransformersEngine, "_answered", watched)
+    return drawn
+
+
 @pytest.fixture(scope="session")
 def indexed(tmp_path_factory):
     """A collection of eight notes of the demo's corpus, and four questions about them."""

@@ -101,6 +101,29 @@ def test_compare_answers_both_ways(ask, indexed):
     assert "reused from host" in "".join(lines)
 
 
+def test_the_models_own_sampling_is_followed_unless_options_say_otherwise(ask, indexed, drawn_with):
+    question = indexed[1][0].question
+    said = ask(question, "--json", "--seed", 3).json["sampling"]
+    own = (said["temperature"], said["top_p"], said["top_k"], said["repetition_penalty"])
+    assert (own, said["seed"]) == ((5.0, 0.9, 50, 3.0), 3)
+    given = {
+        "--temperature": 0.5, "--top-p": 0.8, "--sampling-top-k": 7, "--min-p": 0.1,
+        "--repetition-penalty": 1.2, "--seed": 4, "--max-tokens": 5,
+    }  # fmt: skip
+    arguments = [part for option in given.items() for part in option]
+    said = ask(question, "--json", *arguments).json["sampling"]
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens")
+    assert [said[name] for name in names] == [*given.values()]
+    assert [drawn.seed for drawn in drawn_with] == [3, 4]
+
+
+def test_a_comparison_is_greedy_whatever_the_model_says(ask, indexed, drawn_with):
+    found = ask(indexed[1][0].question, "--compare", "--json", "--ratio", 1).json
+    assert found["full"]["answer"] == found["answer"]
+    assert len(drawn_with) == 4, "two of them warm up"
+    assert all((said.temperature, said.repetition_penalty) == (0, 1) for said in drawn_with)
+
+
 def test_selector_and_ratio_reach_the_engine(ask, indexed):
     question = indexed[1][0].question
     report = ask(question, "--selector", "prior", "--ratio", 0.5, "--json").json["report"]

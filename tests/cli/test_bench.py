@@ -214,6 +214,12 @@ def test_steady_tells_hundreds_of_requests_that_never_repeat(cli, tiny_shape):
     )
 
 
+def test_measured_answers_are_greedy_whatever_the_model_says(cli, tiny_shape, drawn_with):
+    assert cli("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "host").code == 0
+    assert drawn_with
+    assert all((said.temperature, said.repetition_penalty) == (0, 1) for said in drawn_with)
+
+
 def test_steady_as_a_table(cli, tiny_shape):
     outcome = cli("bench", "steady", "--shape", "tiny", *STEADY[2:], "--requests", 20)
     assert outcome.code == 0

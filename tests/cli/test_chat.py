@@ -120,3 +120,10 @@ def test_a_missing_collection_is_one_line(tmp_path):
     result = CliRunner().invoke(app, ["chat", "--from", str(tmp_path / "none")])
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.count("\n") == 1
+
+
+def test_sampling_options_reach_each_answer(chat, indexed, drawn_with):
+    questions = [item.question for item in indexed[1][:2]]
+    chat(*questions, options=["--max-tokens", 4, "--top-p", 0.7, "--seed", 3])
+    assert [(one.top_p, one.seed, one.max_tokens) for one in drawn_with] == [(0.7, 3, 4)] * 2
+    assert {(one.temperature, one.repetition_penalty) for one in drawn_with} == {(5.0, 3.0)}

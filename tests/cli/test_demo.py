@@ -31,3 +31,9 @@ def test_the_documents_are_saved_to_be_indexed(cli, tmp_path):
     again = cli("demo", "--save", tmp_path / "notes")
     assert (again.code, again.stderr.count("\n")) == (2, 1)
     assert "File exists" in again.stderr
+
+
+def test_demo_answers_are_greedy_whatever_the_model_says(cli, drawn_with):
+    assert cli("demo", "--questions", 1, "--no-real-size", "--json").code == 0
+    assert drawn_with
+    assert all((said.temperature, said.repetition_penalty) == (0, 1) for said in drawn_with)

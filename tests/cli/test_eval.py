@@ -134,3 +134,10 @@ def test_eval_refuses_an_unknown_engine(cli):
     outcome = cli("eval", "--engine", "gguf", "--questions", 1, "--json")
     assert (outcome.code, outcome.stdout) == (2, "")
     assert "engine='gguf'" in outcome.stderr
+
+
+def test_answers_are_greedy_whatever_the_model_says(evaluate, questions_file, drawn_with):
+    outcome = evaluate("--dataset", questions_file, "--ratios", "0.1", "--selectors", "prior")
+    assert outcome.code == 0
+    assert len(drawn_with) >= 12
+    assert all((said.temperature, said.repetition_penalty) == (0, 1) for said in drawn_with)

@@ -8,29 +8,36 @@ import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
+    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import ResolvedSampling
 
 
 class Sampler:
-    """Draws one token after another as the sampling parameters say."""
+    """Draws one token after another as the sampling settings say.
 
-    def __init__(self, sampling: SamplingParams, device: torch.device) -> None:
+    Processors and their order are those of transformers' own ``generate``.
+    """
+
+    def __init__(self, sampling: ResolvedSampling, device: torch.device) -> None:
         self.greedy = sampling.temperature == 0
         self.processors = LogitsProcessorList()
         if sampling.repetition_penalty != 1:
-            self.processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+            penalty = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
+            self.processors.append(penalty)
         if not self.greedy:
-            self.processors.append(TemperatureLogitsWarper(sampling.temperature))
+            self.processors.append(TemperatureLogitsWarper(float(sampling.temperature)))
             if sampling.top_k:
                 self.processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1:
-                self.processors.append(TopPLogitsWarper(sampling.top_p))
+                self.processors.append(TopPLogitsWarper(float(sampling.top_p)))
+            if sampling.min_p:
+                self.processors.append(MinPLogitsWarper(float(sampling.min_p)))
         self.generator = torch.Generator(device)
         if sampling.seed is None:
             self.generator.seed()

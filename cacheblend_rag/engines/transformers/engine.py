@@ -23,6 +23,7 @@ from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, Finish
 from cacheblend_rag.engines.base import UNSUPPORTED, Engine, settled
 from cacheblend_rag.engines.exiting import working
 from cacheblend_rag.engines.identity import model_identity
+from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.storing import Stored
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tokenizer import load_tokenizer
@@ -141,6 +142,7 @@ class TransformersEngine(Engine):
         self._turns = _turns_of(self.model)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
         self._eos = _eos_token_ids(self.model, tokenizer)
+        warn_of_ignored(self._generation_values)
         super().__init__(
             model_name=public_name(name),
             tokenizer=tokenizer,
@@ -201,6 +203,15 @@ class TransformersEngine(Engine):
     def blend_refusal(self) -> str | None:
         """Why the model cannot be blended, or None."""
         return self._blend_refusal
+
+    @property
+    def model_sampling(self) -> ModelSampling:
+        """The settings of ``model.generation_config``, as they are now."""
+        return ModelSampling.read(self._generation_values)
+
+    @property
+    def _generation_values(self) -> dict[str, Any]:
+        return vars(self.model.generation_config) if self.model.generation_config else {}
 
     @property
     def read_only(self) -> bool:
@@ -407,4 +418,4 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
     """Every token that ends an answer, as generation config and tokenizer name them."""
     named = getattr(model.generation_config, "eos_token_id", None)
     ids = list(named) if isinstance(named, list | tuple) else [named]
-    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
+    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if isinstance(i, int))

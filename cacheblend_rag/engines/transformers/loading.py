@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from cacheblend_rag.engines.generation_file import repaired_generation_config
 from cacheblend_rag.engines.identity import weights_in_files, weights_in_memory
 from cacheblend_rag.engines.tokenizer import unloaded
 from cacheblend_rag.errors import ConfigError, ModelLoadError, first_line
@@ -61,7 +62,12 @@ def load_model(
     precision = pick_dtype(dtype, device)
     source = resolve(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=precision, use_safetensors=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=precision,
+            use_safetensors=True,
+            generation_config=repaired_generation_config(name),
+        )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
     return prepare(model.to(device))

@@ -189,7 +189,7 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
         "extra_headers": {} if request.replica is None else {REPLICA_HEADER: str(request.replica)},
         "extra_body": {
             "top_k": asked.top_k,
-            "min_p": 0.0,
+            "min_p": asked.min_p,
             "repetition_penalty": asked.repetition_penalty,
             "ignore_eos": asked.ignore_eos,
             "cache_salt": request.salt,

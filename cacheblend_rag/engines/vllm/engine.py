@@ -15,6 +15,7 @@ from typing import Any, cast
 from cacheblend_rag.config import BlendConfig, LeadInConfig
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import Engine, settled
+from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.storing import Stored
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
 from cacheblend_rag.engines.vllm.jobs import Jobs, ask_status
@@ -113,6 +114,7 @@ class VLLMEngine(Engine):
                     f"namespace={namespace!r} is not the server's: give the one it was started "
                     "with (cacheblend-rag serve --namespace)"
                 )
+            self._own_sampling = self._find_sampling()
             super().__init__(
                 model_name=transport.model_name,
                 tokenizer=tokenizer,
@@ -151,6 +153,19 @@ class VLLMEngine(Engine):
     def blend_refusal(self) -> str | None:
         """Why vLLM blends nothing, as it said when last asked, or None."""
         return None if self.status.active else self.status.refusal
+
+    @property
+    def model_sampling(self) -> ModelSampling:
+        """The model's own settings, with those of vLLM's options laid over them."""
+        return self._own_sampling
+
+    def _find_sampling(self) -> ModelSampling:
+        """Return what the connector says of the model's settings; else what is found without it."""
+        if self.status.sampling is not None:
+            return self.status.sampling
+        values = self.transport.generation_values()
+        warn_of_ignored(values)
+        return ModelSampling.read(values)
 
     @property
     def read_only(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.engines.background import BackgroundLoop
+from cacheblend_rag.engines.generation_file import generation_values
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connection import ServedModel, ServerConnection
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
@@ -78,6 +79,10 @@ class VLLMServer(Transport):
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise ConfigError unless the server makes the same tokens of a text."""
         self.run(check_vocabulary(self._connection, self._served, tokenizer))
+
+    def generation_values(self) -> Mapping[str, Any]:
+        """Return the fields of the generation_config that is beside the tokenizer."""
+        return generation_values(self._model or self._served.source)
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
         """Answer a request in one piece, or piece by piece."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.engines.vllm.versions import check_version, memory_share
 from cacheblend_rag.errors import (
@@ -89,6 +90,10 @@ class InProcessVLLM(Transport):
     def load_tokenizer(self) -> Any:
         """Return the model's tokenizer; raises ModelLoadError."""
         return load_tokenizer(self._model)
+
+    def generation_values(self) -> Mapping[str, Any]:
+        """Return the fields of the model's generation_config, with vLLM's options laid over it."""
+        return generation_values(self._vllm.model_config)
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
         """Answer a request, always piece by piece: nothing is saved by waiting."""

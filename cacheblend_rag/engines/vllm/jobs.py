@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     ConnectorStatus,
@@ -125,7 +125,7 @@ async def params_of_last(transport: Transport, request: VLLMRequest) -> Mapping[
 
 def carrier(job: BlendJob) -> VLLMRequest:
     """Return the request that brings a job, and for the rest any two tokens."""
-    sampling = SamplingParams(max_tokens=2, ignore_eos=True)
+    sampling = ResolvedSampling(max_tokens=2, ignore_eos=True)
     return VLLMRequest((0, 0), sampling, f"{SALT_PREFIX}{uuid.uuid4().hex}", job)
 
 

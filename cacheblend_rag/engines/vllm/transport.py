@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cacheblend_rag.engines.background import BackgroundLoop
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol import BlendJob
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class VLLMRequest:
     """
 
     token_ids: tuple[int, ...]
-    sampling: SamplingParams
+    sampling: ResolvedSampling
     salt: str | None = None
     job: BlendJob | None = None
     replica: int | None = None
@@ -69,6 +69,10 @@ class Transport(ABC):
     @abstractmethod
     def load_tokenizer(self) -> Any:
         """Return the model's tokenizer; raises ModelLoadError."""
+
+    @abstractmethod
+    def generation_values(self) -> Mapping[str, Any]:
+        """Return the fields of the model's generation_config, for a vLLM without the connector."""
 
     def check_tokenizer(self, tokenizer: Any) -> None:  # noqa: B027 - a server alone can differ
         """Raise ConfigError when vLLM makes other tokens of a text than ``tokenizer``."""

@@ -31,7 +31,15 @@ from langchain_cacheblend.hints import current_hints
 from langchain_cacheblend.messages import plain_text, to_engine_messages
 from langchain_cacheblend.options import EngineOptions
 
-SAMPLING_FIELDS = ("max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "seed")
+SAMPLING_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "seed",
+)
 CALL = Arguments("call option", frozenset({*SAMPLING_FIELDS, "stop", "recompute_ratio", "hints"}))
 CORE_FIELDS = frozenset({"stream"})
 """Call options that langchain-core reads itself."""
@@ -49,9 +57,10 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     Passages precomputed by CacheBlendTransformer are found in any prompt, word for word. A passage
     that is not found or not stored is computed, as by any other model.
 
-    Each call takes ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``repetition_penalty``,
-    ``seed`` and ``stop`` in place of the model's own, ``recompute_ratio`` (0 is plain reuse, 1 is
-    ordinary prefill) and ``hints`` (Chunks, or ids of documents, the prompt is known to hold).
+    Each call takes ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``min_p``,
+    ``repetition_penalty``, ``seed`` and ``stop`` in place of this object's own, ``recompute_ratio``
+    (0 is plain reuse, 1 is ordinary prefill) and ``hints`` (Chunks, or ids of documents, the prompt
+    is known to hold).
     """
 
     model_config = ConfigDict(
@@ -60,13 +69,15 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
 
     max_tokens: int = 256
     """At most so many new tokens."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    top_p: float = 1.0
-    """Above 0 and at most 1."""
-    top_k: int = 0
+    temperature: float | None = None
+    """0 is greedy. None is the model's own (its generation_config), as for the next four."""
+    top_p: float | None = None
+    """Above 0 and at most 1, which is off."""
+    top_k: int | None = None
     """0 is off."""
-    repetition_penalty: float = 1.0
+    min_p: float | None = None
+    """From 0, which is off, to 1."""
+    repetition_penalty: float | None = None
     """1 is off."""
     seed: int | None = None
     """None draws one."""
@@ -98,6 +109,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
             "model": self.model_name,
             "engine_identity": self.engine_identity,
             **{name: getattr(self, name) for name in SAMPLING_FIELDS},
+            "model_sampling": repr(self.engine.model_sampling) if self._source.was_given else None,
             "default_stop": self.stop,
             "blend_config": self._blend_config().to_dict(),
         }

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
 from cacheblend_rag.errors import ConfigError
 
@@ -68,11 +68,12 @@ def test_no_piece_holds_half_a_character_or_half_a_stop_string() -> None:
     assert all("\N{REPLACEMENT CHARACTER}" not in piece for piece in pieces)
 
 
-def test_top_k_and_top_p_leave_only_the_best() -> None:
+def test_top_k_top_p_and_min_p_leave_only_the_best() -> None:
     logits = torch.tensor([[0.0, 3.0, 2.0, -1.0]])
     for sampling in (
-        SamplingParams(temperature=5.0, top_k=2, seed=0),
-        SamplingParams(temperature=1.0, top_p=0.9, seed=0),
+        ResolvedSampling(temperature=5, top_k=2, seed=0),
+        ResolvedSampling(temperature=1.0, top_p=0.9, seed=0),
+        ResolvedSampling(temperature=1.0, min_p=0.2, seed=0),
     ):
         sampler = Sampler(sampling, torch.device("cpu"))
         assert {sampler.draw(logits, []) for _ in range(60)} == {1, 2}
@@ -85,7 +86,10 @@ def test_top_k_and_top_p_leave_only_the_best() -> None:
         ("temperature", -1.0),
         ("top_p", 0.0),
         ("top_k", -1),
+        ("min_p", 1.5),
+        ("min_p", "0.1"),
         ("repetition_penalty", 0.0),
+        ("seed", 1 << 64),
         ("stop", ("",)),
     ],
 )

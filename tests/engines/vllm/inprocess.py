@@ -59,6 +59,9 @@ class LockstepVLLM(Transport):
     def load_tokenizer(self) -> Any:
         return make_tokenizer()
 
+    def generation_values(self) -> Mapping[str, Any]:
+        return {}
+
     def step(self) -> None:
         for output in self.core.step():
             if output.request_id in self._arrived:

@@ -18,6 +18,7 @@ from vllm.forward_context import set_forward_context
 
 from cacheblend_rag.engines.compatibility import explained
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
+from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.vllm.connector.blender import DEVICE_ERRORS, Blender
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
@@ -29,6 +30,7 @@ from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.stack import all_reduce
+from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, Result
 from cacheblend_rag.engines.vllm.protocol.job import VERSION
 from cacheblend_rag.engines.vllm.protocol.result import CANCELLED
@@ -68,6 +70,9 @@ class ConnectorWorker:
         self._failed_blocks: set[int] = set()
         self._timer = PrefillTimer((), Rates())  # of no layers, where nothing is blended
         self._own_time = OwnTime()
+        generation = generation_values(vllm_config.model_config)
+        self._sampling = ModelSampling.read(generation)
+        warn_of_ignored(generation)
 
     def get_ready(self) -> None:
         """Make the blender; a model that cannot be blended is served by ordinary prefill."""
@@ -199,6 +204,7 @@ class ConnectorWorker:
             namespace=namespace_id(settings.namespace),
             read_only=settings.store.read_only,
             store=_stored(blender.store) if blender else StoredKV(),
+            sampling=self._sampling,
         )
 
     def take_done(self) -> set[str] | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cacheblend_rag.engines.model_sampling import ModelSampling
+
 NO_CONNECTOR = (
     "the server runs vLLM without the CacheBlend connector: start it with `cacheblend-rag serve`"
 )
@@ -24,7 +26,8 @@ class ConnectorStatus:
     active: whether it blends; refusal: why not. identity: a hash of the model's weights, precision
     and shard. wire: version of what jobs look like. replicas: engines behind one address, each
     with a memory of its own. shared: whether they keep chunk KV in one folder, too. namespace: its
-    hash. read_only: whether its store is only read.
+    hash. read_only: whether its store is only read. sampling: the model's own sampling settings;
+    None where a connector is too old to say.
 
     Raises ValueError when there is no replica.
     """
@@ -43,6 +46,7 @@ class ConnectorStatus:
     namespace: str = ""
     read_only: bool = False
     store: StoredKV = field(default_factory=StoredKV)
+    sampling: ModelSampling | None = None
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

@@ -60,9 +60,10 @@ class CacheBlendLLM(EngineSettings, LLM):
     Chunks known to the engine are found in the prompt text, so any query engine profits. What was
     reused is told in ``response.additional_kwargs["cacheblend"]`` and by CacheBlendReportEvent.
 
-    Every call takes ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``repetition_penalty``,
-    ``seed``, ``stop`` and ``ignore_eos``; ``recompute_ratio`` or a whole ``blend_config``; and
-    ``hints``, the chunks or document ids its prompt holds.
+    Every call takes ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``min_p``,
+    ``repetition_penalty``, ``seed``, ``stop`` and ``ignore_eos``; ``recompute_ratio`` or a whole
+    ``blend_config``; and ``hints``, the chunks or document ids its prompt holds. Sampling settings
+    that are not given are the model's own (its ``generation_config``).
 
     Example:
         ```python
@@ -75,7 +76,11 @@ class CacheBlendLLM(EngineSettings, LLM):
     """
 
     max_tokens: int = Field(default=256, description="Most new tokens of an answer.", gt=0)
-    temperature: float = Field(default=0.0, description="0 is greedy.", ge=0)
+    temperature: float | None = Field(
+        default=None,
+        description="0 is greedy; None is the model's own, as in its generation_config.",
+        ge=0,
+    )
     stop: list[str] = Field(default_factory=list, description="Strings that end an answer.")
     context_window: int | None = Field(
         default=None,

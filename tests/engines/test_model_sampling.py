@@ -1,0 +1,112 @@
+"""What sampling fields that are None become, and what of a generation_config is not followed."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from transformers import GenerationConfig
+
+from cacheblend_rag.engines.model_sampling import (
+    UNSUPPORTED,
+    ModelSampling,
+    ignored_settings,
+    warn_of_ignored,
+)
+from cacheblend_rag.engines.sampling import ResolvedSampling, SamplingParams
+from cacheblend_rag.errors import ConfigError
+from tests.models import QWEN_SAMPLING
+
+QWEN = ModelSampling(**QWEN_SAMPLING)
+
+
+def test_fields_that_are_none_take_the_models() -> None:
+    asked = SamplingParams(max_tokens=9, seed=4, stop=("x",), ignore_eos=True)
+    assert QWEN.resolve(asked) == ResolvedSampling(
+        max_tokens=9,
+        temperature=0.7,
+        top_p=0.8,
+        top_k=20,
+        min_p=0.0,
+        repetition_penalty=1.1,
+        seed=4,
+        stop=("x",),
+        ignore_eos=True,
+    )
+
+
+def test_what_is_asked_for_comes_first() -> None:
+    asked = SamplingParams(temperature=0, top_p=0.5, top_k=0, min_p=0.1, repetition_penalty=1)
+    resolved = QWEN.resolve(asked)
+    told = [resolved.temperature, resolved.top_p, resolved.top_k, resolved.min_p]
+    assert [*told, resolved.repetition_penalty] == [0, 0.5, 0, 0.1, 1]
+
+
+def test_a_model_that_says_nothing_is_greedy() -> None:
+    assert ModelSampling().resolve(SamplingParams()).temperature == 0
+    told = ModelSampling(temperature=0.7, repetition_penalty=1.3)
+    greedy = told.resolve(SamplingParams())
+    assert (greedy.temperature, greedy.repetition_penalty) == (0, 1.3)
+    assert told.resolve(SamplingParams(temperature=0.4)).temperature == 0.4
+
+
+def test_what_a_model_leaves_out_is_what_transformers_fills_in() -> None:
+    filled = GenerationConfig._get_default_generation_params()
+    drawn = ModelSampling.read({"do_sample": True}).resolve(SamplingParams())
+    for name in ("temperature", "top_p", "top_k", "repetition_penalty"):
+        assert getattr(drawn, name) == filled[name]
+    assert drawn.min_p == 0, "transformers has no processor for it then"
+
+
+@pytest.mark.parametrize("model", [ModelSampling(), QWEN])
+def test_greedy_is_greedy_whatever_the_model_says(model: ModelSampling) -> None:
+    resolved = model.resolve(SamplingParams.greedy(max_tokens=3, stop=("\n",)))
+    assert (resolved.temperature, resolved.repetition_penalty) == (0, 1)
+    assert (resolved.max_tokens, resolved.stop) == (3, ("\n",))
+
+
+WRONG: dict[str, tuple[Any, ...]] = {
+    "do_sample": ("yes", 1),
+    "temperature": ("hot", -1, float("nan"), [1]),
+    "top_p": (7, 0, "x", True),
+    "top_k": (-3, 2.5, "x"),
+    "min_p": (3, -0.1),
+    "repetition_penalty": (0, -1, {}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
+def test_a_wrong_value_is_told_and_left_out(
+    name: str, value: object, caplog: pytest.LogCaptureFixture
+) -> None:
+    others = {key: value for key, value in QWEN_SAMPLING.items() if key != name}
+    assert ModelSampling.read({**others, name: value}) == ModelSampling(**others)
+    with pytest.raises(ConfigError, match=f"{name}="):
+        ModelSampling(**{name: value})
+    with caplog.at_level(logging.WARNING):
+        warn_of_ignored({**others, name: value})
+    (record,) = caplog.records
+    assert f"generation_config: {name}=" in record.getMessage()
+    assert "\n" not in record.getMessage()
+
+
+def test_what_no_engine_follows_is_told_unless_it_is_off(caplog: pytest.LogCaptureFixture) -> None:
+    values = {"num_beams": 4, "no_repeat_ngram_size": 0, "bad_words_ids": [[3]], "top_p": 0.9}
+    assert ignored_settings(values) == [
+        "num_beams=4 is not supported",
+        "bad_words_ids=[[3]] is not supported",
+    ]
+    with caplog.at_level(logging.WARNING):
+        warn_of_ignored({**QWEN_SAMPLING, "max_new_tokens": 16, "eos_token_id": [1, 2]})
+    assert caplog.records == []
+
+
+def test_what_transformers_fills_in_is_off() -> None:
+    """Each field exists in transformers, and no model is told of that sets none."""
+    assert ignored_settings(vars(GenerationConfig())) == []
+    assert ignored_settings(GenerationConfig._get_default_generation_params()) == []
+    named = vars(GenerationConfig()).keys()
+    assert [name for name in UNSUPPORTED if name not in named] == []
