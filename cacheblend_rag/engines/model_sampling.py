@@ -38,10 +38,12 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "forced_bos_token_id": (),
     "forced_eos_token_id": (),
     "stop_strings": ([], ""),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
     "watermarking_config": (),
 }
-"""Fields of transformers' GenerationConfig that change an answer and that no engine here follows,
-each with the values that turn it off."""
+"""Fields that change an answer and that no engine here follows, each with the values that turn it
+off: transformers' own, and two that vLLM reads."""
 
 
 @dataclass(frozen=True)

@@ -190,6 +190,8 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
         "extra_body": {
             "top_k": asked.top_k,
             "min_p": asked.min_p,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
             "repetition_penalty": asked.repetition_penalty,
             "ignore_eos": asked.ignore_eos,
             "cache_salt": request.salt,

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from cacheblend_rag import BlendConfig, SamplingParams
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.jobs import evict, prefetch
 from cacheblend_rag.engines.vllm.connector.scheduler import read_job
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX, BlendJob, SentChunk, SentLeadIn
@@ -97,7 +98,7 @@ def test_an_order_reads_nothing_of_others(engine: InProcessEngine, kind: str) ->
         engine.generate_full(words(700, 70 + seed), SHORT)
     order = orders_of_every_kind(engine)[kind]
     prompt = tuple(make_tokenizer().encode(words(400, 90)))
-    many = SamplingParams(max_tokens=40)
+    many = ResolvedSampling(max_tokens=40)
     salt = f"{SALT_PREFIX}{kind}"
     seen = logprobs(engine, VLLMRequest(prompt, many, salt, order))
     assert len(seen) == (40 if kind == "report" else 2), "it ends when its order is done"

@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from traceback import TracebackException
 from typing import Any
 
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, SamplingParams, open_engine
+from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.vllm.connection import ServerConnection
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.serve import reserved_port
 from cacheblend_rag.errors import (
@@ -34,7 +37,7 @@ from cacheblend_rag.errors import (
 from cacheblend_rag.kv.chunk_kv import namespace_id
 from cacheblend_rag.secret import Secret
 from tests.engines.vllm.opening import vllm_server
-from tests.models import make_tokenizer, words
+from tests.models import QWEN_SAMPLING, make_tokenizer, words
 
 KEY = "sesame"
 MODEL = {"id": "tiny", "root": "org/tiny", "max_model_len": 512, "parent": None}
@@ -258,8 +261,59 @@ def test_nothing_is_left_to_the_servers_defaults(canned: CannedServer, connect: 
         "seed": 1,
         "stop": ["w9"],
     }
+    assert body["presence_penalty"] == body["frequency_penalty"] == 0
     assert body["prompt"] == list(make_tokenizer().encode(PROMPT))
     assert body["cache_salt"].startswith("cacheblend-")
+
+
+def test_the_model_own_sampling_is_what_the_connector_says(
+    canned: CannedServer, connect: Open
+) -> None:
+    canned.status = {**STATUS, "sampling": QWEN_SAMPLING}
+    answer = connect().generate(PROMPT, SamplingParams(max_tokens=4, top_p=0.5))
+    told = {name: canned.bodies[-1][name] for name in ("temperature", "top_p", "top_k")}
+    assert told == {"temperature": 0.7, "top_p": 0.5, "top_k": 20}
+    assert canned.bodies[-1]["repetition_penalty"] == answer.sampling.repetition_penalty == 1.1
+    canned.status = {**STATUS, "sampling": {**QWEN_SAMPLING, "top_p": 7}}
+    assert "top_p=7" in str(connect().blend_refusal)
+
+
+def test_without_a_connector_it_is_what_the_models_folder_says(
+    canned: CannedServer, connect: Open, tmp_path: Path
+) -> None:
+    canned.status = None
+    (tmp_path / "generation_config.json").write_text(json.dumps(QWEN_SAMPLING))
+    connect(model=str(tmp_path)).generate(PROMPT, FOUR)
+    assert (canned.bodies[-1]["temperature"], canned.bodies[-1]["top_k"]) == (0.7, 20)
+    connect(model=str(tmp_path / "nothing")).generate(PROMPT, FOUR)
+    assert canned.bodies[-1]["temperature"] == 0
+
+
+class VLLMsModelConfig:
+    """The part of vLLM's ModelConfig that says how answers are drawn."""
+
+    def __init__(self, generation_config: str = "auto", **overrides: Any) -> None:
+        self.generation_config, self.override_generation_config = generation_config, overrides
+
+    def try_get_generation_config(self) -> dict[str, Any]:
+        if self.generation_config == "broken":
+            raise ValueError("`max_new_tokens` must be greater than 0\nbut is not")
+        return dict(QWEN_SAMPLING)
+
+
+def test_vllms_own_options_are_laid_over_the_models(caplog: pytest.LogCaptureFixture) -> None:
+    def read(*arguments: str, **overrides: Any) -> ModelSampling:
+        return ModelSampling.read(generation_values(VLLMsModelConfig(*arguments, **overrides)))
+
+    assert read() == read("auto") == ModelSampling(**QWEN_SAMPLING)
+    assert read("vllm") == ModelSampling()
+    assert read("vllm", temperature=0.5) == ModelSampling(do_sample=True, temperature=0.5)
+    assert read(temperature=0, top_k=9) == ModelSampling(
+        **{**QWEN_SAMPLING, "do_sample": False, "temperature": 0, "top_k": 9}
+    )
+    assert caplog.records == []
+    assert read("broken", repetition_penalty=1.2) == ModelSampling(repetition_penalty=1.2)
+    assert "\n" not in caplog.records[0].getMessage()
 
 
 @pytest.mark.parametrize("key", ["wrong", None])

@@ -13,9 +13,10 @@ import pytest
 import torch
 from vllm.forward_context import set_forward_context
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Document, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, BlendPrompt, Document, TransformersEngine
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.blend.stack import probe_layer
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.paged import PLAIN
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import _sampling
@@ -32,7 +33,7 @@ DOCUMENTS = (
     Document("a", (words(60, 1), words(150, 2)), separator=" w77 "),
     Document("b", (words(203, 3), words(91, 4)), separator=" w77 "),
 )
-SHORT = SamplingParams(max_tokens=6)
+SHORT = ResolvedSampling(max_tokens=6)
 SOME = 0.3
 HAS_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import pytest
 from vllm.v1.request import RequestStatus
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.in_process import _sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
@@ -54,7 +55,7 @@ def prompts_of(kind: str) -> list[BlendPrompt]:
 
 def requests_of(engine: InProcessEngine) -> list[VLLMRequest]:
     """Distinct requests: each prompt as it is, and blended ones by ordinary prefill, too."""
-    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
+    sampling = ResolvedSampling(max_tokens=20, ignore_eos=True)
     found = []
     for kind in ("plain", "blended", "missing"):
         for prompt in prompts_of(kind):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY
 
-from cacheblend_rag import BlendConfig, Generation, SamplingParams
+from cacheblend_rag import BlendConfig, Generation
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm import protocol
 from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX
 from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS
@@ -71,7 +72,7 @@ def asked(engine: InProcessEngine, salt: str = "", **changes: Any) -> VLLMReques
 
 def report_order(report_id: str) -> VLLMRequest:
     order = BlendJob("report", SentLeadIn("none", "", 0), report_id=report_id)
-    return VLLMRequest((5, 6), SamplingParams(max_tokens=1), order.salt((5, 6)), order)
+    return VLLMRequest((5, 6), ResolvedSampling(max_tokens=1), order.salt((5, 6)), order)
 
 
 # Refusals
@@ -87,7 +88,7 @@ def check_refused(engine: InProcessEngine, said: str) -> None:
     assert said in str(answer.report.reason)
     assert answer.token_ids == engine.generate_full(retrieved(), SHORT).token_ids
     status = BlendJob("status", SentLeadIn("none", "", 0))
-    request = VLLMRequest((5, 6), SamplingParams(max_tokens=2), status.salt((5, 6)), status)
+    request = VLLMRequest((5, 6), ResolvedSampling(max_tokens=2), status.salt((5, 6)), status)
     found = params_of(engine, request)
     assert found["active"] is False
     assert said in found["refusal"]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, Document, SamplingParams
+from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol import PrecomputeResult
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill.precompute import document_plans
@@ -48,7 +49,7 @@ def finished(engine: InProcessEngine, *work: tuple[str, Coroutine[Any, Any, Any]
 async def asked(engine: InProcessEngine, tokens: int) -> None:
     """Decode some tokens."""
     prompt = tuple(engine.tokenize(words(20, tokens)))
-    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    sampling = ResolvedSampling(max_tokens=tokens, ignore_eos=True)
     async for _ in engine.transport.send(VLLMRequest(prompt, sampling), stream=True):
         pass
 

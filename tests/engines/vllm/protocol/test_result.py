@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.vllm.protocol import (
     BlendResult,
     ConnectorStatus,
@@ -26,6 +27,7 @@ from cacheblend_rag.engines.vllm.protocol.result import _TOLD_BY, CANCELLED, NO_
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, StoredKV
 from cacheblend_rag.report import ChunkReport
 from tests.engines.vllm.hostile import HOSTILE, mutated
+from tests.models import QWEN_SAMPLING
 
 HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=5)
 MISS = ChunkReport("1" * 32, 50, 7, False, "not stored", document_id="report")
@@ -41,6 +43,7 @@ STATUS = ConnectorStatus(
     attention="auto",
     namespace="b" * 32,
     store=StoredKV(3, 1 << 40),
+    sampling=ModelSampling(**QWEN_SAMPLING),
 )
 RESULTS: tuple[Result, ...] = (
     BLEND,

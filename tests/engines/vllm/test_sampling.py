@@ -1,0 +1,109 @@
+"""A model's own sampling settings are followed as vLLM itself, and its server, follow them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag.engines.model_sampling import ModelSampling
+from tests.engines.vllm.conftest import ServerFactory
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.opening import vllm_server
+from tests.models import QWEN_SAMPLING, make_tokenizer, prompt_of, save_model, words
+
+TOKENS = 16
+SEEDS = (1, 2, 3)
+CHUNKS = [Chunk(words(60, 1)), Chunk(words(40, 2))]
+PROMPT = prompt_of(words(5, 3), *CHUNKS, words(9, 4))
+ALL = BlendConfig(min_tokens=0, recompute_ratio=1.0, selector="prior", cost_model=False)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model with the settings of Qwen2.5-Instruct's generation_config."""
+    folder = tmp_path_factory.mktemp("models") / "drawing"
+    save_model("llama", folder, head_dim=64, generation=QWEN_SAMPLING)
+    make_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[InProcessEngine]:
+    engine = InProcessEngine(folder, ALL)
+    engine.precompute(CHUNKS, progress=False)
+    yield engine
+    engine.close()
+
+
+def vllms_own(engine: InProcessEngine, seed: int) -> tuple[int, ...]:
+    """What vLLM answers by the settings of its ``LLM.get_default_sampling_params``."""
+    from vllm import SamplingParams as VLLMSamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    default = engine.core.model_config.get_diff_sampling_param()
+    sampling = VLLMSamplingParams.from_optional(
+        **default, max_tokens=TOKENS, seed=seed, output_kind=RequestOutputKind.DELTA
+    )
+    request = engine._sent(engine._request(PROMPT, None, None, (), None, full=True)).request
+
+    async def run() -> tuple[int, ...]:
+        ids: list[int] = []
+        async for step in engine.vllm.outputs(request, sampling):
+            ids += step.outputs[0].token_ids
+        return tuple(ids)
+
+    return engine.transport.run(run())
+
+
+def test_answers_are_drawn_as_vllm_draws_them(engine: InProcessEngine) -> None:
+    assert engine.model_sampling == ModelSampling(**QWEN_SAMPLING)
+    expected = [vllms_own(engine, seed) for seed in SEEDS]
+    assert len(set(expected)) == len(SEEDS)
+    for seed, tokens in zip(SEEDS, expected, strict=True):
+        sampling = SamplingParams(max_tokens=TOKENS, seed=seed)
+        assert engine.generate_full(PROMPT, sampling).token_ids == tokens
+        blended = engine.generate(PROMPT, sampling)
+        assert blended.report.blended
+        assert blended.token_ids == tokens
+
+
+def test_both_engines_follow_the_model_alike(engine: InProcessEngine, folder: Path) -> None:
+    embedded = TransformersEngine(folder, config=ALL)
+    assert embedded.model_sampling == engine.model_sampling
+    for asked in ({"temperature": 0.0}, {"temperature": 0.0, "repetition_penalty": 1.0}):
+        sampling = SamplingParams(max_tokens=TOKENS, **asked)
+        there, here = (one.generate_full(PROMPT, sampling) for one in (engine, embedded))
+        assert there.token_ids == here.token_ids
+        assert there.sampling == here.sampling
+    penalized = embedded.generate_full(PROMPT, SamplingParams(max_tokens=TOKENS, temperature=0))
+    plain = embedded.generate_full(PROMPT, SamplingParams.greedy(TOKENS))
+    assert penalized.token_ids != plain.token_ids, "the model's repetition penalty counts"
+    embedded.close()
+
+
+def test_over_http_answers_are_the_servers_own(folder: Path, start_server: ServerFactory) -> None:
+    server = start_server(folder, "--max-model-len", "2048")
+    engine = vllm_server(server.url, model=folder, config=ALL)
+    assert engine.model_sampling == ModelSampling(**QWEN_SAMPLING)
+    for seed in SEEDS:
+        body = {"prompt": PROMPT.text, "max_tokens": TOKENS, "seed": seed, "return_token_ids": True}
+        own = posted(f"{server.url}/v1/completions", {"model": engine.model_name, **body})
+        sampling = SamplingParams(max_tokens=TOKENS, seed=seed)
+        answer = engine.generate_full(PROMPT, sampling)
+        assert list(answer.token_ids) == own["choices"][0]["token_ids"]
+    engine.close()
+
+
+def posted(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Ask a server in plain JSON."""
+    headers = {"Content-Type": "application/json"}
+    request = Request(url, json.dumps(body).encode(), headers)  # noqa: S310
+    with urlopen(request) as answer:  # noqa: S310
+        plain: dict[str, Any] = json.loads(answer.read())
+    return plain
