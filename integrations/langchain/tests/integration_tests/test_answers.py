@@ -11,6 +11,7 @@ from threading import Event
 from typing import Any
 
 import pytest
+import torch
 from cacheblend_rag import BlendConfig, Chunk, Delta, Document, SamplingParams, TransformersEngine
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, generate_prompts
@@ -18,6 +19,7 @@ from cacheblend_rag.errors import EngineUnavailableError
 from langchain_core.caches import InMemoryCache
 from langchain_core.messages import AIMessage, AIMessageChunk, HumanMessage, SystemMessage
 from langchain_core.runnables import RunnableParallel
+from transformers import GenerationConfig
 
 from langchain_cacheblend import ChatCacheBlend, retrieval_hints
 from langchain_cacheblend.hints import publish
@@ -132,6 +134,25 @@ def test_a_seed_repeats_what_was_drawn(engine: TransformersEngine) -> None:
     llm = ChatCacheBlend(engine=engine, max_tokens=12, temperature=1.5, seed=3)
     assert llm.invoke("hello").text == llm.invoke("hello").text
     assert llm.invoke("hello").text != llm.invoke("hello", seed=4).text
+
+
+def test_sampling_that_is_not_given_is_the_models_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt is answered as by transformers' own ``generate``."""
+    model, tokenizer = random_model(), make_tokenizer(chat_template=False)
+    engine = random_engine(chat_template=False)
+    llm = ChatCacheBlend(engine=engine, max_tokens=12, seed=3)
+    ids = tokenizer("hello", return_tensors="pt")
+    answers, keys = [], set()
+    for settings in ({}, {"repetition_penalty": 1.8}, {"do_sample": True, "temperature": 0.9}):
+        own = GenerationConfig(pad_token_id=0, **settings)
+        monkeypatch.setattr(model, "generation_config", own)
+        torch.manual_seed(3)
+        tokens = model.generate(**ids, max_new_tokens=12)[0, ids["input_ids"].shape[1] :]
+        answers.append(tokenizer.decode(tokens, skip_special_tokens=True))
+        assert llm.invoke("hello").text == answers[-1]
+        keys.add(llm._get_llm_string())
+    assert len(set(answers)) == len(keys) == 3
+    assert llm.invoke("hello", temperature=0.0).text == answers[0]
 
 
 def test_messages_are_rendered_as_the_engine_renders_them(engine: TransformersEngine) -> None:

@@ -11,12 +11,14 @@ from traceback import TracebackException
 from typing import Any
 
 import pytest
+import torch
 from llama_index.core.base.llms.types import ChatMessage, ImageBlock, MessageRole
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler, TokenCountingHandler
 from llama_index.core.callbacks.schema import CBEventType
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.llms import LLM, CustomLLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from cacheblend_rag import (
     BlendConfig,
@@ -28,8 +30,10 @@ from cacheblend_rag import (
     PromptError,
     SamplingParams,
     StoreConfig,
+    TransformersEngine,
     names_of,
 )
+from cacheblend_rag.demo import MODEL_FOLDER
 from llama_index.llms.cacheblend import (
     CacheBlendLLM,
     CacheBlendPrecompute,
@@ -540,3 +544,29 @@ def test_a_model_must_be_named(given: dict[str, Any]) -> None:
 def test_a_password_in_a_url_is_refused() -> None:
     with pytest.raises(ConfigError, match="give its key as api_key="):
         CacheBlendLLM(engine="http://me:sesame@localhost:1")
+
+
+def test_sampling_that_is_not_given_is_the_models_own() -> None:
+    """A prompt is answered as by ``model.generate``, which HuggingFaceLLM calls."""
+    tokenizer = AutoTokenizer.from_pretrained(str(MODEL_FOLDER))
+    model = AutoModelForCausalLM.from_pretrained(str(MODEL_FOLDER))
+    ids = tokenizer(QUESTION, return_tensors="pt")
+
+    def own(**settings: Any) -> str:
+        model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0, **settings)
+        torch.manual_seed(3)
+        out = model.generate(**ids, max_new_tokens=12)[0, ids["input_ids"].shape[1] :]
+        return str(tokenizer.decode(out, skip_special_tokens=True))
+
+    llm = CacheBlendLLM(
+        engine=TransformersEngine(model, tokenizer=tokenizer),
+        max_tokens=12,
+        additional_kwargs={"seed": 3},
+    )
+    answers = []
+    for settings in ({}, {"repetition_penalty": 1.8}, {"do_sample": True, "temperature": 2.5}):
+        answers.append(own(**settings))
+        assert llm.complete(QUESTION, formatted=True).text == answers[-1]
+        assert llm.complete(QUESTION, formatted=True, temperature=None).text == answers[-1]
+    assert len(set(answers)) == 3
+    assert llm.complete(QUESTION, formatted=True, temperature=0).text == answers[0]
