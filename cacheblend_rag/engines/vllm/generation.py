@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from cacheblend_rag.engines.tokenizer import first_line
+from cacheblend_rag.errors import first_line
 
 logger = logging.getLogger(__name__)
 
