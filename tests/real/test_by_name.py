@@ -79,5 +79,5 @@ def test_gemma_begins_with_bos_and_continues_a_text(gemma3_folder: Path) -> None
     assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (2, 1)
     with closing(TransformersEngine(gemma3_folder, dtype="float32")) as engine:
         assert engine.model_name == "gemma3-270m"
-        answer = engine.generate("The capital of Germany is", SamplingParams(max_tokens=1))
-    assert answer.text.strip() == "Berlin"
+        answer = engine.generate("Monday, Tuesday, Wednesday,", SamplingParams(max_tokens=3))
+    assert answer.text == " Thursday, Friday"
