@@ -38,6 +38,10 @@ class PromptError(CacheBlendError, ValueError):
     """A prompt is empty or longer than the model's context window."""
 
 
+class OutOfMemoryError(CacheBlendError, MemoryError):
+    """The model's own prefill or decoding found no memory; the request's own was freed."""
+
+
 class StoreError(CacheBlendError):
     """A KV store could not be opened, or an operation a user asked for failed."""
 

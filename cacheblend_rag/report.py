@@ -16,7 +16,7 @@ MissReason = Literal[
     "damaged",  # stored bytes failed their checksum and were quarantined
     "unsealed",  # stored by who has not the store's key, or with one that this store lacks
     "store error",  # a tier could not be read
-    "no room",  # there is too little device memory to fuse the prompt's KV
+    "no room",  # there is too little memory to read it, or to fuse the prompt's KV
     "slow",  # loading it would take longer than computing it
     "too short",  # the prompt's reusable tokens are fewer than min_tokens
     "unsupported model",  # this model's KV cannot be blended

@@ -186,8 +186,8 @@ class Stages:
         with self._lock:
             self._collect()
             if not self._free and self._left:
-                self._left -= 1
                 pinned, scratch = self.lane.pinned(self._nbytes), self.lane.scratch(self._nbytes)
+                self._left -= 1  # not before: there may be no memory for it
                 return Stage(pinned, scratch)
             return self._free.pop() if self._free else None
 
@@ -198,6 +198,15 @@ class Stages:
             self._busy.append(stage)
             self._collect()
 
+    def release(self) -> int:
+        """Let go of the stages that are not in use; returns their bytes, on the host and there."""
+        with self._lock:
+            self._collect()
+            count = len(self._free)
+            self._free.clear()
+            self._left += count
+        return 2 * count * self._nbytes
+
     def _collect(self) -> None:
         busy, self._busy = self._busy, []
         for stage in busy:
@@ -206,6 +215,12 @@ class Stages:
                 continue
             stage.used, stage.until, stage.held = 0, None, ()
             self._free.append(stage)
+
+
+def release_stages(device: torch.device) -> int:
+    """Let go of a device's stages that are not in use, if it has any; returns their bytes."""
+    stages = stages_of(device)
+    return 0 if stages is None else stages.release()
 
 
 def has_lane(device: torch.device) -> bool:

@@ -124,9 +124,12 @@ class Upload:
             stage = self._stages.take()
             if stage is None:
                 return False
-            held = self._fill(stage)
-            self._mark = self._lane.carried()
-            self._stages.give(stage, self._mark, held)
+            held: list[Tensor] = []
+            try:
+                self._fill(stage, held)
+            finally:  # also where there is no memory for what it asks
+                self._mark = self._lane.carried()
+                self._stages.give(stage, self._mark, held)
         return True
 
     def arrive(self) -> None:
@@ -134,9 +137,8 @@ class Upload:
         if self._mark is not None:
             self._lane.hold_work(self._mark)
 
-    def _fill(self, stage: Stage) -> list[Tensor]:
-        """Ask for as many tokens as fit in a stage; returns what is copied from where it lies."""
-        held: list[Tensor] = []
+    def _fill(self, stage: Stage, held: list[Tensor]) -> None:
+        """Ask for as many tokens as fit in a stage; adds to ``held`` what is copied as it lies."""
         while self._todo and (rows := stage.rows(self._todo[0].kv.row_bytes)):
             part, rest = self._todo.popleft().cut(rows)
             if rest is not None:
@@ -145,7 +147,6 @@ class Upload:
             if part.turn is not None:
                 self._lane.share(part.turn.cos, part.turn.sin)
             self._lane.run(partial(self._lay, part.start, part.kv.arrived, sent, part.turn))
-        return held
 
     def _lay(
         self,
@@ -205,7 +206,11 @@ class Download:
             stage = self._stages.take()
             if stage is None:
                 return False
-            filled = self._fill(stage)
+            try:
+                filled = self._fill(stage)
+            except BaseException:  # no memory, say
+                self._stages.give(stage, self._lane.carried())
+                raise
             self._mark = self._lane.carried()
             write = partial(_write, self._stages, stage, self._mark, filled)
             self._coming.append(self._stages.writer.submit(write))

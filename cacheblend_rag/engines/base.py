@@ -1,8 +1,8 @@
 """Engine: the contract that every engine keeps, and all of it that is the same on every engine.
 
 A subclass says what it is (its facts), begins a request (``_start``), and does a store's verbs
-(``_store``, ``_prefetch``, ``_evict``). Generating, streaming, batches, their asynchronous twins,
-known chunks and reports are made of these here, once.
+(``_store``, ``_prefetch``, ``_evict``, ``_release``). Generating, streaming, batches, their
+asynchronous twins, known chunks and reports are made of these here, once.
 """
 
 from __future__ import annotations
@@ -402,6 +402,21 @@ class Engine(ABC):
         self._check_writable()
         return self._evict(self._known.unregistered(self._stored_keys()))
 
+    def release(self) -> int:
+        """Free the memory that chunk KV takes, on the host and on the device; the engine lives on.
+
+        Chunks stay known, and stored on disk, in Redis and in object stores: requests read them
+        from there again. What was in memory only is computed again (``not stored``). Chunks that
+        wait to be written, that requests are reading, or that are pinned, stay in memory until that
+        is over. Buffers that copies pass through, and memory that PyTorch keeps for later, are
+        freed besides. Engines around one store, siblings for example, share its memory.
+
+        Returns:
+            How many bytes of chunk KV and of buffers were freed.
+        """
+        self._check_open()
+        return self._release()
+
     # Question time
 
     def generate(
@@ -636,6 +651,10 @@ class Engine(ABC):
     @abstractmethod
     def _evict(self, keys: Sequence[KVKey]) -> int:
         """Drop the KV of keys; returns of how many there was any."""
+
+    @abstractmethod
+    def _release(self) -> int:
+        """Free the memory that KV takes, and keep what is stored elsewhere; returns its bytes."""
 
     def _forget(self, keys: Sequence[KVKey]) -> None:
         """Let go of KV in memory that another writer has evicted from what is shared."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import heapq
 import threading
 import time
@@ -406,4 +407,8 @@ def miss_of(error: StoreError) -> StoreMiss:
         return "unsealed"
     if isinstance(error, ForeignChunkError):
         return "other model"
-    return "damaged" if isinstance(error, DamagedChunkError) else "store error"
+    if isinstance(error, DamagedChunkError):
+        return "damaged"
+    cause = error.__cause__
+    is_lack = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
+    return "no room" if is_lack else "store error"

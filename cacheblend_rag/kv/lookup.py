@@ -7,7 +7,7 @@ from typing import Literal
 
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 
-StoreMiss = Literal["not stored", "damaged", "other model", "unsealed", "store error"]
+StoreMiss = Literal["not stored", "damaged", "other model", "unsealed", "store error", "no room"]
 
 
 @dataclass(frozen=True, slots=True)

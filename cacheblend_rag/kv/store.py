@@ -368,6 +368,15 @@ class TieredKVStore:
                     if not tier.durable:
                         tier.evict(key)
 
+    def release(self) -> int:
+        """Free the memory of this process that chunk KV takes; returns how many bytes.
+
+        What slower tiers hold stays there, and so does what waits to be written to them, which is
+        found until it is. Pinned chunks stay. What a prompt is reading is freed once it was read;
+        what is in no other tier is gone, as if it had been evicted.
+        """
+        return sum(tier.release() for tier in self.tiers)
+
     def evict_where(self, condition: Callable[[KVKey, Entry], bool]) -> int:
         """Evict all chunks for which ``condition`` holds; returns how many.
 

@@ -27,6 +27,7 @@ from cacheblend_rag.blend.transfer import Download, to_host, until
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.memory import give_back_unused, lack_of_memory
 from cacheblend_rag.prefill.laying import Laying, LostChunkError, Place, begin_reading
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.prior import context_deviation, keys_of_prior_layer, prior_layer
@@ -34,7 +35,16 @@ from cacheblend_rag.prefill.prior import context_deviation, keys_of_prior_layer,
 Member = tuple[ChunkPlan, int]
 """A chunk of a document, and where it begins in the pass over it."""
 
-Computed = Iterator[tuple[ChunkPlan, ChunkKV] | None]
+
+@dataclass(frozen=True)
+class NoRoom:
+    """Chunks that were not computed, since there was no memory; lack: one line about it."""
+
+    chunks: Sequence[ChunkPlan]
+    lack: str
+
+
+Computed = Iterator[tuple[ChunkPlan, ChunkKV] | NoRoom | None]
 """Chunks as they are computed; None where a layer was run and others may have their turn."""
 
 ComputeAlone = Callable[[list[ChunkPlan]], Computed]
@@ -75,12 +85,15 @@ def compute_chunks(
     *,
     alone: ComputeAlone,
     in_document: bool,
+    leaves_out: bool = False,
 ) -> Computed:
     """Yield the KV and prior of every chunk not in ``store``.
 
     in_document: chunks are computed behind their document (lead-in ``document``); otherwise behind
-    the lead-in alone, and the document only serves the prior.
+    the lead-in alone, and the document only serves the prior. leaves_out: chunks for which there is
+    no memory are a NoRoom instead of an error; not where other ranks wait for this one.
     """
+    spared = or_no_room if leaves_out else _as_it_comes
     unrelated: list[ChunkPlan] = []
     for work in document_plans(chunks):
         members = [chunk for chunk, _ in work.members]
@@ -89,22 +102,59 @@ def compute_chunks(
         if not any(chunk.context for chunk, _ in work.members):
             unrelated += missing
         elif in_document:
-            yield from compute_document(stack, work, store)
+            yield from spared(missing, compute_document(stack, work, store))
         elif missing:
-            starts = {chunk.key: start for chunk, start in work.members}
-            contextual = yield from keys_of_prior_layer(stack, work.tokens)
-            for computed in alone(missing):
-                if computed is None:
-                    yield None
-                    continue
-                chunk, kv = computed
-                start = starts[chunk.key]
-                there = contextual[:, start : start + kv.tokens]
-                here = kv.keys[prior_layer(stack)].to(there.device)
-                moved = context_deviation(stack, here, there, start - kv.position)
-                prior = yield from to_host(stack, moved)
-                yield chunk, replace(kv, prior=prior)
-    yield from alone(unrelated)
+            yield from spared(missing, _with_prior(stack, work, alone(missing)))
+    yield from spared(unrelated, alone(unrelated))
+
+
+def or_no_room(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:
+    """Compute chunks; those that are left when memory cannot be had are a NoRoom.
+
+    What the work held is freed by then.
+    """
+    left = {chunk.key: chunk for chunk in chunks}
+    try:
+        for computed in work:
+            for chunk in _told_of(computed):
+                left.pop(chunk.key, None)
+            yield computed
+    except Exception as error:
+        lack = lack_of_memory(error)
+        if lack is None:
+            raise
+    else:
+        return
+    del work  # with the error's traceback, the last that holds on to the pass
+    give_back_unused()
+    yield NoRoom(list(left.values()), lack)
+
+
+def _as_it_comes(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:
+    return work
+
+
+def _told_of(computed: tuple[ChunkPlan, ChunkKV] | NoRoom | None) -> Sequence[ChunkPlan]:
+    if computed is None:
+        return ()
+    return computed.chunks if isinstance(computed, NoRoom) else computed[:1]
+
+
+def _with_prior(stack: DecoderStack, work: DocumentPlan, alone: Computed) -> Computed:
+    """Give chunks that are computed behind their lead-in alone the prior of their document."""
+    starts = {chunk.key: start for chunk, start in work.members}
+    contextual = yield from keys_of_prior_layer(stack, work.tokens)
+    for computed in alone:
+        if computed is None or isinstance(computed, NoRoom):
+            yield computed
+            continue
+        chunk, kv = computed
+        start = starts[chunk.key]
+        there = contextual[:, start : start + kv.tokens]
+        here = kv.keys[prior_layer(stack)].to(there.device)
+        moved = context_deviation(stack, here, there, start - kv.position)
+        prior = yield from to_host(stack, moved)
+        yield chunk, replace(kv, prior=prior)
 
 
 def compute_document(stack: DecoderStack, work: DocumentPlan, store: TieredKVStore) -> Computed:

@@ -299,3 +299,48 @@ def test_nothing_on_the_way_synchronizes_a_gpu(form: str) -> None:
     values = sent.unpacked()[1] if isinstance(sent, PackedLayer) else kv[1]
     assert torch.equal(into[1], values)
     assert not torch.equal(into[0], kv[0])
+
+
+@pytest.mark.parametrize("what", ["pinned", "scratch", "run", "copy"])
+@pytest.mark.parametrize("way", ["up", "down"])
+def test_no_stage_is_lost_where_there_is_no_memory(
+    way: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two stages are all there are: a third failure would find none otherwise."""
+    lane = FakeLane()
+    stages, fused = Stages(lane, 2, 40 * ROW_BYTES), buffer("fused", geometry(lane))
+
+    def move() -> bool:
+        if way == "up":
+            return Upload(stages, fused, 0, parts_of(0, fused.keys.device), lane.worked()).go_on()
+        download = Download(stages)
+        download.add([(torch.empty(KV_HEADS, TOKENS, HEAD_DIM), fused.of_layer(0)[0])])
+        return download.go_on()
+
+    def refused(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for _ in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(lane, what, refused)
+            if what in {"pinned", "scratch"}:
+                assert stages.release() >= 0
+            with pytest.raises(torch.OutOfMemoryError):
+                move()
+        lane.finish()
+    assert move()
+    lane.finish()
+    assert lane.errors == []
+
+
+def test_released_stages_are_made_anew() -> None:
+    lane = FakeLane(patience=None)
+    stages = Stages(lane, 2, 40 * ROW_BYTES)
+    one, other = stages.take(), stages.take()
+    assert one is not None
+    assert other is not None
+    stages.give(one)
+    assert stages.release() == 2 * 40 * ROW_BYTES, "the other is in use"
+    assert stages.release() == 0
+    assert stages.take() is not one
+    assert stages.take() is None

@@ -1068,6 +1068,23 @@ class EngineContract:
             assert open_.is_open
             assert len(open_.generate(texts.text(9), SHORT).token_ids) == SHORT.max_tokens
 
+    def test_released_memory_is_not_needed(self, engine: Engine, texts: Texts) -> None:
+        """The engine lives on: what was in memory only is a miss, and is stored anew."""
+        chunks = texts.chunks(40, 30)
+        engine.precompute(chunks, progress=False)
+        prompt = texts.asking(*chunks)
+        before = engine.generate(prompt, SHORT, config=REUSE)
+        assert before.report.blended
+        assert engine.release() > 0
+        assert engine.release() == 0
+        assert all(chunk.text in engine.registry for chunk in chunks), "they stay known"
+        missed = engine.generate(texts.asking(*chunks), SHORT, config=REUSE)
+        assert [chunk.reason for chunk in missed.report.chunks] == ["not stored"] * 2
+        assert missed.finish_reason == "length"
+        assert engine.precompute(chunks, progress=False).computed == 2
+        again = engine.generate(texts.asking(*chunks), SHORT, config=REUSE)
+        assert [chunk.hit for chunk in again.report.chunks] == [True, True]
+
     # Errors
 
     def test_prompts_that_cannot_be_served_are_refused(
@@ -1157,6 +1174,7 @@ class EngineContract:
             lambda: engine.prefetch(["any"]),
             lambda: engine.evict_document("any"),
             engine.evict_unregistered,
+            engine.release,
             lambda: engine.sibling(lead_in="none"),
         ]
         for call in calls:

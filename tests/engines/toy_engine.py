@@ -101,6 +101,11 @@ class ToyEngine(Engine):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         return sum(self._kv.pop(key, None) is not None for key in keys)
 
+    def _release(self) -> int:
+        freed = sum(8 * len(kv) for kv in self._kv.values())
+        self._kv.clear()
+        return freed
+
     def _stored_keys(self) -> Iterable[KVKey]:
         return [key for key in self._kv if key.fingerprint == self.fingerprint]
 

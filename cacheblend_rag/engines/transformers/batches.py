@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -10,30 +11,49 @@ from transformers.cache_utils import DynamicCache
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.prefill.precompute import Computed, NoRoom, or_no_room
 
 BATCH_TOKENS = 8192
 
 
-def compute_batches(
-    stack: TransformersStack, chunks: list[ChunkPlan]
-) -> Iterator[tuple[ChunkPlan, ChunkKV]]:
+def compute_batches(stack: TransformersStack, chunks: list[ChunkPlan]) -> Computed:
     """Compute chunks behind their lead-in only, in batches of like length; without a prior.
+
+    A batch for which there is no memory is halved, down to single chunks.
+    """
+    waiting = deque(_batches(sorted(chunks, key=lambda c: len(c.token_ids))))
+    while waiting:
+        batch = waiting.popleft()
+        for computed in or_no_room(batch, _compute_batch(stack, batch)):
+            if isinstance(computed, NoRoom) and len(computed.chunks) > 1:
+                waiting.extendleft(reversed(_halves(computed.chunks)))
+            else:
+                yield computed
+
+
+def _compute_batch(stack: TransformersStack, batch: Sequence[ChunkPlan]) -> Computed:
+    """Compute chunks at once.
 
     Padding stands on the right, where causal attention never looks, so it needs no mask.
     """
-    for batch in _batches(sorted(chunks, key=lambda c: len(c.token_ids))):
-        lead = len(batch[0].lead)
-        width = lead + len(batch[-1].token_ids)
-        rows = [[*c.lead, *c.token_ids] for c in batch]
-        ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
-        cache = DynamicCache()
-        ids = ids.to(stack.geometry.device)
-        stack.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
-        for index, chunk in enumerate(batch):
-            part = (index, slice(None), slice(lead, lead + len(chunk.token_ids)))
-            keys = torch.stack([layer.keys[part] for layer in cache.layers])
-            values = torch.stack([layer.values[part] for layer in cache.layers])
-            yield chunk, ChunkKV(keys, values, lead)
+    lead = len(batch[0].lead)
+    width = lead + len(batch[-1].token_ids)
+    rows = [[*c.lead, *c.token_ids] for c in batch]
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in rows])
+    cache = DynamicCache()
+    ids = ids.to(stack.geometry.device)
+    stack.decoder(input_ids=ids, past_key_values=cache, use_cache=True)
+    for index, chunk in enumerate(batch):
+        part = (index, slice(None), slice(lead, lead + len(chunk.token_ids)))
+        keys = torch.stack([layer.keys[part] for layer in cache.layers])
+        values = torch.stack([layer.values[part] for layer in cache.layers])
+        yield chunk, ChunkKV(keys, values, lead)
+
+
+def _halves(chunks: Sequence[ChunkPlan]) -> list[list[ChunkPlan]]:
+    """Cut chunks of which there are several in two."""
+    middle = len(chunks) // 2
+    return [list(chunks[:middle]), list(chunks[middle:])]
 
 
 def _batches(chunks: list[ChunkPlan]) -> Iterator[list[ChunkPlan]]:

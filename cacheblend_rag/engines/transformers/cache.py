@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
@@ -23,33 +22,38 @@ class FusedCache(Cache):  # type: ignore[misc] # base is untyped
 
     def __init__(self, fused: FusedKV, length: int) -> None:
         self.fused = fused
-        super().__init__(layers=[_FusedLayer(self, i, length) for i in range(fused.keys.shape[0])])
+        super().__init__(layers=[_FusedLayer(fused, i, length) for i in range(fused.keys.shape[0])])
 
-    def grow(self, tokens: int) -> None:
-        """Make room for at least so many tokens, keeping what is there."""
-        capacity = self.fused.keys.shape[2]
-        more = max(tokens, capacity + GROWTH_TOKENS) - capacity
-        for name in ("keys", "values"):
-            old = getattr(self.fused, name)
-            room = old.new_empty(*old.shape[:2], more, old.shape[3])
-            setattr(self.fused, name, torch.cat([old, room], 2))
+
+def _grow(fused: FusedKV, tokens: int) -> None:
+    """Make room for at least so many tokens, keeping what is there."""
+    capacity = fused.keys.shape[2]
+    for name in ("keys", "values"):
+        old: Tensor = getattr(fused, name)
+        new = old.new_empty(*old.shape[:2], max(tokens, capacity + GROWTH_TOKENS), old.shape[3])
+        new[:, :, :capacity] = old
+        setattr(fused, name, new)
 
 
 class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
-    """One layer's view of the fused buffer."""
+    """One layer's view of the fused buffer.
 
-    def __init__(self, cache: FusedCache, layer: int, length: int) -> None:
+    It knows the buffer, not the cache: in a circle of references the KV would outlive its request
+    until garbage is collected.
+    """
+
+    def __init__(self, fused: FusedKV, layer: int, length: int) -> None:
         super().__init__()
-        self.cache, self.layer, self.length = cache, layer, length
+        self.fused, self.layer, self.length = fused, layer, length
         self.is_initialized = True
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         start, end = self.length, self.length + key_states.shape[2]
-        if end > self.cache.fused.keys.shape[2]:
-            self.cache.grow(end)
-        fused = self.cache.fused
+        fused = self.fused
+        if end > fused.keys.shape[2]:
+            _grow(fused, end)
         if (
             key_states.shape[1::2] != fused.keys.shape[1::2]
             or value_states.shape != key_states.shape

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.cost import prefill_cost
+from cacheblend_rag.blend.lane import release_stages
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.config import BlendConfig, LeadInConfig
@@ -41,10 +42,11 @@ from cacheblend_rag.engines.transformers.prefill import (
 )
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.turns import Turns
-from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.blended import NotWorthLoading
 from cacheblend_rag.prefill.controller import Controller, Rates
@@ -53,6 +55,7 @@ from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import (
     ComputeAlone,
     Computed,
+    NoRoom,
     compute_chunks,
     compute_one_by_one,
 )
@@ -228,7 +231,27 @@ class TransformersEngine(Engine):
         return PulledStream(self._answer(request), request.cancel, self._pool)
 
     def _answer(self, request: Request) -> Iterator[Delta]:
-        """Yield text as it becomes final."""
+        """Yield text as it becomes final.
+
+        Raises OutOfMemoryError when the model's own prefill, or decoding, finds no memory.
+        """
+        try:
+            yield from self._deltas(request)
+        except Exception as error:
+            lack = lack_of_memory(error)
+            if lack is None:
+                raise
+        else:
+            return
+        # Behind the handler: the error's traceback kept the request's KV.
+        give_back_unused()
+        raise OutOfMemoryError(
+            f"no memory on {self.model.device} to answer a prompt of "
+            f"{len(request.prepared.token_ids):,} tokens: shorten it or lower max_tokens, or free "
+            f"memory (engine.release() frees chunk KV): {lack}"
+        )
+
+    def _deltas(self, request: Request) -> Iterator[Delta]:
         text = TextStream(self.tokenizer, request.sampling.stop)
         tell = partial(self._answered, request)
         prefilled = self._prefilled(request)
@@ -264,22 +287,39 @@ class TransformersEngine(Engine):
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
         refusal, miss = self._refusal(request, chunks)
         if refusal is None and self._stack is not None:
-            with chunks.source(self._stack) as source:
-                steps = blended_prefill(
-                    self._stack,
-                    chunks,
-                    source,
-                    request.config,
-                    reserve,
-                    controller=self._controller,
-                )
-                blended = self._stepped(request, steps, source)
+            blended = self._blended(self._stack, request, chunks, reserve)
             if not isinstance(blended, NotWorthLoading):
                 return blended
             told = PrefillReport(blended.why, chunks=blended.chunks)
         else:
             told = PrefillReport(refusal, chunks=[] if request.full else chunks.missed(miss))
         return self._ordinarily(request, reserve, told)
+
+    def _blended(
+        self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
+    ) -> Prefilled | NotWorthLoading | None:
+        """Prefill by a blend pass; one that finds no memory is given up, and all it held freed."""
+        try:
+            return self._run_pass(stack, request, chunks, reserve)
+        except Exception as error:
+            lack = lack_of_memory(error)
+            if lack is None:
+                raise
+        # Behind the handler: the error's traceback kept the pass, and so would a logged one.
+        give_back_unused()
+        logger.warning(
+            "a prompt of %d tokens is not blended: %s (%s)", len(chunks.token_ids), NO_ROOM, lack
+        )
+        return NotWorthLoading(f"{NO_ROOM}: {lack}", chunks.missed(NO_ROOM))
+
+    def _run_pass(
+        self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
+    ) -> Prefilled | NotWorthLoading | None:
+        with chunks.source(stack) as source:
+            steps = blended_prefill(
+                stack, chunks, source, request.config, reserve, controller=self._controller
+            )
+            return self._stepped(request, steps, source)
 
     def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
         """Serve a prompt by the model's own prefill, and note how long that took."""
@@ -355,6 +395,10 @@ class TransformersEngine(Engine):
             if computed is None:
                 yield Stored()
                 continue
+            if isinstance(computed, NoRoom):
+                logger.warning("%d chunks not computed: %s", len(computed.chunks), computed.lack)
+                yield Stored(refused={NO_ROOM: len(computed.chunks)})
+                continue
             plan, kv = computed
             with working():
                 was_stored = self.store.put(plan.key, kv)
@@ -366,7 +410,9 @@ class TransformersEngine(Engine):
     def _compute(self, plans: Sequence[ChunkPlan], alone: ComputeAlone) -> Computed:
         """Compute the KV of all that is not stored, a layer or batch at a time."""
         stack, in_document = cast(TransformersStack, self._stack), self.lead_in.kind == "document"
-        return compute_chunks(stack, plans, self.store, alone=alone, in_document=in_document)
+        return compute_chunks(
+            stack, plans, self.store, alone=alone, in_document=in_document, leaves_out=True
+        )
 
     def _taking_turns(self, steps: Iterator[T]) -> Iterator[T]:
         """Run each step alone and without gradients, letting other requests run in between."""
@@ -396,6 +442,11 @@ class TransformersEngine(Engine):
 
     def _evict(self, keys: Sequence[KVKey]) -> int:
         return sum(self.store.evict(key) for key in keys)
+
+    def _release(self) -> int:
+        freed = self.store.release() + release_stages(self.model.device)
+        give_back_unused()
+        return freed
 
     def _forget(self, keys: Sequence[KVKey]) -> None:
         self.store.forget(keys)

@@ -19,6 +19,7 @@ from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.memory import NO_ROOM
 from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
 from cacheblend_rag.prefill.controller import Controller
 from cacheblend_rag.prefill.laying import begin_reading
@@ -74,9 +75,10 @@ class PromptChunks:
     def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
         """Report every chunk as a miss, for ``reason`` or else as not stored.
 
-        Of a prompt of which too little is stored, the rest is not stored all the same.
+        Of a prompt of which too little is stored, or which found no memory, the rest is not stored
+        all the same.
         """
-        if reason != "too short":
+        if reason not in {"too short", NO_ROOM}:
             return [c.report(reason) if reason else absent(self.store, c) for c in self.placed]
         return [
             chunk.report(reason) if there else absent(self.store, chunk)

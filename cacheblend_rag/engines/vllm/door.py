@@ -13,17 +13,20 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Any
 
-from cacheblend_rag.errors import ConfigError
-
-Scope = MutableMapping[str, Any]
-Event = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Event]]
-Send = Callable[[Event], Awaitable[None]]
-Application = Callable[[Scope, Receive, Send], Awaitable[None]]
+from cacheblend_rag.engines.vllm.release import (
+    RELEASE_PATH,
+    Application,
+    Event,
+    Receive,
+    Scope,
+    Send,
+    release_memory,
+)
+from cacheblend_rag.errors import CacheBlendError, ConfigError
 
 MIDDLEWARE = f"{__name__}.Door"
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -62,7 +65,8 @@ class Door:
 
     The keys of vLLM (``--api-key``, or VLLM_API_KEY) open every path, and so does that in
     CACHEBLEND_STORE_KEY; without a key of vLLM's nobody needs one. Where CACHEBLEND_STORE_KEY is
-    set, orders that change the store (see CHANGES) need it. The path /health is always open, and so
+    set, orders that change the store (see CHANGES) need it, and so does /cacheblend/release, which
+    is answered here. The path /health is always open, and so
     are OPTIONS, which browsers send before they ask.
 
     Raises ConfigError when CACHEBLEND_MAX_BODY_MIB is no positive number.
@@ -79,12 +83,27 @@ class Door:
         try:
             if kind in {"http", "websocket"}:
                 scope, may_change = self._checked_key(scope)
+            if kind == "http" and _path(scope) == RELEASE_PATH:
+                await self._release(scope, may_change, send)
+                return
             if kind == "http":
                 receive = await self._checked_body(scope, receive, may_change)
         except RefusedError as refusal:
             await _refuse(kind, refusal, send)
             return
         await self._app(scope, receive, send)
+
+    async def _release(self, scope: Scope, may_change: bool, send: Send) -> None:
+        """Answer who asks to release memory; see release_memory."""
+        if scope["method"] != "POST":
+            raise RefusedError(HTTPStatus.METHOD_NOT_ALLOWED, f"POST {RELEASE_PATH}")
+        if not may_change:
+            raise _lacks_store_key("release")
+        try:
+            freed = await release_memory(self._app, scope)
+        except CacheBlendError as error:
+            raise RefusedError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+        await _answer(HTTPStatus.OK, {"released_bytes": freed}, send)
 
     def _checked_key(self, scope: Scope) -> tuple[Scope, bool]:
         """Return the request as vLLM may see it, and whether it may change the store."""
@@ -184,13 +203,16 @@ def check_order(body: bytes) -> None:
         if isinstance(value, dict):
             order = value.get(PARAMETER)
             if isinstance(order, dict) and order.get("kind") in CHANGES:
-                raise RefusedError(
-                    HTTPStatus.FORBIDDEN,
-                    f"to {order['kind']}, the key in the server's {STORE_KEY_VARIABLE} is needed",
-                )
+                raise _lacks_store_key(order["kind"])
             waiting.extend(value.values())
         elif isinstance(value, list):
             waiting.extend(entry for entry in value if isinstance(entry, dict | list))
+
+
+def _lacks_store_key(kind: str) -> RefusedError:
+    return RefusedError(
+        HTTPStatus.FORBIDDEN, f"to {kind}, the key in the server's {STORE_KEY_VARIABLE} is needed"
+    )
 
 
 def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
@@ -242,11 +264,17 @@ async def _refuse(kind: str, refusal: RefusedError, send: Send) -> None:
         await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(refusal)})
         return
     error = {"message": str(refusal), "type": refusal.status.phrase, "code": refusal.status.value}
-    body = json.dumps({"error": error}).encode()
+    await _answer(refusal.status, {"error": error}, send, (b"connection", b"close"))
+
+
+async def _answer(
+    status: HTTPStatus, told: Mapping[str, Any], send: Send, *more: tuple[bytes, bytes]
+) -> None:
+    body = json.dumps(told).encode()
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (b"connection", b"close"),
+        *more,
     ]
-    await send({"type": "http.response.start", "status": refusal.status.value, "headers": headers})
+    await send({"type": "http.response.start", "status": status.value, "headers": headers})
     await send({"type": "http.response.body", "body": body})

@@ -305,6 +305,9 @@ class VLLMEngine(Engine):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         return self.transport.run(self._jobs.evict(keys)) if keys else 0
 
+    def _release(self) -> int:
+        return self.transport.run(self._jobs.release())
+
     def _forget(self, keys: Sequence[KVKey]) -> None:
         async def evict() -> None:
             try:

@@ -16,6 +16,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     EvictResult,
     Failed,
     PrecomputeResult,
+    ReleaseResult,
     Result,
     SentChunk,
     SentLeadIn,
@@ -26,6 +27,7 @@ from cacheblend_rag.engines.vllm.protocol.job import MOST_KEYS, SALT_PREFIX, Kin
 from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.transport import Transport, VLLMRequest
+from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.precompute import DocumentPlan
 
@@ -69,6 +71,15 @@ class Jobs:
         """Have KV brought into the fastest tier everywhere."""
         for request in self._by_keys("prefetch", keys):
             await self._carry_out(request, everywhere=True)
+
+    async def release(self) -> int:
+        """Free the memory that KV takes everywhere; returns the bytes of all replicas.
+
+        Raises EngineUnavailableError when one does not do it.
+        """
+        job = carrier(BlendJob("release", self._lead_in))
+        params = await all_of(self._params(one) for one in self._to_replicas(job))
+        return released_by(map(_outcome, params))
 
     async def late_result(self, report_id: str) -> Result | None:
         """Ask for the result of a finished request, of each replica: one of them served it."""
@@ -137,6 +148,20 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def released_by(results: Iterable[Result]) -> int:
+    """Return the bytes that replicas have freed together.
+
+    Raises EngineUnavailableError when one of them did not do it.
+    """
+    freed = 0
+    for result in results:
+        if not isinstance(result, ReleaseResult):
+            why = result.error if isinstance(result, Failed) else "it did not say that it was done"
+            raise EngineUnavailableError(f"vLLM's memory for chunk KV was not released: {why}")
+        freed += result.released
+    return freed
 
 
 def _outcome(params: Mapping[str, Any] | None) -> Result:

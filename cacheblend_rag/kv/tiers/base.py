@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from abc import ABC, abstractmethod
@@ -28,6 +29,7 @@ from cacheblend_rag.kv.tiers.admission import Admission, RefusedError, RejectedE
 from cacheblend_rag.kv.tiers.breaker import Breaker, OutError
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.writing import WriteQueue
+from cacheblend_rag.memory import lack_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -434,6 +436,13 @@ class Tier(ABC):
                 nbytes,
             )
 
+    def release(self) -> int:
+        """Free the memory that chunks take here, where they do; returns its bytes.
+
+        Pinned chunks stay, and those that are not written yet.
+        """
+        return 0
+
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to let go of
         """Let go of memory, files and connections."""
 
@@ -459,8 +468,9 @@ class Tier(ABC):
         """Around every access: the one place that decides what is a failure, and tells the breaker.
 
         A chunk that is damaged, foreign, refused or no numbers is an answer; whatever else is
-        raised is a failure and raised on as OSError. keys: one to try the tier with while it is
-        out. timed: whether what takes long counts; not for several chunks together.
+        raised is a failure and raised on as OSError; it is the tier's, but for want of memory.
+        keys: one to try the tier with while it is out. timed: whether what takes long counts; not
+        for several chunks together.
         Raises OutError where the tier is not asked.
         """
         permit = self._permit(breaker, keys)
@@ -471,6 +481,8 @@ class Tier(ABC):
             breaker.succeeded(permit)
             raise
         except Exception as error:
+            if lack := lack_of_memory(error):  # no fault of the tier's
+                raise OSError(errno.ENOMEM, lack) from None
             slow = timed and breaker.clock() - began >= SLOW_FAILURE_SECONDS
             breaker.failed(permit, trips=self.fails_whole or slow)
             if isinstance(error, OSError):

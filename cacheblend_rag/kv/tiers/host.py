@@ -59,6 +59,17 @@ class HostTier(Tier):
         with self._lock:
             return Usage(len(self._chunks), self._nbytes)
 
+    def release(self) -> int:
+        """Forget all chunks but those that are pinned; returns their bytes."""
+        with self._lock:
+            before, gone = self._nbytes, [key for key in self._chunks if key not in self._pinned]
+            for key in gone:
+                self._discard(key)
+            freed = before - self._nbytes
+        self._count("evictions", len(gone))
+        self._admission.forget_rejections()
+        return freed
+
     def close(self) -> None:
         """Forget all chunks."""
         with self._lock:

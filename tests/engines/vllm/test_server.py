@@ -15,6 +15,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
@@ -259,6 +260,29 @@ def test_who_may_ask_may_not_store(server: RunningServer, indexed: PrecomputeRep
     report = asking.generate(text(PROMPTS[3]), ANSWER).report
     assert report.blended
     assert all(chunk.hit for chunk in report.chunks), "what was stored, it may ask about"
+    asking.close()
+
+
+def test_memory_is_released_by_a_route_and_by_an_engine(
+    server: RunningServer, engine: VLLMEngine, indexed: PrecomputeReport
+) -> None:
+    """Who may only ask may not; what is on disk, which is all here, stays."""
+
+    def post(key: str) -> tuple[int, Any]:
+        headers = {"authorization": f"Bearer {key}"}
+        answer = httpx.post(f"{server.url}/cacheblend/release", headers=headers, timeout=60)
+        return answer.status_code, answer.json()
+
+    status, told = post(KEY)
+    assert status == 403
+    assert "to release, the key" in told["error"]["message"]
+    assert post("guess")[0] == 401
+    assert post(STORE_KEY) == (200, {"released_bytes": 0})
+    assert engine.release() == 0
+    assert engine.generate(text(PROMPTS[2]), ANSWER, config=REUSE).report.blended
+    asking = open_engine(server.url, model="demo", api_key=KEY, namespace=NAMESPACE)
+    with pytest.raises(EngineUnavailableError, match="to release, the key"):
+        asking.release()
     asking.close()
 
 

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from cacheblend_rag.engines.vllm.protocol import Failed
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,13 @@ ROW_BLOCK = 768
 """Most rows at once on a CPU; an accelerator takes as many as vLLM has profiled."""
 DEVICE_ERRORS = (torch.AcceleratorError,)
 """After these nothing that is asked of the device succeeds."""
+
+
+@dataclass(frozen=True)
+class _OutOfMemory:
+    """A step of a job found no memory; lack: one line about it."""
+
+    lack: str
 
 
 class Blender:
@@ -73,6 +81,7 @@ class Blender:
         self.slices = Slices.of(self.stack.geometry.device, slice_seconds)
         self.at_work: dict[str, Work] = {}
         self.sources: dict[str, LayerSource] = {}
+        self._allotted: dict[str, Allotted] = {}
         self._worked: dict[str, float] = {}
         self._together: set[str] = set()
         self._idle: set[str] = set()
@@ -94,6 +103,7 @@ class Blender:
     def start(self, allotted: Allotted) -> None:
         """Take a job on, and begin to read the chunks it is to blend; ``advance`` works on it."""
         self._leave(allotted.request_id)
+        self._allotted[allotted.request_id] = allotted
         source = self.jobs.source(allotted)
         self.sources[allotted.request_id] = source
         self.at_work[allotted.request_id] = self.jobs.work(allotted, source)
@@ -110,6 +120,7 @@ class Blender:
     def _leave(self, request_id: str) -> None:
         """Let go of what belongs to a job that is over: chunks that it did not take."""
         self._together.discard(request_id)
+        self._allotted.pop(request_id, None)
         self._idle.discard(request_id)
         if (source := self.sources.pop(request_id, None)) is not None:
             source.close()
@@ -149,14 +160,22 @@ class Blender:
         """
         while True:
             result = self._next_result(request_id, work)
-            here = [isinstance(result, Failed), self._pace.is_over(until)]
-            failed, late = self._agreed(here)
+            has_failed = isinstance(result, Failed | _OutOfMemory)
+            if isinstance(result, _OutOfMemory):
+                result = self._given_up(request_id, result.lack)
+            failed, late = self._agreed([has_failed, self._pace.is_over(until)])
             if result is not None or failed:
-                return RANK_FAILED if failed and not isinstance(result, Failed) else result
+                return RANK_FAILED if failed and not has_failed else result
             if late:
                 return None
 
-    def _next_result(self, request_id: str, work: Work) -> WorkResult | None:
+    def _given_up(self, request_id: str, lack: str) -> WorkResult:
+        """Free what a job held that found no memory, once its error is gone, and say so."""
+        give_back_unused()
+        logger.warning("a request is not blended: %s (%s)", NO_ROOM, lack)
+        return self.jobs.no_room(self._allotted[request_id], lack)
+
+    def _next_result(self, request_id: str, work: Work) -> WorkResult | _OutOfMemory | None:
         """Do a job's next step; its result when that was the last one, or when it failed.
 
         Once a job runs layers, ranks meet in the middle of its steps: what fails then on one rank
@@ -172,11 +191,15 @@ class Blender:
             return ended
         except Exception as error:
             has_met = self.stack.met or request_id in self._together
-            if isinstance(error, DEVICE_ERRORS) or (has_met and get_tp_group().world_size > 1):
+            lack = lack_of_memory(error)
+            is_dead = isinstance(error, DEVICE_ERRORS) and lack is None
+            if is_dead or (has_met and get_tp_group().world_size > 1):
                 logger.critical("blending failed where vLLM cannot go on from", exc_info=True)
                 if get_tp_group().world_size > 1:
                     raise SystemExit(1) from error
                 raise
+            if lack is not None:
+                return _OutOfMemory(lack)
             if isinstance(error, CacheBlendError):
                 return Failed(str(error))
             logger.exception("a request could not be blended")  # it must not end the server

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blend.lane import release_stages
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
@@ -26,11 +27,13 @@ from cacheblend_rag.engines.vllm.protocol import (
     Failed,
     PrecomputeResult,
     PrefetchResult,
+    ReleaseResult,
     SentChunk,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
+from cacheblend_rag.memory import NO_ROOM, give_back_unused
 from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
 from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.laying import begin_reading
@@ -39,12 +42,21 @@ from cacheblend_rag.prefill.policy import too_little
 from cacheblend_rag.prefill.precompute import (
     Computed,
     DocumentPlan,
+    NoRoom,
     compute_chunks,
     compute_document,
     compute_one_by_one,
 )
 
-WorkResult = BlendResult | PrecomputeResult | EvictResult | PrefetchResult | Declined | Failed
+WorkResult = (
+    BlendResult
+    | PrecomputeResult
+    | EvictResult
+    | PrefetchResult
+    | ReleaseResult
+    | Declined
+    | Failed
+)
 Work = Steps[WorkResult]
 WRITING = frozenset({"evict", "precompute"})
 """Kinds of job that change what is stored."""
@@ -87,9 +99,29 @@ class Jobs:
             return (yield from evict(self.store, named))
         if job.kind == "prefetch":
             return (yield from prefetch(self.store, named))
+        if job.kind == "release":
+            return self._release()
         if job.kind == "precompute":
             return (yield from self._precompute(allotted))
         return (yield from self._blend(allotted, source))
+
+    def no_room(self, allotted: Allotted, lack: str) -> Declined | Failed:
+        """Say of a job that it found no memory and was given up; vLLM serves what it was to do."""
+        if allotted.job.kind != "blend":
+            return Failed(f"{NO_ROOM}: {lack}")
+        return _declined(lack, self._placed(allotted))
+
+    def _placed(self, allotted: Allotted) -> list[PlacedChunk]:
+        return [
+            PlacedChunk(key, c.start, c.end, c.protected, before=c.before, after=c.after)
+            for key, c in zip(self._chunk_keys(allotted), allotted.job.chunks, strict=True)
+        ]
+
+    def _release(self) -> ReleaseResult:
+        """Free the memory that chunk KV takes, but for vLLM's own cache."""
+        freed = self.store.release() + release_stages(self.stack.geometry.device)
+        give_back_unused()
+        return ReleaseResult(freed)
 
     def _chunk_keys(self, allotted: Allotted) -> list[KVKey]:
         """Return the keys of the chunks that a job has tokens of."""
@@ -101,15 +133,12 @@ class Jobs:
 
     def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
         started = time.perf_counter()
-        placed = [
-            PlacedChunk(key, c.start, c.end, c.protected, before=c.before, after=c.after)
-            for key, c in zip(self._chunk_keys(allotted), allotted.job.chunks, strict=True)
-        ]
+        placed = self._placed(allotted)
         if refusal := self._too_little(placed, allotted.job.config.min_tokens):
             return refusal
         checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
         if lack := self._lack_of_room(len(allotted.tokens), checks=bool(checks)):
-            return Declined(lack, tuple(chunk.report("no room") for chunk in placed))
+            return _declined(lack, placed)
         done = yield from self._pass(allotted, placed, source).steps()
         if isinstance(done, NotWorthLoading):
             return Declined(done.why, tuple(done.chunks))
@@ -175,7 +204,7 @@ class Jobs:
 
     def _precompute(self, allotted: Allotted) -> Work:
         if lack := self._lack_of_room(len(allotted.tokens)):
-            return Failed(lack)
+            return Failed(f"{NO_ROOM}: {lack}")
         writer = ChunkWriter(self.stack, self.store)
         try:
             return (yield from self._written(allotted, writer))
@@ -186,7 +215,7 @@ class Jobs:
         """Compute chunks, while those before them are written."""
         keys, counts = self._chunk_keys(allotted), Counter[str]()
         for done in self._computed(allotted, keys):
-            if done is not None:
+            if done is not None and not isinstance(done, NoRoom):
                 plan, kv = done
                 counts["computed"] += 1
                 counts["tokens"] += kv.tokens
@@ -237,6 +266,11 @@ def prefetch(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
         store.prefetch([key])
         yield
     return PrefetchResult()
+
+
+def _declined(lack: str, placed: Sequence[PlacedChunk]) -> Declined:
+    """Say that a blend is not begun, or was given up, for want of memory."""
+    return Declined(f"{NO_ROOM}: {lack}", tuple(chunk.report(NO_ROOM) for chunk in placed))
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
@@ -15,6 +15,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     Declined,
     Failed,
     PrecomputeResult,
+    ReleaseResult,
     Result,
 )
 
@@ -64,10 +65,15 @@ class StepResults(KVConnectorWorkerMetadata):
     results: dict[str, Result]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Keep the first rank's results, unless another one's says what went wrong."""
+        """Keep the first rank's results, unless another one's says what went wrong.
+
+        What ranks have released adds up.
+        """
         assert isinstance(other, StepResults)  # noqa: S101 (all ranks run this connector)
         for request_id, result in other.results.items():
             mine = self.results.get(request_id, RANK_FAILED)
+            if isinstance(mine, ReleaseResult) and isinstance(result, ReleaseResult):
+                self.results[request_id] = replace(mine, released=mine.released + result.released)
             if _is_elsewhere(mine) or _stored(result) < _stored(mine):
                 self.results[request_id] = result
         return self

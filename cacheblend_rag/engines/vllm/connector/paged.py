@@ -230,12 +230,13 @@ class PagedKV:
         device = self.cache.device
         starts = (edges - edges[0]).astype(np.int32)
         ends = (rows.host[edges[1:] - 1] + 1).astype(np.int32)
-        starts_cpu = torch.from_numpy(starts)
+        starts_cpu, ends_cpu = torch.from_numpy(starts), torch.from_numpy(ends)
         here = rows.part(int(edges[0]), int(edges[-1]))
         return CommonAttentionMetadata(
             query_start_loc=starts_cpu.to(device),
             query_start_loc_cpu=starts_cpu,
-            seq_lens=torch.from_numpy(ends).to(device),
+            seq_lens=ends_cpu.to(device),
+            seq_lens_cpu_upper_bound=ends_cpu,  # exact: builders need not ask the device
             num_reqs=len(ends),
             num_actual_tokens=len(here),
             max_query_len=int(np.diff(starts).max()),

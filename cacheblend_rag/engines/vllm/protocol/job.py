@@ -27,11 +27,11 @@ MOST_KEYS = 4096
 """Keys that one job may name; who has more sends several."""
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
 
-Kind = Literal["blend", "precompute", "evict", "prefetch", "status", "report"]
+Kind = Literal["blend", "precompute", "evict", "prefetch", "release", "status", "report"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ASKS = ("status", "report")
 """Kinds that only ask: they are answered whatever the model."""
-CHANGES = ("precompute", "evict")
+CHANGES = ("precompute", "evict", "release")
 """Kinds that change what is stored for everyone."""
 
 
@@ -81,7 +81,8 @@ class SentLeadIn:
 
 @dataclass(frozen=True)
 class BlendJob:
-    """One request's work: fuse the chunks of its prompt, store them, or evict or prefetch others.
+    """One request's work: fuse the chunks of its prompt, store them, or evict or prefetch others;
+    or ``release`` the memory that chunks take.
 
     Two kinds only ask: ``status`` for the state of the connector, ``report`` for the result of the
     finished request that had the same ``report_id``.

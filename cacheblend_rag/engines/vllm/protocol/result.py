@@ -59,6 +59,14 @@ class EvictResult:
 
 
 @dataclass(frozen=True)
+class ReleaseResult:
+    """How many bytes of memory were freed, on all ranks."""
+
+    released: int
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class PrefetchResult:
     """Chunks were asked of the store; what comes of it is seen when they are used."""
 
@@ -96,6 +104,7 @@ Result: TypeAlias = (
     BlendResult
     | PrecomputeResult
     | EvictResult
+    | ReleaseResult
     | PrefetchResult
     | Declined
     | Failed
@@ -114,6 +123,7 @@ _TOLD_BY: Mapping[str, type[Any]] = {
     "chunks": BlendResult,
     "computed": PrecomputeResult,
     "evicted": EvictResult,
+    "released": ReleaseResult,
 }
 """The field that tells each kind of result; the first one counts."""
 

@@ -14,6 +14,8 @@ import pytest
 import torch
 from vllm.forward_context import get_forward_context, set_forward_context
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuilder
+from vllm.v1.attention.backends.utils import split_decodes_prefills_and_extends
 
 from cacheblend_rag import BlendConfig, Document
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
@@ -177,6 +179,45 @@ def test_accelerators_attend_to_scattered_rows_by_pytorch_and_to_runs_natively(
     assert paged.is_native(make(np.arange(5, 40), cpu))
     assert not paged.is_native(make(np.arange(0, 40, 2), cpu))
     assert not paged.is_native(make(np.r_[0:100, 200:300], cpu))
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that nothing may be read from: on a GPU the host would wait for all before it."""
+
+    READS = frozenset({"cpu", "item", "tolist", "numpy", "__int__", "__bool__", "__index__", "max"})
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        assert getattr(function, "__name__", "") not in cls.READS, "read from the device"
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_metadata_are_built_of_what_the_host_knows(
+    blender: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Builders of GPU backends ask the device for what they are not told, and wait for it."""
+    paged = PagedKV(blender.cache, range(1, 12), 0, TOKENS, "native")
+    rows = Rows.at(np.r_[3:9, 20, 40:90, 100:TOKENS], torch.device("cpu"))
+    ((_, common),) = paged._common(rows)
+    lengths = [9, 21, 90, TOKENS]
+    assert common.seq_lens.tolist() == lengths
+    assert common.seq_lens_cpu_upper_bound is not None
+    assert common.seq_lens_cpu_upper_bound.tolist() == lengths
+    assert common.seq_lens_cpu_upper_bound.device.type == "cpu"
+    assert common.max_seq_len == TOKENS
+    on_device = {
+        name: getattr(common, name).as_subclass(OnDevice)
+        for name in ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+    }
+    with pytest.raises(AssertionError, match="read from the device"):
+        on_device["seq_lens"].cpu()
+    blind = common.replace(**on_device)
+    assert split_decodes_prefills_and_extends(blind) == (0, 4, 0, 0, len(rows), 0)
+    flex = object.__new__(FlexAttentionMetadataBuilder)
+    monkeypatch.setattr(flex, "build", lambda **given: given["common_attn_metadata"].max_seq_len)
+    assert flex.build_for_cudagraph_capture(blind) == TOKENS
 
 
 def test_a_layer_that_is_driven_sees_nothing_of_the_step_under_way(
