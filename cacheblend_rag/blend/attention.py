@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.sdpa_backends import without_cudnn
 
 BLOCK_ROWS = 64
 ACCELERATOR_BLOCK_ROWS = 1024
@@ -55,7 +56,8 @@ def attend_rows(
         )
         mask = _bias(block, seen, window, copies=heads // kv_heads, dtype=query.dtype)
         if not in_steps:
-            done = functional.scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling)
+            with without_cudnn():
+                done = functional.scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling)
         else:
             done = _in_steps(*part, mask=mask, scaling=scaling, softcap=softcap, sinks=sinks)
         out[:, here] = done.reshape(batch, heads, -1, width).transpose(1, 2)

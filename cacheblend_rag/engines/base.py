@@ -198,7 +198,11 @@ class Engine(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """What this engine's chunk KV is stored under: model, tokenizer, lead-in, namespace."""
+        """What this engine's chunk KV is stored under: model, tokenizer, lead-in, namespace.
+
+        It changes with the model, where that can change while the engine lives.
+        """
+        self._refresh()
         return self._led.fingerprint
 
     @property
@@ -244,6 +248,7 @@ class Engine(ABC):
         Raises:
             PromptError: on unpaired surrogates.
         """
+        self._refresh()
         return self._led.key(chunk)
 
     def prepare(self, prompt: PromptLike, hints: Hints = ()) -> PreparedPrompt:
@@ -294,6 +299,7 @@ class Engine(ABC):
             StoreError: when the store is read only.
         """
         self._check_writable()
+        self._refresh()
         started, tally = time.perf_counter(), Tally()
         chunks, replaced = self._known.replace(items, tally.refused)
         if register_only:
@@ -357,6 +363,7 @@ class Engine(ABC):
     def _filled(self, chunks: Sequence[Chunk]) -> Generator[Stored, None, None]:
         """Store chunks in idle time; those that are forgotten by then, or meanwhile, are not."""
         with working():
+            self._refresh()
             known = [chunk for chunk in chunks if self._known.has(chunk)]
             refusal = self._storing_refusal() if known else None
             plans, done = self._admitted(known, refusal)
@@ -373,6 +380,7 @@ class Engine(ABC):
             hints: chunks, or ids of documents, which stand for all their chunks.
         """
         self._check_open()
+        self._refresh()
         if keys := self._known.hinted(hints):
             self._prefetch(keys)
 
@@ -387,6 +395,7 @@ class Engine(ABC):
             StoreError: when the registry cannot be written, or the store is read only.
         """
         self._check_writable()
+        self._refresh()
         return self._known.forget(document_id, collection)
 
     def evict_unregistered(self) -> int:
@@ -400,6 +409,7 @@ class Engine(ABC):
             StoreError: when the registry cannot be read, or the store is read only.
         """
         self._check_writable()
+        self._refresh()
         return self._evict(self._known.unregistered(self._stored_keys()))
 
     def release(self) -> int:
@@ -674,6 +684,9 @@ class Engine(ABC):
             return READ_ONLY
         return None if self.blend_refusal is None else UNSUPPORTED
 
+    def _refresh(self) -> None:  # noqa: B027 - most engines' models stay what they are
+        """Take note of what has changed of the model: called before chunks are named by keys."""
+
     def _check_config(self, config: BlendConfig) -> None:  # noqa: B027 - most configs suit
         """Raise ConfigError when a request's config does not suit the model."""
 
@@ -724,6 +737,11 @@ class Engine(ABC):
         return Delta("", answer)
 
     # Inside
+
+    def _identify(self, identity: Mapping[str, Any]) -> None:
+        """Go on as the engine of a model with another identity (``model_identity``)."""
+        self._identity = dict(identity)
+        self._led.identify(self._identity)
 
     def _request(
         self,

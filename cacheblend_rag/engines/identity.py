@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,16 +46,20 @@ def model_identity(
     rank: int = 0,
     ranks: int = 1,
     precision: Precision = "native",
+    adapters: str | None = None,
 ) -> dict[str, Any]:
     """Return what KV depends on, for ``fingerprint``.
 
     weights: their hash. config: the model's Hugging Face config; all of its text part counts but
     what is HARMLESS. dtype: the model's. keys: how the engine's keys come out (``key_traits``),
     since two libraries may read one config in two ways. rank, ranks: the tensor-parallel shard.
-    precision: to which the store rounds it.
+    precision: to which the store rounds it. adapters: a hash of those in effect beside the weights,
+    None where there are none.
     """
     text = config.get_text_config()
-    own = {} if precision == "native" else {"precision": precision}
+    own: dict[str, str] = {} if precision == "native" else {"precision": precision}
+    if adapters is not None:
+        own["adapters"] = adapters
     return {
         "weights": weights,
         "dtype": str(dtype).removeprefix("torch."),
@@ -80,9 +84,20 @@ def _settings(config: Any) -> dict[str, Any]:
 
 def weights_in_memory(model: nn.Module, dtype: torch.dtype) -> str:
     """Return a hash of a model's weights as they were loaded; see ``weights_in_files``."""
+    buffers = (
+        (name, buffer)
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(prefix, recurse=False)
+        if name.rpartition(".")[2] not in module._non_persistent_buffers_set
+    )
+    return weights_hash((*model.named_parameters(), *buffers), dtype)
+
+
+def weights_hash(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:
+    """Return a hash of named weights: of each one's name, shape and some values in ``dtype``."""
     digests = {}
-    for parameter, whole in model.named_parameters():
-        for name, weight in _stored_parts(parameter, whole.detach()):
+    for weight_name, whole in weights:
+        for name, weight in _stored_parts(weight_name, whole.detach()):
             flat = weight.reshape(-1)
             sample = flat[torch.tensor(_sampled(flat.numel()), device=flat.device)]
             digests[name] = _digest(name, list(weight.shape), sample, dtype)

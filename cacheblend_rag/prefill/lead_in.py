@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from cacheblend_rag.config import LeadInConfig
@@ -76,13 +76,23 @@ class LeadIn:
         config: LeadInConfig,
         *,
         instruction: str,
-        identity: dict[str, Any],
+        identity: Mapping[str, Any],
         namespace: str,
     ) -> None:
         self.encoder = encoder
         self.name = config.kind
         self.window = config.document_window
         self.tokens = self._lead_tokens(instruction)
+        self.namespace = namespace
+        self._windows: dict[Context, DocumentWindow] = {}
+        self.fingerprints: tuple[str, ...] = ()
+        self.identify(identity)
+
+    def identify(self, identity: Mapping[str, Any]) -> None:
+        """Give keys to chunks of a model with this identity from now on.
+
+        ``fingerprints`` keeps those of all identities so far.
+        """
         self.fingerprint = fingerprint(
             {
                 **identity,
@@ -90,10 +100,13 @@ class LeadIn:
                 "lead_tokens": chunk_id(self.tokens),
                 "window": self.window if self.name == "document" else 0,
             },
-            namespace,
+            self.namespace,
         )
-        self._windows: dict[Context, DocumentWindow] = {}
-        self.key = lru_cache(CACHED_KEYS)(self._key)
+        if self.fingerprint not in self.fingerprints:
+            self.fingerprints = (*self.fingerprints, self.fingerprint)
+        # A cache of its own: a thread that still makes a key of the old identity cannot leave it
+        # among those of the new one.
+        self.key = lru_cache(CACHED_KEYS)(partial(self._key, self.fingerprint))
 
     def resolve(self, chunk: Chunk) -> ChunkPlan:
         """Return the chunk's tokens, its lead-in and its key."""
@@ -108,10 +121,10 @@ class LeadIn:
             return self.encoder.opening
         return self.encoder.leading(instruction)
 
-    def _key(self, chunk: Chunk) -> KVKey:
+    def _key(self, fingerprint: str, chunk: Chunk) -> KVKey:
         own = chunk_id(self.encoder.chunk(chunk.text))
         context = self._context(chunk) if self.name == "document" else ()
-        return KVKey(own, self.fingerprint, chunk_id(context) if context else "")
+        return KVKey(own, fingerprint, chunk_id(context) if context else "")
 
     def _piece(self, text: str) -> TokenIds:
         """Return the tokens of a piece of a document that more of it follows."""

@@ -6,24 +6,26 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.lane import release_stages
+from cacheblend_rag.blend.sdpa_backends import without_cudnn
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.blend.trial import key_traits, trial_tokens
 from cacheblend_rag.config import BlendConfig, LeadInConfig
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import UNSUPPORTED, Engine, settled
 from cacheblend_rag.engines.exiting import working
-from cacheblend_rag.engines.identity import model_identity
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.storing import Stored
 from cacheblend_rag.engines.stream import PulledStream, Stream
@@ -31,9 +33,7 @@ from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS
-from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
-from cacheblend_rag.engines.transformers.ordinary import find_ordinary_prefill
 from cacheblend_rag.engines.transformers.prefill import (
     Prefilled,
     PromptChunks,
@@ -42,14 +42,15 @@ from cacheblend_rag.engines.transformers.prefill import (
 )
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.turns import Turns
-from cacheblend_rag.errors import ConfigError, OutOfMemoryError, UnsupportedModelError
+from cacheblend_rag.engines.transformers.watched import TriedModel, WatchedModel
+from cacheblend_rag.engines.transformers.wrappers import model_in, without_compiling
+from cacheblend_rag.errors import ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.blended import NotWorthLoading
-from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import (
@@ -67,6 +68,8 @@ from cacheblend_rag.text.registry import ChunkRegistry
 logger = logging.getLogger(__name__)
 
 ASYNC_THREADS = 32
+MODEL_CHANGED = "the model changed meanwhile"
+"""Of chunks that were computed while other adapters or weights were put in its place."""
 PATIENCE_SECONDS = 0.05
 """Between two looks at whether a request that waits for its chunks was cancelled."""
 
@@ -91,7 +94,7 @@ class TransformersEngine(Engine):
 
     def __init__(
         self,
-        model: str | Path | PreTrainedModel,
+        model: str | Path | nn.Module,
         *,
         tokenizer: Any = None,
         config: BlendConfig | None = None,
@@ -108,7 +111,9 @@ class TransformersEngine(Engine):
 
         Args:
             model: a hub name, a local folder in hub format, ``demo`` (the bundled model), or a
-                loaded causal language model.
+                loaded causal language model, also one in a wrapper (PEFT's, or what
+                ``torch.compile`` gives). Adapters may be changed while the engine lives: KV is
+                stored apart for each. Whatever of it is compiled is run uncompiled.
             tokenizer: the model's own by default; must be given with a loaded model.
             config: of requests that bring none.
             store: where chunk KV is kept; by default 4 GiB of host memory.
@@ -130,26 +135,33 @@ class TransformersEngine(Engine):
                 blended is served by ordinary prefill; ``blend_refusal`` says why.
         """
         config, lead_in = settled(config, lead_in)
-        if isinstance(model, PreTrainedModel):
+        wrapper: nn.Module | None = None
+        loaded_by: str | Path | None = None
+        if isinstance(model, nn.Module):
             if tokenizer is None:
                 raise ConfigError("tokenizer must be given together with a loaded model")
-            self.model = loading.prepare(model)
-            name = model.config.name_or_path or model.config.model_type
+            outer = without_compiling(model)
+            self.model = loading.prepare(model_in(outer))
+            wrapper = None if outer is self.model else outer.eval()
+            name = self.model.config.name_or_path or self.model.config.model_type
         else:
             self.model = loading.load_model(model, loading.pick_device(device), dtype)
             tokenizer = tokenizer or load_tokenizer(model)
-            name = str(model)
+            name, loaded_by = str(model), model
         self.store = TieredKVStore.open() if store is None else store
-        self._try_model()
-        self._check_config(config)
         self._turns = _turns_of(self.model)
+        self._watched = WatchedModel(
+            self.model, self._turns, self.store, name=loaded_by, wrapper=wrapper
+        )
+        self._take(self._watched.tried())
+        self._check_config(config)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
         self._eos = _eos_token_ids(self.model, tokenizer)
         warn_of_ignored(self._generation_values)
         super().__init__(
             model_name=public_name(name),
             tokenizer=tokenizer,
-            identity=self._model_identity(None if model is self.model else model),
+            identity=self._tried.identity,
             config=config,
             lead_in=lead_in,
             registry=registry,
@@ -158,37 +170,18 @@ class TransformersEngine(Engine):
             fill_on_miss=fill_on_miss,
         )
 
-    def _try_model(self) -> None:
-        """Find out how the model is run, and whether it can be blended."""
-        self._blend_refusal: str | None = None
-        self._stack: TransformersStack | None = None
-        self._controller: Controller | None = None
-        try:
-            self._stack = open_stack(self.model)
-            self._controller = Controller(self._stack.costs, Rates(), self.store.speeds)
-            self._ordinary = find_ordinary_prefill(self.model, self._stack)
-        except UnsupportedModelError as error:
-            self._stack, self._blend_refusal = None, str(error)
-            logger.warning("blending is off for this model: %s", error)
-            self._ordinary = find_ordinary_prefill(self.model, None)
+    def _take(self, tried: TriedModel) -> None:
+        """Go by what a trial found of the model."""
+        self._tried = tried
+        self._stack, self._blend_refusal = tried.stack, tried.refusal
+        self._ordinary, self._controller = tried.ordinary, tried.controller
 
-    def _model_identity(self, name: str | Path | None) -> dict[str, Any]:
-        """Return what KV of this model depends on; name: what it was loaded by, if it was."""
-        weights = loading.weights_identity(self.model, name)
-        keys: list[int] = []
-        if self._stack is not None:
-            ids = trial_tokens(
-                int(self.model.config.get_text_config().vocab_size), self.model.device
-            )
-            with torch.no_grad():
-                keys = key_traits(self._stack, ids)
-        return model_identity(
-            weights,
-            self.model.config,
-            self.model.dtype,
-            keys=keys,
-            precision=self.store.precision,
-        )
+    def _refresh(self) -> None:
+        """Go by the model as it is now: its weights and adapters may have changed."""
+        tried = self._watched.tried()
+        if tried is not self._tried:
+            self._take(tried)
+            self._identify(tried.identity)
 
     # Facts
 
@@ -252,6 +245,8 @@ class TransformersEngine(Engine):
         )
 
     def _deltas(self, request: Request) -> Iterator[Delta]:
+        """Yield text as it becomes final; see ``_answer``."""
+        request = self._renewed(request)
         text = TextStream(self.tokenizer, request.sampling.stop)
         tell = partial(self._answered, request)
         prefilled = self._prefilled(request)
@@ -277,6 +272,21 @@ class TransformersEngine(Engine):
                 piece = ""
         rest = piece + text.finish()
         yield Delta(rest, tell(text.text, text.token_ids, reason, prefilled.report).generation)
+
+    def _renewed(self, request: Request) -> Request:
+        """Return a request with its chunks' keys as the model is now.
+
+        It may have been prepared before other adapters were put in effect.
+        """
+        self._refresh()
+        prepared, fingerprint = request.prepared, self._led.fingerprint
+        if all(chunk.key.fingerprint == fingerprint for chunk in prepared.placed):
+            return request
+        placed = tuple(
+            replace(chunk, key=replace(chunk.key, fingerprint=fingerprint))
+            for chunk in prepared.placed
+        )
+        return replace(request, prepared=replace(prepared, placed=placed))
 
     def _prefilled(self, request: Request) -> Prefilled | None:
         """Prefill, blended where there is something to reuse; None when cancelled meanwhile.
@@ -336,7 +346,7 @@ class TransformersEngine(Engine):
     ) -> T | None:
         """Run each step alone, and wait in between for the KV that the next one takes."""
         while not request.cancel.is_set():
-            with working(), self._turns.taken(), torch.no_grad():
+            with working(), self._turns.taken(), _inference():
                 try:
                     next(steps)
                 except StopIteration as done:
@@ -361,13 +371,13 @@ class TransformersEngine(Engine):
 
     def _tokens(self, request: Request, prefilled: Prefilled) -> Iterator[int]:
         """Draw at most max_tokens tokens, each decoded from the one before it."""
-        watch = Stopwatch(self.model.device, prefilled.seconds)
-        sampler = Sampler(request.sampling, self.model.device)
+        watch = Stopwatch(prefilled.logits.device, prefilled.seconds)
+        sampler = Sampler(request.sampling, prefilled.logits.device)
         token_ids, logits = list(request.prepared.token_ids), prefilled.logits
         for index in range(request.sampling.max_tokens):
             with working():
                 if index:
-                    with self._turns.taken(), torch.no_grad():
+                    with self._turns.taken(), _inference():
                         logits = self._ordinary.decode(prefilled.cache, token_ids)
                 token_ids.append(sampler.draw(logits, token_ids))
             watch.lap("decode" if index else "first_token")
@@ -401,8 +411,12 @@ class TransformersEngine(Engine):
                 continue
             plan, kv = computed
             with working():
-                was_stored = self.store.put(plan.key, kv)
-            if was_stored:
+                self._refresh()
+                is_current = plan.key.fingerprint == self._led.fingerprint
+                was_stored = is_current and self.store.put(plan.key, kv)
+            if not is_current:
+                yield Stored(refused={MODEL_CHANGED: 1})
+            elif was_stored:
                 yield Stored(computed=1, computed_tokens=kv.tokens)
             else:
                 yield Stored(refused={"store full": 1})
@@ -417,7 +431,7 @@ class TransformersEngine(Engine):
     def _taking_turns(self, steps: Iterator[T]) -> Iterator[T]:
         """Run each step alone and without gradients, letting other requests run in between."""
         while True:
-            with working(), self._turns.taken(), torch.no_grad():
+            with working(), self._turns.taken(), _inference():
                 try:
                     item = next(steps)
                 except StopIteration:
@@ -430,7 +444,7 @@ class TransformersEngine(Engine):
             item: T | None = None
             with self._turns.left_over(PATIENCE_SECONDS) as is_mine:
                 if is_mine:
-                    with working(), torch.no_grad():
+                    with working(), _inference():
                         try:
                             item = next(steps)
                         except StopIteration:
@@ -441,7 +455,7 @@ class TransformersEngine(Engine):
         self.store.prefetch(keys)
 
     def _evict(self, keys: Sequence[KVKey]) -> int:
-        return sum(self.store.evict(key) for key in keys)
+        return sum(self.store.evict(key) for key in self._of_all_states(keys))
 
     def _release(self) -> int:
         freed = self.store.release() + release_stages(self.model.device)
@@ -449,7 +463,12 @@ class TransformersEngine(Engine):
         return freed
 
     def _forget(self, keys: Sequence[KVKey]) -> None:
-        self.store.forget(keys)
+        self.store.forget(self._of_all_states(keys))
+
+    def _of_all_states(self, keys: Sequence[KVKey]) -> list[KVKey]:
+        """Return keys together with those of the same chunks under the adapters used so far."""
+        fingerprints = self._led.fingerprints
+        return [replace(key, fingerprint=each) for key in keys for each in fingerprints]
 
     def _stored_keys(self) -> list[KVKey]:
         return [key for key in self.store.entries() if key.fingerprint == self.fingerprint]
@@ -457,6 +476,13 @@ class TransformersEngine(Engine):
     def _close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
+
+
+@contextmanager
+def _inference() -> Iterator[None]:
+    """Run the model without gradients, and its attention without cuDNN."""
+    with torch.no_grad(), without_cudnn():
+        yield
 
 
 def _turns_of(model: PreTrainedModel) -> Turns:

@@ -9,8 +9,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag.engines.generation_file import repaired_generation_config
-from cacheblend_rag.engines.identity import weights_in_files, weights_in_memory
+from cacheblend_rag.engines.identity import weights_in_files
 from cacheblend_rag.engines.tokenizer import unloaded
+from cacheblend_rag.engines.transformers.adapters import base_weights_hash
 from cacheblend_rag.errors import ConfigError, ModelLoadError, first_line
 from cacheblend_rag.models import resolve
 
@@ -90,15 +91,17 @@ def prepare(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def weights_identity(model: PreTrainedModel, name: str | Path | None) -> str:
-    """Return a hash of a model's weights: from its files where it was loaded by name, so that it is
-    what other engines say of them, else from memory.
+    """Return a hash of a model's weights without its adapters.
+
+    It is taken from its files where it was loaded by name, so that it is what other engines say of
+    them, else from memory.
     """
     if name is not None:
         try:
             return weights_in_files(resolve(name), model.dtype)
         except ModelLoadError as reason:
             logger.debug("weights are told apart in memory: %s", reason)
-    return weights_in_memory(model, model.dtype)
+    return base_weights_hash(model, model.dtype)
 
 
 def context_window(model: PreTrainedModel) -> int:

@@ -23,6 +23,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.trial import close, trial_tokens
 from cacheblend_rag.engines.transformers.cache import FusedCache
+from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
 
@@ -71,7 +72,7 @@ class OrdinaryPrefill:
         return self._run(token_ids[-1:], cache, start=len(token_ids) - 1)
 
     def _run(self, token_ids: Sequence[int], cache: Cache | None, start: int = 0) -> Tensor:
-        ids = torch.tensor([token_ids], device=self.model.device)
+        ids = torch.tensor([token_ids], device=run_device(self.model))
         options: dict[str, Any] = {}
         if self.positioned and "position_ids" in self.parameters:
             positions = torch.arange(start, start + len(token_ids), device=ids.device)

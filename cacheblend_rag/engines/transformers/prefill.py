@@ -15,6 +15,7 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.transformers.cache import FusedCache
+from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.fetch import LayerSource
@@ -46,7 +47,7 @@ def ordinary_prefill(
     ordinary: OrdinaryPrefill, token_ids: Sequence[int], reserve: int, report: PrefillReport
 ) -> Steps[Prefilled]:
     """The model's own prefill; report: why it is asked, and what to say of chunks."""
-    watch = Stopwatch(ordinary.model.device)
+    watch = Stopwatch(run_device(ordinary.model))
     cache, logits = ordinary.prefill(token_ids, reserve)
     watch.lap("recompute")
     yield

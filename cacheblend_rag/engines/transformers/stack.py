@@ -30,6 +30,7 @@ from cacheblend_rag.blend.stack import (
     Reduction,
     probe_layer,
 )
+from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.engines.transformers.sight import Sight, record_sight
 from cacheblend_rag.errors import UnsupportedModelError
 
@@ -78,6 +79,7 @@ class _WatchedCache:
     """A cache that takes nothing in, and tells on a layer that asks it for more.
 
     Such a layer goes by how much there is in the cache, so it cannot be driven on chosen rows.
+    Only accelerate's hooks, which move whatever has a method ``to``, are told that it has none.
     """
 
     def __init__(self, layer: int) -> None:
@@ -90,6 +92,8 @@ class _WatchedCache:
         return key_states, value_states
 
     def __getattr__(self, name: str) -> Any:
+        if name == "to":
+            raise AttributeError(name)
         raise UnsupportedModelError(f"layer {self._layer} goes by the cache ({name})")
 
 
@@ -115,9 +119,9 @@ class TransformersStack:
         self.decoder, self.layers = _decoder(model)
         self._signatures = [inspect.signature(type(layer).forward) for layer in self.layers]
         self._configs = _attention_configs(model)
-        self._weight = next(model.parameters())
+        self._device = run_device(model)
         self._windows: Sequence[int | None] = (None,) * len(self.layers)
-        zero = torch.zeros(1, 1, dtype=torch.long, device=self._weight.device)
+        zero = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         first = self.embed(zero)
         self._hidden_size = int(first.shape[-1])
         self._windows = self._recorded_windows(zero, first.dtype)
@@ -133,7 +137,7 @@ class TransformersStack:
 
     @property
     def row_block(self) -> int:
-        return ROW_BLOCK if self._weight.device.type == "cpu" else ACCELERATOR_ROW_BLOCK
+        return ROW_BLOCK if self._device.type == "cpu" else ACCELERATOR_ROW_BLOCK
 
     @property
     def costs(self) -> tuple[LayerCost, ...]:
@@ -308,6 +312,10 @@ class TransformersStack:
                 raise UnsupportedModelError("values of another width than keys")
             if (call.query.shape, call.key.shape) != (first.query.shape, first.key.shape):
                 raise UnsupportedModelError("layers of several shapes")
+            if call.key.device != first.key.device:
+                raise UnsupportedModelError(
+                    f"layers on several devices ({first.key.device}, {call.key.device})"
+                )
         if first.key.dim() != 4 or first.key.shape[2] != 1:
             raise UnsupportedModelError("a layer's keys are not one a token")
         return Geometry(
@@ -316,7 +324,7 @@ class TransformersStack:
             kv_heads=int(first.key.shape[1]),
             head_dim=int(first.key.shape[3]),
             dtype=first.key.dtype,
-            device=self._weight.device,
+            device=first.key.device,
         )
 
     def _probed(self, layer: int, hidden: Tensor, inputs: _PositionInputs) -> AttentionCall:

@@ -50,9 +50,8 @@ def make_engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast) -> E
         if of_lead_in:
             rest["lead_in"] = LeadInConfig(**of_lead_in, **_kind(rest.get("lead_in")))
         config = BlendConfig(**{"min_tokens": 0, "selector": "random", **arguments})
-        return TransformersEngine(
-            with_model or model, tokenizer=tokenizer, config=config, store=store, **rest
-        )
+        served = model if with_model is None else with_model
+        return TransformersEngine(served, tokenizer=tokenizer, config=config, store=store, **rest)
 
     return make
 

@@ -28,7 +28,7 @@ MOST_A_BLOCK = {"llama": 45, "mistral-sliding": 47, "qwen3": 64}
 def on_meta(family: str) -> TransformersStack:
     stack = open_stack(make_model(family))
     stack.model.to(META)
-    stack._weight = next(stack.model.parameters())
+    stack._device = META
     stack._geometry = replace(stack.geometry, device=META)
     stack._rotation.cache_clear()
     return stack

@@ -1,0 +1,94 @@
+"""Models in wrappers: compiled ones, and those that PEFT and others put a module around.
+
+The layers of a model are driven one at a time, on rows of changing number, so what was compiled for
+whole forwards is run as it was before. Of a wrapper it is tried whether it computes what the model
+in it computes; if so, the model is used, if not, the wrapper is run as it stands.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cacheblend_rag.blend.trial import close, trial_tokens
+from cacheblend_rag.errors import ConfigError, first_line
+
+logger = logging.getLogger(__name__)
+
+COMPILED_MODULE = "_orig_mod"
+COMPILED_FUNCTION = "_torchdynamo_orig_callable"
+
+
+def model_in(outer: nn.Module) -> PreTrainedModel:
+    """Return the Hugging Face model that a module is or holds; raises ConfigError for none."""
+    for module in outer.modules():
+        if isinstance(module, PreTrainedModel):
+            return module
+    raise ConfigError(
+        f"model={type(outer).__name__} is no Hugging Face model: give a causal language model "
+        "(AutoModelForCausalLM loads one)"
+    )
+
+
+def without_compiling(given: nn.Module) -> nn.Module:
+    """Return a module as it was before `torch.compile`; a wrapper around the whole stays usable.
+
+    Parts that were compiled in place are put back in place.
+    """
+    whole = _original(given)
+    undone = whole is not given
+    for module in list(whole.modules()):
+        undone |= _put_back(module)
+    if undone:
+        logger.warning(
+            "%s is run without torch.compile: its layers are driven one at a time, on rows of "
+            "changing number",
+            type(whole).__name__,
+        )
+    return whole
+
+
+def _original(module: Any) -> nn.Module:
+    while COMPILED_MODULE in getattr(module, "_modules", {}):
+        module = module._modules[COMPILED_MODULE]
+    found: nn.Module = module
+    return found
+
+
+def _put_back(module: nn.Module) -> bool:
+    """Undo what was compiled of a module in place; returns whether anything was."""
+    undone = False
+    for name, child in list(module._modules.items()):
+        if child is not None and (original := _original(child)) is not child:
+            module._modules[name], undone = original, True
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        module._compiled_call_impl, undone = None, True
+    forward = module.__dict__.get("forward")
+    if (plain := getattr(forward, COMPILED_FUNCTION, None)) is not None:
+        del module.forward
+        if getattr(plain, "__func__", None) is not type(module).forward:
+            module.forward = plain
+        undone = True
+    return undone
+
+
+@torch.no_grad()
+def changes_result(outer: nn.Module, inner: PreTrainedModel) -> bool:
+    """Whether a wrapper computes something else than the model in it.
+
+    Raises ConfigError when it cannot be run as the model is.
+    """
+    ids = trial_tokens(int(inner.config.get_text_config().vocab_size), inner.device)[None]
+    wanted = inner(input_ids=ids, use_cache=False).logits[:, -1:]
+    try:
+        found = outer(input_ids=ids, use_cache=False).logits[:, -1:]
+    except Exception as error:
+        raise ConfigError(
+            f"model={type(outer).__name__} cannot be run as the {type(inner).__name__} in it: "
+            f"{first_line(error)}"
+        ) from error
+    return found.shape != wanted.shape or not close(found, wanted)

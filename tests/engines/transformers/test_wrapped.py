@@ -1,0 +1,150 @@
+"""Models in wrappers, compiled, or spread over devices are blended, or it is said why not."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import cpu_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from cacheblend_rag import Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag.engines.transformers.compatibility import open_stack
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from tests.engines.transformers.conftest import EngineFactory
+from tests.families import own_tokens
+from tests.models import make_model, make_tokenizer, prompt_of, words
+
+CHUNKS = [Chunk(words(30, seed)) for seed in range(3)]
+PROMPT = prompt_of("w5 w6", *CHUNKS, words(6, 99))
+TOKENS = 8
+GREEDY = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+DEVICES = {
+    "model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk",
+    "model.layers.2": "disk", "model.layers.3": "cpu", "model.norm": "cpu",
+    "model.rotary_emb": "cpu", "lm_head": "cpu",
+}  # fmt: skip
+
+
+def from_disk(folder: Path, **places: str) -> Any:
+    make_model().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, device_map={**DEVICES, **places}, offload_folder=folder / "offloaded"
+    )
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def lora() -> Any:
+    config = LoraConfig(r=4, target_modules=["q_proj", "k_proj"], init_lora_weights=False)
+    torch.manual_seed(3)
+    return get_peft_model(make_model(), config).eval()
+
+
+def in_place() -> nn.Module:
+    model = make_model()
+    model.compile(backend="eager")
+    return model
+
+
+def layer_by_layer() -> nn.Module:
+    model = make_model()
+    layers = model.model.layers
+    layers[0].compile(backend="eager")
+    layers[1] = torch.compile(layers[1], backend="eager")
+    model.model.forward = torch.compile(model.model.forward, backend="eager")
+    return model
+
+
+WRAPPED = {
+    "PEFT": lambda _: lora(),
+    "accelerate, all of it offloaded": lambda _: cpu_offload(make_model()),
+    "accelerate, hooks": lambda _: dispatch_model(make_model(), {"": "cpu"}, force_hooks=True),
+    "accelerate, layers on disk": from_disk,
+    "accelerate, embeddings on disk": lambda folder: from_disk(
+        folder, **{"model.embed_tokens": "disk"}
+    ),
+    "compiled": lambda _: torch.compile(make_model(), backend="eager"),
+    "compiled in place": lambda _: in_place(),
+    "compiled layers": lambda _: layer_by_layer(),
+    "compiled PEFT": lambda _: torch.compile(lora(), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("kind", WRAPPED)
+def test_a_wrapped_model_is_blended_as_it_computes_itself(
+    kind: str, tmp_path: Path, make_engine: EngineFactory
+) -> None:
+    plain = lora().base_model.model if "PEFT" in kind else make_model()
+    ids = torch.tensor([PROMPT.encode(make_tokenizer()).token_ids])
+    with torch.no_grad():
+        wanted = own_tokens(plain, ids, TOKENS)
+    engine = make_engine(with_model=WRAPPED[kind](tmp_path), recompute_ratio=1.0)
+    assert engine.blend_refusal is None
+    assert engine.precompute(CHUNKS, progress=False).computed == 3
+    answer = engine.generate(PROMPT, GREEDY)
+    assert all(chunk.hit for chunk in answer.report.chunks)
+    assert list(answer.token_ids) == wanted
+    assert engine.generate_full(PROMPT, GREEDY).token_ids == answer.token_ids
+    assert engine.fingerprint == make_engine(with_model=plain).fingerprint
+
+
+def test_a_compiled_model_is_driven_uncompiled_and_it_is_said(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    given = layer_by_layer()
+    with caplog.at_level(logging.WARNING):
+        engine = TransformersEngine(given, tokenizer=make_tokenizer())
+    said = [r for r in caplog.records if "is run without torch.compile" in r.message]
+    assert len(said) == 1
+    layers = engine.model.model.layers
+    assert type(layers[1]) is type(layers[2])
+    assert layers[0]._compiled_call_impl is None
+    assert "forward" not in vars(engine.model.model)
+
+
+def test_a_wrapper_that_computes_something_else_is_run_as_it_stands() -> None:
+    torch.manual_seed(3)
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5)
+    wrapper = get_peft_model(make_model(), config).eval()
+    engine = TransformersEngine(wrapper, tokenizer=make_tokenizer())
+    assert engine.blend_refusal == (
+        "its wrapper (PeftModelForCausalLM) computes something else than the LlamaForCausalLM in it"
+    )
+    ids = torch.tensor([PROMPT.encode(make_tokenizer()).token_ids])
+    with torch.no_grad():
+        wanted = own_tokens(wrapper, ids, TOKENS)
+    answer = engine.generate(PROMPT, GREEDY)
+    assert list(answer.token_ids) == wanted
+    assert engine.precompute(CHUNKS, progress=False).refused == {"unsupported model": 3}
+
+
+def test_a_module_that_holds_no_model_is_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="model=Linear is no Hugging Face model: give a causal"):
+        TransformersEngine(nn.Linear(2, 2), tokenizer=make_tokenizer())
+    with pytest.raises(ConfigError, match="tokenizer must be given"):
+        TransformersEngine(torch.compile(make_model()))
+    holder = nn.Sequential(make_model())
+    with pytest.raises(ConfigError, match="cannot be run as the LlamaForCausalLM in it"):
+        TransformersEngine(holder, tokenizer=make_tokenizer())
+
+
+def test_layers_on_several_devices_are_told_by_name() -> None:
+    model = make_model()
+    layer = model.model.layers[2].to("meta")
+    add_hook_to_module(layer, AlignDevicesHook(execution_device="meta"))
+    with pytest.raises(UnsupportedModelError, match=r"^layers on several devices \(cpu, meta\)$"):
+        open_stack(model)
+
+
+def test_weights_without_values_are_refused() -> None:
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(make_model().config)
+    with pytest.raises(ConfigError, match="model has no values for its weight"):
+        TransformersEngine(empty, tokenizer=make_tokenizer())
