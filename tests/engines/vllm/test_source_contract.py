@@ -1,0 +1,214 @@
+"""The contract with vLLM's sources: the installed release keeps it, and it misses nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import cacheblend_rag
+from cacheblend_rag import SamplingParams
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.serve import SERVER
+from tests.engines.vllm.release_sources import (
+    Name,
+    Sources,
+    broken,
+    installed,
+    parameters,
+    sources_at,
+)
+from tests.engines.vllm.source_contract import CONTRACT
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+PACKAGE = Path(cacheblend_rag.__file__).parent
+OWN = {
+    "CacheBlendConnector": {"scheduler", "worker"},
+    "BlendStats": {"__init__", "record"},
+    "BlendPromMetrics": set(),
+    "StepResults": set(),
+    "StepJobs": set(),
+}
+"""Methods of our subclasses of vLLM's classes that are no hooks of vLLM's."""
+NAMED = {
+    "vllm_config": CONTRACT["vllm.config"]["VllmConfig"],
+    "model_config": CONTRACT["vllm.config"]["ModelConfig"],
+    "kv_cache_config": CONTRACT["vllm.v1.kv_cache_interface"]["KVCacheConfig"],
+}
+"""What parameters of these names are, where vLLM's class is not imported for an annotation."""
+
+
+@pytest.fixture(scope="module")
+def release() -> Sources:
+    return sources_at(installed())
+
+
+def ours() -> Iterator[tuple[Path, ast.Module]]:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        if any(imported(tree)):
+            yield file, tree
+
+
+def said(node: ast.AST | None) -> str:
+    return "" if node is None else ast.unparse(node)
+
+
+def imported(tree: ast.AST) -> Iterator[tuple[str, str, str]]:
+    """What a module imports of vLLM: module, name there, name here."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vllm":
+            yield from ((node.module or "", a.name, a.asname or a.name) for a in node.names)
+        elif isinstance(node, ast.Import):
+            assert not any(alias.name.split(".")[0] == "vllm" for alias in node.names)
+
+
+def test_the_installed_release_keeps_it(release: Sources) -> None:
+    assert broken(release, CONTRACT) == []
+
+
+def test_every_import_of_vllm_is_in_it() -> None:
+    found = {(module, name) for _, tree in ours() for module, name, _ in imported(tree)}
+    assert len(found) > 30
+    assert {(m, n) for m, n in found if n not in CONTRACT.get(m, {})} == set()
+    assert SERVER in CONTRACT
+
+
+def test_every_argument_by_name_is_in_it(release: Sources) -> None:
+    """Of calls of what is imported from vLLM, and of ``replace`` of a ForwardContext."""
+    seen = 0
+    for file, tree in ours():
+        known = {here: entry(release, module, name) for module, name, here in imported(tree)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                for keyword in node.keywords if node.func.id in known else ():
+                    if keyword.arg is not None:
+                        seen += 1
+                        assert keyword.arg in known[node.func.id].parameters, (file, keyword.arg)
+    assert seen > 12
+
+
+def entry(release: Sources, module: str, name: str) -> Name:
+    """What the contract says of a name, where it stands itself rather than is imported."""
+    stated = CONTRACT[module][name]
+    there = release.find(module, name)
+    assert there is not None
+    return CONTRACT.get(there[0], {}).get(name, stated)
+
+
+def test_what_is_read_of_vllms_objects_is_in_it(release: Sources) -> None:
+    """Of parameters that are vLLM's by annotation or name: ``request.cache_salt``, say."""
+    seen = 0
+    for file in sorted((PACKAGE / "engines/vllm").rglob("*.py")):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        known = {here: entry(release, module, name) for module, name, here in imported(tree)}
+        for function in (node for node in ast.walk(tree) if isinstance(node, Function)):
+            kinds = {
+                given.arg: kind
+                for given in (*function.args.args, *function.args.kwonlyargs)
+                if (kind := known.get(said(given.annotation)) or NAMED.get(given.arg))
+            }
+            for node in ast.walk(function):
+                if isinstance(node, ast.Assert):  # that it is a class of ours
+                    kinds = {
+                        n: k for n, k in kinds.items() if f"isinstance({n}, " not in said(node)
+                    }
+            for node in ast.walk(function):
+                here = said(node.value) if isinstance(node, ast.Attribute) else ""
+                if isinstance(node, ast.Attribute) and here in kinds:
+                    seen += 1
+                    assert node.attr in kinds[here].members, (file, here, node.attr)
+    assert seen > 40
+
+
+def test_every_hook_of_ours_is_one_of_vllms(release: Sources) -> None:
+    """Each method of our subclasses overrides one that there is, and takes what that takes."""
+    seen = set()
+    for _, tree in ours():
+        bases = {here: (module, name) for module, name, here in imported(tree)}
+        for made in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+            for base in (each.id for each in made.bases if isinstance(each, ast.Name)):
+                if base in bases:
+                    seen.add(made.name)
+                    check_hooks(release, made, *bases[base])
+    assert seen == set(OWN)
+
+
+def check_hooks(release: Sources, made: ast.ClassDef, module: str, base: str) -> None:
+    there = release.find(module, base)
+    assert there is not None
+    assert isinstance(there[1], ast.ClassDef)
+    known = release.members(there[0], there[1])
+    for method in (node for node in made.body if isinstance(node, Function)):
+        if method.name in OWN[made.name]:
+            continue
+        assert method.name in CONTRACT[module][base].members, method.name
+        theirs = known[method.name]
+        assert isinstance(theirs, Function)
+        mine, takes_any = parameters(method)
+        assert takes_any or set(parameters(theirs)[0]) <= set(mine), method.name
+
+
+def test_what_it_is_told_by_dictionary_is_in_it() -> None:
+    told = CONTRACT["vllm.config"]["KVTransferConfig"].parameters
+    assert set(ConnectorSettings().to_transfer_config()) == set(told)
+    sampled = set(CONTRACT["vllm.sampling_params"]["SamplingParams"].parameters)
+    assert {each.name for each in fields(SamplingParams)} <= sampled
+
+
+WHOLE = {
+    "vllm/__init__.py": "from .a import One\nfrom typing import TYPE_CHECKING\n"
+    "if TYPE_CHECKING:\n    from vllm.b import two\n",
+    "vllm/a.py": "from vllm.b import Base\n\nclass One(Base[int]):\n    x: int\n"
+    "    def call(self, given, /, *, named): ...\n",
+    "vllm/b.py": "class Base:\n    def __init__(self, size):\n        self.size = size\n\n"
+    "def two(first, **rest): ...\n",
+}
+KEPT = {"vllm": {
+    "One": Name(("size",), {"x": (), "size": (), "call": ("given", "named")}),
+    "two": Name(("first", "any")),
+}}  # fmt: skip
+BREAKS = {
+    "vllm: no such module": ("vllm/__init__.py", None, None),
+    "vllm.One: no such name": ("vllm/a.py", "class One", "class Other"),
+    "vllm.One.x: no such member": ("vllm/a.py", "x: int", "y: int"),
+    "vllm.One.size: no such member": ("vllm/b.py", "self.size", "self.length"),
+    "vllm.One: no parameter size": ("vllm/b.py", "size):", "*sizes):"),
+    "vllm.One.call: no parameter named": ("vllm/a.py", "named)", "other)"),
+    "vllm.two: no parameter any": ("vllm/b.py", "**rest", "rest"),
+}
+
+
+@pytest.mark.parametrize("told", [None, *BREAKS])
+def test_a_difference_is_told_by_name(told: str | None, tmp_path: Path) -> None:
+    files = dict(WHOLE)
+    if told is not None:
+        file, old, new = BREAKS[told]
+        if old is None or new is None:
+            del files[file]
+        else:
+            files[file] = files[file].replace(old, new)
+    with zipfile.ZipFile(tmp_path / "vllm-1.whl", "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+    lines: Sequence[str] = broken(sources_at(tmp_path / "vllm-1.whl"), KEPT)
+    assert lines == ([] if told is None else [told])
+
+
+def test_the_command_checks_the_installed_release() -> None:
+    command = [sys.executable, "-m", "tests.engines.vllm.source_contract"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "names agree" in done.stdout
+    wrong = subprocess.run(
+        [*command, "nowhere"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert wrong.returncode == 1
+    assert wrong.stderr.splitlines()[-1] == "nowhere: no such file or folder, and no version"
