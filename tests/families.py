@@ -96,6 +96,9 @@ TINY: dict[str, Any] = {
 }
 
 
+OUTLYING_NORM, OUTLYING_EMBEDDING, OUTLYING_BIAS = 16.0, 10.0, 400.0
+"""What ``with_outliers`` multiplies some weights by, and the largest bias of a key."""
+
 MULTIPLIERS: dict[str, Any] = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.4,
@@ -410,6 +413,41 @@ def stirred(model: PreTrainedModel) -> PreTrainedModel:
     if getattr(model, "generation_config", None) is not None:
         model.generation_config.eos_token_id = None
     return model.float().eval()
+
+
+def with_outliers(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model with outliers such as trained models have.
+
+    Biases of keys grow to several hundred in the pairs that turn slowest, as Qwen2.5's do. In each
+    norm a few weights are many times as large as the others, and some embeddings are.
+    """
+    draw = torch.Generator().manual_seed(13)
+    for name, weight in model.named_parameters():
+        if weight.dim() == 1 and "norm" in name:
+            _grow(weight.data, OUTLYING_NORM, draw)
+        elif name.endswith("k_proj.bias"):
+            _grow_slowest(weight.data.view(-1, _head_dim(model)))
+    _grow(model.get_input_embeddings().weight.data.T, OUTLYING_EMBEDDING, draw)
+    return model
+
+
+def _grow(weights: Tensor, by: float, draw: torch.Generator) -> None:
+    """Multiply a few of the weights, or of the rows of weights."""
+    chosen = torch.randperm(len(weights), generator=draw)[: max(1, len(weights) // 32)]
+    weights[chosen] *= by
+
+
+def _grow_slowest(bias: Tensor) -> None:
+    """bias: (kv_heads, head_dim), whose halves are pairs."""
+    half = bias.shape[1] // 2
+    bias[:, half - 1], bias[:, -1] = OUTLYING_BIAS, -OUTLYING_BIAS
+    bias[:, half - 2] = OUTLYING_BIAS / 4
+
+
+def _head_dim(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    named = getattr(config, "head_dim", None)
+    return int(named or config.hidden_size // config.num_attention_heads)
 
 
 def _defaults(kind: type[Any]) -> Iterable[str]:

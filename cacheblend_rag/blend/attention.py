@@ -95,11 +95,11 @@ def _in_steps(
 ) -> Tensor:
     """Attention with capped logits or sinks, which PyTorch's fused attention cannot do."""
     kv_heads, rows = query.shape[1:3]
-    logits = _capped(query @ keys.transpose(2, 3) * scaling, softcap) + mask
+    logits = capped(query @ keys.transpose(2, 3) * scaling, softcap) + mask
     if sinks is not None:
         copies = sinks.numel() // kv_heads
         sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, rows // copies).flatten(1, 2)
-    return _shares(logits, sinks).to(query.dtype) @ values
+    return shares(logits, sinks).to(query.dtype) @ values
 
 
 def attention_mass(
@@ -120,18 +120,19 @@ def attention_mass(
     heads, kv_heads = query.shape[1], keys.shape[1]
     copies = heads // kv_heads
     grouped = query[0].float().view(kv_heads, copies, *query.shape[2:])
-    logits = _capped(grouped @ keys[0].float().transpose(1, 2)[:, None] * scaling, softcap)
-    visible = _visible(rows, slice(0, keys.shape[2]), window)
+    logits = capped(grouped @ keys[0].float().transpose(1, 2)[:, None] * scaling, softcap)
+    visible = visible_keys(rows, slice(0, keys.shape[2]), window)
     if sinks is not None:
         sinks = sinks.view(kv_heads, copies, 1).expand(-1, -1, len(rows))
-    return _shares(logits.masked_fill_(~visible, float("-inf")), sinks).flatten(0, 1)
+    return shares(logits.masked_fill_(~visible, float("-inf")), sinks).flatten(0, 1)
 
 
-def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return logits capped at ``softcap``, smoothly, or as they are."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _shares(logits: Tensor, sinks: Tensor | None) -> Tensor:
+def shares(logits: Tensor, sinks: Tensor | None) -> Tensor:
     """Softmax in float32 over the last axis, beside a sink for each row, (..., rows), if any."""
     if sinks is None:
         return logits.softmax(-1, dtype=torch.float32)
@@ -154,12 +155,12 @@ def _bias(
     first = rows.first if window is None else seen.start
     device = rows.device.device
     bias = torch.zeros(copies, len(rows), seen.stop - seen.start, dtype=dtype, device=device)
-    visible = _visible(rows, slice(first, seen.stop), window)
+    visible = visible_keys(rows, slice(first, seen.stop), window)
     bias[:, :, first - seen.start :].masked_fill_(~visible, float("-inf"))
     return bias.flatten(0, 1)
 
 
-def _visible(rows: Rows, keys: slice, window: int | None) -> Tensor:
+def visible_keys(rows: Rows, keys: slice, window: int | None) -> Tensor:
     """(rows, keys) bool: which of the keys at these positions a row may see.
 
     Not later ones, nor those outside its window.

@@ -10,7 +10,7 @@ Which components are a pair, and how a model writes its table of turns, differs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -88,12 +88,20 @@ class Layout:
         sin = sin[picked]
         return cos[picked], -sin if self.negated else sin
 
+    def move(self, cos: Tensor, sin: Tensor) -> Rotation:
+        """Return the move of one layer's keys by the offset of its table (entries,)."""
+        cos, sin = self.turns(cos, sin)
+        return Rotation(cos[None], sin[None], self.interleaved)
+
 
 SPREADS: tuple[Spread, ...] = ("halves", "doubled", "pairs")
 LAYOUTS = tuple(
     Layout(interleaved, spread, negated)
     for negated, interleaved, spread in product((False, True), (False, True), SPREADS)
 )
+
+LEAST_PAIR = 0.01
+"""Of the median pair's size: differences of pairs that are smaller are held against that."""
 
 Table = tuple[Tensor, Tensor]
 """cos and sin, (entries,) float32, as a layer is handed them for one position."""
@@ -115,26 +123,44 @@ def normal_table(handed: Any) -> Table | None:
 
 
 def find_layout(
-    tables: Sequence[Table], near: Tensor, far: Sequence[Tensor], close: Callable[..., bool]
+    tables: Sequence[Table], near: Tensor, far: Sequence[Tensor], tolerances: Sequence[float]
 ) -> Layout | Literal["unknown"] | None:
     """Return how a layer turns its keys, None if it does not, or "unknown".
 
-    tables: the layer's, one for each offset. near: keys (1, kv_heads, tokens, head_dim) computed
-    in place. far: those of the same hidden states, so many positions further on. close: whether two
-    tensors of keys are the same but for rounding.
+    tables: the layer's, one for each offset, or none. near: keys (1, kv_heads, tokens, head_dim)
+    computed in place. far: those of the same hidden states, so many positions further on.
+    tolerances: for each offset, see ``turns_into``.
     """
-    if all(close(near, there) for there in far):
-        return None
     for layout in LAYOUTS if tables else ():
-        moves = [layout.turns(*table) for table in tables]
-        if 2 * moves[0][0].numel() > near.shape[-1]:
-            continue
-        if all(
-            close(rotated(near, Rotation(cos[None], sin[None], layout.interleaved)), there)
-            for (cos, sin), there in zip(moves, far, strict=True)
+        moves = [layout.move(*table) for table in tables]
+        if 2 * moves[0].cos.shape[-1] <= near.shape[-1] and all(
+            turns_into(near, there, by, tolerance)
+            for by, there, tolerance in zip(moves, far, tolerances, strict=True)
         ):
             return layout
+    if all(turns_into(near, there, None, by) for there, by in zip(far, tolerances, strict=True)):
+        return None
     return "unknown"
+
+
+def turns_into(near: Tensor, far: Tensor, by: Rotation | None, tolerance: float) -> bool:
+    """Whether keys or queries, (1, heads, tokens, head_dim), are ``near`` turned by ``by``.
+
+    tolerance: the largest difference of a pair of components, as a share of the pair's own size,
+    so that a few large components (key biases, say) do not hide what happens to the others.
+    """
+    moved = near if by is None else rotated(near, by)
+    off, size = (_pair_sizes(part, by) for part in (moved.float() - far.float(), far.float()))
+    least = LEAST_PAIR * size.median(-1, keepdim=True).values
+    return bool((off <= tolerance * size.maximum(least).clamp(min=1e-6)).all())
+
+
+def _pair_sizes(part: Tensor, by: Rotation | None) -> Tensor:
+    """Return the length of each pair of components, and the size of those that are in none."""
+    pairs = 0 if by is None else by.cos.shape[-1]
+    one, other = _places(pairs, interleaved=by is not None and by.interleaved)
+    rest = part[..., 2 * pairs :].abs()
+    return torch.cat((torch.hypot(part[..., one], part[..., other]), rest), -1)
 
 
 def rotate_into(out: Tensor, keys: Tensor, by: Rotation) -> None:

@@ -3,26 +3,38 @@
 Names say little about models and nothing about new ones, so each model is tried when it is loaded:
 
 - what it hands its first layer must be what ``embed`` says;
-- its keys, moved by an offset, must be the keys it computes there: how they turn is found by that;
+- a layer must compute the same far on in a text as at its beginning, but for its rotary embedding:
+  its queries and keys there must be those of the beginning, turned, and its values and its output
+  the same; how keys turn is found by that;
 - each layer, driven on rows that do not stand together, must give what it gives in the model,
   behind enough made-up KV that its sliding window shows.
 
 Layers are compared one by one on the model's own hidden states, so that rounding does not add up,
-and what differs can be named.
+and what differs can be named. A model in bfloat16 or float16 is compared in float32, one layer at a
+time, where its engine can run a layer so; elsewhere its rounding error is measured (``rounding``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import Attention, attend_fused
-from cacheblend_rag.blend.rotary import Layout, Table, find_layout
+from cacheblend_rag.blend.rotary import Layout, Rotation, Table, find_layout, turns_into
+from cacheblend_rag.blend.rounding import (
+    ROUNDING_FACTOR,
+    TOLERANCE,
+    beyond_rounding,
+    close,
+    is_low,
+    layer_noise,
+)
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import (
     Attend,
@@ -40,14 +52,18 @@ MOST_BEHIND = 4_224
 ODD_ROWS = (1, 2, 5, 11, 17, 18)
 """Some rows of the trial that are run apart from the others."""
 
-TOLERANCE = 1e-3
-LOW_TOLERANCE = 5e-2
-"""In bfloat16 and float16. It and the next hold for the median token: for rounding, a few may meet
-other experts."""
+TURN_ULPS = 5
+"""Units in the last place by which a pair of key components may be off: of the table's turns, the
+products and the sum, at both positions."""
+TURN_STEPS = 1.6
+"""Of a KV cache that rounds more than the model: queries may come rounded so, too."""
+EMBEDDING_ULPS, OUTPUT_ULPS = 0.5, 4.0
 TRAIT_STEPS = 8
 """Steps a factor of two: engines' rounding is far below one, another magnitude of YaRN above."""
-ROUNDED_TOLERANCE = 0.2
-"""Of attention over KV of 8 bits: rounding alone makes some 6 % in a layer."""
+LARGEST_MADE_UP = 240.0
+"""8-bit caches and float16 hold it."""
+EDGE_MARGIN = 2
+"""Made-up tokens on both sides of the edges of the rows' windows, with large values, too."""
 ANGLE_ROUNDING = 2.4e-7
 """Of float32, for each position: a model's own rotary table is that far off."""
 
@@ -67,7 +83,7 @@ class Reference:
 
     token_ids: (tokens,) int64. start: position of the first; the made-up KV is that of all
     positions before. inputs, outputs: hidden states, (1, tokens, hidden), before and after each
-    layer.
+    layer; in float32 where the layer was run so.
     """
 
     token_ids: Tensor
@@ -88,34 +104,84 @@ def tokens_behind(windows: Sequence[int | None], context_window: int) -> int:
     return max(0, min(widest + TRIAL_TOKENS, MOST_BEHIND, context_window - TRIAL_TOKENS))
 
 
-def made_up(stack: DecoderStack, tokens: int, like: AttentionCall) -> FusedKV:
-    """Return room for the trial's tokens behind ``tokens`` of made-up KV, sized as real KV is."""
-    fused = FusedKV(stack.geometry, tokens + TRIAL_TOKENS)
-    generator = torch.Generator(stack.geometry.device).manual_seed(1)
-    for kv, real in ((fused.keys, like.key), (fused.values, like.value)):
-        for layer in kv:
-            layer.normal_(0.0, float(real.float().std()), generator=generator)
+def made_up(
+    stack: DecoderStack, ids: Tensor, tokens: int, dtype: torch.dtype | None = None
+) -> FusedKV:
+    """Return room for the trial's tokens behind ``tokens`` of made-up KV, sized as real KV is.
+
+    ids: (tokens,), the trial's. dtype: the model's own by default. Each component of a layer's keys
+    and values has the mean and the spread that it has in the trial's tokens. Keys differ so little
+    that each of them gets a share of attention, and values at the edge of a sliding window are so
+    large that one key more or less in the window shows.
+    """
+    shape = stack.geometry
+    fused = FusedKV(replace(shape, dtype=dtype or shape.dtype), tokens + TRIAL_TOKENS)
+    draw = torch.Generator(shape.device).manual_seed(1)
+    hidden = stack.embed(ids[None])
+    positions = torch.arange(tokens, tokens + ids.numel(), device=ids.device)
+    inputs = stack.position_inputs(positions[None])
+    for layer in range(shape.layers):
+        call = probe_layer(stack, layer, hidden, inputs)
+        keys, values = fused.of_layer(layer)
+        keys.copy_(_alike(call.key, keys.shape, draw, _even_spread(call)))
+        values.copy_(_alike(call.value, values.shape, draw) * _edges(call.window, tokens, values))
+        for part in (keys, values):
+            part.clamp_(-LARGEST_MADE_UP, LARGEST_MADE_UP)
     return fused
 
 
-def find_layouts(stack: TriedStack, ids: Tensor, context_window: int) -> list[Layout | None]:
+def _alike(
+    real: Tensor, shape: Sequence[int], draw: torch.Generator, spread: float = 1.0
+) -> Tensor:
+    """Return random KV like ``real``, (1, kv_heads, tokens, head_dim)."""
+    mean, std = (of(real[0].float(), 1)[:, None] for of in (torch.mean, torch.std))
+    random = torch.randn(tuple(shape), generator=draw, device=real.device)
+    return mean + spread * std * random
+
+
+def _even_spread(call: AttentionCall) -> float:
+    """Return what the spread of keys is multiplied by, so that logits differ by one or less."""
+    kv_heads = call.key.shape[1]
+    query = call.query[0].float().reshape(kv_heads, -1, *call.query.shape[2:])
+    std = call.key[0].float().std(1)[:, None, None]
+    logits = float(((query * std).norm(dim=-1) * call.scaling).mean())
+    return min(1.0, 1.0 / max(logits, 1e-6))
+
+
+def _edges(window: int | None, tokens: int, values: Tensor) -> Tensor:
+    """Return what made-up values are multiplied by, (1, tokens, 1)."""
+    factors = torch.ones(1, values.shape[1], 1, device=values.device)
+    if window is not None:
+        first = max(0, tokens - window - EDGE_MARGIN)
+        last = max(0, tokens + TRIAL_TOKENS - window + EDGE_MARGIN)
+        factors[:, first:last] = max(1, min(window, tokens)) ** 0.5
+    return factors
+
+
+def find_layouts(
+    stack: TriedStack, ids: Tensor, context_window: int, *, cache_step: float | None = None
+) -> list[Layout | None]:
     """Return how each layer turns its keys; raises UnsupportedModelError when that is not found.
 
-    ids: (tokens,). context_window: keys are tried near its end, too, where a rotary that changes
-    with the length of the prompt would show.
+    Also raises it when a layer depends on positions in another way: chunk KV is computed at other
+    positions than it is used at, which only a rotary embedding allows for.
+
+    ids: (tokens,). context_window: layers are tried near its end, too, where a rotary that changes
+    with the length of the prompt would show. cache_step: see ``check_layers``.
     """
     count = ids.numel()
     offsets = sorted({min(TRIAL_OFFSET, context_window - count), context_window - count})
     positions = torch.arange(count, device=ids.device)[None]
-    near, *far = (stack.position_inputs(positions + offset) for offset in (0, *offsets))
+    places = [stack.position_inputs(positions + offset) for offset in (0, *offsets)]
     tables = [stack.tables(offset) for offset in offsets]
     hidden = stack.embed(ids[None])
     layouts: list[Layout | None] = []
     for layer in range(stack.geometry.layers):
-        keys = probe_layer(stack, layer, hidden, near).key
-        moved = [probe_layer(stack, layer, hidden, inputs).key for inputs in far]
+        near, *far = (_run_alone(stack, layer, hidden, inputs) for inputs in places)
         handed = [table for at in tables if (table := at[layer]) is not None]
-        found = find_layout(handed, keys, moved, _close_keys(max(offsets)))
+        tolerances = [_turn_tolerance(near.call.key, offset) for offset in offsets]
+        keys = [there.call.key for there in far]
+        found = find_layout(handed, near.call.key, keys, tolerances)
         if not all(on_all_ranks(stack, [found != "unknown"])) or found == "unknown":
             what = (
                 "its rotary embedding cannot be undone by an offset"
@@ -126,9 +192,64 @@ def find_layouts(stack: TriedStack, ids: Tensor, context_window: int) -> list[La
                 f"{what}: keys of layer {layer}, moved by {max(offsets)} positions, are not those "
                 "that it computes there"
             )
+        tolerances = [max(by, TURN_STEPS * (cache_step or 0.0)) for by in tolerances]
+        moves = [found.move(*table) for table in handed] if found else [None] * len(far)
+        differs = [near.differs(*there) for there in zip(far, moves, tolerances, strict=True)]
+        _check_shift(stack, layer, dict(zip(offsets, differs, strict=True)))
         layouts.append(found)
     _check_alike(layouts, tables[0])
     return layouts
+
+
+@dataclass(frozen=True)
+class _RunAlone:
+    """A layer run on the same hidden states and the same attention output, at some position."""
+
+    call: AttentionCall
+    before: Tensor
+    output: Tensor
+
+    def differs(self, far: _RunAlone, by: Rotation | None, tolerance: float) -> str | None:
+        """Return what differs at a position further on, beside keys; None when nothing does."""
+        here, there = self.call, far.call
+        if not turns_into(here.query, there.query, by, tolerance):
+            return "queries"
+        if here.scaling != there.scaling:
+            return "scaling"
+        if not turns_into(here.value, there.value, None, tolerance):
+            return "values"
+        if not close(far.output, self.output, self.before, ulps=OUTPUT_ULPS):
+            return "output"
+        return None
+
+
+def _run_alone(stack: DecoderStack, layer: int, hidden: Tensor, inputs: Any) -> _RunAlone:
+    calls: list[AttentionCall] = []
+
+    def attend(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        draw = torch.Generator(hidden.device).manual_seed(2)
+        query = call.query.transpose(1, 2)
+        random = torch.randn(query.shape, generator=draw, device=hidden.device)
+        return (random * call.value.float().std()).to(query.dtype)
+
+    output = stack.run_layer(layer, hidden, inputs, attend)
+    return _RunAlone(calls[0], hidden, output)
+
+
+def _turn_tolerance(keys: Tensor, offset: int) -> float:
+    rounding = max(TOLERANCE, TURN_ULPS * torch.finfo(keys.dtype).eps)
+    return rounding + offset * ANGLE_ROUNDING
+
+
+def _check_shift(stack: DecoderStack, layer: int, differs: Mapping[int, str | None]) -> None:
+    """Raise UnsupportedModelError if a layer changes by positions; differs: what, by offset."""
+    for offset, what in differs.items():
+        if not all(on_all_ranks(stack, [what is None])):
+            raise UnsupportedModelError(
+                f"it depends on absolute positions beyond its rotary embedding: the "
+                f"{what or 'result'} of layer {layer} changes by position {offset}"
+            )
 
 
 def _check_alike(layouts: Sequence[Layout | None], tables: Sequence[Table | None]) -> None:
@@ -165,7 +286,8 @@ def check_embedding(stack: DecoderStack, reference: Reference) -> None:
     """Raise UnsupportedModelError unless layer 0 gets the tokens' embeddings and nothing else."""
     found = stack.embed(reference.token_ids[None])
     wanted = reference.inputs[0]
-    alike = found.shape == wanted.shape and close(found, wanted)
+    found = found.to(wanted.dtype)
+    alike = found.shape == wanted.shape and close(found, wanted, ulps=EMBEDDING_ULPS)
     if not all(on_all_ranks(stack, [alike])):
         raise UnsupportedModelError(
             "its first layer gets more than the tokens' embeddings (learned positions?)"
@@ -178,12 +300,16 @@ def check_layers(
     fused: FusedKV,
     attention: Attention | None = None,
     *,
-    rounded: bool = False,
+    cache_step: float | None = None,
+    quantized: bool = False,
+    widened: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> None:
     """Raise UnsupportedModelError unless each layer gives alone what it gives in the model.
 
-    fused: the made-up KV, with room for the tokens' own. attention: as for BlendPass. rounded:
-    whether the model itself keeps KV in fewer bits, an fp8 cache say.
+    fused: the made-up KV, with room for the tokens' own. attention: as for BlendPass. cache_step:
+    of the model's own KV cache where that rounds more than the model, see ``rounding``. quantized:
+    whether its weights are, so that layers may round more than their results' type says. widened:
+    has a layer run in float32; given where the reference was computed so.
     """
     positions = torch.arange(reference.token_ids.numel()) + reference.start
     odd = torch.zeros(positions.numel(), dtype=torch.bool)
@@ -194,7 +320,8 @@ def check_layers(
         for part in (odd, ~odd)
     ]
     every = Rows.at(positions.numpy(), device)
-    for layer, (before, wanted) in enumerate(zip(reference.inputs, reference.outputs, strict=True)):
+
+    def is_faithful(layer: int, before: Tensor, wanted: Tensor) -> bool:
         call = probe_layer(stack, layer, before, stack.position_inputs(every.device[None]))
         fused.write(layer, every, call.key, call.value)
         found = torch.empty_like(wanted)
@@ -202,7 +329,18 @@ def check_layers(
             hidden, inputs = before.index_select(1, here), stack.position_inputs(rows.device[None])
             attend = _over(fused, rows, attention or attend_fused)
             found.index_copy_(1, here, stack.run_layer(layer, hidden, inputs, attend))
-        if not all(on_all_ranks(stack, [close(found, wanted, before, rounded=rounded)])):
+        if not is_low(wanted) and cache_step is None:
+            alike = all(on_all_ranks(stack, [close(found, wanted, before, ulps=OUTPUT_ULPS)]))
+            if alike or not quantized:
+                return alike
+        noise = layer_noise(stack, layer, before, rows=every, fused=fused, cache_step=cache_step)
+        alike = beyond_rounding(found, wanted, noise) <= ROUNDING_FACTOR
+        return all(on_all_ranks(stack, [alike]))
+
+    for layer, (before, wanted) in enumerate(zip(reference.inputs, reference.outputs, strict=True)):
+        with nullcontext() if widened is None else widened(layer):
+            alike = is_faithful(layer, before, wanted)
+        if not alike:
             raise UnsupportedModelError(
                 f"layer {layer}, driven alone on some of its rows, gives another result than in "
                 "the model"
@@ -211,33 +349,3 @@ def check_layers(
 
 def _over(fused: FusedKV, rows: Rows, attention: Attention) -> Attend:
     return lambda call: attention(call, fused, rows)
-
-
-def _close_keys(offset: int) -> Callable[[Tensor, Tensor], bool]:
-    def close(found: Tensor, wanted: Tensor) -> bool:
-        tolerance = (LOW_TOLERANCE if _is_low(wanted) else TOLERANCE) + offset * ANGLE_ROUNDING
-        difference = (found.float() - wanted.float()).abs().max()
-        return bool(difference <= tolerance * wanted.float().abs().max().clamp(min=1e-6))
-
-    return close
-
-
-def close(
-    found: Tensor, wanted: Tensor, before: Tensor | None = None, *, rounded: bool = False
-) -> bool:
-    """Whether two results, (1, tokens, width), are the same but for rounding.
-
-    before: what a layer added its own to, so that a large residual hides nothing. rounded: whether
-    they were made of something less precise than they are.
-    """
-    tolerance = LOW_TOLERANCE if _is_low(wanted) else TOLERANCE
-    tolerance = ROUNDED_TOLERANCE if rounded else tolerance
-    rounding = 4 * torch.finfo(wanted.dtype).eps * wanted.float().norm(dim=-1)
-    added = (wanted.float() - (0.0 if before is None else before.float())).norm(dim=-1)
-    off = (found.float() - wanted.float()).norm(dim=-1)
-    near = float((off <= tolerance * added + rounding).float().mean())
-    return near >= (1.0 if tolerance == TOLERANCE else 0.5)
-
-
-def _is_low(part: Tensor) -> bool:
-    return part.dtype in {torch.bfloat16, torch.float16}

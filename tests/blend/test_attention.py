@@ -215,4 +215,4 @@ def test_a_row_with_a_window_looks_at_the_keys_in_it_alone(monkeypatch: pytest.M
 @pytest.mark.parametrize("sinks", [None, SINKS[:2]], ids=["plain", "sinks"])
 def test_shares_are_made_in_float32(sinks: torch.Tensor | None) -> None:
     logits = torch.randn(2, 5, dtype=torch.bfloat16)
-    assert attention._shares(logits, sinks).dtype == torch.float32
+    assert attention.shares(logits, sinks).dtype == torch.float32

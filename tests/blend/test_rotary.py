@@ -14,6 +14,7 @@ from cacheblend_rag.blend.rotary import (
     find_layout,
     normal_table,
     rotated,
+    turns_into,
 )
 
 HEAD = 8
@@ -91,8 +92,7 @@ def spread_out(cos: torch.Tensor, sin: torch.Tensor, layout: Layout) -> tuple[to
     return cos, sin
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return torch.allclose(found, wanted, atol=1e-4)
+NEAR_ENOUGH = (1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("pairs", [2, HEAD // 2], ids=["part", "whole"])
@@ -101,20 +101,65 @@ def test_a_layout_is_found_by_what_keys_do(layout: Layout, pairs: int) -> None:
     near, offsets = keys()[:1], (37, 1000)
     far = [rotated(near, move(by, pairs, interleaved=layout.interleaved).of(0)) for by in offsets]
     tables = [spread_out(*turns(by, pairs), layout) for by in offsets]
-    found = find_layout(tables, near, far, close)
+    found = find_layout(tables, near, far, NEAR_ENOUGH)
     assert isinstance(found, Layout)
     for table, there in zip(tables, far, strict=True):
         cos, sin = found.turns(*table)
-        assert close(rotated(near, Rotation(cos[None], sin[None], found.interleaved)), there)
+        moved = rotated(near, Rotation(cos[None], sin[None], found.interleaved))
+        torch.testing.assert_close(moved, there, atol=1e-4, rtol=0)
 
 
 def test_keys_that_stay_have_no_layout_and_odd_ones_are_unknown() -> None:
     near = keys()[:1]
     tables = [turns(by, HEAD // 2) for by in (37, 1000)]
-    assert find_layout(tables, near, [near, near], close) is None
-    assert find_layout([], near, [near + 1.0], close) == "unknown"
+    assert find_layout(tables, near, [near, near], NEAR_ENOUGH) is None
+    assert find_layout([], near, [near + 1.0], [1e-4]) == "unknown"
     one_only = [rotated(near, move(37).of(0)), near]
-    assert find_layout(tables, near, one_only, close) == "unknown"
+    assert find_layout(tables, near, one_only, NEAR_ENOUGH) == "unknown"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("turned", [True, False])
+def test_a_pair_with_large_biases_hides_no_other(dtype: torch.dtype, turned: bool) -> None:
+    """The slowest pair turns by a hundredth of it in between, which is more than the others are."""
+    near, offsets = keys()[:1], (100, 1000)
+    near[..., HEAD // 2 - 1], near[..., HEAD - 1] = 300.0, -300.0
+    tables = [turns(by, HEAD // 2) for by in offsets]
+    layout = Layout(interleaved=False, spread="pairs")
+    far = [rotated(near, layout.move(*table)) if turned else near for table in tables]
+    tolerances = [5 * torch.finfo(dtype).eps + 1e-4] * 2
+    far = [there.to(dtype) for there in far]
+    found = find_layout(tables, near.to(dtype), far, tolerances)
+    assert found == (Layout(interleaved=False, spread="halves") if turned else None) or (
+        found == layout and turned
+    )
+    wrong = [there.clone() for there in far]
+    wrong[1][..., 0] *= -1
+    assert find_layout(tables, near.to(dtype), wrong, tolerances) == "unknown"
+
+
+def test_a_layer_that_turns_is_not_taken_for_one_that_does_not() -> None:
+    """Also where both are within what is let pass."""
+    near, table = keys()[:1], turns(0, HEAD // 2)
+    assert find_layout([table], near, [near], [1e-4]) is not None
+
+
+@pytest.mark.parametrize("by", [None, move(9).of(0)], ids=["still", "turned"])
+def test_a_difference_is_held_against_its_own_pair(by: Rotation | None) -> None:
+    near = keys()[:1]
+    near[..., 3] *= 1000
+    near[..., 7] *= 1000
+    far = near if by is None else rotated(near, by)
+    assert turns_into(near, far, by, 1e-5)
+    off = far.clone()
+    off[..., 0] += 0.1 * (torch.hypot(far[..., 0], far[..., 4]) if by else far[..., 0].abs())
+    assert turns_into(near, off, by, 0.12)
+    assert not turns_into(near, off, by, 0.08)
+    tiny = near.clone()
+    tiny[0, 0, 0, [0, 4]] = 0.0
+    moved = tiny if by is None else rotated(tiny, by)
+    moved[0, 0, 0, 0] += 1e-7  # of a pair that is nothing, some rounding is let pass
+    assert turns_into(tiny, moved, by, 1e-3)
 
 
 def test_layers_without_rotary_stay_among_those_that_turn() -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.blend.stack import probe_layer
+from cacheblend_rag.blend.rounding import close
 from cacheblend_rag.blend.trial import (
     Reference,
     check_embedding,
     check_layers,
-    close,
     find_layouts,
     made_up,
     tokens_behind,
@@ -20,10 +21,13 @@ from cacheblend_rag.blend.trial import (
 )
 from cacheblend_rag.engines.compatibility import explained
 from cacheblend_rag.engines.transformers.cache import FusedCache
-from cacheblend_rag.engines.transformers.loading import context_window
-from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.loading import context_window, is_quantized
+from cacheblend_rag.engines.transformers.stack import NARROW, TransformersStack
 from cacheblend_rag.errors import UnsupportedModelError
 
+logger = logging.getLogger(__name__)
+
+HEAD_ULPS = 2.0
 FAILURES = (
     RuntimeError, TypeError, KeyError, AttributeError, ValueError, IndexError, AssertionError,
 )  # fmt: skip
@@ -47,30 +51,44 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
 
 
 def _tried(model: PreTrainedModel) -> TransformersStack:
+    """Compare layers of 16 bits in float32, as long as they can be run so."""
     stack = TransformersStack(model)
-    ids = trial_tokens(int(model.config.get_text_config().vocab_size), stack.geometry.device)
-    window = context_window(model)
-    first = stack.position_inputs(torch.zeros(1, 1, dtype=torch.long, device=ids.device))
-    fused = made_up(
-        stack,
-        tokens_behind(stack.windows, window),
-        probe_layer(stack, 0, stack.embed(ids[None, :1]), first),
-    )
-    reference, logits = _reference(model, stack, ids, fused)
-    check_embedding(stack, reference)
-    stack.layouts = find_layouts(stack, ids, window)
-    check_layers(stack, reference, fused)
-    if not close(stack.logits(reference.outputs[-1][:, -1:])[None], logits[None]):
-        raise UnsupportedModelError("what follows its last layer cannot be run alone")
+    if stack.geometry.dtype in NARROW and not is_quantized(model):
+        try:
+            _try(model, stack, wide=True)
+        except FAILURES as error:
+            logger.debug("layers are compared in 16 bits", exc_info=error)
+        else:
+            return stack
+    _try(model, stack, wide=False)
     return stack
 
 
+def _try(model: PreTrainedModel, stack: TransformersStack, *, wide: bool) -> None:
+    """Try the model; raises UnsupportedModelError, or one of FAILURES, when it does not pass.
+
+    wide: whether its layers are run in float32, one at a time.
+    """
+    ids = trial_tokens(int(model.config.get_text_config().vocab_size), stack.geometry.device)
+    window, dtype = context_window(model), stack.geometry.dtype
+    behind = tokens_behind(stack.windows, window)
+    fused = made_up(stack, ids, behind, torch.float32 if wide else dtype)
+    reference, logits = _reference(model, stack, ids, fused, wide=wide)
+    check_embedding(stack, reference)
+    stack.layouts = find_layouts(stack, ids, window)
+    widened = stack.widened if wide else None
+    check_layers(stack, reference, fused, quantized=is_quantized(model), widened=widened)
+    found = stack.logits(reference.outputs[-1][:, -1:].to(dtype)).to(logits.dtype)
+    if not close(found[None], logits[None], ulps=HEAD_ULPS):
+        raise UnsupportedModelError("what follows its last layer cannot be run alone")
+
+
 def _reference(
-    model: PreTrainedModel, stack: TransformersStack, ids: Tensor, fused: FusedKV
+    model: PreTrainedModel, stack: TransformersStack, ids: Tensor, fused: FusedKV, *, wide: bool
 ) -> tuple[Reference, Tensor]:
     """Have the model compute ``ids`` behind the made-up KV; its layers' results and its logits."""
     start = fused.tokens - ids.numel()
-    with stack.recorded() as (inputs, outputs):
+    with stack.recorded(wide=wide) as (inputs, outputs):
         positions = torch.arange(start, fused.tokens, device=ids.device)[None]
         out = model(
             input_ids=ids[None],
@@ -79,4 +97,4 @@ def _reference(
             use_cache=True,
             logits_to_keep=1,
         )
-    return Reference(ids, start, inputs, outputs), out.logits[:, -1].float()
+    return Reference(ids, start, inputs, outputs), out.logits[:, -1]

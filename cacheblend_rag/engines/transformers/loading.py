@@ -108,3 +108,8 @@ def context_window(model: PreTrainedModel) -> int:
     """Return the model's context window in tokens."""
     named = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return int(named) if named and named > 0 else UNLIMITED
+
+
+def is_quantized(model: PreTrainedModel) -> bool:
+    """Whether the model's weights are in fewer bits than it computes in."""
+    return getattr(model.config, "quantization_config", None) is not None

@@ -21,8 +21,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.blend.trial import close, trial_tokens
+from cacheblend_rag.blend.trial import trial_tokens
 from cacheblend_rag.engines.transformers.cache import FusedCache
+from cacheblend_rag.engines.transformers.loading import is_quantized
+from cacheblend_rag.engines.transformers.noise import ModelNoise, model_noise, same_logits
 from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
@@ -63,26 +65,36 @@ class OrdinaryPrefill:
             cache = FusedCache(FusedKV(self.stack.geometry, len(token_ids), reserve), 0)
         elif self.cache_name:
             cache = DynamicCache(config=self.model.config)
-        return cache, self._run(token_ids, cache)
+        return cache, self._run(token_ids, cache)[:, -1]
 
     def decode(self, cache: Cache | None, token_ids: Sequence[int]) -> Tensor:
         """Return the logits behind ``token_ids``, all but the last of which ``cache`` holds."""
         if cache is None:
-            return self._run(token_ids, None)
-        return self._run(token_ids[-1:], cache, start=len(token_ids) - 1)
+            return self._run(token_ids, None)[:, -1]
+        return self._run(token_ids[-1:], cache, start=len(token_ids) - 1)[:, -1]
 
-    def _run(self, token_ids: Sequence[int], cache: Cache | None, start: int = 0) -> Tensor:
+    def last_logits(self, token_ids: Sequence[int], count: int) -> Tensor:
+        """Return the logits behind each of the last tokens, (count, vocabulary) float32.
+
+        Nothing is kept, so they are what the model says of the whole text.
+        """
+        return self._run(token_ids, None, keep=count)[0]
+
+    def _run(
+        self, token_ids: Sequence[int], cache: Cache | None, start: int = 0, keep: int = 1
+    ) -> Tensor:
+        """Return (1, keep, vocabulary) float32 logits, of the last tokens."""
         ids = torch.tensor([token_ids], device=run_device(self.model))
         options: dict[str, Any] = {}
         if self.positioned and "position_ids" in self.parameters:
             positions = torch.arange(start, start + len(token_ids), device=ids.device)
             options["position_ids"] = positions[None]
         if "logits_to_keep" in self.parameters:
-            options["logits_to_keep"] = 1
+            options["logits_to_keep"] = keep
         if cache is not None:
             options[self.cache_name] = cache
         out = self.model(input_ids=ids, use_cache=cache is not None, **options)
-        return cast(Tensor, out.logits[:, -1].float())
+        return cast(Tensor, out.logits[:, -keep:].float())
 
 
 @torch.no_grad()
@@ -98,13 +110,14 @@ def find_ordinary_prefill(
     ids = trial_tokens(vocabulary, torch.device("cpu")).tolist()
     alone = OrdinaryPrefill(model, cache_name="", positioned=False)
     try:
-        wanted = alone.prefill(ids, 0)[1]
+        wanted = alone.last_logits(ids, CONTINUED_TOKENS + 1)
     except Exception as error:
         kind = f"{type(model).__name__} ({type(error).__name__}: {error})"
         raise ConfigError(f"model cannot be run on text alone: {kind}") from error
+    noise = model_noise(model, lambda: alone.last_logits(ids, CONTINUED_TOKENS + 1))
     for name, positioned in product(CACHE_NAMES, (True, False)):
         way = OrdinaryPrefill(model, stack, name, positioned)
-        if name in way.parameters and _continues(way, ids, wanted):
+        if name in way.parameters and _continues(way, ids, wanted, noise):
             return way
     if stack is not None:
         raise UnsupportedModelError("it does not go on from KV that was kept for it")
@@ -116,14 +129,19 @@ def find_ordinary_prefill(
     return alone
 
 
-def _continues(way: OrdinaryPrefill, ids: list[int], wanted: Tensor) -> bool:
-    """Whether a text taken up again behind what was kept of it ends as the whole text does."""
+def _continues(
+    way: OrdinaryPrefill, ids: list[int], wanted: Tensor, noise: ModelNoise | None
+) -> bool:
+    """Whether a text taken up again behind what was kept of it goes on as the whole text does.
+
+    wanted: (CONTINUED_TOKENS + 1, vocabulary), logits of the last tokens of the whole text. noise:
+    see ``model_noise``.
+    """
     try:
-        cache, found = way.prefill(ids[:-CONTINUED_TOKENS], CONTINUED_TOKENS)
-        for end in range(len(ids) - CONTINUED_TOKENS + 1, len(ids) + 1):
-            found = way.decode(cache, ids[:end])
+        cache, first = way.prefill(ids[:-CONTINUED_TOKENS], CONTINUED_TOKENS)
+        ends = range(len(ids) - CONTINUED_TOKENS + 1, len(ids) + 1)
+        found = [first, *(way.decode(cache, ids[:end]) for end in ends)]
     except Exception as error:
         logger.debug("%s does not take our cache", type(way.model).__name__, exc_info=error)
         return False
-    rounded = getattr(way.model.config, "quantization_config", None) is not None
-    return close(found[None], wanted[None], rounded=rounded)
+    return same_logits(torch.cat(found), wanted, noise, quantized=is_quantized(way.model))

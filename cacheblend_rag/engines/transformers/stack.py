@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
@@ -44,6 +44,7 @@ KEPT_ROTATIONS = 64
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts",
 )  # fmt: skip
+NARROW = (torch.bfloat16, torch.float16)
 _active = threading.local()
 
 
@@ -120,6 +121,13 @@ class TransformersStack:
         self._signatures = [inspect.signature(type(layer).forward) for layer in self.layers]
         self._configs = _attention_configs(model)
         self._device = run_device(model)
+        self._is_wide = False
+        inner = {id(weight) for layer in self.layers for weight in layer.parameters()}
+        self._norms = [
+            weight
+            for weight in self.decoder.parameters()
+            if weight.dim() == 1 and id(weight) not in inner
+        ]
         self._windows: Sequence[int | None] = (None,) * len(self.layers)
         zero = torch.zeros(1, 1, dtype=torch.long, device=self._device)
         first = self.embed(zero)
@@ -167,8 +175,11 @@ class TransformersStack:
     def run_layer(
         self, layer: int, hidden: Tensor, position_inputs: _PositionInputs, attend: Attend
     ) -> Tensor:
+        arguments = position_inputs.arguments[layer]
+        if self._is_wide:
+            arguments = _in_float32(arguments)
         with self._intercepting(layer, attend):
-            out = self.layers[layer](hidden, **position_inputs.arguments[layer])
+            out = self.layers[layer](hidden, **arguments)
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
     def rotation(self, offset: int) -> Rotation:
@@ -186,7 +197,9 @@ class TransformersStack:
         position = torch.tensor([[offset]], device=self._geometry.device)
         made: dict[int, Table | None] = {}
         found: list[Table | None] = []
-        for arguments in self._layer_arguments(position, torch.float32):
+        with _in_float32_for_now(self._norms):
+            handed_on = self._layer_arguments(position, torch.float32)
+        for arguments in handed_on:
             handed = arguments.get("position_embeddings")
             if id(handed) not in made:
                 made[id(handed)] = normal_table(handed)
@@ -214,8 +227,11 @@ class TransformersStack:
         return cast(Tensor, out.logits[:, -1].float())
 
     @contextmanager
-    def recorded(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Note the hidden states before and after each layer, while the model itself runs."""
+    def recorded(self, *, wide: bool = False) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Note the hidden states before and after each layer, while the model itself runs.
+
+        wide: whether each layer is run in float32; what it hands on is in its own type again.
+        """
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
 
@@ -224,15 +240,34 @@ class TransformersStack:
 
             def forward(*given: Any, **named: Any) -> Any:
                 bound = self._signatures[layer].bind(None, *given, **named)
-                inputs.append(list(bound.arguments.values())[1].clone())
-                done = own(*given, **named)
+                hidden = list(bound.arguments.values())[1]
+                if wide:
+                    given, named = _in_float32(given), _in_float32(named)
+                inputs.append((hidden.float() if wide else hidden).clone())
+                with self.widened(layer) if wide else nullcontext():
+                    done = own(*given, **named)
                 outputs.append((done[0] if isinstance(done, tuple) else done).clone())
-                return done
+                if not wide:
+                    return done
+                first, *rest = done if isinstance(done, tuple) else (done,)
+                first = first.to(hidden.dtype)
+                return (first, *rest) if isinstance(done, tuple) else first
 
             return forward
 
         with self._replaced({layer: note(layer) for layer in range(len(self.layers))}):
             yield inputs, outputs
+
+    @contextmanager
+    def widened(self, layer: int) -> Iterator[None]:
+        """Have one layer compute in float32, on copies of its weights."""
+        module = self.layers[layer]
+        self._is_wide = True
+        try:
+            with _in_float32_for_now([*module.parameters(), *module.buffers()]):
+                yield
+        finally:
+            self._is_wide = False
 
     def _layer_arguments(
         self, positions: Tensor, dtype: torch.dtype, implementation: str = IMPLEMENTATION
@@ -391,6 +426,30 @@ class TransformersStack:
             per_pair=4.0 * shape.heads * shape.head_dim,
             window=self._windows[layer],
         )
+
+
+@contextmanager
+def _in_float32_for_now(weights: Sequence[Tensor]) -> Iterator[None]:
+    """Put float32 copies in place of weights of 16 bits, and afterwards the weights back."""
+    narrow = [(weight, weight.data) for weight in weights if weight.dtype in NARROW]
+    try:
+        for weight, own in narrow:
+            weight.data = own.float()
+        yield
+    finally:
+        for weight, own in narrow:
+            weight.data = own
+
+
+def _in_float32(given: Any) -> Any:
+    """Return a layer's arguments with tensors of 16 bits in float32."""
+    if isinstance(given, Tensor):
+        return given.float() if given.dtype in NARROW else given
+    if isinstance(given, dict):
+        return {name: _in_float32(part) for name, part in given.items()}
+    if isinstance(given, tuple | list):
+        return type(given)(_in_float32(part) for part in given)
+    return given
 
 
 def _attention_configs(model: nn.Module) -> list[Any]:

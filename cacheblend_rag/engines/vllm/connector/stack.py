@@ -169,6 +169,11 @@ class VLLMStack:
         """Keys that a row of each layer sees at most, itself included; None is without limit."""
         return [window_of(layer) for layer in self.attention]
 
+    @property
+    def is_quantized(self) -> bool:
+        """Whether the model's weights are in fewer bits than it computes in."""
+        return self._config.model_config.quantization is not None
+
     def embed(self, token_ids: Tensor) -> Tensor:
         self.met = True
         bound = self._record_first(input_ids=token_ids[0])

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import FusedKV
+from cacheblend_rag.blend.rounding import cache_step
 from cacheblend_rag.blend.rows import Rows
-from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.blend.trial import (
-    TRIAL_TOKENS,
     Reference,
     check_embedding,
     check_layers,
@@ -57,10 +56,18 @@ class Trial:
         blocks = range(1, 1 - (-fused.tokens // self.cache.block_size))
         reference = self._reference(ids, fused, blocks)
         check_embedding(self.stack, reference)
-        self.stack.layouts = find_layouts(self.stack, ids, self.window)
+        step = cache_step(self.cache.attention[0].kv_cache.dtype, self.stack.geometry.dtype)
+        self.stack.layouts = find_layouts(self.stack, ids, self.window, cache_step=step)
         for mode in MODES if self.mode == "auto" else (self.mode,):
             paged = PagedKV(self.cache, blocks, 0, fused.tokens, mode)
-            check_layers(self.stack, reference, fused, paged.attend, rounded=self._is_rounded)
+            check_layers(
+                self.stack,
+                reference,
+                fused,
+                paged.attend,
+                cache_step=step,
+                quantized=self.stack.is_quantized,
+            )
         return key_traits(self.stack, ids)
 
     def _reference(self, ids: Tensor, fused: FusedKV, blocks: Sequence[int]) -> Reference:
@@ -74,17 +81,8 @@ class Trial:
             self.stack.run_model(ids, rows.device, *own.run(rows))
         return Reference(ids, start, inputs, outputs)
 
-    @property
-    def _is_rounded(self) -> bool:
-        """Whether KV is stored in fewer bits than it is computed in."""
-        stored = self.cache.attention[0].kv_cache
-        return bool(stored.itemsize < self.stack.geometry.dtype.itemsize)
-
     def _made_up(self, ids: Tensor) -> FusedKV:
         """Return made-up KV, as much as the cache has blocks for beside the trial's tokens."""
         room = min(self.window, (self.blocks - 1) * self.cache.block_size)
         behind = tokens_behind(self.stack.windows, room)
-        zeros = torch.zeros(1, TRIAL_TOKENS, dtype=torch.long, device=ids.device)
-        first = self.stack.position_inputs(zeros)
-        call = probe_layer(self.stack, 0, self.stack.embed(ids[None]), first)
-        return made_up(self.stack, behind, call)
+        return made_up(self.stack, ids, behind)

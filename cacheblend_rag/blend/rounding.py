@@ -1,0 +1,164 @@
+"""Tells differences that rounding explains from differences that it does not.
+
+In float32 a fixed tolerance does: rounding stays far below every fault of interest. In bfloat16 and
+float16 it does not, so the rounding error of a layer is measured instead, by Monte Carlo
+arithmetic (Parker, 1997): the layer is run again with the last bit of its inputs, and of every
+intermediate result of attention, changed at random. What that changes in the layer's output is
+what rounding may change. Two results that are further apart than that differ for another reason.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend.attention import capped, shares, visible_keys
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.rows import Rows
+from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
+
+TOLERANCE = 1e-3
+"""Of a float32 result; also covers TF32 matrix products."""
+ROUNDING_FACTOR = 1.5
+"""How many times the measured rounding error a difference may be. On real models, layers that agree
+are up to 0.4 times that apart, 1.2 times with attention whose logits are in 16 bits."""
+NOISY_COPIES = 2
+EIGHT_BIT_STEP = 0.125
+"""Relative step between neighbouring float8_e4m3 numbers, at most."""
+EIGHT_BIT_LEAST = 2.0**-9
+"""Absolute step between the smallest of them."""
+
+
+def cache_step(stored: torch.dtype, computed: torch.dtype) -> float | None:
+    """Return the relative step between neighbouring numbers of a KV cache.
+
+    stored, computed: types of the cache and of the model. None where the cache is as precise.
+    """
+    if stored.itemsize >= computed.itemsize:
+        return None
+    return EIGHT_BIT_STEP if stored.itemsize == 1 else torch.finfo(stored).eps
+
+
+def is_low(part: Tensor) -> bool:
+    """Whether a tensor is in bfloat16 or float16."""
+    return part.dtype in {torch.bfloat16, torch.float16}
+
+
+def close(found: Tensor, wanted: Tensor, before: Tensor | None = None, *, ulps: float) -> bool:
+    """Whether each token's result, (1, tokens, width), is what it should be but for rounding.
+
+    before: the residual that the layer added its own output to, so that a large residual hides
+    nothing. ulps: how many units in the last place the result may be off in addition to TOLERANCE.
+    """
+    wide = wanted.float()
+    rounding = ulps * torch.finfo(wanted.dtype).eps * wide.norm(dim=-1)
+    added = (wide - (0.0 if before is None else before.float())).norm(dim=-1)
+    off = (found.float() - wide).norm(dim=-1)
+    return bool((off <= TOLERANCE * added + rounding).all())
+
+
+def with_noise(part: Tensor, draw: torch.Generator, step: float | None = None) -> Tensor:
+    """Return a tensor with each number changed at random by up to one relative step.
+
+    step: by default the unit in the last place of the tensor's own type.
+    """
+    step = torch.finfo(part.dtype).eps if step is None else step
+    random = torch.rand(part.shape, generator=draw, device=part.device)
+    return (part.float() * (1 + step * (2 * random - 1))).to(part.dtype)
+
+
+def layer_noise(
+    stack: DecoderStack,
+    layer: int,
+    hidden: Tensor,
+    *,
+    rows: Rows,
+    fused: FusedKV,
+    cache_step: float | None = None,
+) -> Tensor:
+    """Return what rounding may change in a layer's output: (copies, 1, rows, hidden) float32.
+
+    hidden: (1, rows, hidden), the layer's input. fused: KV that the rows attend to beside their
+    own. cache_step: of the model's own KV cache where that rounds more than it, see ``cache_step``.
+    All copies and an undisturbed one are run as one batch of rows.
+    """
+    draw = torch.Generator(hidden.device).manual_seed(4)
+    count, batch = len(rows), 1 + NOISY_COPIES
+    noisy = [with_noise(hidden, draw) for _ in range(NOISY_COPIES)]
+    kept_keys, kept_values = fused.layer(layer)
+
+    def attend(call: AttentionCall) -> Tensor:
+        attended = []
+        for copy in range(batch):
+            here = slice(copy * count, (copy + 1) * count)
+            keys, values = kept_keys.clone(), kept_values.clone()
+            keys[:, :, rows.device] = call.key[:, :, here]
+            values[:, :, rows.device] = call.value[:, :, here]
+            noise = draw if copy else None
+            if noise is not None and cache_step is not None:
+                keys, values = (_as_stored(part, draw, cache_step) for part in (keys, values))
+            query = call.query[:, :, here]
+            attended.append(_attend(call, query, keys, values, rows=rows, draw=noise))
+        return torch.cat(attended, 1)
+
+    positions = stack.position_inputs(rows.device.repeat(batch)[None])
+    done = stack.run_layer(layer, torch.cat((hidden, *noisy), 1), positions, attend)
+    exact, *changed = torch.split(done.float(), count, 1)
+    return torch.stack([copy - exact for copy in changed])
+
+
+def beyond_rounding(found: Tensor, wanted: Tensor, noise: Tensor) -> float:
+    """Return how many times the measured rounding error two results are apart.
+
+    found, wanted: (1, tokens, width). noise: (copies, 1, tokens, width), see ``layer_noise``.
+    Each number is held against the rounding error that its token and its component have, so that
+    components with outliers do not hide the others. The median token counts, since rounding sends
+    a few tokens to other experts.
+    """
+    power = noise.square().mean(0)
+    token, component = power.mean(2, keepdim=True), power.mean(1, keepdim=True)
+    expected = token * component / power.mean().clamp(min=torch.finfo(torch.float32).tiny)
+    own = torch.finfo(wanted.dtype).eps * wanted.float().abs() / 2
+    expected = (expected + own.square()).clamp(min=torch.finfo(torch.float32).tiny)
+    off = ((found.float() - wanted.float()).square() / expected).mean(-1).sqrt().median()
+    usual = (noise.square() / expected).mean(-1).sqrt().median().clamp(min=1.0)
+    return float(off / usual)
+
+
+def _as_stored(part: Tensor, draw: torch.Generator, step: float) -> Tensor:
+    least = EIGHT_BIT_LEAST if step == EIGHT_BIT_STEP else 0.0
+    random = 2 * torch.rand(part.shape, generator=draw, device=part.device) - 1
+    return with_noise(part, draw, step) + (least * random).to(part.dtype)
+
+
+def _attend(
+    call: AttentionCall,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    rows: Rows,
+    draw: torch.Generator | None,
+) -> Tensor:
+    """Attention written out, each intermediate result with noise if ``draw`` is given.
+
+    query: (1, heads, rows, head_dim). keys, values: (1, kv_heads, tokens, head_dim). Returns (1,
+    rows, heads, head_dim). The noise of all steps is that of the model's type: kernels differ in
+    what they keep in float32.
+    """
+    step = torch.finfo(query.dtype).eps
+
+    def noisy(part: Tensor) -> Tensor:
+        return part if draw is None else with_noise(part, draw, step)
+
+    kv_heads = keys.shape[1]
+    grouped = noisy(query[0].float()).view(kv_heads, -1, *query.shape[2:])
+    logits = grouped @ noisy(keys[0].float()).transpose(1, 2)[:, None] * call.scaling
+    logits = noisy(capped(noisy(logits), call.softcap))
+    seen = visible_keys(rows, slice(0, keys.shape[2]), call.window)
+    sinks = call.sinks
+    if sinks is not None:
+        sinks = sinks.view(kv_heads, -1, 1).expand(-1, -1, len(rows))
+    attention = noisy(shares(logits.masked_fill(~seen, float("-inf")), sinks))
+    done = noisy(attention @ noisy(values[0].float())[:, None])
+    return done.flatten(0, 1).transpose(0, 1)[None].to(query.dtype)

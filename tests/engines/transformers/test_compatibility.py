@@ -1,0 +1,144 @@
+"""Which models can be blended: tried in every precision, on models as they are and on faults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag.blend.rotary import Layout
+from cacheblend_rag.engines.transformers import compatibility, ordinary, stack
+from cacheblend_rag.engines.transformers.compatibility import open_stack
+from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill, find_ordinary_prefill
+from cacheblend_rag.errors import UnsupportedModelError
+from tests.families import Family, with_outliers
+from tests.faulty_stacks import FAULTS
+from tests.models import make_model
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+HALVES = Layout(interleaved=False, spread="halves")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+class TestInEveryPrecision:
+    def test_a_model_passes_and_is_left_as_it_is(self, family: str, dtype: torch.dtype) -> None:
+        model = make_model(family, dtype)
+        before = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+        assert all(open_stack(model).layouts or [None])
+        after = {name: weight.data_ptr() for name, weight in model.named_parameters()}
+        assert after == before
+        assert {weight.dtype for weight in model.parameters()} == {dtype}
+
+    @pytest.mark.parametrize("fault", FAULTS)
+    def test_faults_are_refused(
+        self, fault: str, family: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = make_model(family, dtype)
+        for name, weight in model.named_parameters():
+            if "norm" in name:
+                weight.data += 0.3
+        monkeypatch.setattr(compatibility, "TransformersStack", FAULTS[fault])
+        with pytest.raises(UnsupportedModelError, match=r"keys of layer|driven alone"):
+            open_stack(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_layers_that_cannot_run_in_float32_are_compared_in_16_bits(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(stack, "_in_float32", fail)
+    assert open_stack(make_model("gemma3", dtype)).layouts == [HALVES] * 6
+    monkeypatch.setattr(compatibility, "TransformersStack", FAULTS["rotary off by one"])
+    with pytest.raises(UnsupportedModelError, match="driven alone"):
+        open_stack(make_model("gemma3", dtype))
+
+
+class WrongPositions(OrdinaryPrefill):
+    """Decodes each token one position too far on where it says positions."""
+
+    def decode(self, cache: Any, token_ids: Any) -> torch.Tensor:
+        return super().decode(cache, [*token_ids[:1], *token_ids])
+
+
+class Forgetful(OrdinaryPrefill):
+    """Decodes from the last token alone."""
+
+    def decode(self, cache: Any, token_ids: Any) -> torch.Tensor:
+        return self.prefill(token_ids[-1:], 4)[1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_model_goes_on_from_what_was_kept_in_every_precision(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model("llama", dtype)
+    opened = open_stack(model)
+    assert find_ordinary_prefill(model, opened).cache_name == "past_key_values"
+    monkeypatch.setattr(ordinary, "OrdinaryPrefill", WrongPositions)
+    assert not find_ordinary_prefill(model, opened).positioned, "it finds them by itself"
+    monkeypatch.setattr(ordinary, "OrdinaryPrefill", Forgetful)
+    with pytest.raises(UnsupportedModelError, match="does not go on from KV"):
+        find_ordinary_prefill(model, opened)
+
+
+# Large key biases
+
+
+def with_key_biases(dtype: torch.dtype, seed: int, size: float) -> PreTrainedModel:
+    """A Qwen2 whose slowest pair of key components has a large bias in some layers."""
+    torch.manual_seed(seed)
+    model = Family("qwen2", {"hidden_size": 256, "rope_parameters": QWEN_ROPE}).build()
+    for index in (0, 3):
+        bias = model.model.layers[index].self_attn.k_proj.bias.data.view(2, -1)
+        half = bias.shape[1] // 2
+        bias[:, half - 1], bias[:, -1] = size, -size
+    return model.to(dtype)
+
+
+QWEN_ROPE = {"rope_type": "default", "rope_theta": 1e6}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [150.0, 250.0, 500.0])
+def test_large_key_biases_hide_no_rotary_embedding(size: float, dtype: torch.dtype) -> None:
+    assert open_stack(with_key_biases(dtype, 3, size)).layouts == [HALVES] * 4
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_outliers_of_trained_models_are_no_faults(dtype: torch.dtype) -> None:
+    for name in ("qwen2", "gemma3_text", "smollm3"):
+        model = with_outliers(Family(name, {}).build()).to(dtype)
+        layouts = open_stack(model).layouts
+        assert layouts == [HALVES if name != "smollm3" or i < 3 else None for i in range(4)]
+
+
+# Queries scaled by their absolute position, as Ministral 3's are
+
+
+def ministral(original: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    rope = {
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0,
+        "original_max_position_embeddings": original, "llama_4_scaling_beta": 0.1,
+        "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0,
+    }  # fmt: skip
+    return Family("ministral3", {"sliding_window": None, "rope_parameters": rope}).build().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("original", [64, 2048, 8192])
+def test_queries_that_are_scaled_by_position_are_refused(original: int, dtype: torch.dtype) -> None:
+    with pytest.raises(
+        UnsupportedModelError,
+        match="depends on absolute positions beyond its rotary embedding: the queries of layer 0",
+    ):
+        open_stack(ministral(original, dtype))
+
+
+def test_a_scaling_that_begins_behind_the_context_window_is_none() -> None:
+    assert open_stack(ministral(16384)).layouts == [HALVES] * 4
