@@ -1,7 +1,8 @@
 """Every causal language model that the installed transformers can build, tiny and random.
 
 `python -m tests.families` tries them all on the embedded engine and prints a Markdown table, which
-stands in docs/models.md; `--vllm` tries IN_VLLM in vLLM. Families by name: only these.
+stands in docs/models.md; `--vllm` tries IN_VLLM in vLLM, `--dtype bfloat16` the families that are
+blended in that precision, with outliers. Families by name: only these.
 
 A family is built from its config class: whatever TINY names and the class knows is made small.
 Where that does not give a model that shows what is special to the family, CHANGES says what to
@@ -17,8 +18,10 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import transformers
@@ -27,12 +30,14 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.rotary import rotated
+from cacheblend_rag.blend.rotary import _pair_sizes, rotated
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from tests.models import VOCABULARY, make_tokenizer, prompt_of, words
+
+Found = TypeVar("Found")
 
 LAYERS = 4
 WINDOW = 48
@@ -462,6 +467,8 @@ def _defaults(kind: type[Any]) -> Iterable[str]:
 GREEDY = SamplingParams(max_tokens=16)
 CHUNK_TOKENS = 90
 MOVED_BY = (1, 511, 8192)
+LOW_PROMPTS = range(1, 41, 5)
+"""Seeds of the prompts that errors in 16 bits are averaged over: one alone is a matter of luck."""
 LARGEST_MODEL = 60_000_000
 SLOW = {"kimi_linear", "prophetnet"}
 """Their plain code on a CPU takes minutes for what is measured."""
@@ -494,14 +501,86 @@ class Row:
         return f"| {self.name} | {state} | {' | '.join(found)} | {self.greedy}/16 |"
 
 
+@dataclass(frozen=True)
+class LowRow:
+    """What one family showed in 16 bits, held against the same weights in float32.
+
+    Errors are root mean squares of logits' differences from float32's, over some prompts, as
+    shares of float32's logits' spread. refusal: why it is not blended, or None. own: of the model's
+    own prefill. everything: of a pass that recomputes all tokens. nothing: of one that reuses a
+    chunk at position 0 as it is stored. moved: the largest difference between layer 0's keys, moved
+    by positions and computed there, of a pair of components as a share of its size.
+    """
+
+    name: str
+    refusal: str | None
+    own: float | None = None
+    everything: float | None = None
+    nothing: float | None = None
+    moved: float | None = None
+
+    def line(self) -> str:
+        """Return a row of the table."""
+        state = "blended" if self.refusal is None else f"refused: {self.refusal}"
+        errors = (self.own, self.everything, self.nothing, self.moved)
+        found = ["" if value is None else f"{value:.1e}" for value in errors]
+        return f"| {self.name} | {state} | {' | '.join(found)} |"
+
+
+@torch.no_grad()
+def measure_low(name: str, model: PreTrainedModel, dtype: torch.dtype) -> LowRow:
+    """Try one model in 16 bits, with outliers, on the prompt of ``measure``."""
+    model = with_outliers(model).to(dtype)
+    wide = deepcopy(model).float()
+    tokenizer = make_tokenizer()
+    engine = TransformersEngine(model, tokenizer=tokenizer, lead_in="none")
+    if engine._stack is None:
+        return LowRow(name, engine.blend_refusal)
+    everything, nothing, own = [], [], []
+    for seed in LOW_PROMPTS:
+        ids = torch.tensor(three_chunks(seed)[0].encode(tokenizer).token_ids)
+        wanted = _own_logits(wide, ids)
+        own.append(_error(_own_logits(model, ids), wanted))
+        everything.append(_error(_blended_logits(engine, ids, 0, 1.0), wanted))
+        nothing.append(_error(_blended_logits(engine, ids, CHUNK_TOKENS, 0.0), wanted))
+    return LowRow(
+        name,
+        None,
+        *(_together(errors) for errors in (own, everything, nothing)),
+        moved=max(_moved_pairs(engine, ids[:CHUNK_TOKENS], by) for by in MOVED_BY),
+    )
+
+
+def _own_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    logits: Tensor = model(input_ids=ids[None], use_cache=False).logits[0, -1]
+    return logits
+
+
+def _together(errors: Sequence[float]) -> float:
+    """Root mean square."""
+    return float(torch.tensor(errors).square().mean().sqrt())
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    """Root mean square of a difference, but for what all tokens of the vocabulary share."""
+    off = found.float() - wanted.float()
+    return float((off - off.mean()).norm() / (wanted - wanted.mean()).float().norm())
+
+
+def three_chunks(seed: int = 1) -> tuple[BlendPrompt, list[Chunk]]:
+    """A prompt of three chunks, each longer than the families' windows, and the chunks."""
+    chunks = [Chunk(words(CHUNK_TOKENS, seed + more)) for more in (1, 2, 3)]
+    parts = (part for chunk in chunks for part in (chunk, " w9 "))
+    return prompt_of(words(5, seed), *parts, "w5 w6"), chunks
+
+
 @torch.no_grad()
 def measure(name: str, model: PreTrainedModel) -> Row:
-    """Try one model: a prompt of three chunks, each longer than the families' windows."""
+    """Try one model on a prompt of three chunks."""
     tokenizer = make_tokenizer()
     config = BlendConfig(recompute_ratio=1.0, min_tokens=0)
     engine = TransformersEngine(model, tokenizer=tokenizer, config=config, lead_in="none")
-    chunks = [Chunk(words(CHUNK_TOKENS, seed)) for seed in (2, 3, 4)]
-    prompt = prompt_of(words(5, 1), *(part for c in chunks for part in (c, " w9 ")), "w5 w6")
+    prompt, chunks = three_chunks()
     engine.precompute(chunks, progress=False)
     answer = engine.generate(prompt, GREEDY)
     ids = torch.tensor([prompt.encode(tokenizer).token_ids])
@@ -545,6 +624,11 @@ def own_kv(engine: TransformersEngine, ids: Tensor, start: int = 0) -> FusedKV:
 
 def _blended(engine: TransformersEngine, ids: Tensor, cached: int, ratio: float) -> float:
     """Difference of logits when the KV of the first ``cached`` tokens is there already."""
+    wanted = _own_logits(engine.model, ids)
+    return _difference(_blended_logits(engine, ids, cached, ratio), wanted)
+
+
+def _blended_logits(engine: TransformersEngine, ids: Tensor, cached: int, ratio: float) -> Tensor:
     stack = engine._stack
     assert stack is not None
     fused = FusedKV(stack.geometry, ids.numel())
@@ -557,16 +641,22 @@ def _blended(engine: TransformersEngine, ids: Tensor, cached: int, ratio: float)
     schedule = plan_schedule(config, stack.geometry.layers)
     run = BlendPass(stack, ids, fused, known, schedule, row_block=97)
     run.run()
-    return _difference(
-        stack.logits(run.hidden)[0],
-        engine.model(input_ids=ids[None], use_cache=False).logits[0, -1],
-    )
+    return stack.logits(run.hidden)[0]
 
 
 def _moved(engine: TransformersEngine, ids: Tensor, by: int) -> float:
     assert engine._stack is not None
     here, there = own_kv(engine, ids).keys[:1], own_kv(engine, ids, by).keys[:1]
     return _difference(rotated(here, engine._stack.rotation(by).of(0)), there)
+
+
+def _moved_pairs(engine: TransformersEngine, ids: Tensor, by: int) -> float:
+    """How far a pair of key components is off, as a share of its size."""
+    assert engine._stack is not None
+    here, there = own_kv(engine, ids).keys[:1], own_kv(engine, ids, by).keys[:1]
+    turn = engine._stack.rotation(by).of(0)
+    off, size = (_pair_sizes(part.float(), turn) for part in (rotated(here, turn) - there, there))
+    return float((off / size.clamp(min=0.01 * float(size.median()))).max())
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
@@ -582,7 +672,9 @@ def builders() -> dict[str, Callable[[], PreTrainedModel]]:
     return dict(sorted({**plain, **WITH_PICTURES}.items()))
 
 
-def try_all(names: Iterable[str]) -> Iterator[Row | tuple[str, str]]:
+def try_all(
+    names: Iterable[str], measure: Callable[[str, PreTrainedModel], Found] = measure
+) -> Iterator[Found | Row | tuple[str, str]]:
     """Measure families; of one that cannot be built or run at all, its name and why."""
     build = builders()
     for name in names:
@@ -632,6 +724,24 @@ def print_embedded(names: Sequence[str]) -> None:
         print(f"- {name}: {why}")
 
 
+def print_low(names: Sequence[str], dtype: torch.dtype) -> None:
+    """Try families in 16 bits, with outliers, and print the table of those that are blended."""
+    in_low = partial(measure_low, dtype=dtype)
+    rows = list(tqdm(try_all(names, in_low), total=len(names)))
+    blended = [row for row in rows if isinstance(row, LowRow) and row.refusal is None]
+    print(f"{len(blended)} of {len(rows)} families are blended:\n")
+    print("| family | own | ratio 1 | ratio 0 | moved keys |")
+    print("| --- | --- | --- | --- | --- |")
+    for row in blended:
+        print(row.line().replace(" blended |", ""))
+    print("\nOthers:\n")
+    for row in rows:
+        if isinstance(row, tuple):
+            print(f"- {row[0]}: {row[1]}")
+        elif row.refusal is not None:
+            print(f"- {row.name}: {row.refusal}")
+
+
 def print_in_vllm(names: Sequence[str]) -> None:
     """Try families in vLLM, each in a process of its own, and print the table."""
     print("| family | in vLLM | ratio 1 | ratio 0 |")
@@ -657,11 +767,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="families to try, all by default")
     parser.add_argument("--vllm", action="store_true", help="try them in vLLM")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="precision on the embedded engine; in 16 bits with outliers",
+    )
     asked = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     if asked.vllm:
         print_in_vllm(asked.names or IN_VLLM)
+    elif asked.dtype != "float32":
+        print_low(asked.names or list(builders()), getattr(torch, asked.dtype))
     else:
         print_embedded(asked.names or list(builders()))
 
