@@ -8,13 +8,15 @@ in it computes; if so, the model is used, if not, the wrapper is run as it stand
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cacheblend_rag.blend.trial import close, trial_tokens
+from cacheblend_rag.blend.trial import trial_tokens
+from cacheblend_rag.engines.transformers.loading import is_quantized
+from cacheblend_rag.engines.transformers.noise import model_noise, same_logits
 from cacheblend_rag.errors import ConfigError, first_line
 
 logger = logging.getLogger(__name__)
@@ -83,12 +85,19 @@ def changes_result(outer: nn.Module, inner: PreTrainedModel) -> bool:
     Raises ConfigError when it cannot be run as the model is.
     """
     ids = trial_tokens(int(inner.config.get_text_config().vocab_size), inner.device)[None]
-    wanted = inner(input_ids=ids, use_cache=False).logits[:, -1:]
+
+    def logits(model: nn.Module) -> Tensor:
+        return cast(Tensor, model(input_ids=ids, use_cache=False).logits[0].float())
+
+    wanted = logits(inner)
     try:
-        found = outer(input_ids=ids, use_cache=False).logits[:, -1:]
+        found = logits(outer)
     except Exception as error:
         raise ConfigError(
             f"model={type(outer).__name__} cannot be run as the {type(inner).__name__} in it: "
             f"{first_line(error)}"
         ) from error
-    return found.shape != wanted.shape or not close(found, wanted)
+    if found.shape != wanted.shape:
+        return True
+    noise = model_noise(inner, lambda: logits(inner))
+    return not same_logits(found, wanted, noise, quantized=is_quantized(inner))
