@@ -39,6 +39,11 @@ def rouge_l(answer: str, golds: Sequence[str]) -> float:
     return _best(_rouge_l, answer, golds)
 
 
+def holds_answer(answer: str, golds: Sequence[str]) -> bool:
+    """Return whether a gold answer's normalized words stand in the answer, one after another."""
+    return _best(_holds, answer, golds) == 1.0
+
+
 def bootstrap_interval(
     scores: Sequence[float], *, level: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
@@ -67,6 +72,10 @@ def _best(score: Callable[[str, str], float], answer: str, golds: Sequence[str])
 
 def _exact(answer: str, gold: str) -> float:
     return float(normalize_answer(answer) == normalize_answer(gold))
+
+
+def _holds(answer: str, gold: str) -> float:
+    return float(f" {normalize_answer(gold)} " in f" {normalize_answer(answer)} ")
 
 
 def _f1(answer: str, gold: str) -> float:

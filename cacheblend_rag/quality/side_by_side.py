@@ -1,0 +1,152 @@
+"""Questions over passages, each answered by full prefill and by blend from one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from cacheblend_rag.demo.passages import PassageQuestion
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.quality.metrics import holds_answer
+from cacheblend_rag.report import PrecomputeReport
+from cacheblend_rag.text.chunk import Document
+
+RETRIEVED = 8
+MAX_TOKENS = 20
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A question and both of its greedy answers, generated from the same prompt.
+
+    titles: of the retrieved passages, in the order of the prompt.
+    """
+
+    question: PassageQuestion
+    titles: tuple[str, ...]
+    full: Generation
+    blend: Generation
+
+    @property
+    def same(self) -> bool:
+        """Whether both answers are the same text."""
+        return self.full.text.strip() == self.blend.text.strip()
+
+    def right(self, generation: Generation) -> bool:
+        """Whether an answer holds a right answer word for word."""
+        return holds_answer(generation.text, self.question.answers)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "question": self.question.question,
+            "gold": self.question.answers[0],
+            "passages": list(self.titles),
+            "full": self._plain(self.full),
+            "blend": self._plain(self.blend),
+        }
+
+    def _plain(self, generation: Generation) -> dict[str, Any]:
+        return {
+            "text": generation.text.strip(),
+            "right": self.right(generation),
+            "report": generation.report.to_dict(),
+        }
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What answers add up to; seconds are medians of the time to first token, tokens medians."""
+
+    questions: int
+    full_seconds: float
+    blend_seconds: float
+    prompt_tokens: float
+    reused_tokens: float
+    full_right: int
+    blend_right: int
+    same: int
+    not_blended: tuple[str, ...]
+
+    @property
+    def speedup(self) -> float:
+        """How many times sooner the first token comes by blend."""
+        return self.full_seconds / self.blend_seconds
+
+    @classmethod
+    def of(cls, answered: Sequence[Answered]) -> Totals:
+        """Add up at least one answer."""
+        blends = [one.blend.report for one in answered]
+        return cls(
+            questions=len(answered),
+            full_seconds=median(_first_token(one.full) for one in answered),
+            blend_seconds=median(_first_token(one.blend) for one in answered),
+            prompt_tokens=median(report.prompt_tokens for report in blends),
+            reused_tokens=median(report.reused_tokens for report in blends),
+            full_right=sum(one.right(one.full) for one in answered),
+            blend_right=sum(one.right(one.blend) for one in answered),
+            same=sum(one.same for one in answered),
+            not_blended=tuple(str(report.reason) for report in blends if not report.blended),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {
+            "questions": self.questions,
+            "full_seconds": self.full_seconds,
+            "blend_seconds": self.blend_seconds,
+            "speedup": self.speedup,
+            "prompt_tokens": self.prompt_tokens,
+            "reused_tokens": self.reused_tokens,
+            "full_right": self.full_right,
+            "blend_right": self.blend_right,
+            "same": self.same,
+            "not_blended": list(self.not_blended),
+        }
+
+
+@dataclass(frozen=True)
+class SideBySide:
+    """A model that answers questions over passages by full prefill and by blend.
+
+    engine: its instruction is what ``render`` puts before the first passage. documents: the
+    passages. retrieve: returns so many documents for a question, best first. render: makes a prompt
+    of a question and passages.
+    """
+
+    engine: Engine
+    documents: Sequence[Document]
+    retrieve: Callable[[str, int], Sequence[Document]]
+    render: Callable[[str, tuple[str, ...]], str]
+
+    def index(self) -> PrecomputeReport:
+        """Compute and store the KV of every passage, once."""
+        return self.engine.precompute(self.documents, progress=False)
+
+    def answer_all(self, questions: Sequence[PassageQuestion]) -> Iterator[Answered]:
+        """Answer every question both ways, after one untimed answer each way."""
+        self._answer(questions[0], max_tokens=1)
+        for question in questions:
+            yield self._answer(question, MAX_TOKENS)
+
+    def _answer(self, question: PassageQuestion, max_tokens: int) -> Answered:
+        found = self.retrieve(question.question, RETRIEVED)
+        chunks = [chunk for document in found for chunk in document.to_chunks()]
+        prompt = self.render(question.question, tuple(chunk.text for chunk in chunks))
+        greedy = SamplingParams.greedy(max_tokens=max_tokens, stop=("\n",))
+        # Without the cost model, a busy machine does not turn a blend into ordinary prefill.
+        config = self.engine.config.with_changes(cost_model=False)
+        return Answered(
+            question,
+            tuple(document.document_id for document in found),
+            full=self.engine.generate_full(prompt, greedy, hints=chunks),
+            blend=self.engine.generate(prompt, greedy, config=config, hints=chunks),
+        )
+
+
+def _first_token(generation: Generation) -> float:
+    return generation.report.seconds.time_to_first_token

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from cacheblend_rag.demo.passages import PassageQuestion
+from cacheblend_rag.engines.transformers import TransformersEngine
+from cacheblend_rag.quality.metrics import holds_answer
+from cacheblend_rag.quality.side_by_side import RETRIEVED, Answered, SideBySide, Totals
+from cacheblend_rag.text.chunk import Document
+
+
+@pytest.mark.parametrize(
+    ("answer", "golds", "held"),
+    [
+        ("It is named after Ernst Mach.", ["Ernst Mach"], True),
+        ("the lungs", ["The Lungs"], True),
+        ("Ernst said so to Mach", ["Ernst Mach"], False),
+        ("Machine", ["Mach"], False),
+        ("Triton", ["Nereid", "Triton"], True),
+        ("", ["Triton"], False),
+    ],
+)
+def test_an_answer_holds_gold_words_one_after_another(answer, golds, held):
+    assert holds_answer(answer, golds) is held
+
+
+def generation(text, seconds, reused=0):
+    phases = SimpleNamespace(time_to_first_token=seconds)
+    report = SimpleNamespace(
+        seconds=phases, prompt_tokens=100, reused_tokens=reused, blended=reused > 0, reason="slow"
+    )
+    return SimpleNamespace(text=text, report=report)
+
+
+def test_totals_are_medians_and_counts():
+    asked = PassageQuestion("Which moon?", ("Triton",), "Neptune")
+    answered = [
+        Answered(asked, (), generation(f" {full}", seconds), generation(blend, 1.0, reused))
+        for full, blend, seconds, reused in [
+            ("Triton", "Triton", 2.0, 90),
+            ("Triton.", "Nereid", 4.0, 80),
+            ("Nereid", "Pluto", 9.0, 0),
+        ]
+    ]
+    totals = Totals.of(answered)
+    assert (totals.questions, totals.full_right, totals.blend_right, totals.same) == (3, 2, 1, 1)
+    assert (totals.full_seconds, totals.blend_seconds, totals.speedup) == (4.0, 1.0, 4.0)
+    assert (totals.prompt_tokens, totals.reused_tokens) == (100, 80)
+    assert totals.not_blended == ("slow",)
+
+
+def test_both_answers_are_of_one_prompt_and_at_ratio_one_they_are_the_same():
+    documents = [Document(f"{n}", (f"Anna {n} lives in Rome. " * 20,)) for n in range(9)]
+    engine = TransformersEngine("demo", instruction="Read:\n\n")
+    engine.config = engine.config.with_changes(recompute_ratio=1.0, min_tokens=0)
+    asker = SideBySide(
+        engine,
+        documents,
+        lambda question, count: documents[:count],
+        lambda question, passages: "Read:\n\n" + "\n\n".join([*passages, question]),
+    )
+    assert asker.index().computed == len(documents)
+    (found,) = asker.answer_all([PassageQuestion("Where does Anna live?", ("Rome",), "1")])
+    assert found.same
+    assert found.titles == tuple(str(n) for n in range(RETRIEVED))
+    full, blend = found.full.report, found.blend.report
+    assert full.prompt_tokens == blend.prompt_tokens
+    assert (full.blended, blend.blended) == (False, True)
+    engine.close()
