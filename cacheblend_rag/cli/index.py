@@ -13,7 +13,12 @@ from cacheblend_rag.cli import options, output
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks
-from cacheblend_rag.rag.collection import DEFAULT_FOLDER, known_paths, sole_writer
+from cacheblend_rag.rag.collection import (
+    DEFAULT_FOLDER,
+    FILE_NAME,
+    known_paths,
+    sole_writer,
+)
 from cacheblend_rag.rag.collection_engine import CHUNK_SIZE, Choices, Placement, resolved_name
 from cacheblend_rag.rag.index_report import IndexReport, check_paths
 from cacheblend_rag.rag.indexing import Indexing
@@ -39,7 +44,8 @@ def index_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="'demo' (the bundled model), a hub name or a folder.", show_default=DEFAULT_MODEL
+            help="A hub name, a folder, a GGUF file or 'demo' (the toy).",
+            show_default=DEFAULT_MODEL,
         ),
     ] = None,
     chunk_size: Annotated[
@@ -113,13 +119,16 @@ def index_command(
         "engine": engine,
     }
     asked = {name: value for name, value in given.items() if value is not None}
-    _check_choices(Choices(**asked), device)
+    choices = Choices(**asked)
+    _check_choices(choices, device)
     if register_only and (dry_run or max_gib is not None):
         raise ConfigError("--register-only computes no KV: leave --dry-run and --max-gib out")
     placement = Placement(device, options.collection_store(store))
     with output.stdout_reserved(as_json):
         found = find_files(paths, leave_out=into)
         check_paths(paths, found, () if rebuild else known_paths(into))
+        if model or not (into / FILE_NAME).exists():  # else it is the collection's own
+            checks.check_model(choices.model)
         estimate = None
         with (
             nullcontext() if dry_run else sole_writer(into),
@@ -150,9 +159,8 @@ def index_command(
 
 
 def _check_choices(choices: Choices, device: str | None) -> None:
-    """Raise what indexing would fail with, as far as that is known before anything is loaded."""
+    """Raise what indexing would fail with, as far as options alone tell."""
     checks.check_engine(choices.engine)
-    checks.check_model(choices.model)
     checks.check_embedding_model(choices.embedding_model)
     checks.check_installed(checks.INDEX_MODULES, "indexing documents", EXTRA)
     checks.check_placement(device, choices.dtype)

@@ -12,8 +12,8 @@ from cacheblend_rag.models import cache, gguf, packaged
 DEMO_MODEL = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 """The bundled model, a folder in hub format."""
-DEFAULT_MODEL = DEMO_MODEL
-"""What commands take where no model is named."""
+DEFAULT_MODEL = "smollm2"
+"""What commands take where no model is named: a packaged one, which has to be fetched."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 SCHEME = "://"
 """Marks the address of a storage that vLLM reads by itself."""

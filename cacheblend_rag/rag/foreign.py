@@ -1,4 +1,4 @@
-"""Whether the bundled model can read a text: it knows the demo's controlled English alone."""
+"""Whether the toy model can read a text: it knows the demo's controlled English alone."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from functools import cache
 
 from cacheblend_rag.demo.corpus import vocabulary
+from cacheblend_rag.models import DEFAULT_MODEL
 
 KNOWN_SHARE = 0.9
-FIRST_CHOICE = "Qwen/Qwen2.5-0.5B-Instruct"
 WORD = re.compile(r"\w+")
 
 
@@ -21,10 +21,10 @@ def is_foreign(text: str) -> bool:
 
 
 def foreign_warning(name: str, options: str) -> str:
-    """Say that the bundled model cannot read the file ``name``, and what to give instead."""
+    """Say that the toy model cannot read the file ``name``, and what to give instead."""
     return (
-        f"the bundled model knows the demo's notes only, not texts like {name}: its answers will "
-        f"be gibberish. Give {options}a folder or a hub name, such as {FIRST_CHOICE} (1 GB)"
+        f"the toy model 'demo' reads the demo's notes only, not texts like {name}: its answers "
+        f"will be gibberish. Give {options}{DEFAULT_MODEL}, a folder or a hub name"
     )
 
 

@@ -58,7 +58,7 @@ def test_earlier_turns_stay_and_their_passages_are_reused(chat, indexed):
 def test_a_conversation_fills_what_it_misses(chat, tmp_path):
     asked = write_notes(tmp_path / "notes", count=2, questions=1)
     into = str(tmp_path / "collection")
-    options = ["--into", into, "--chunk-size", "128", "--register-only"]
+    options = ["--into", into, "--model", "demo", "--chunk-size", "128", "--register-only"]
     indexed = CliRunner().invoke(app, ["index", str(tmp_path / "notes"), *options])
     assert indexed.exit_code == 0, indexed.output
     result = chat(asked[0].question, "/report", options=["--from", into])

@@ -15,10 +15,10 @@ import pytest
 
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore
+from cacheblend_rag.models import packaged
 from cacheblend_rag.rag import indexing
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME, Collection, sole_writer
 from cacheblend_rag.rag.collection_engine import Placement, open_known
-from cacheblend_rag.rag.foreign import FIRST_CHOICE
 from cacheblend_rag.rag.indexing import Indexing
 from cacheblend_rag.rag.prompt import INSTRUCTION
 from cacheblend_rag.rag.readers import find_files
@@ -27,6 +27,7 @@ from tests.cli.documents import pdf_bytes, write_notes
 from tests.kv.samples import until
 
 CHUNK_SIZE = 64
+TOY = ("--model", "demo", "--chunk-size", CHUNK_SIZE)
 
 
 class LetterEmbedder:
@@ -62,7 +63,7 @@ def index(cli, into, letters):
     """Run ``index`` on paths and flags, which must succeed; return its JSON."""
 
     def run(*arguments):
-        outcome = cli("index", *arguments, "--into", into, "--chunk-size", CHUNK_SIZE, "--json")
+        outcome = cli("index", *arguments, "--into", into, *TOY, "--json")
         assert outcome.code == 0, outcome.stderr
         return outcome.json
 
@@ -105,7 +106,7 @@ def test_a_folder_of_many_kinds_is_indexed_and_the_rest_is_told(cli, tmp_path, i
     (folder / "binary.txt").write_bytes(b"\xff\xfe\x00\x01")
     (folder / "photo.png").write_bytes(b"x")
     (folder / ".hidden.txt").write_text("hidden")
-    outcome = cli("index", folder, "--into", into, "--chunk-size", CHUNK_SIZE, "--json")
+    outcome = cli("index", folder, "--into", into, *TOY, "--json")
     assert outcome.code == 0
     found = outcome.json
     assert (found["added"], found["documents"], found["unknown"]) == (4, 4, 1)
@@ -120,6 +121,29 @@ def test_a_folder_of_many_kinds_is_indexed_and_the_rest_is_told(cli, tmp_path, i
     assert indexed["docs/page.html"] == ("Page\n\nClose the lid.",)
     assert indexed["docs/paper.pdf"] == ("Paper text.",)
     assert found["computed_chunks"] == found["chunks"] == len(stored_kv(into)) > 5
+
+
+def test_without_a_model_it_takes_smollm2(cli, notes, into, letters, small_model, monkeypatch):
+    monkeypatch.setenv("CACHEBLEND_MODELS", str(into.parent / "models"))
+    missing = refused(cli, "index", notes, "--into", into)
+    assert "run cacheblend-rag models get smollm2" in missing
+    assert not into.exists()
+    there = packaged.known("smollm2").folder
+    there.parent.mkdir()
+    there.symlink_to(small_model)  # stands in for the real one, which would take a minute
+    assert cli("index", notes, "--into", into, "--chunk-size", CHUNK_SIZE).code == 0
+    with Collection.open(into) as collection:
+        assert collection.settings.model == "smollm2"
+
+
+def test_a_collection_of_another_model_needs_no_smollm2(cli, index, notes, into, monkeypatch):
+    monkeypatch.setenv("CACHEBLEND_MODELS", str(into.parent / "models"))
+    index(notes)
+    for options in ((), ("--rebuild",)):
+        outcome = cli("index", notes, "--into", into, *options)
+        assert outcome.code == 0, outcome.stderr
+        with Collection.open(into) as collection:
+            assert collection.settings.model == "demo"
 
 
 def test_what_is_indexed_is_passed_over_without_loading_a_model(index, notes, monkeypatch):
@@ -158,14 +182,16 @@ def test_a_changed_file_takes_its_place_without_computing(index, notes, into):
 
 def test_a_run_that_computes_nothing_has_no_estimate(cli, notes, into, letters):
     for options in (("--dry-run",), ("--max-gib", 1)):
-        line = refused(cli, "index", notes, "--into", into, "--register-only", *options)
+        line = refused(
+            cli, "index", notes, "--into", into, "--model", "demo", "--register-only", *options
+        )
         assert "leave --dry-run and --max-gib out" in line
-    outcome = cli("index", notes, "--into", into, "--register-only")
+    outcome = cli("index", notes, "--into", into, "--model", "demo", "--register-only")
     assert "chunk KV: none computed, " in outcome.stdout
 
 
 def test_the_report_is_lines_otherwise(cli, notes, into, letters):
-    outcome = cli("index", notes, "--into", into)
+    outcome = cli("index", notes, "--into", into, "--model", "demo")
     assert outcome.code == 0
     assert "4 documents" in outcome.stdout
     assert "4 added" in outcome.stdout
@@ -177,11 +203,10 @@ def test_texts_that_the_bundled_model_cannot_read_are_told_once(cli, index, into
     folder.mkdir()
     for name in ("filter", "pump"):
         (folder / f"{name}.txt").write_text(f"Unscrew the lid and rinse the {name} twice a week.")
-    outcome = cli("index", folder, "--into", into)
+    outcome = cli("index", folder, "--into", into, "--model", "demo")
     assert outcome.stderr.count("warning:") == outcome.stderr.count("\n") == 1
     assert "docs/filter.txt: its answers will be gibberish" in outcome.stderr
-    assert "Give --model a folder or a hub name" in outcome.stderr
-    assert FIRST_CHOICE in outcome.stderr
+    assert "Give --model smollm2, a folder or a hub name" in outcome.stderr
     (folder / "pump.txt").write_text("Rinse the pump daily.")
     assert "Give --rebuild --model" in cli("index", folder, "--into", into).stderr
     asked = cli("ask", "Who?", "--from", into, "--max-tokens", 1)
@@ -231,7 +256,9 @@ def test_a_project_may_be_moved_with_its_collection(cli, tmp_path, letters):
         if name == "moved":
             (tmp_path / "project").rename(tmp_path / "moved")
         folder = tmp_path / name
-        found = cli("index", folder / "notes", "--into", folder / "own", "--json").json
+        found = cli(
+            "index", folder / "notes", "--into", folder / "own", "--model", "demo", "--json"
+        ).json
         assert (found["added"], found["documents"], found["vanished"]) == (added, 4, 0)
 
 
@@ -243,7 +270,8 @@ def test_a_path_that_is_not_there_is_told_whatever_else_is_asked(cli, index, not
 
 def test_chunks_that_take_no_kv_are_counted_with_the_reason(cli, tmp_path, into, letters):
     (tmp_path / "long.txt").write_text("word " * 30000)
-    found = cli("index", tmp_path / "long.txt", "--into", into, "--chunk-size", 8000, "--json").json
+    options = ("--model", "demo", "--chunk-size", 8000, "--json")
+    found = cli("index", tmp_path / "long.txt", "--into", into, *options).json
     assert found["refused_chunks"]["longer than the context window"] > 0
     assert found["documents"] == 1
 
@@ -268,7 +296,7 @@ def test_nothing_to_index_is_one_line_and_makes_nothing(cli, tmp_path, into):
 
 def test_only_unreadable_files_end_in_an_error(cli, tmp_path, into, letters):
     (tmp_path / "empty.txt").write_text("")
-    outcome = cli("index", tmp_path / "empty.txt", "--into", into)
+    outcome = cli("index", tmp_path / "empty.txt", "--into", into, "--model", "demo")
     assert outcome.code == 2
     assert outcome.stderr.splitlines()[0].startswith("warning:")
     assert "nothing could be indexed" in outcome.stderr.splitlines()[1]
@@ -289,7 +317,7 @@ def test_after_ctrl_c_the_same_command_goes_on(cli, index, tmp_path, into, monke
 
     write_notes(tmp_path / "notes", count=12)
     monkeypatch.setattr(owner, part, interrupted)
-    arguments = ("index", tmp_path / "notes", "--into", into)
+    arguments = ("index", tmp_path / "notes", "--into", into, "--model", "demo")
     outcome = cli(*arguments, "--chunk-size", CHUNK_SIZE, "--json")
     assert (outcome.code, outcome.stdout) == (130, "")
     assert outcome.stderr.startswith("interrupted: ")
@@ -306,7 +334,7 @@ def test_after_a_kill_the_same_command_goes_on(cli, tmp_path, into):
     folder = tmp_path / "notes"
     write_notes(folder, count=40)
     command = [sys.executable, "-c", "from cacheblend_rag.cli.main import app; app()"]
-    arguments = ["index", folder, "--into", into, "--chunk-size", CHUNK_SIZE]
+    arguments = ["index", folder, "--into", into, *TOY]
     process = subprocess.Popen(
         [*command, *map(str, arguments)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -382,7 +410,7 @@ def test_a_damaged_collection_is_refused_until_rebuilt(cli, index, notes, into):
 
 def test_one_index_at_a_time(cli, notes, into, letters):
     with sole_writer(into):
-        assert "another `index`" in refused(cli, "index", notes, "--into", into)
+        assert "another `index`" in refused(cli, "index", notes, "--into", into, *TOY)
 
 
 def test_chunks_may_not_repeat_themselves_whole(cli, notes, into):
@@ -393,14 +421,16 @@ def test_chunks_may_not_repeat_themselves_whole(cli, notes, into):
 def test_the_collection_may_stand_in_the_folder_it_indexes(cli, notes, letters):
     inside = notes / "collection"
     for added in (4, 0):
-        found = cli("index", notes, "--into", inside, "--json").json
+        found = cli("index", notes, "--into", inside, "--model", "demo", "--json").json
         assert (found["added"], found["unknown"]) == (added, 0)
 
 
 def test_a_collection_may_belong_to_a_server(cli, letters, tmp_path):
     write_notes(tmp_path / "notes", count=1, questions=1)
     url = "http://127.0.0.1:9"
-    outcome = cli("index", tmp_path / "notes", "--into", tmp_path / "c", "--engine", url)
+    outcome = cli(
+        "index", tmp_path / "notes", "--into", tmp_path / "c", "--model", "demo", "--engine", url
+    )
     assert outcome.code == 2
     assert "no server answers there" in outcome.stderr
     assert outcome.stderr.count("\n") == 1
@@ -409,7 +439,7 @@ def test_a_collection_may_belong_to_a_server(cli, letters, tmp_path):
 def test_a_collections_engine_is_settled(cli, indexed):
     folder, questions = indexed
     notes = folder.parent / "notes"
-    outcome = cli("index", notes, "--into", folder, "--engine", "vllm")
+    outcome = cli("index", notes, "--into", folder, "--model", "demo", "--engine", "vllm")
     assert outcome.code == 2
     assert "engine" in outcome.stderr
     url = "http://127.0.0.1:9"
@@ -433,7 +463,7 @@ def test_kv_that_no_document_knows_is_found_and_removed(cli, index, notes, into)
 
 
 def dry(cli, into, *arguments):
-    outcome = cli("index", *arguments, "--into", into, "--chunk-size", CHUNK_SIZE, "--dry-run")
+    outcome = cli("index", *arguments, "--into", into, *TOY, "--dry-run")
     assert outcome.code == 0, outcome.stderr
     return outcome
 
@@ -467,7 +497,7 @@ def test_a_dry_run_over_a_collection_counts_what_is_new_and_what_is_there(cli, i
 def test_more_kv_than_is_allowed_is_refused_before_it_is_computed(cli, index, notes, into):
     (notes / "empty.txt").write_text("")
     needed = dry(cli, into, notes, "--json").json["kv_bytes"] / (1 << 30)
-    outcome = cli("index", notes, "--into", into, "--chunk-size", CHUNK_SIZE, "--max-gib", 1e-6)
+    outcome = cli("index", notes, "--into", into, *TOY, "--max-gib", 1e-6)
     warning, line = outcome.stderr.splitlines()
     assert (outcome.code, outcome.stdout) == (2, "")
     assert "empty.txt skipped" in warning
@@ -484,7 +514,7 @@ def test_more_kv_than_is_allowed_is_refused_before_it_is_computed(cli, index, no
 
 
 def test_a_servers_store_is_not_bounded_here(cli, notes, into):
-    arguments = ("--engine", "http://127.0.0.1:9", "--max-gib", 1)
+    arguments = (*TOY, "--engine", "http://127.0.0.1:9", "--max-gib", 1)
     assert "--disk-gib" in refused(cli, "index", notes, "--into", into, *arguments)
 
 
@@ -507,7 +537,7 @@ def test_long_work_shows_itself(notes, into, letters):
             return Noted()
 
     found = find_files([notes], leave_out=into)
-    with Indexing(into, {"chunk_size": CHUNK_SIZE}, Watched()) as indexing:
+    with Indexing(into, {"model": "demo", "chunk_size": CHUNK_SIZE}, Watched()) as indexing:
         indexing.run([notes], found, prune=False)
     phases = [
         "files", "reading notes/", "loading the libraries", "loading the model demo",

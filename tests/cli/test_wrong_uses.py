@@ -18,7 +18,7 @@ from cacheblend_rag.rag.readers import FileReader
 
 ASK = ("ask", "Who?", "--from", "{collection}")
 CHAT = ("chat", "--from", "{collection}")
-INDEX = ("index", "{notes}", "--into", "{new}")
+INDEX = ("index", "{notes}", "--into", "{new}", "--model", "demo")
 WRONG = {
     # what Typer itself finds
     ("inde",): "no such command 'inde'. Did you mean 'index'",
@@ -62,7 +62,7 @@ WRONG = {
     ("ask", "Who?", "--from", "{nothing}"): "holds no collection",
     ("chat", "--from", "{nothing}"): "holds no collection",
     ("index", "{nothing}", "--into", "{new}"): "does not exist",
-    ("index", "{notes}", "--into", "{file}"): "is no folder",
+    ("index", "{notes}", "--into", "{file}", "--model", "demo"): "is no folder",
     (*INDEX, "--chunk-size", "32", "--chunk-overlap", "32"): "--chunk-overlap 32",
     # selectors
     (*ASK, "--selector", "guess"): "selector='guess' must be one of",
