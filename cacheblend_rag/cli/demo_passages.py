@@ -1,0 +1,138 @@
+"""The demo's second part: a real model answers from real passages, by full prefill and by blend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from textwrap import shorten
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+
+from cacheblend_rag.cli import output
+from cacheblend_rag.config import EMBEDDED
+from cacheblend_rag.demo.passages import PassageSample, load_passages
+from cacheblend_rag.engines.factory import open_engine
+from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.models import packaged
+from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt, Turn
+from cacheblend_rag.rag.retrieval import DocumentRetriever
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cacheblend_rag.engines.answer import Generation
+    from cacheblend_rag.quality.side_by_side import Answered, SideBySide, Totals
+
+SHOWN_CHARACTERS = 100
+
+
+def show(console: Console, model: str, embedding_model: str) -> dict[str, Any]:
+    """Answer the sample's questions both ways and print them; return plain JSON values."""
+    from cacheblend_rag.quality.side_by_side import Totals
+
+    sample = load_passages()
+    console.print(f"\n[bold]{escape(_described(model))}[/bold]", soft_wrap=True)
+    with _opened(model, embedding_model, sample) as (asker, dtype):
+        with output.progress_bar() as bar, bar.phase("computing the passages' KV"):
+            indexed = asker.index()
+        console.print(
+            f"Indexed {len(sample.passages)} passages of MuSiQue (Trivedi et al. 2022, CC BY 4.0), "
+            f"{indexed.computed_tokens:,} tokens, once, in {output.duration(indexed.seconds)}; "
+            f"the model runs in {dtype}.",
+            soft_wrap=True,
+        )
+        answered = []
+        for found in asker.answer_all(sample.questions):
+            answered.append(found)
+            _print_answered(console, found)
+    totals = Totals.of(answered)
+    for line in _summary(totals):
+        console.print(line, soft_wrap=True)
+    return {
+        "model": model,
+        "dtype": dtype,
+        "passages": len(sample.passages),
+        "indexed_tokens": indexed.computed_tokens,
+        "index_seconds": indexed.seconds,
+        "questions": [found.to_dict() for found in answered],
+        "totals": totals.to_dict(),
+    }
+
+
+@contextmanager
+def _opened(
+    model: str, embedding_model: str, sample: PassageSample
+) -> Iterator[tuple[SideBySide, str]]:
+    """Load the model, and what retrieves passages; yields the model's precision, too."""
+    from cacheblend_rag.quality.side_by_side import SideBySide
+
+    documents = sample.documents()
+    prompt = RagPrompt(load_tokenizer(model), INSTRUCTION)
+    retriever = DocumentRetriever(documents, embedding_model)
+    with closing(open_engine(EMBEDDED, model=model, instruction=prompt.lead_in)) as engine:
+        if engine.blend_refusal:
+            raise UnsupportedModelError(f"model={model!r}: {engine.blend_refusal}")
+        yield (
+            SideBySide(
+                engine,
+                documents,
+                retriever.retrieve,
+                lambda question, passages: prompt.render([Turn(question, passages)]),
+            ),
+            engine.dtype or "a precision of its own",
+        )
+
+
+def _described(model: str) -> str:
+    """Return a model's name, and of a packaged one what it is."""
+    known = packaged.MODELS.get(model)
+    return f"{model}: {known.title}, {known.weights} weights" if known else model
+
+
+def _print_answered(console: Console, found: Answered) -> None:
+    question = found.question
+    console.print(
+        f"\n[bold]{escape(question.question)}[/bold]  ({escape(question.answers[0])})",
+        soft_wrap=True,
+    )
+    report = found.blend.report
+    work = f"{report.reused_tokens:,} of {report.prompt_tokens:,} tokens reused"
+    if not report.blended:
+        work = f"not blended: {report.reason}"
+    for label, generation, note in (
+        ("full prefill", found.full, ""),
+        ("blend", found.blend, f"  [dim]{escape(work)}[/dim]"),
+    ):
+        seconds = output.duration(generation.report.seconds.time_to_first_token)
+        console.print(
+            f"  {label:<13} {seconds:>8}  {_marked(found, generation)}{note}", soft_wrap=True
+        )
+
+
+def _marked(found: Answered, generation: Generation) -> str:
+    text = escape(shorten(generation.text, SHOWN_CHARACTERS, placeholder=" ...") or "(nothing)")
+    return f"[green]{text}[/green]" if found.right(generation) else f"[red]{text} *[/red]"
+
+
+def _summary(totals: Totals) -> list[str]:
+    """Say what was gained, and what it cost."""
+    count = totals.questions
+    lines = [
+        f"\nFirst token, median of {count} questions: full prefill "
+        f"{output.duration(totals.full_seconds)}, blend {output.duration(totals.blend_seconds)}, "
+        f"[bold]{totals.speedup:.1f}x sooner[/bold]; {totals.reused_tokens:,.0f} of "
+        f"{totals.prompt_tokens:,.0f} tokens reused.",
+        f"Right: {totals.full_right} of {count} by full prefill, {totals.blend_right} of {count} "
+        f"by blend (* does not hold the answer in brackets, word for word); "
+        f"{totals.same} of {count} answers are the same text.",
+    ]
+    if totals.same < count:
+        lines.append(
+            "Where the answers differ, reused KV changed what the model says: a passage's KV was "
+            "computed without the passages beside it, and only part of it is recomputed."
+        )
+    if totals.full_right < count:
+        lines.append("What full prefill gets wrong, the model gets wrong by itself.")
+    return lines
