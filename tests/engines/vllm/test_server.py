@@ -115,10 +115,11 @@ def test_it_says_what_it_is(engine: VLLMEngine, server: RunningServer) -> None:
 
 
 def test_the_readmes_program_asks_it(server: RunningServer) -> None:
-    """As it stands but for the address, the key and the namespace of the server that is here."""
+    """As it stands but for the address, model, key and namespace of the server that is here."""
     (program,) = [block for block in blocks("python") if "http://" in block]
     there = program.replace("http://127.0.0.1:8000", server.url)
-    there = there.replace('model="demo"', f'model="demo", namespace="{NAMESPACE}"')
+    there = there.replace('model="smollm2"', f'model="demo", namespace="{NAMESPACE}"')
+    assert NAMESPACE in there
     environment = {**os.environ, "CACHEBLEND_API_KEY": KEY}
     run = [sys.executable, "-c", there]
     assert subprocess.run(run, env=environment, check=True, capture_output=True).stdout.strip()
