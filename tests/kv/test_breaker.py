@@ -180,9 +180,16 @@ def test_layers_of_a_dead_tier_are_not_asked_for_either(ticks):
         assert recovered(tier, ticks)
 
 
-@pytest.mark.parametrize(
-    "failure", [RuntimeError("broken pipe"), KeyError("x"), ValueError("y"), MemoryError()]
-)
+def test_a_tier_that_finds_no_memory_is_not_out(ticks):
+    tier = filled(Dead(ticks, fails_whole=True))
+    with TieredKVStore([tier]) as store:
+        tier.failure = MemoryError()
+        assert {lookup.reason for lookup in request(store)} == {"no room"}
+        tier.failure = None
+        assert [lookup.reason for lookup in request(store)][:7] == [None] * 7
+
+
+@pytest.mark.parametrize("failure", [RuntimeError("broken pipe"), KeyError("x"), ValueError("y")])
 def test_whatever_a_tier_raises_no_request_fails(ticks, failure, tmp_path):
     for whole in (False, True):
         tier = filled(Dead(ticks, fails_whole=whole))
