@@ -1,0 +1,1 @@
+"""Benchmarks that only developers run, as ``python -m tests.benchmarks.NAME``."""

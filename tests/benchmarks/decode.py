@@ -1,0 +1,97 @@
+"""`python -m tests.benchmarks.decode`: decoding, by the engine and by transformers' `generate`.
+
+Both decode the same number of greedy tokens behind the same prompt, in turn in one run; what is
+compared is the time from the first token to the last, so that prefill does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from cacheblend_rag import SamplingParams, TransformersEngine
+from cacheblend_rag.bench.interleave import run_in_turns
+
+WORDS = "The lighthouse at Vell was built in 1821 by a widow who had lost two ships at sea. "
+
+
+@dataclass
+class Stamps:
+    """A streamer of transformers that notes when each token came; the prompt comes first."""
+
+    at: list[float] = field(default_factory=list)
+
+    def put(self, _: Any) -> None:
+        """Note a token."""
+        self.at.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing is held back."""
+
+
+def by_engine(engine: TransformersEngine, prompt: str, tokens: int, _: int) -> float:
+    """Return seconds a token, text and report included."""
+    sampling = SamplingParams(
+        max_tokens=tokens, temperature=0.0, repetition_penalty=1.0, ignore_eos=True
+    )
+    started = time.perf_counter()
+    answer = engine.generate_full(prompt, sampling)
+    ended = time.perf_counter()
+    assert len(answer.token_ids) == tokens
+    return (ended - started - answer.report.seconds.time_to_first_token) / (tokens - 1)
+
+
+def by_generate(engine: TransformersEngine, prompt: str, tokens: int, _: int) -> float:
+    """Return seconds a token."""
+    ids = torch.tensor([engine.tokenizer.encode(prompt)], device=engine.model.device)
+    stamps = Stamps()
+    engine.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        do_sample=False,
+        streamer=stamps,
+    )
+    first, *_, last = stamps.at[1:]
+    return (last - first) / (tokens - 1)
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", nargs="?", default="smollm2")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--prompt-tokens", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--repeat", type=int, default=5)
+    asked = parser.parse_args()
+    engine = TransformersEngine(asked.model, dtype=asked.dtype)
+    if engine.blend_refusal is not None:
+        sys.exit(f"blending is off: {engine.blend_refusal}")
+    each = len(engine.tokenizer.encode(WORDS, add_special_tokens=False))
+    prompt = (engine.tokenizer.bos_token or "") + WORDS * max(1, asked.prompt_tokens // each)
+    cases: dict[str, Callable[[int], float]] = {
+        name: partial(case, engine, prompt, asked.tokens)
+        for name, case in (("engine", by_engine), ("generate", by_generate))
+    }
+    seconds = run_in_turns(cases, asked.repeat, lambda _: None)
+    ours, theirs = (statistics.median(seconds[name]) for name in ("engine", "generate"))
+    ratios = [a / b for a, b in zip(seconds["engine"], seconds["generate"], strict=True)]
+    print(f"{engine.model_name}, {asked.dtype}, {asked.prompt_tokens} tokens of prompt: seconds")
+    print(f"a token, engine {ours:.4f}, generate {theirs:.4f}, ratio in each turn", end=" ")
+    print(
+        ", ".join(f"{ratio:.2f}" for ratio in ratios), f"(median {statistics.median(ratios):.2f})"
+    )
+
+
+if __name__ == "__main__":
+    main()
