@@ -16,7 +16,7 @@ from cacheblend_rag.report import PrecomputeReport
 from cacheblend_rag.text.chunk import Document
 
 RETRIEVED = 8
-MAX_TOKENS = 20
+MAX_TOKENS = 16
 
 
 @dataclass(frozen=True)
