@@ -66,6 +66,9 @@ class Opened:
         self.engine = TransformersEngine(folder, dtype=dtype, config=ALL, lead_in="bos")
         self.prompts = prompts(self.engine.tokenizer.bos_token)
         self.logits: list[Tensor] = []
+        if not all(bool(own.isfinite().all()) for own in self.own_logits()):
+            self.engine.close()
+            pytest.skip(f"the model's own forward overflows {dtype}")
         self.engine.precompute([Chunk(passage) for passage in PASSAGES], progress=False)
 
     def first_logits(self) -> list[Tensor]:

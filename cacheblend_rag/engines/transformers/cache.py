@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,11 +19,18 @@ class FusedCache(Cache):  # type: ignore[misc] # base is untyped
 
     fused: the prompt's KV, or an empty buffer that prefill will fill.
     length: tokens of it that hold KV already.
+    windows: each layer's sliding window in tokens, or None. A layer with one attends to the tokens
+    in it alone, as long as all windows are of one size: the model builds one mask for all of them.
     """
 
-    def __init__(self, fused: FusedKV, length: int) -> None:
+    def __init__(
+        self, fused: FusedKV, length: int, windows: Sequence[int | None] | None = None
+    ) -> None:
         self.fused = fused
-        super().__init__(layers=[_FusedLayer(fused, i, length) for i in range(fused.keys.shape[0])])
+        depth = fused.keys.shape[0]
+        if windows is None or len({window for window in windows if window}) != 1:
+            windows = (None,) * depth
+        super().__init__(layers=[_FusedLayer(fused, i, length, windows[i]) for i in range(depth)])
 
 
 def _grow(fused: FusedKV, tokens: int) -> None:
@@ -42,9 +50,10 @@ class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
     until garbage is collected.
     """
 
-    def __init__(self, fused: FusedKV, layer: int, length: int) -> None:
+    def __init__(self, fused: FusedKV, layer: int, length: int, window: int | None) -> None:
         super().__init__()
-        self.fused, self.layer, self.length = fused, layer, length
+        self.fused, self.layer, self.length, self.window = fused, layer, length, window
+        self.is_sliding = window is not None
         self.is_initialized = True
 
     def update(
@@ -61,11 +70,17 @@ class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
             raise UnsupportedModelError("its layers cache something else than what they attend to")
         fused.keys[self.layer, :, start:end] = key_states[0]
         fused.values[self.layer, :, start:end] = value_states[0]
+        seen = slice(self._first_seen(), end)
         self.length = end
-        return fused.keys[self.layer, None, :, :end], fused.values[self.layer, None, :, :end]
+        return fused.keys[self.layer, None, :, seen], fused.values[self.layer, None, :, seen]
 
     def get_seq_length(self) -> int:
         return self.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        first = self._first_seen()
+        return self.length + query_length - first, first
+
+    def _first_seen(self) -> int:
+        """Return the first position that any of the next tokens attends to."""
+        return 0 if self.window is None else max(0, self.length - self.window + 1)

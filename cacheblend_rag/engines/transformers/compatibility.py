@@ -93,7 +93,7 @@ def _reference(
         out = model(
             input_ids=ids[None],
             position_ids=positions,
-            past_key_values=FusedCache(fused, start),
+            past_key_values=FusedCache(fused, start, stack.windows),
             use_cache=True,
             logits_to_keep=1,
         )

@@ -62,7 +62,8 @@ class OrdinaryPrefill:
         """
         cache: Cache | None = None
         if self.stack is not None:
-            cache = FusedCache(FusedKV(self.stack.geometry, len(token_ids), reserve), 0)
+            fused = FusedKV(self.stack.geometry, len(token_ids), reserve)
+            cache = FusedCache(fused, 0, self.stack.windows)
         elif self.cache_name:
             cache = DynamicCache(config=self.model.config)
         return cache, self._run(token_ids, cache)[:, -1]

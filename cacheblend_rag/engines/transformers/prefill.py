@@ -114,4 +114,5 @@ def blended_prefill(
         chunks=done.chunks,
         seconds=done.seconds,
     )
-    return Prefilled(FusedCache(done.fused, ids.numel()), logits, report, done.seconds)
+    cache = FusedCache(done.fused, ids.numel(), stack.windows)
+    return Prefilled(cache, logits, report, done.seconds)
