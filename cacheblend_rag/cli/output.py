@@ -149,10 +149,10 @@ def rough_duration(seconds: float) -> str:
 
 
 def print_facts(title: str, facts: Mapping[str, Any]) -> None:
-    """Print names and values as a two-column table."""
+    """Print names and values as a two-column table, under a title of one line."""
     from rich.table import Table
 
-    table = Table(title=title, show_header=False, box=None)
+    table = Table(title=title, show_header=False, box=None, min_width=cell_len(title))
     for name, value in facts.items():
         text = f"{value:,.6g}" if isinstance(value, float) else str(value)
         table.add_row(escape(name.replace("_", " ")), escape(text))

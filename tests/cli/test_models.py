@@ -15,6 +15,7 @@ def test_a_model_is_fetched_listed_asked_and_removed(cli, tmp_path: Path) -> Non
     before = {model["name"]: model for model in cli("models", "ls", "--json").json["models"]}
     assert before["tiny"]["folder"] is None
     line = "cacheblend-rag: tiny is not on this machine: run cacheblend-rag models get tiny\n"
+    (tmp_path / "note.txt").write_text("Something to index.")
     missing = cli("index", tmp_path, "--into", tmp_path / "new", "--model", "tiny")
     assert (missing.code, missing.stderr) == (2, line)
 
