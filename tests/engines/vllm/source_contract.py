@@ -245,6 +245,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "query_start_loc",
                 "query_start_loc_cpu",
                 "seq_lens",
+                "seq_lens_cpu_upper_bound",
                 "num_reqs",
                 "num_actual_tokens",
                 "max_query_len",
