@@ -39,6 +39,8 @@ from cacheblend_rag.secret import Secret
 from tests.engines.vllm.opening import vllm_server
 from tests.models import QWEN_SAMPLING, make_tokenizer, words
 
+UNKNOWN = 2
+"""What the tests' tokenizer makes of each word that it does not know."""
 KEY = "sesame"
 MODEL = {"id": "tiny", "root": "org/tiny", "max_model_len": 512, "parent": None}
 STATUS = {"active": True, "identity": "0123456789abcdef", "namespace": namespace_id("default")}
@@ -87,7 +89,7 @@ def listening(canned: CannedServer) -> Iterator[CannedServer]:
             canned.bodies.append(body)
             if isinstance(body["prompt"], str):
                 count = len(body["prompt"].split())
-                return self.reply(200, completion(prompt_token_ids=[0] * count))
+                return self.reply(200, completion(prompt_token_ids=[UNKNOWN] * count))
             params = canned.params(body)
             if canned.orders[-1] != "status" and canned.fail:
                 return self.reply(canned.fail.pop(0), {"error": {"message": "no\nroom"}})
