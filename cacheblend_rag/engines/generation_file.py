@@ -20,7 +20,8 @@ REFUSED = (AttributeError, TypeError, ValueError)
 def generation_values(name: str | Path) -> dict[str, Any]:
     """Return the fields in a model's generation_config.json; none where there is no such file.
 
-    A file that holds no JSON object is ignored, which is logged.
+    Of a hub's model only what is on this machine is read. A file that holds no JSON object is
+    ignored, which is logged.
 
     Args:
         name: a hub name, a local folder or ``demo``.
@@ -61,7 +62,7 @@ def _read(name: str | Path) -> dict[str, Any] | None:
     from transformers.utils import cached_file
 
     try:
-        content = Path(cached_file(resolve(name), FILE_NAME)).read_bytes()
+        content = Path(cached_file(resolve(name), FILE_NAME, local_files_only=True)).read_bytes()
     except (OSError, ModelLoadError):
         return {}
     reason = "it holds no JSON object"

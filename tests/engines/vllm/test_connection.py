@@ -284,6 +284,7 @@ def test_without_a_connector_it_is_what_the_models_folder_says(
     canned: CannedServer, connect: Open, tmp_path: Path
 ) -> None:
     canned.status = None
+    (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps(QWEN_SAMPLING))
     connect(model=str(tmp_path)).generate(PROMPT, FOUR)
     assert (canned.bodies[-1]["temperature"], canned.bodies[-1]["top_k"]) == (0.7, 20)
