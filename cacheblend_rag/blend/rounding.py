@@ -18,7 +18,7 @@ from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 
 TOLERANCE = 1e-3
-"""Of a float32 result; also covers TF32 matrix products."""
+"""Relative error allowed in float32; it also covers TF32 matrix products."""
 ROUNDING_FACTOR = 1.5
 """How many times the measured rounding error a difference may be. On real models, layers that agree
 are up to 0.4 times that apart, 1.2 times with attention whose logits are in 16 bits."""

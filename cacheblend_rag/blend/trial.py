@@ -210,7 +210,7 @@ class _RunAlone:
     output: Tensor
 
     def differs(self, far: _RunAlone, by: Rotation | None, tolerance: float) -> str | None:
-        """Return what differs at a position further on, beside keys; None when nothing does."""
+        """Name what else than keys changes with the absolute position; None if nothing does."""
         here, there = self.call, far.call
         if not turns_into(here.query, there.query, by, tolerance):
             return "queries"

@@ -93,6 +93,6 @@ def _line(cells: Sequence[tuple[str, str]], name: str) -> str:
 
 
 def _shown(answer: Answer) -> tuple[str, str]:
-    """Return an answer as it fits its column, and its colour."""
+    """Return an answer cut to its column's width, in its colour."""
     text = shorten(answer.text, COLUMN - 3, placeholder="...") or "(nothing)"
     return (text, "green") if answer.correct else (f"{text} *", "red")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def finite(value: float | None) -> float | None:
-    """Let a number through that is one; ranges let NaN pass."""
+    """Refuse NaN, which typer's ranges accept; return any other number."""
     if value is not None and not math.isfinite(value):
         raise typer.BadParameter(f"{value} is no number")
     return value

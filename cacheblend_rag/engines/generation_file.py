@@ -1,4 +1,4 @@
-"""A model's generation_config.json, read so that a wrong value costs itself and not the model."""
+"""Reads a model's generation_config.json; a wrong value is ignored with a warning."""
 
 from __future__ import annotations
 

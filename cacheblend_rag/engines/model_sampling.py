@@ -48,7 +48,7 @@ off: transformers' own, and two that vLLM reads."""
 
 @dataclass(frozen=True)
 class ModelSampling:
-    """What fields of SamplingParams that are None take: a model's own settings.
+    """A model's own sampling settings: SamplingParams fields that are None take them.
 
     The defaults are those of Hugging Face's ``generate``, for what a ``generation_config`` leaves
     out.
@@ -118,7 +118,7 @@ def warn_of_ignored(values: Mapping[str, Any]) -> None:
 
 
 def _problem(name: str, value: Any) -> str | None:
-    """Say what is wrong with the value of a field of ModelSampling, if anything is."""
+    """Return why a ModelSampling field cannot have this value, or None when it can."""
     if name == "do_sample":
         return (
             None if isinstance(value, bool) else f"do_sample={value!r:.100} must be true or false"

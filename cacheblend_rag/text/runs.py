@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 SLACK = 16
 """Tokens by which a chunk may stand earlier or later than the texts before it make expect."""
 EDGES = 6
-"""Tokens at both edges together that may be lost whatever the chunk's length."""
+"""A run may lack this many edge tokens (both edges together) however short its chunk is."""
 LONG = 64
 """Tokens of a chunk from which on a run that lacks its edges alone is taken where it is found."""
 
