@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,34 +24,31 @@ WORDS = "The lighthouse at Vell was built in 1821 by a widow who had lost two sh
 
 @dataclass
 class Stamps:
-    """A streamer of transformers that notes when each token came; the prompt comes first."""
+    """When each token came; transformers' streamer, which is handed the prompt first."""
 
+    clock: Callable[[], float]
     at: list[float] = field(default_factory=list)
 
     def put(self, _: Any) -> None:
         """Note a token."""
-        self.at.append(time.perf_counter())
+        self.at.append(self.clock())
 
     def end(self) -> None:
         """Nothing is held back."""
 
 
-def by_engine(engine: TransformersEngine, prompt: str, tokens: int, _: int) -> float:
-    """Return seconds a token, text and report included."""
+def by_engine(engine: TransformersEngine, prompt: str, tokens: int, stamps: Stamps) -> None:
+    """Decode, and turn tokens into text; a piece of text is a token here."""
     sampling = SamplingParams(
         max_tokens=tokens, temperature=0.0, repetition_penalty=1.0, ignore_eos=True
     )
-    started = time.perf_counter()
-    answer = engine.generate_full(prompt, sampling)
-    ended = time.perf_counter()
-    assert len(answer.token_ids) == tokens
-    return (ended - started - answer.report.seconds.time_to_first_token) / (tokens - 1)
+    for _ in engine.stream(prompt, sampling):
+        stamps.put(None)
 
 
-def by_generate(engine: TransformersEngine, prompt: str, tokens: int, _: int) -> float:
-    """Return seconds a token."""
+def by_generate(engine: TransformersEngine, prompt: str, tokens: int, stamps: Stamps) -> None:
+    """Decode; no text is made."""
     ids = torch.tensor([engine.tokenizer.encode(prompt)], device=engine.model.device)
-    stamps = Stamps()
     engine.model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -61,8 +57,19 @@ def by_generate(engine: TransformersEngine, prompt: str, tokens: int, _: int) ->
         do_sample=False,
         streamer=stamps,
     )
-    first, *_, last = stamps.at[1:]
-    return (last - first) / (tokens - 1)
+    del stamps.at[0]
+
+
+CASES = {"engine": by_engine, "generate": by_generate}
+
+
+def seconds_a_token(
+    case: Callable[..., None], clock: Callable[[], float], tokens: int, engine: Any, prompt: str
+) -> float:
+    """Return seconds from the first token to the last, a token."""
+    stamps = Stamps(clock)
+    case(engine, prompt, tokens, stamps)
+    return (stamps.at[-1] - stamps.at[0]) / (tokens - 1)
 
 
 def main() -> None:
@@ -73,18 +80,22 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="of this process: for busy machines"
+    )
     asked = parser.parse_args()
     engine = TransformersEngine(asked.model, dtype=asked.dtype)
     if engine.blend_refusal is not None:
         sys.exit(f"blending is off: {engine.blend_refusal}")
     each = len(engine.tokenizer.encode(WORDS, add_special_tokens=False))
     prompt = (engine.tokenizer.bos_token or "") + WORDS * max(1, asked.prompt_tokens // each)
+    clock = time.process_time if asked.cpu_time else time.perf_counter
     cases: dict[str, Callable[[int], float]] = {
-        name: partial(case, engine, prompt, asked.tokens)
-        for name, case in (("engine", by_engine), ("generate", by_generate))
+        name: lambda _, case=case: seconds_a_token(case, clock, asked.tokens, engine, prompt)
+        for name, case in CASES.items()
     }
     seconds = run_in_turns(cases, asked.repeat, lambda _: None)
-    ours, theirs = (statistics.median(seconds[name]) for name in ("engine", "generate"))
+    ours, theirs = (statistics.median(seconds[name]) for name in CASES)
     ratios = [a / b for a, b in zip(seconds["engine"], seconds["generate"], strict=True)]
     print(f"{engine.model_name}, {asked.dtype}, {asked.prompt_tokens} tokens of prompt: seconds")
     print(f"a token, engine {ours:.4f}, generate {theirs:.4f}, ratio in each turn", end=" ")

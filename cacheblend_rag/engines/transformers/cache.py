@@ -68,11 +68,12 @@ class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
             or value_states.shape != key_states.shape
         ):
             raise UnsupportedModelError("its layers cache something else than what they attend to")
-        fused.keys[self.layer, :, start:end] = key_states[0]
-        fused.values[self.layer, :, start:end] = value_states[0]
-        seen = slice(self._first_seen(), end)
+        first = self._first_seen()
         self.length = end
-        return fused.keys[self.layer, None, :, seen], fused.values[self.layer, None, :, seen]
+        return (
+            _extended(fused.keys, self.layer, key_states, start, first),
+            _extended(fused.values, self.layer, value_states, start, first),
+        )
 
     def get_seq_length(self) -> int:
         return self.length
@@ -84,3 +85,14 @@ class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
     def _first_seen(self) -> int:
         """Return the first position that any of the next tokens attends to."""
         return 0 if self.window is None else max(0, self.length - self.window + 1)
+
+
+def _extended(held: Tensor, layer: int, new: Tensor, start: int, first: int) -> Tensor:
+    """Write new KV at ``start``; return the layer's from ``first`` to its end, not copied.
+
+    held: (layers, kv_heads, capacity, head_dim). new, and what is returned: (1, kv_heads, tokens,
+    head_dim). As few operations as can be: on a CPU a step's time is partly theirs.
+    """
+    of_layer, count = held.narrow(0, layer, 1), new.shape[2]
+    of_layer.narrow(2, start, count).copy_(new)
+    return of_layer.narrow(2, first, start + count - first)
