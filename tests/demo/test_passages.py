@@ -9,7 +9,7 @@ from cacheblend_rag.quality.metrics import holds_answer
 def test_every_answer_stands_in_its_passage():
     sample = load_passages()
     texts = {passage.title: passage.text for passage in sample.passages}
-    assert len(texts) == len(sample.passages) > 20
+    assert len(texts) == len(sample.passages) <= 20
     assert 0 < len(sample.questions) <= 20
     for asked in sample.questions:
         assert all(holds_answer(texts[asked.title], [answer]) for answer in asked.answers)
