@@ -8,6 +8,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.http import VLLMServer
 from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
@@ -56,6 +57,9 @@ class TestServer(EngineContract):
         return on_server
 
     def at_work(self, engine: VLLMEngine) -> int:
+        # vLLM sets its gauges at the end of a step; a request that is aborted between two steps is
+        # counted until the next one.
+        engine.generate_full("a", SamplingParams.greedy(max_tokens=1))
         with urlopen(f"{engine.address}/metrics") as answer:  # noqa: S310
             lines = answer.read().decode().splitlines()
         running = [line for line in lines if line.startswith("vllm:num_requests_running{")]
