@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
+import os
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -129,6 +130,7 @@ class Engine(ABC):
         self.instruction = instruction if isinstance(instruction, str) else instruction(tokenizer)
         self._identity = dict(identity)
         self._closed, self._elder = False, cast("Self | None", None)
+        self._pid = os.getpid()
         self._settle(lead_in, ChunkRegistry() if registry is None else registry)
         self.fill_on_miss = fill_on_miss
 
@@ -628,6 +630,8 @@ class Engine(ABC):
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._pid:
+            return  # forked: threads, connections and memory are the parent's to end and free
         self._filling.close()
         if self._elder is None:
             for filling in list(self._fillings):  # siblings', too
@@ -783,9 +787,14 @@ class Engine(ABC):
             raise StoreError(READ_ONLY)
 
     def _check_open(self) -> None:
-        """Raise ConfigError once the engine is closed."""
+        """Raise ConfigError once the engine is closed, or in a process that was forked."""
         if not self.is_open:
             raise ConfigError(CLOSED)
+        if os.getpid() != self._pid:
+            raise ConfigError(
+                f"the engine was opened in process {self._pid}, and its threads did not come along"
+                f" when this one was forked: open an engine in process {os.getpid()}"
+            )
 
 
 def settled(

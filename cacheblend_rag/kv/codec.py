@@ -4,8 +4,9 @@ Layout of format 2: the safetensors header (8 bytes of length, JSON), then ``pri
 one, ``scales`` where numbers are stored in a byte, then ``kv``: (layers, 2, kv_heads, tokens,
 head_dim), keys before values, so that a layer is one range of bytes. The header's metadata carries
 format, key, fingerprint, position, token count, precision (``native``, or ``fp8`` or ``int8`` and
-what type it stands for), ``seal`` (the kind of digests, see kv/seal.py), ``layers`` (a digest of
-each layer's bytes) and ``head``: one over all of these, the tensors' dtypes and shapes, the prior
+what type it stands for), ``seal`` (the kind of digests, see kv/seal.py), ``written`` (when the
+chunk was first stored, a Unix time; where a key vouches for it), ``layers`` (a digest of each
+layer's bytes) and ``head``: one over all of these, the tensors' dtypes and shapes, the prior
 and the scales. So a layer can be read, checked and used before the others are there. Format 1
 (``keys``, ``values``, ``prior``, one checksum) is still read, as a whole.
 
@@ -67,8 +68,10 @@ _METADATA = {
     OLD_FORMAT: {*_NAMED, "checksum"},
     FORMAT: {*_NAMED, "precision", "seal", "layers", "head"},
 }
+_OPTIONAL = {OLD_FORMAT: set[str](), FORMAT: {"written"}}
 _TENSORS = {OLD_FORMAT: {"keys", "values"}, FORMAT: {"kv"}}
 _NUMBER = re.compile("0|[1-9][0-9]{0,9}", re.ASCII)
+_SECONDS = re.compile(r"[0-9]{1,12}\.[0-9]{6}", re.ASCII)
 _DIGESTS = re.compile("[0-9a-f]+")
 
 
@@ -97,7 +100,8 @@ class Head:
 
     dtype: of keys and values. precision: how these are stored. scales: (layers, scales) int8, None
     where numbers are stored as they are. nbytes: of the whole object. start: where layer 0 begins
-    in it. prior: (tokens,) float32.
+    in it. prior: (tokens,) float32. written_at: when the chunk was first stored, a Unix time, where
+    the object says so and its seal is one by key.
     """
 
     position: int
@@ -113,6 +117,7 @@ class Head:
     precision: Precision = "native"
     scales: Tensor | None = None
     seal: Seal = CHECKSUM
+    written_at: float | None = None
 
     @property
     def _stored(self) -> torch.dtype:
@@ -179,8 +184,9 @@ class Encoding:
     and stored as they are, are not copied. body: its bytes in order. head_bytes: those before.
 
     kv: of the form that it promises. check: looks at its numbers where nobody has; it is called
-    when the head is asked for, and what it raises is raised there. Raises ValueError for a dtype
-    that is not stored.
+    when the head is asked for, and what it raises is raised there. written_at: when the chunk was
+    first stored, a Unix time, to be kept in the object; None keeps none. Raises ValueError for a
+    dtype that is not stored.
     """
 
     def __init__(
@@ -190,6 +196,7 @@ class Encoding:
         seal: Seal = CHECKSUM,
         *,
         check: Callable[[], None] = lambda: None,
+        written_at: float | None = None,
     ) -> None:
         if kv.dtype not in _DTYPE_NAMES:
             known = ", ".join(map(str, _DTYPE_NAMES))
@@ -208,6 +215,7 @@ class Encoding:
             "tokens": str(kv.tokens),
             "precision": _precision_text(kv),
             "seal": seal.name,
+            **({} if written_at is None else {"written": f"{max(written_at, 0):.6f}"}),
         }
         self.body = [*own, *(part for parts in self._layers for part in parts)]
         blank = "0" * _DIGEST_DIGITS
@@ -444,6 +452,7 @@ def _checked_head(
         precision=precision,
         scales=own.get("scales"),
         seal=seal,
+        written_at=float(metadata["written"]) if seal.by_key and "written" in metadata else None,
     )
 
 
@@ -530,10 +539,12 @@ def _parse_metadata(metadata: dict[str, Any]) -> dict[str, str]:
         raise DamagedChunkError("no chunk KV")
     if stored_format not in _METADATA:
         raise ForeignChunkError(f"format is {stored_format!r:.80}, not {FORMAT!r}")
-    if set(metadata) != _METADATA[stored_format] or not all(
+    if set(metadata) - _OPTIONAL[stored_format] != _METADATA[stored_format] or not all(
         isinstance(v, str) for v in metadata.values()
     ):
         raise DamagedChunkError("metadata is not that of a chunk KV")
+    if not _SECONDS.fullmatch(metadata.get("written", "0.000000")):
+        raise DamagedChunkError("written is no time")
     for name in ("position", "tokens"):
         if not _NUMBER.fullmatch(metadata[name]):
             raise DamagedChunkError(f"{name} is no number")

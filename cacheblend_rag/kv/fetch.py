@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self, cast
+from weakref import ref
 
 from cacheblend_rag.errors import (
     DamagedChunkError,
@@ -21,7 +23,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.lookup import StoreMiss
 from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.reader import ChunkReader
-from cacheblend_rag.kv.shared_chunk import Part, SharedChunk, Submit
+from cacheblend_rag.kv.shared_chunk import Part, SharedChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,24 +48,59 @@ class Found:
         return self.failed if self.chunk is None else self.chunk.tier
 
 
+class Taken:
+    """Room that is taken until it is given back, or until nobody holds on to this any more.
+
+    So whoever is interrupted, wherever that is, gives back what it had taken.
+    """
+
+    __slots__ = ("_of", "size")
+
+    def __init__(self, of: Room) -> None:
+        self._of, self.size = of, 0
+
+    def give_back(self, _: object = None) -> None:
+        """Give it back, if that was not done; fit to be told that a future is done."""
+        self._of.regain(self)
+
+    def __del__(self) -> None:
+        self.give_back()
+
+
 class Room:
-    """Bytes that may be read before they are used, of all prompts on their way."""
+    """What may be read before it is used, of all prompts on their way: bytes, or places."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._left, self._lock = nbytes, threading.Lock()
+    def __init__(self, size: int) -> None:
+        self._left, self._lock = size, threading.RLock()
 
-    def take(self, nbytes: int, *, anyway: bool) -> bool:
-        """Take so much of it; ``anyway``: also where there is less, since it is needed now."""
+    def take(self, size: int, *, anyway: bool = False) -> Taken | None:
+        """Take so much of it; None where there is less.
+
+        anyway: also where there is less, since it is needed now.
+        """
+        taken = Taken(self)
         with self._lock:
-            if nbytes > self._left and not anyway:
-                return False
-            self._left -= nbytes
-            return True
+            if size > self._left and not anyway:
+                return None
+            # Both or neither: no interrupt comes between two assignments.
+            self._left -= size
+            taken.size = size
+        return taken
 
-    def give(self, nbytes: int) -> None:
-        """Give it back."""
+    def regain(self, taken: Taken) -> None:
+        """Have back what was taken."""
         with self._lock:
-            self._left += nbytes
+            self._left += taken.size
+            taken.size = 0
+
+
+class Places(Room):
+    """Places for chunks whose heads are read before they are handed out."""
+
+    @property
+    def _value(self) -> int:
+        """Those that are free, as a semaphore has it."""
+        return self._left
 
 
 class BusySeconds:
@@ -99,15 +136,16 @@ class BusySeconds:
 class _Place:
     """One chunk of the prompt. chunk: once it is open, until it is let go of.
 
-    parts: those that are read or being read, by their first layer. taken: room they take up.
+    ahead: its place among those that are looked for ahead. parts: those that are read or being
+    read, by their first layer. taken: room they take up.
     """
 
     opened: Future[Found] | None = None
     is_settled: bool = False
     chunk: SharedChunk | None = None
-    has_place_ahead: bool = False
+    ahead: Taken | None = None
     parts: dict[int, Future[Part]] = field(default_factory=dict)
-    taken: dict[int, int] = field(default_factory=dict)
+    taken: dict[int, Taken] = field(default_factory=dict)
 
 
 @dataclass
@@ -129,15 +167,16 @@ class LayerSource:
     asked for next is read in any case. Layers of one number are read before those of the next,
     from all chunks. Used by one thread at a time. Whoever does not take all of it closes it.
 
-    open: begins to look a chunk up. submit: has a part read. places, room: for all prompts.
+    open: begins to look a chunk up. submit: has a part read, on threads of the tier that is named.
+    places, room: for all prompts.
     """
 
     def __init__(
         self,
         keys: Iterable[KVKey],
         open: Callable[[KVKey], Future[Found]],
-        submit: Submit,
-        places: threading.Semaphore,
+        submit: Callable[[str, Callable[[], Part]], Future[Part]],
+        places: Places,
         room: Room,
     ) -> None:
         self._keys = list(keys)
@@ -271,22 +310,28 @@ class LayerSource:
         return cast("Future[Found]", self._places[index].opened)
 
     def _open_ahead(self) -> None:
-        while self._begun < len(self._keys) and self._heads.acquire(blocking=False):
-            self._begin_open(ahead=True)
+        while self._begun < len(self._keys) and (ahead := self._heads.take(1)) is not None:
+            self._begin_open(ahead)
 
     def _open_next(self) -> None:
         """Look ahead; where others take all places, at least for what is to be handed out next."""
         self._open_ahead()
         if self._begun == self._given:
-            self._begin_open(ahead=False)
+            self._begin_open(None)
 
-    def _begin_open(self, *, ahead: bool) -> None:
-        index, self._begun = self._begun, self._begun + 1
+    def _begin_open(self, ahead: Taken | None) -> None:
+        index, me = self._begun, ref(self)
         place = self._places[index]
-        place.has_place_ahead = ahead
-        place.opened = self._open(self._keys[index])
-        self.busy.watch(place.opened)
-        place.opened.add_done_callback(lambda opened: self._settle(index, opened))
+        place.ahead = ahead
+        place.opened = opened = self._open(self._keys[index])
+        self._begun += 1  # not before: whoever is interrupted goes on here
+        self.busy.watch(opened)
+
+        def settle(opened: Future[Found]) -> None:
+            if (source := me()) is not None:
+                source._settle(index, opened)
+
+        opened.add_done_callback(settle)
 
     def _settle(self, index: int, opened: Future[Found]) -> None:
         """Begin to read a chunk's layers, once it is open; by whoever is first to notice."""
@@ -302,9 +347,9 @@ class LayerSource:
 
     def _leave_place(self, place: _Place) -> None:
         """Make a place for another head, once this one is not held any more."""
-        if place.has_place_ahead and place.opened is not None:
-            place.has_place_ahead = False
-            place.opened.add_done_callback(lambda _: self._heads.release())
+        ahead, place.ahead = place.ahead, None
+        if ahead is not None and place.opened is not None:
+            place.opened.add_done_callback(ahead.give_back)
 
     def _asked(self, layer: int) -> list[tuple[_Place, SharedChunk, int]]:
         """Return the chunks that are used, and the first layer of each one's part with a layer."""
@@ -353,17 +398,24 @@ class LayerSource:
         if first in place.parts:
             return True
         nbytes = chunk.part_bytes(first)
-        if not self._room.take(nbytes, anyway=anyway):
+        taken = self._room.take(nbytes, anyway=anyway)
+        if taken is None:
             return False
-        place.taken[first] = nbytes
-        place.parts[first] = future = chunk.begin(first, self._submit)
+        place.taken[first] = taken
+        place.parts[first] = future = chunk.begin(first, partial(self._submit, chunk.tier))
         if not future.done():
             self._ahead(chunk).under_way += 1
             self.busy.watch(future)
             busy, before = self._read_from.get(chunk.tier, (BusySeconds(), 0))
             self._read_from[chunk.tier] = (busy, before + nbytes)
             busy.watch(future)
-            future.add_done_callback(lambda _: self._is_read(chunk))
+            me = ref(self)
+
+            def see(_: Future[Part]) -> None:
+                if (source := me()) is not None:
+                    source._is_read(chunk)
+
+            future.add_done_callback(see)
         return True
 
     def _is_read(self, chunk: SharedChunk) -> None:
@@ -374,8 +426,8 @@ class LayerSource:
 
     def _give_back(self, place: _Place, first: int) -> None:
         """Let go of a part; its room is free once it is read, at last."""
-        future, nbytes = place.parts.pop(first), place.taken.pop(first)
-        future.add_done_callback(lambda _: self._room.give(nbytes))
+        taken, future = place.taken.pop(first), place.parts.pop(first)
+        future.add_done_callback(taken.give_back)
 
     def _let_go(self, place: _Place) -> None:
         chunk, place.chunk = place.chunk, None

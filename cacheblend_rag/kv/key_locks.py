@@ -34,6 +34,20 @@ class KeyLocks:
             yield
 
     @contextmanager
+    def tried(self, key: KVKey) -> Iterator[bool]:
+        """Hold a key's lock if nobody else has it; says whether, and waits for nobody."""
+        with self._changing:
+            own = self._locks.setdefault(key, _Lock())
+            own.users += 1
+        is_held = own.lock.acquire(blocking=False)
+        try:
+            yield is_held
+        finally:
+            if is_held:
+                own.lock.release()
+            self._leave(key, own)
+
+    @contextmanager
     def _held(self, key: KVKey) -> Iterator[None]:
         with self._changing:
             own = self._locks.setdefault(key, _Lock())
@@ -42,7 +56,10 @@ class KeyLocks:
             with own.lock:
                 yield
         finally:
-            with self._changing:
-                own.users -= 1
-                if not own.users:
-                    del self._locks[key]
+            self._leave(key, own)
+
+    def _leave(self, key: KVKey, own: _Lock) -> None:
+        with self._changing:
+            own.users -= 1
+            if not own.users:
+                del self._locks[key]

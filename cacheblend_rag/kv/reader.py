@@ -82,6 +82,10 @@ class ChunkReader(ABC):
     def read(self, first: int, last: int) -> Sequence[LayerKV]:
         """Read and check layers ``first`` to ``last - 1``; raises as a tier's ``_load`` does."""
 
+    def whole(self) -> StoredKV:
+        """Read and check all layers at once; raises as ``read``."""
+        return self.assembled(self.read(0, self.layers))
+
     def assembled(self, layers: Sequence[LayerKV]) -> StoredKV:
         """Return the chunk of all its layers as they were read, which are copied side by side."""
         if isinstance(layers[0], PackedLayer):
@@ -140,7 +144,8 @@ class RangeReader(ChunkReader):
     """A chunk in a tier of bytes: each layer is one range of them."""
 
     def __init__(self, head: codec.Head, read_range: ReadRange, written_at: float, least: int):
-        self._head, self._read_range, self.written_at = head, read_range, written_at
+        self._head, self._read_range, self._stored_at = head, read_range, written_at
+        self.written_at = written_at if head.written_at is None else head.written_at
         self.shape = (head.layers, head.kv_heads, head.tokens, head.head_dim)
         self.dtype, self.position, self.prior = head.dtype, head.position, head.prior
         self.precision = head.precision
@@ -148,14 +153,20 @@ class RangeReader(ChunkReader):
 
     def read(self, first: int, last: int) -> list[LayerKV]:
         """Read the layers as one range; raises OSError when the object is another by now, too."""
-        raw = _part_of(
-            self._read_range, *self._head.span(first, last), self._head.nbytes, self.written_at
-        )
+        raw = self._range(first, last)
         size = self._head.layer_bytes
         return [
             self._head.layer(first + index, raw[index * size : (index + 1) * size])
             for index in range(last - first)
         ]
+
+    def whole(self) -> StoredKV:
+        """As for any reader; the chunk is views of what is read, which is copied nowhere."""
+        return self._head.whole(self._range(0, self.layers))
+
+    def _range(self, first: int, last: int) -> Tensor:
+        span = self._head.span(first, last)
+        return _part_of(self._read_range, *span, self._head.nbytes, self._stored_at)
 
 
 def open_ranges(
@@ -173,11 +184,16 @@ def open_ranges(
             return first[begin:end]
         return _part_of(read_range, begin, end, total, written_at)
 
-    if first.numel() < total and (head := codec.read_head(read, total, key, seal)):
-        return RangeReader(head, read_range, written_at, least)
     if not total:
         raise DamagedChunkError("empty")
-    return WholeReader(codec.decode_raw(read(0, total), key, seal), written_at)
+    head = codec.read_head(read, total, key, seal)
+    if head is None:  # of format 1, which is read as a whole
+        return WholeReader(codec.decode_raw(read(0, total), key, seal), written_at)
+    reader = RangeReader(head, read_range, written_at, least)
+    if first.numel() < total:
+        return reader
+    kv = head.whole(first[slice(*head.span(0, head.layers))])
+    return WholeReader(kv, reader.written_at)
 
 
 def _part_of(read_range: ReadRange, begin: int, end: int, total: int, written_at: float) -> Tensor:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Self, TypeVar
-from weakref import WeakValueDictionary
+from typing import Self
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 
@@ -19,9 +19,10 @@ from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import AccessLog
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NumbersCheck
-from cacheblend_rag.kv.fetch import Found, LayerSource, Room, miss_of
+from cacheblend_rag.kv.fetch import Found, LayerSource, Places, Room, miss_of
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup
+from cacheblend_rag.kv.opening import Opening, Search, TierThreads, Way
 from cacheblend_rag.kv.packed_kv import StoredKV, packed, unpacked
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.seal import CHECKSUM, Seal, seal_of
@@ -33,31 +34,19 @@ from cacheblend_rag.kv.tiers.urls import open_tier
 
 PREFETCH_THREADS = 2
 FETCH_THREADS = 16
-"""Reads at once for all prompts on their way."""
+"""Reads of one tier at once, for all prompts on their way."""
 FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
 ROOM_AHEAD_BYTES = 512 << 20
 """Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
 READ_ONLY = "the store is read only: store and evict where it is opened with read_only=False"
+SWEEP_SECONDS = 1.0
+"""How often, while the store is used, a part of it is looked through for what is past its time."""
 CLOCK_SKEW_SECONDS = 300.0
 """How far machines' clocks may lie apart: what is written later than that is expired, too."""
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Way:
-    """How a prompt reads chunks; those that read alike read together.
-
-    promotes: whether what is found is kept in faster tiers. unpacks: see SharedChunk.
-    """
-
-    promotes: bool
-    unpacks: bool
-
-
-_KEEPING = [_Way(True, unpacks) for unpacks in (True, False)]
-_WAYS = [*_KEEPING, *(_Way(False, unpacks) for unpacks in (True, False))]
+_KEEPING = [Way(True, unpacks) for unpacks in (True, False)]
+_WAYS = [*_KEEPING, *(Way(False, unpacks) for unpacks in (True, False))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +127,32 @@ class TieredKVStore:
         self.precision, self.seal = precision, seal
         for tier in self.tiers:
             tier.seal = seal
+            tier.ttl_seconds = self._ttl(tier)
         self._pinned: set[KVKey] = set()
         self.access_log: AccessLog | None = None
         self.speeds = Speeds()
+        self._swept_at = time.monotonic()
+        self._begin_threads()
+        _stores.add(self)
+
+    def _begin_threads(self) -> None:
+        """Make all that threads share, in a new store and in a process that was forked."""
         self._locks = KeyLocks()
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
-        self._fetching = ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix="kv-fetch")
-        self._room_ahead = threading.Semaphore(FETCHED_AHEAD)
+        self._threads = TierThreads(self.tiers, FETCH_THREADS)
+        self._opening = Opening(self.tiers, self._threads, self._open_in)
+        self._room_ahead = Places(FETCHED_AHEAD)
         self._room = Room(ROOM_AHEAD_BYTES)
-        self._reading: WeakValueDictionary[tuple[KVKey, _Way], SharedChunk] = WeakValueDictionary()
+        self._reading: WeakValueDictionary[tuple[KVKey, Way], SharedChunk] = WeakValueDictionary()
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked process; nothing there waits for threads of its parent's.
+
+        Called by itself. What waits to be written, and what prompts are reading, is the parent's.
+        """
+        for tier in self.tiers:
+            tier.after_fork()
+        self._begin_threads()
 
     @classmethod
     def open(
@@ -309,16 +315,15 @@ class TieredKVStore:
         Returns:
             What hands the layers out; to be closed by whoever may not take them all.
         """
+        self._sweep_now_and_then()
         keys = list(keys)
         if promote and keys and self.access_log is not None:
             self._note(self.access_log, keys)
+        way = Way(promote, unpack)
         return LayerSource(
-            keys,
-            lambda key: self._submit(partial(self._open, key, _Way(promote, unpack))),
-            self._submit,
-            self._room_ahead,
+            keys, partial(self._begin_open, way=way), self._threads.submit, self._room_ahead,
             self._room,
-        )
+        )  # fmt: skip
 
     def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> bool:
         """Store a chunk in every tier that takes puts, fastest first.
@@ -326,7 +331,8 @@ class TieredKVStore:
         Args:
             key: the name it is stored under.
             kv: the chunk KV; its tensors must not be written to afterwards.
-            written_at: when it was first stored, a Unix time; None is now.
+            written_at: when it was first stored, a Unix time; None is now, and so is what cannot
+                be.
 
         Returns:
             Whether any tier took it.
@@ -334,12 +340,12 @@ class TieredKVStore:
         Raises:
             ValueError: when the tensors are not as ChunkKV promises.
         """
+        self._sweep_now_and_then()
         kv.check_form()
-        now, check = time.time() if written_at is None else written_at, NumbersCheck(kv)
-        chunk = StoredChunk(packed(kv, self.precision), now, check)
+        check = NumbersCheck(kv)
+        chunk = StoredChunk(packed(kv, self.precision), _time_of(written_at), check)
         self._see([key])
-        with self._locks.held(key):
-            self._part_with(key)
+        with self._locks.held(key), self._changing(key):
             taken = _put_all(self.tiers, key, chunk)
         check()  # whether or not a tier has: what is asked for does not depend on the tiers
         return taken
@@ -351,8 +357,7 @@ class TieredKVStore:
             StoreError: when the store is read only: the chunk would come back.
         """
         self._check_writable()
-        with self._locks.held(key):
-            self._part_with(key)
+        with self._locks.held(key), self._changing(key):
             evicted = [tier.evict(key) for tier in self.tiers]
         return any(evicted)
 
@@ -363,7 +368,7 @@ class TieredKVStore:
             keys: chunks, stored or not.
         """
         for key in keys:
-            with self._locks.held(key):
+            with self._locks.held(key), self._changing(key):
                 for tier in self.tiers:
                     if not tier.durable:
                         tier.evict(key)
@@ -448,7 +453,8 @@ class TieredKVStore:
                 continue
             if room is not None and (room := room - entry.nbytes) < 0:
                 return
-            self._pool.submit(self._prefetch, key)
+            with suppress(RuntimeError):  # closed meanwhile, or the system has no thread left
+                self._pool.submit(self._prefetch, key)
 
     def keys(self) -> list[KVKey]:
         """Return the keys of all chunks stored in any tier."""
@@ -506,8 +512,8 @@ class TieredKVStore:
 
         The store must not be used afterwards.
         """
-        for pool in (self._pool, self._fetching):
-            pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         for tier in self.tiers:
             tier.drain()
             tier.close()
@@ -541,11 +547,29 @@ class TieredKVStore:
         return min(given, default=None)
 
     def _is_expired(self, tier: Tier, key: KVKey, entry: Entry) -> bool:
+        return self._is_past(tier, key, entry.written_at)
+
+    def _is_past(self, tier: Tier, key: KVKey, written_at: float) -> bool:
+        """Whether a chunk is past its time; one of no time, or of a later one than now, is, too."""
         ttl_seconds = self._ttl(tier)
         if ttl_seconds is None or key in self._pinned:
             return False
-        age = time.time() - entry.written_at
-        return age > ttl_seconds or age < -CLOCK_SKEW_SECONDS
+        return not -CLOCK_SKEW_SECONDS <= time.time() - written_at <= ttl_seconds
+
+    def _sweep_now_and_then(self) -> None:
+        """Have a part of each near tier looked through, on its own threads, for what is expired."""
+        now = time.monotonic()
+        if now - self._swept_at < SWEEP_SECONDS:
+            return
+        self._swept_at = now
+        for tier in self.tiers:
+            if self._ttl(tier) is not None and not tier.policy.read_only:
+                self._threads.submit(tier.name, partial(self._sweep, tier))
+
+    def _sweep(self, tier: Tier) -> None:
+        for key, entry in tier.some_entries():
+            if self._is_expired(tier, key, entry):
+                self._expire_if_free(tier, key)
 
     def _expire(self, tier: Tier, key: KVKey) -> bool:
         with self._locks.held(key):
@@ -570,7 +594,14 @@ class TieredKVStore:
         """Read chunks of one tier that are not past their time to live."""
         gone = self._expire_of(tier, keys)
         read = iter(tier.get_many([key for key in keys if key not in gone]))
-        return [None if key in gone else next(read) for key in keys]
+        return [None if key in gone else self._in_time(tier, key, next(read)) for key in keys]
+
+    def _in_time(self, tier: Tier, key: KVKey, read: Read) -> Read:
+        """Return what was read, unless its sealed time says that it is past it."""
+        if isinstance(read, StoredChunk) and self._is_past(tier, key, read.written_at):
+            tier.expire(key)
+            return None
+        return read
 
     def _expire_of(self, tier: Tier, keys: Sequence[KVKey]) -> set[KVKey]:
         """Remove those of a tier's chunks that are past their time to live.
@@ -607,71 +638,110 @@ class TieredKVStore:
             with self._locks.held(key):
                 self._get_many([key], promote=True)
 
-    def _submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have work done on a thread of the store's; without one it comes to a StoreError."""
-        try:
-            return self._fetching.submit(work)
-        except RuntimeError as error:  # closed meanwhile, or the system has no thread left
-            refused: Future[T] = Future()
-            refused.set_exception(StoreError(f"nothing can be read any more: {error}"))
-            return refused
-
-    def _open(self, key: KVKey, way: _Way) -> Found:
-        """Open a chunk, or join those who read it; where it is missing, find out why."""
+    def _begin_open(self, key: KVKey, way: Way) -> Future[Found]:
         if way.promotes:
             self._see([key])
-        with self._locks.held(key):
-            shared = self._reading.get((key, way))
-            if shared is not None and shared.failure is not None:
-                shared = None
-            found = self._open_alone(key, way) if shared is None else Found(shared, None)
-        if found.reason == "not stored":
-            missed = self.absence(key)
+        return self._opening.begin(key, way)
+
+    def _open_in(self, depth: int, search: Search) -> Found | None:
+        """Open a chunk in one tier, or join those who read it there; None where it is not.
+
+        No lock is held while the tier is asked: whoever stores or evicts the chunk meanwhile, in
+        this tier or another one, makes the search stale, and nothing of it is kept.
+        """
+        tier, key, way = self.tiers[depth], search.key, search.way
+        shared = self._reading.get((key, way))
+        if shared is not None and shared.failure is None and shared.tier == tier.name:
+            return Found(shared, None)
+        if self._is_gone(tier, key):
+            return None
+        opened = tier.open(key)
+        if opened is None:
+            return None
+        if isinstance(opened, StoreError):
+            missed = _missed(tier, opened)
             return Found(None, missed.reason, missed.tier)
-        return found
+        if self._is_past(tier, key, opened.written_at):  # sealed: the tier told another time
+            self._drop_if_free(tier, key)
+            return None
+        return Found(self._shared(search, depth, opened), None)
 
-    def _open_alone(self, key: KVKey, way: _Way) -> Found:
-        missed = Lookup.missed("not stored")
-        for depth, tier in enumerate(self.tiers):
-            opened = None if self._expire_of(tier, [key]) else tier.open(key)
-            if isinstance(opened, ChunkReader):
-                return Found(self._shared(key, depth, opened, way), None)
-            if opened is not None:
-                missed = _missed(tier, opened)
-        return Found(None, missed.reason, missed.tier)
+    def _is_gone(self, tier: Tier, key: KVKey) -> bool:
+        """Whether a tier's chunk is past its time, and remove it then."""
+        if self._ttl(tier) is None:
+            return False
+        entry = tier.entry(key)
+        is_gone = entry is not None and self._is_expired(tier, key, entry)
+        if is_gone:
+            self._expire_if_free(tier, key)
+        return is_gone
 
-    def _shared(self, key: KVKey, depth: int, reader: ChunkReader, way: _Way) -> SharedChunk:
+    def _expire_if_free(self, tier: Tier, key: KVKey) -> None:
+        """Remove a chunk that is past its time, unless somebody is at work on it just now."""
+        with self._locks.tried(key) as is_held:
+            entry = tier.entry(key) if is_held else None  # it may have been stored anew
+            if entry is not None and self._is_expired(tier, key, entry):
+                tier.expire(key)
+
+    def _drop_if_free(self, tier: Tier, key: KVKey) -> None:
+        with self._locks.tried(key) as is_held:
+            if is_held:
+                tier.expire(key)
+
+    def _shared(self, search: Search, depth: int, reader: ChunkReader) -> SharedChunk:
         """Return what prompts read a chunk through; what is kept of it is kept once it is whole."""
         tier, above = self.tiers[depth], self.tiers[:depth]
+        key, way = search.key, search.way
         if isinstance(reader, WholeReader):
-            if way.promotes:
-                _keep(above, key, StoredChunk(reader.kv, reader.written_at))
+            if way.promotes and above:
+                self._keep_found(search, depth, StoredChunk(reader.kv, reader.written_at))
             shared = SharedChunk(reader, tier.name, reader.read, unpacks=way.unpacks)
-            if shared.only_unpacks:
-                self._reading[key, way] = shared
-            return shared
-        keeps = way.promotes and any(other.keeps_found for other in above)
-        shared = SharedChunk(
-            reader,
-            tier.name,
-            partial(tier.read_layers, key, reader),
-            partial(self._keep_read, key, depth, reader) if keeps else None,
-            at_once=tier.parts_at_once,
-            unpacks=way.unpacks,
-        )
+            if not shared.only_unpacks:
+                return shared
+        else:
+            keeps = way.promotes and any(other.keeps_found for other in above)
+            shared = SharedChunk(
+                reader,
+                tier.name,
+                partial(tier.read_layers, key, reader),
+                partial(self._keep_read, key, depth, reader) if keeps else None,
+                at_once=tier.parts_at_once,
+                unpacks=way.unpacks,
+            )
         self._reading[key, way] = shared
+        if not self._opening.is_current(search):  # looked at behind it: whoever comes now sees it
+            self._reading.pop((key, way), None)
         return shared
 
+    def _keep_found(self, search: Search, depth: int, chunk: StoredChunk) -> None:
+        """Keep a chunk in faster tiers, unless it is evicted, replaced or worked on meanwhile."""
+        with self._locks.tried(search.key) as is_held:
+            if is_held and self._opening.is_current(search):
+                _keep(self.tiers[:depth], search.key, chunk)
+
     def _keep_read(self, key: KVKey, depth: int, reader: ChunkReader, kv: StoredKV) -> None:
-        """Keep a chunk that was read by its layers, unless it was evicted or replaced meanwhile."""
-        with self._locks.held(key):
+        """As _keep_found, for a chunk that was read by its layers."""
+        with self._locks.tried(key) as is_held:
             read = [self._reading.get((key, way)) for way in _KEEPING]
             is_current = any(shared is not None and shared.reader is reader for shared in read)
-            if is_current and self.tiers[depth].contains(key):
+            if is_held and is_current and self.tiers[depth].contains(key):
                 _keep(self.tiers[:depth], key, StoredChunk(kv, reader.written_at))
+
+    @contextmanager
+    def _changing(self, key: KVKey) -> Iterator[None]:
+        """Around what stores or removes a chunk: nobody joins those who read what was there.
+
+        Before it, and behind it once more: who looked meanwhile may have seen either.
+        """
+        self._part_with(key)
+        try:
+            yield
+        finally:
+            self._part_with(key)
 
     def _part_with(self, key: KVKey) -> None:
         """Let nobody join those who read a chunk that is not the stored one any more."""
+        self._opening.part_with([key], _WAYS)
         for way in _WAYS:
             self._reading.pop((key, way), None)
 
@@ -699,3 +769,23 @@ def _missed(tier: Tier, error: StoreError) -> Lookup:
     """Return what an unusable chunk is, or which tier could not be read."""
     reason = miss_of(error)
     return Lookup.missed(reason, tier.name if reason == "store error" else None)
+
+
+def _time_of(written_at: float | None) -> float:
+    """Return when a chunk was first stored: as told, if that can be."""
+    now = time.time()
+    if written_at is None or not math.isfinite(written_at):
+        return now
+    return max(written_at, 0.0)
+
+
+_stores: WeakSet[TieredKVStore] = WeakSet()
+
+
+def _after_fork() -> None:
+    """Have the stores of a process that was forked work there."""
+    for store in list(_stores):
+        store.after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

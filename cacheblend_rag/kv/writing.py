@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -13,6 +14,8 @@ from cacheblend_rag.kv.compact import compact
 
 if TYPE_CHECKING:
     from cacheblend_rag.kv.tiers.base import StoredChunk
+
+logger = logging.getLogger(__name__)
 
 ROOM_BYTES = 256 << 20
 """What may wait at most, and so what is lost at most where the process is killed."""
@@ -43,22 +46,36 @@ class WriteQueue:
         with self._changed:
             return len(self._waiting) + (self._in_hand is not None)
 
-    def add(self, key: KVKey, chunk: StoredChunk) -> bool:
-        """Have a chunk written soon; returns False where there is no room to hold it until then.
+    def add(self, key: KVKey, chunk: StoredChunk) -> str | None:
+        """Have a chunk written soon; returns why it will not be, None when it will.
 
-        A chunk larger than all the room is taken when nothing else waits.
+        A chunk larger than all the room is taken when nothing else waits. Where no thread can be
+        started the chunk is not taken, and the next one is tried with a thread again.
         """
         chunk = replace(chunk, kv=compact(chunk.kv))
         with self._changed:
             older = self._waiting.get(key)
             nbytes = self._nbytes + chunk.kv.nbytes - (older.kv.nbytes if older else 0)
-            if not self._is_open or (self._nbytes and nbytes > self._room_bytes):
-                return False
+            if not self._is_open:
+                return "the store is closed"
+            if self._nbytes and nbytes > self._room_bytes:
+                return "too much waits to be written"
+            if self._thread is None and (refusal := self._start()) is not None:
+                return refusal
             self._waiting[key], self._nbytes = chunk, nbytes
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"kv-write-{self._name}")
-                self._thread.start()
-        return True
+        return None
+
+    def _start(self) -> str | None:
+        """Start the thread, under the lock, which it waits for; returns why it cannot be."""
+        thread = threading.Thread(target=self._run, name=f"kv-write-{self._name}")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            return f"no thread to write it: {error}"
+        finally:
+            if thread.ident is not None:  # also where the wait for its start was interrupted
+                self._thread = thread
+        return None
 
     def get(self, key: KVKey) -> StoredChunk | None:
         """Return a chunk that is not written yet, or is just being written."""
@@ -103,11 +120,15 @@ class WriteQueue:
         while (taken := self._take()) is not None:
             try:
                 self._write(*taken)
+            except BaseException:  # of one chunk: the thread goes on to the others
+                logger.exception("%s tier: %s is not stored", self._name, taken[0])
             finally:
                 self._put_down(taken[1])
 
     def _take(self) -> tuple[KVKey, StoredChunk] | None:
         with self._changed:
+            if self._thread is not threading.current_thread():
+                return None  # its start was interrupted: another one is begun, or will be
             if not self._waiting:
                 self._thread = None
                 self._changed.notify_all()

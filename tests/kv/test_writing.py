@@ -223,3 +223,74 @@ def test_a_chunk_that_waits_holds_on_to_no_larger_storage():
     go_on.set()
     queue.close()
     assert taken[0].kv.keys.untyped_storage().nbytes() < wide.keys.untyped_storage().nbytes() / 10
+
+
+def test_a_thread_that_cannot_be_started_is_a_failed_put_and_the_next_one_tries_again(
+    tmp_path, monkeypatch, caplog
+):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with TieredKVStore([DiskTier(tmp_path, policy=BEHIND)]) as store:
+        with monkeypatch.context() as short:
+            short.setattr(threading.Thread, "start", refuse)
+            assert not store.put(KEYS[0], make_kv())
+        assert f"{KEYS[0]} is not stored: no thread to write it" in caplog.text
+        assert store.stats()["disk"]["dropped"] == 1
+        assert store.put(KEYS[1], make_kv(1))
+        assert idle(store.tiers[0])
+        assert [store.contains(key) for key in KEYS[:2]] == [False, True]
+
+
+def test_whatever_a_write_raises_the_next_chunk_is_written(caplog):
+    class Raising(HostTier):
+        def _save(self, key, chunk):
+            if key == KEYS[0]:
+                raise SystemExit
+            super()._save(key, chunk)
+
+    with TieredKVStore([Raising(policy=BEHIND)]) as store:
+        for key in KEYS[:2]:
+            assert store.put(key, make_kv())
+        assert idle(store.tiers[0])
+        assert [store.contains(key) for key in KEYS[:2]] == [False, True]
+    assert f"{KEYS[0]} is not stored" in caplog.text
+
+
+def test_a_store_works_in_a_forked_process(tmp_path):
+    """Whatever its parent was at: a child stores, finds and closes; nothing is written twice."""
+    process = run_python(
+        """
+        import threading
+        from cacheblend_rag.kv import HostTier, TierPolicy
+        go_on = threading.Event()
+        class Slow(DiskTier):
+            def _save(self, key, chunk):
+                go_on.wait(20)
+                super()._save(key, chunk)
+        near, far = HostTier(None), Slow(folder, policy=TierPolicy(write="behind"))
+        store = TieredKVStore([near, far])
+        for number in range(3):
+            assert store.put(make_key(number), make_kv(number))
+        stuck = store.fetch([make_key(9)])  # a thread of every kind is there
+        stuck.take()
+        near._lock.acquire()  # as by a thread that is just at work there
+        pid = os.fork()
+        if not pid:
+            go_on = threading.Event()
+            go_on.set()
+            assert far.stats()["queued"] == 0, "that is its parent's to write"
+            assert store.put(make_key(5), make_kv(5))
+            with store.fetch([make_key(5)]) as source:
+                assert same(taken(source)[0].kv, make_kv(5))
+            store.close()
+            os._exit(0 if far.usage().entries == 1 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        near._lock.release()
+        go_on.set()
+        store.close()
+        print(far.usage().entries)
+        """,
+        str(tmp_path),
+    )
+    assert finish(process).strip() == "4"

@@ -59,6 +59,10 @@ class Sightings:
         self._added = 0
         self._lock = threading.Lock()
 
+    def after_fork(self) -> None:
+        """Go on in a forked process, where whoever held the lock is no more."""
+        self._lock = threading.Lock()
+
     def add(self, key: KVKey) -> None:
         """See a key once more."""
         with self._lock:
@@ -133,6 +137,10 @@ class Admission:
             raise RefusedError(f"{missing} bytes too many beside what is pinned")
         self._check_worth(key, needed)
         return needed + _within(coldest[len(needed) :], spare)
+
+    def after_fork(self) -> None:
+        """Go on in a forked process, where whoever held a lock is no more."""
+        self._sightings.after_fork()
 
     def would_reject(self, key: KVKey) -> bool:
         """Whether a chunk seen as often was turned away a moment ago; spares looking again."""

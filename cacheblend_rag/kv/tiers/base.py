@@ -87,7 +87,8 @@ class Tier(ABC):
     several threads at once. Where one question about many chunks costs less than many questions,
     it overrides ``_entry_many`` and ``_load_many``, too.
 
-    name: shown in reports and stats. policy: how it is used. durable: whether
+    name: shown in reports and stats. policy: how it is used. ttl_seconds: age at which copies are
+    gone, the policy's or that of the store which the tier is in, the lower one. durable: whether
     chunks outlive this process, so that ``check`` has bytes to check. entries_at_once,
     reads_at_once: threads that look up and read many chunks; 1 where a thread costs more than it
     saves. parts_at_once: see SharedChunk's at_once. fails_whole: whether any failure is one of the
@@ -119,6 +120,7 @@ class Tier(ABC):
         self.keeps_found = type(self).keeps_found and self.policy.promote and writable
         self.takes_puts = type(self).takes_puts and self.policy.write != "none" and writable
         self.seal = CHECKSUM
+        self.ttl_seconds = self.policy.ttl_seconds
         self.reading = Breaker()
         self.writing = self.reading if self.fails_whole else Breaker()
         self._queue = WriteQueue(self._put, name) if self.policy.write == "behind" else None
@@ -134,6 +136,14 @@ class Tier(ABC):
     @abstractmethod
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Go through all stored chunks, in no given order; never on a request's way."""
+
+    def some_entries(self) -> Iterable[tuple[KVKey, Entry]]:
+        """Return some of the stored chunks, others each time, to be looked at for their age.
+
+        None where that takes a network: its servers let go of what is past its time, or it is
+        removed when it is found.
+        """
+        return ()
 
     @abstractmethod
     def usage(self) -> Usage:
@@ -343,10 +353,11 @@ class Tier(ABC):
         if self._queue is None:
             return self._put(key, chunk)
         chunk.check()
-        if self._queue.add(key, chunk):
+        refusal = self._queue.add(key, chunk)
+        if refusal is None:
             return True
         self._count("dropped")
-        logger.warning("%s tier: %s is not stored: too much waits to be written", self.name, key)
+        logger.warning("%s tier: %s is not stored: %s", self.name, key, refusal)
         return False
 
     def _put(self, key: KVKey, chunk: StoredChunk) -> bool:
@@ -443,6 +454,20 @@ class Tier(ABC):
         """
         return 0
 
+    def after_fork(self) -> None:
+        """Begin anew in a forked process, which has none of its parent's threads.
+
+        Locks that those held are held for ever there; what waits to be written is the parent's to
+        write.
+        """
+        self._counts_lock = threading.Lock()
+        self.reading.after_fork()
+        if self.writing is not self.reading:
+            self.writing.after_fork()
+        self._admission.after_fork()
+        if self._queue is not None:
+            self._queue = WriteQueue(self._put, self.name)
+
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to let go of
         """Let go of memory, files and connections."""
 
@@ -512,7 +537,11 @@ class Tier(ABC):
     def _try_aside(self, keys: Sequence[KVKey]) -> None:
         """Look a chunk up on a thread where a trial is due: a request does not wait for it."""
         if keys and (permit := self.reading.ask_for_trial()) is not None:
-            Thread(target=self._try, args=(permit, keys[0]), daemon=True, name="kv-trial").start()
+            trial = Thread(target=self._try, args=(permit, keys[0]), daemon=True, name="kv-trial")
+            try:
+                trial.start()
+            except RuntimeError:  # no thread can be started now: later
+                self.reading.failed(permit)
 
     def _try(self, permit: int, key: KVKey) -> None:
         began = self.reading.clock()

@@ -39,6 +39,10 @@ class Breaker:
         """Whether calls are held back, or the last one failed."""
         return self._failing
 
+    def after_fork(self) -> None:
+        """Go on in a forked process, where whoever held the lock is no more."""
+        self._lock = threading.Lock()
+
     def ask(self) -> int | None:
         """Return a permit for a call, None while calls are held back."""
         with self._lock:

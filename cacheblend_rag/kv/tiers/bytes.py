@@ -54,41 +54,42 @@ class BytesTier(Tier):
         """Store or replace an object, evicting others; raises RefusedError."""
 
     @abstractmethod
-    def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
-        """Note that a chunk, of which ``found`` was read, is used now."""
+    def _mark_used(self, key: KVKey, written_at: float) -> None:
+        """Note that a chunk, which was first stored at ``written_at``, is used now."""
 
     def check(self, key: KVKey) -> str | None:
         """Read an object through; returns what is wrong with it, None when sound or gone."""
         try:
-            found = self._read(key)
-            if found is not None:
-                codec.decode_raw(found.raw, key, self.seal)
+            reader = self._reader(key)
+            if reader is not None:
+                reader.whole()
         except (DamagedChunkError, ForeignChunkError, OSError) as error:
             return str(error)
         return None
 
     def _load(self, key: KVKey) -> StoredChunk | None:
-        found = self._read(key)
-        if found is None:
-            return None
-        kv = codec.decode_raw(found.raw, key, self.seal)
-        if not self.policy.read_only:
-            self._mark_used(key, found)
-        return StoredChunk(kv, found.written_at)
+        reader = self._open(key)
+        return None if reader is None else StoredChunk(reader.whole(), reader.written_at)
 
     def _open(self, key: KVKey) -> ChunkReader | None:
+        reader = self._reader(key)
+        if reader is not None and not self.policy.read_only:
+            self._mark_used(key, reader.written_at)
+        return reader
+
+    def _reader(self, key: KVKey) -> ChunkReader | None:
+        """Read an object's head, and no more of what has none, however large it is."""
         start = self._read(key, 0, max(self.whole_bytes, codec.HEAD_BYTES))
         if start is None:
             return None
-        reader = open_ranges(
+        return open_ranges(
             key, start, partial(self._read, key), least=self.range_bytes, seal=self.seal
         )
-        if not self.policy.read_only:
-            self._mark_used(key, start)
-        return reader
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        data = codec.Encoding(key, chunk.kv, self.seal, check=chunk.check)
+        # Whoever has no key cannot make a chunk younger than it is.
+        written_at = chunk.written_at if self.seal.by_key else None
+        data = codec.Encoding(key, chunk.kv, self.seal, check=chunk.check, written_at=written_at)
         if self.capacity_bytes is not None and data.nbytes > self.capacity_bytes:
             raise RefusedError(f"{data.nbytes} bytes, capacity is {self.capacity_bytes}")
         self._write(key, data, chunk.written_at)

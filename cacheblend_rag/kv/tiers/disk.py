@@ -9,13 +9,14 @@ must be one that only trusted processes write to.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO, RawIOBase
@@ -38,6 +39,8 @@ from cacheblend_rag.kv.tiers.base import Entry, Usage
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
+logger = logging.getLogger(__name__)
+
 TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
@@ -47,6 +50,8 @@ PARTS_A_WRITE = 1024
 SAME_USE_SECONDS = 60.0
 """How long a chunk may take from being computed to its file."""
 LATELY_SECONDS = 86_400.0
+SWEPT_FOLDERS = 4
+"""Folders of 256 that are looked through at a time for chunks past their time."""
 
 _HEX = "0123456789abcdef"
 _USAGE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
@@ -88,7 +93,9 @@ class DiskTier(BytesTier):
         self._root = str(self.path)
         self._fsync = fsync
         self._mutex = threading.Lock()
-        self._file_lock = FileLock(self.path / "lock", timeout=LOCK_TIMEOUT_SECONDS, mode=0o600)
+        self._swept, self._told = 0, set[str]()
+        self._lock = os.path.join(self._root, "lock")
+        self._file_lock = _lock_at(self._lock)
         if self.policy.read_only:
             if not self.path.is_dir():
                 raise StoreError(f"there is no chunk KV to read in {self.path}: index first")
@@ -104,10 +111,26 @@ class DiskTier(BytesTier):
         """Go through all chunk files, removing what killed writers left behind."""
         return ((file.key, file.entry) for file in self._files())
 
+    def some_entries(self) -> list[tuple[KVKey, Entry]]:
+        """As for any tier: those of some folders of 256, the next ones each time."""
+        first, self._swept = self._swept, self._swept + SWEPT_FOLDERS
+        folders = [index % len(_HEX) ** 2 for index in range(first, first + SWEPT_FOLDERS)]
+        pairs = [divmod(index, len(_HEX)) for index in folders]
+        return [
+            (file.key, file.entry)
+            for one, other in pairs
+            for file in self._files_in(_HEX[one], _HEX[other])
+        ]
+
+    def after_fork(self) -> None:
+        """As for any tier; a lock of the folder is one process' alone."""
+        super().after_fork()
+        self._mutex, self._file_lock = threading.Lock(), _lock_at(self._lock)
+
     def has_relative(self, key: KVKey) -> bool:
         """As for any tier; looks at the names in one folder, of 256, and at no file."""
         with suppress(OSError):
-            names = os.listdir(os.path.dirname(self._file(key)))
+            names = os.listdir(os.path.dirname(self._own_file(key)))
             others = (key_of(name) for name in names if key.chunk_id in name)
             return any(other is not None and key.is_relative(other) for other in others)
         return False
@@ -124,7 +147,7 @@ class DiskTier(BytesTier):
         """Read a file through; returns what is wrong with it, None when sound or gone."""
         path = self._file(key)
         try:
-            before = os.stat(path)
+            before = os.lstat(self._own_file(key))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -134,7 +157,8 @@ class DiskTier(BytesTier):
             return wrong
         with suppress(OSError):
             # Checking is no use of the chunk, whatever the mount's atime option.
-            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+            times = before.st_atime_ns, before.st_mtime_ns
+            os.utime(path, ns=times, follow_symlinks=False)
         return wrong
 
     def quarantined(self) -> list[str]:
@@ -146,9 +170,10 @@ class DiskTier(BytesTier):
 
     def _entry(self, key: KVKey) -> Entry | None:
         try:
-            return _entry(os.stat(self._file(key)))
-        except (FileNotFoundError, NotADirectoryError):
+            found = os.lstat(self._own_file(key))
+        except FileNotFoundError:
             return None
+        return _entry(found) if stat.S_ISREG(found.st_mode) else None
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
         """Read into memory of its own: what befalls the file later changes nothing.
@@ -157,7 +182,7 @@ class DiskTier(BytesTier):
         what is written into it after it was checked.
         """
         try:
-            descriptor = os.open(self._file(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            descriptor = os.open(self._own_file(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except FileNotFoundError:
             return None
         with open(descriptor, "rb", buffering=0) as file:
@@ -170,10 +195,11 @@ class DiskTier(BytesTier):
             _fill(raw, file)
         return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
-    def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
-        path = self._file(key)
+    def _mark_used(self, key: KVKey, written_at: float) -> None:
         with suppress(OSError):
-            os.utime(path, ns=(time.time_ns(), os.stat(path).st_mtime_ns))
+            path = self._own_file(key)
+            times = time.time_ns(), os.lstat(path).st_mtime_ns
+            os.utime(path, ns=times, follow_symlinks=False)
 
     def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
         path = self._file(key)
@@ -195,7 +221,10 @@ class DiskTier(BytesTier):
 
     def _drop(self, key: KVKey) -> bool:
         with self._exclusive():
-            return self._unlink(self._file(key))
+            try:
+                return self._unlink(self._own_file(key))
+            except FileNotFoundError:
+                return False
 
     def _set_aside(self, key: KVKey, reason: str) -> None:
         folder = self.path / "quarantine"
@@ -203,11 +232,11 @@ class DiskTier(BytesTier):
         if folder.is_symlink():
             raise OSError(f"{folder} is a link: nothing is written through it")
         target = folder / f"{key}.{time.time_ns()}"
-        path = self._file(key)
         with self._exclusive():
             usage = self._read_usage()
             try:
-                nbytes = os.stat(path).st_size
+                path = self._own_file(key)
+                nbytes = os.lstat(path).st_size
                 os.replace(path, target)
             except FileNotFoundError:  # another reader was quicker
                 return
@@ -220,10 +249,25 @@ class DiskTier(BytesTier):
     def _file(self, key: KVKey) -> str:
         return file_of(self._root, key)
 
+    def _own_file(self, key: KVKey) -> str:
+        """Return a chunk's path, once its folders are seen to be the store's own.
+
+        Raises OSError where a link, a pipe or a file stands for one, FileNotFoundError where there
+        is none.
+        """
+        path = self._file(key)
+        leaf = os.path.dirname(path)
+        for folder in (os.path.dirname(leaf), leaf):
+            _check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
+        return path
+
     def _make_folders(self, path: str) -> None:
         leaf = os.path.dirname(path)
-        for folder in (self._root, os.path.dirname(leaf), leaf):
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+        os.makedirs(self._root, mode=0o700, exist_ok=True)
+        for folder in (os.path.dirname(leaf), leaf):
+            with suppress(FileExistsError):
+                os.mkdir(folder, mode=0o700)
+            _check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
 
     def _create(self, path: str, data: Encoding) -> None:
         """Write a chunk's file, whose digests are taken beside the writing where that pays."""
@@ -246,27 +290,42 @@ class DiskTier(BytesTier):
         if self.policy.read_only:
             yield
             return
-        with self._mutex, self._file_lock.acquire(poll_interval=0.005):
-            yield
+        with self._mutex:
+            with suppress(FileNotFoundError):
+                _check_kind(self._lock, os.lstat(self._lock), stat.S_ISREG, "file")
+            with self._file_lock.acquire(poll_interval=0.005):
+                yield
 
     def _files(self) -> Iterator[_File]:
         for first in _HEX:
             for second in _HEX:
-                yield from self._files_in(os.path.join(self._root, first, second))
+                yield from self._files_in(first, second)
 
-    def _files_in(self, folder: str) -> Iterator[_File]:
+    def _files_in(self, first: str, second: str) -> Iterator[_File]:
+        above = os.path.join(self._root, first)
+        folder = os.path.join(above, second)
         try:
+            for path in (above, folder):
+                _check_kind(path, os.lstat(path), stat.S_ISDIR, "folder")
             found = list(os.scandir(folder))
         except FileNotFoundError:
             return
+        except OSError as error:
+            if str(error) not in self._told:
+                self._told.add(str(error))
+                logger.warning("%s tier: not listed: %s", self.name, error)
+            return
         for item in found:
             with suppress(FileNotFoundError):  # evicted meanwhile
+                status = item.stat(follow_symlinks=False)
+                if not stat.S_ISREG(status.st_mode):
+                    continue
                 if item.name.endswith(TEMPORARY_SUFFIX):
-                    age = time.time() - item.stat().st_mtime
+                    age = time.time() - status.st_mtime
                     if age > STALE_TEMPORARY_SECONDS and not self.policy.read_only:
                         os.unlink(item.path)
                 elif key := key_of(item.name):
-                    yield _File(key, item.path, _entry(item.stat()))
+                    yield _File(key, item.path, _entry(status))
 
     def _scan(self) -> Usage:
         sizes = [file.entry.nbytes for file in self._files()]
@@ -313,7 +372,7 @@ class DiskTier(BytesTier):
         """Remove a chunk's file, under the lock; returns whether it was there."""
         usage = self._read_usage()
         try:
-            nbytes = os.stat(path).st_size
+            nbytes = os.lstat(path).st_size
             os.unlink(path)
         except FileNotFoundError:
             return False
@@ -340,6 +399,22 @@ class DiskTier(BytesTier):
             os.unlink(f"{path}.new")
         _create(f"{path}.new", text, fsync=False)
         os.replace(f"{path}.new", path)
+
+
+def _lock_at(path: str) -> FileLock:
+    return FileLock(path, timeout=LOCK_TIMEOUT_SECONDS, mode=0o600)
+
+
+def _check_kind(
+    path: str, found: os.stat_result, is_right: Callable[[int], bool], wanted: str
+) -> None:
+    """Raise OSError where a link, a pipe or whatever stands for a store's own file or folder."""
+    if is_right(found.st_mode):
+        return
+    kinds = {stat.S_ISLNK: "a link", stat.S_ISFIFO: "a pipe", stat.S_ISDIR: "a folder"}
+    kind = next((name for test, name in kinds.items() if test(found.st_mode)), "something else")
+    kind = "a file" if stat.S_ISREG(found.st_mode) else kind
+    raise OSError(f"{path} is {kind}, and has to be the store's own {wanted}: remove it")
 
 
 def file_of(folder: str | os.PathLike[str], key: KVKey) -> str:

@@ -49,6 +49,10 @@ class HostTier(Tier):
             found = [(key, self._known(key)) for key in self._chunks]
         return ((key, entry) for key, entry in found if entry is not None)
 
+    def some_entries(self) -> Iterator[tuple[KVKey, Entry]]:
+        """As for any tier: all there are."""
+        return self.entries()
+
     def has_relative(self, key: KVKey) -> bool:
         """As for any tier; looks at the keys of this chunk only."""
         with self._lock:
@@ -69,6 +73,13 @@ class HostTier(Tier):
         self._count("evictions", len(gone))
         self._admission.forget_rejections()
         return freed
+
+    def after_fork(self) -> None:
+        """As for any tier; what a thread was just changing is forgotten."""
+        super().after_fork()
+        was_changing, self._lock = self._lock.locked(), threading.Lock()
+        if was_changing:
+            self.close()
 
     def close(self) -> None:
         """Forget all chunks."""

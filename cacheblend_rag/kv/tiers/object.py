@@ -7,22 +7,30 @@ metadata. An object store knows no last use: each process knows its own.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from threading import RLock
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from cacheblend_rag.errors import MissingExtraError, StoreError
+import numpy as np
+from torch import Tensor
+
+from cacheblend_rag.errors import DamagedChunkError, MissingExtraError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import Encoding
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
-from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, check_size, key_of, tensor_of
+from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for, tensor_of
+from cacheblend_rag.kv.tiers.loop import LoopThread
 from cacheblend_rag.kv.tiers.policy import TierPolicy
+
+T = TypeVar("T")
 
 QUARANTINE = "quarantine/"
 WRITTEN_AT = "writtenat"
@@ -34,6 +42,8 @@ RETRIES = 1
 """Of a request that is answered by "slow down" or broken off; then others are asked."""
 REMEMBERED = 1 << 16
 """Chunks of which this process knows when it used them."""
+STREAMED_BYTES = 1 << 20
+"""Bytes of an answer that are taken at once."""
 LISTED_SECONDS = 60.0
 """Age at which a list of what is stored is made anew, for others write here, too."""
 
@@ -65,14 +75,26 @@ class ObjectTier(BytesTier):
         self._sizes: dict[KVKey, int] = {}
         self._listed_at = -LISTED_SECONDS
         self._lock = RLock()
+        self._seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
+        self._loop = LoopThread(f"kv-{name}")
+
+    def close(self) -> None:
+        """End the thread on which answers are waited for."""
+        self._loop.close()
+
+    def after_fork(self) -> None:
+        """As for any tier; obstore's threads are the parent's, so that nothing is read here."""
+        super().after_fork()
+        self._lock = RLock()
+        self._loop.after_fork()
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Go through all objects; their times are those of writing, where a list tells no more."""
-        with _failures():
-            for page in self.store.list():
-                for meta in page:
-                    if key := _key(meta["path"]):
-                        yield key, self._known(key, meta, {})
+        pages = self.store.list()
+        while (page := self._answer(_next(pages))) is not None:
+            for meta in page:
+                if key := _key(meta["path"]):
+                    yield key, self._known(key, meta, {})
 
     def usage(self) -> Usage:
         """Count what all processes stored; raises OSError."""
@@ -80,9 +102,8 @@ class ObjectTier(BytesTier):
         return Usage(len(sizes), sum(sizes))
 
     def _entry(self, key: KVKey) -> Entry | None:
-        with _failures():
-            found = self._get(key, {"head": True})
-            return None if found is None else self._known(key, found.meta, found.attributes)
+        found = self._answer(self._get(key, {"head": True}))
+        return None if found is None else self._known(key, found.meta, found.attributes)
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
         options: dict[str, Any] = {}
@@ -92,48 +113,63 @@ class ObjectTier(BytesTier):
             options["range"] = (start, end)
         elif start:
             options["range"] = {"offset": start}
-        with _failures():
-            found = self._get(key, options)
-            if found is None:
-                return None
-            entry = self._known(key, found.meta, found.attributes)
-            check_size(found.range[1] - found.range[0])
-            return StoredBytes(tensor_of(found.bytes()), entry.nbytes, entry.written_at)
+        return self._answer(self._read_range(key, options, None if end is None else end - start))
 
-    def _get(self, key: KVKey, options: Mapping[str, Any]) -> Any | None:
+    async def _read_range(
+        self, key: KVKey, options: Mapping[str, Any], most: int | None
+    ) -> StoredBytes | None:
+        """most: bytes that are asked for; None is all there are."""
+        found = await self._get(key, options)
+        if found is None:
+            return None
+        entry = self._known(key, found.meta, found.attributes)
+        nbytes = found.range[1] - found.range[0]
+        if nbytes < 0 or (most is not None and nbytes > most):
+            raise DamagedChunkError(f"{nbytes} bytes are answered, of {most} asked for")
+        return StoredBytes(await _bytes_of(found, nbytes), entry.nbytes, entry.written_at)
+
+    async def _get(self, key: KVKey, options: Mapping[str, Any]) -> Any | None:
         """Return what the store answers; None where the bucket has no such object."""
         try:
-            return self.store.get(_path(key), options=options)
+            return await self.store.get_async(_path(key), options=options)
         except FileNotFoundError as error:
             if _tells_of_the_bucket(error):
                 raise
             return None
 
-    def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
-        self._note(key, found.written_at, time.time())
+    def _answer(self, asked: Coroutine[Any, Any, T]) -> T:
+        """Return what a coroutine of obstore's comes to, all of it within the timeout.
+
+        Raises what obstore says as OSError.
+        """
+        with _failures():
+            return self._loop.result(asked, self._seconds)
+
+    def _mark_used(self, key: KVKey, written_at: float) -> None:
+        self._note(key, written_at, time.time())
 
     def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
         attributes = {WRITTEN_AT: repr(written_at)} if self._keeps_metadata else None
         parts = data.parts()
         # One after the other in a bounded tier: two must not fill the room made for one.
-        with _failures(), nullcontext() if self.capacity_bytes is None else self._lock:
+        with nullcontext() if self.capacity_bytes is None else self._lock:
             self._make_room(key, data.nbytes)
-            self.store.put(_path(key), parts, attributes=attributes, use_multipart=False)
+            options = {"attributes": attributes, "use_multipart": False}
+            self._answer(_done(partial(self.store.put_async, _path(key), parts, **options)))
             self._note(key, written_at, time.time())
             self._sizes[key] = data.nbytes
 
     def _drop(self, key: KVKey) -> bool:
-        with _failures():
-            is_there = self._entry(key) is not None
-            if is_there:
-                with suppress(FileNotFoundError):
-                    self.store.delete(_path(key))
+        is_there = self._entry(key) is not None
+        if is_there:
+            self._answer(_done(partial(self.store.delete_async, _path(key)), may_be_gone=True))
         self._forget(key)
         return is_there
 
     def _set_aside(self, key: KVKey, reason: str) -> None:
-        with _failures(), suppress(FileNotFoundError):
-            self.store.rename(_path(key), f"{QUARANTINE}{key}.{time.time_ns()}")
+        aside = f"{QUARANTINE}{key}.{time.time_ns()}"
+        renamed = partial(self.store.rename_async, _path(key), aside)
+        self._answer(_done(renamed, may_be_gone=True))
         self._forget(key)
 
     def _empty(self, key: KVKey) -> StoredBytes | None:
@@ -224,6 +260,45 @@ def open_store(url: str, *, timeout_seconds: float | None = None, **options: Any
         raise StoreError(f"{url}: {_line(error)}") from error
 
 
+async def _done(begin: Callable[[], Any], *, may_be_gone: bool = False) -> None:
+    """Begin what obstore does on a loop, and wait for it.
+
+    may_be_gone: whether an object that is not there is none to speak of.
+    """
+    try:
+        await begin()
+    except FileNotFoundError as error:
+        if not may_be_gone or _tells_of_the_bucket(error):
+            raise
+
+
+async def _next(pages: Any) -> Any:
+    """Return the next page of a list, None behind the last one."""
+    async for page in pages:
+        return page
+    return None
+
+
+async def _bytes_of(found: Any, nbytes: int) -> Tensor:
+    """Return the bytes of an answer, as many as it said; raises OSError when there are others.
+
+    Memory is taken as they arrive, and no more than for so many: what an answer says of its
+    length is not what is sent.
+    """
+    if nbytes == 0:
+        return tensor_of(b"")
+    raw, filled = room_for(nbytes), 0
+    room = raw.numpy()
+    async for part in found.stream(min_chunk_size=STREAMED_BYTES):
+        if filled + len(part) > nbytes:
+            raise OSError(f"the store sends more than the {nbytes} bytes of its answer")
+        room[filled : filled + len(part)] = np.frombuffer(part, dtype=np.uint8)
+        filled += len(part)
+    if filled < nbytes:
+        raise OSError(f"{filled} of {nbytes} bytes were sent")
+    return raw
+
+
 @contextmanager
 def _failures() -> Iterator[None]:
     """Raise what obstore says as OSError, in one line."""
@@ -254,7 +329,9 @@ def _key(path: str) -> KVKey | None:
 
 
 def _number(text: str | None) -> float | None:
+    """Return the time that an object's metadata tell; None where they tell none that can be."""
     try:
-        return float(text) if text else None
+        seconds = float(text) if text else math.nan
     except ValueError:
         return None
+    return seconds if math.isfinite(seconds) and seconds >= 0 else None

@@ -3,10 +3,13 @@
 Layout, behind the prefix: ``kv:<key>`` holds a chunk's bytes; the hash ``about`` has its size and
 when it was written, the sorted set ``used`` when it was used last. Redis may evict or expire a
 value by itself: what has no value is a miss, whatever the index says, and leaves the index then.
+The index is checked as it is read, see redis_index.py.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,43 +17,39 @@ from contextlib import contextmanager, nullcontext, suppress
 from threading import Lock
 from typing import Any, ClassVar
 
-from cacheblend_rag.errors import MissingExtraError, StoreError
+from cacheblend_rag.errors import DamagedChunkError, MissingExtraError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import Encoding, Parts
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
 from cacheblend_rag.kv.tiers.bytes import BytesTier, tensor_of
+from cacheblend_rag.kv.tiers.deadline import BoundedSocket, deadline
 from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.tiers.redis_index import (
+    FORGET,
+    RECORD,
+    TOTAL,
+    VALUE_BYTES,
+    key_of,
+    note_of,
+    total_of,
+    used_at,
+)
 from cacheblend_rag.secret import Secret
+
+logger = logging.getLogger(__name__)
 
 PREFIX = "cacheblend:"
 TIMEOUT_SECONDS = 5.0
-VALUE_BYTES = 512 << 20
-"""More than which Redis keeps under no key."""
 LISTED = 256
 """Index entries asked for at once."""
-
-_TOTAL = ""
-"""The field of ``about`` that holds the bytes of all chunks."""
-_RECORD = """
-local old = redis.call('HGET', KEYS[1], ARGV[1])
-local bytes = tonumber(ARGV[2])
-if old then bytes = bytes - tonumber(string.match(old, '%d+')) end
-redis.call('HSET', KEYS[1], ARGV[1], ARGV[2] .. ' ' .. ARGV[3])
-redis.call('HINCRBY', KEYS[1], '', bytes)
-redis.call('ZADD', KEYS[2], ARGV[4], ARGV[1])
-"""
-# Where memory is full, a script may not begin with what could take more.
-_FORGET = """
-local old = redis.call('HGET', KEYS[1], ARGV[1])
-if old then
-  redis.call('HDEL', KEYS[1], ARGV[1])
-  redis.call('ZREM', KEYS[2], ARGV[1])
-  redis.call('HINCRBY', KEYS[1], '', -tonumber(string.match(old, '%d+')))
-end
-return redis.call('UNLINK', KEYS[3])
-"""
+ANSWER_BYTES = 1 << 16
+"""What an answer may take beside the bytes of a chunk that it holds."""
+INDEX_BYTES = 64 << 20
+"""Most bytes of all answers about the index that one operation takes."""
+RECOUNT_SECONDS = 600.0
+"""Age at which a bounded tier counts anew what is stored, rather than believe the total."""
 
 
 class RedisTier(BytesTier):
@@ -86,7 +85,7 @@ class RedisTier(BytesTier):
         policy: TierPolicy | None = None,
     ) -> None:
         super().__init__(name, capacity_bytes, policy=policy)
-        seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
+        self._seconds = seconds = self.policy.timeout_seconds or TIMEOUT_SECONDS
         place = {"host": host, "port": port} if path is None else {"unix_socket_path": path}
         self.client = _connect(
             **place, db=db, ssl=tls, ssl_ca_certs=ca_certs, username=user or None,
@@ -96,29 +95,34 @@ class RedisTier(BytesTier):
         self._prefix = prefix
         self._about, self._used = f"{prefix}about", f"{prefix}used"
         self._one_by_one = Lock()
-        self._record = self.client.register_script(_RECORD)
-        self._forget = self.client.register_script(_FORGET)
+        self._counted_at = -math.inf
+        self._record = self.client.register_script(RECORD)
+        self._forget = self.client.register_script(FORGET)
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Go through the index, forgetting what the server let go of."""
-        for keys in self._indexed():
-            for key, entry in zip(keys, self._entry_many(keys), strict=True):
-                if entry is not None:
-                    yield key, entry
-                else:
-                    self._drop(key)
+        """Go through the index, forgetting what is wrong there and what the server let go of."""
+        for names in self._indexed():
+            yield from self._known_of(names)
 
     def usage(self) -> Usage:
         """Return what all processes stored; raises OSError."""
-        with _failures():
+        with self._asking():
             count, total = self._pipeline(
-                lambda pipe: (pipe.hlen(self._about), pipe.hget(self._about, _TOTAL))
+                lambda pipe: (pipe.hlen(self._about), pipe.hget(self._about, TOTAL))
             )
-        return Usage(max(int(count) - 1, 0), max(int(total or 0), 0))
+            held = total_of(total)
+            if held is None:
+                return self._recount()
+        return Usage(max(int(count) - 1, 0), held)
 
     def close(self) -> None:
         """Let go of connections."""
         self.client.close()
+
+    def after_fork(self) -> None:
+        """As for any tier; the client makes connections of its own in each process."""
+        super().after_fork()
+        self._one_by_one = Lock()
 
     def _entry(self, key: KVKey) -> Entry | None:
         return self._entry_many([key])[0]
@@ -134,33 +138,37 @@ class RedisTier(BytesTier):
             for key in keys:
                 pipe.strlen(self._value(key))
 
-        with _failures():
-            about, used, *sizes = self._pipeline(ask)
-        return [_entry(*known) for known in zip(about, used, sizes, strict=True)]
+        with self._asking():
+            about, used, *sizes = self._answers(ask, needed=2)
+        now = time.time()
+        return [_entry(*known, now) for known in zip(about, used, sizes, strict=True)]
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
         # GETRANGE counts from the end below 0, and its own end is within the range.
         value = self._value(key)
         first, last = (start, -1) if end is None else (start, end - 1) if end > start else (1, 0)
+        most = VALUE_BYTES if end is None else max(end - start, 0)
 
         def ask(pipe: Any) -> None:
             pipe.hget(self._about, str(key))
             pipe.strlen(value)
             pipe.getrange(value, first, last)
 
-        with _failures():
-            note, total, data = self._pipeline(ask)
-        if not note:
+        with self._asking(most + ANSWER_BYTES):
+            about, total, data = self._answers(ask, needed=1)
+        note = note_of(about)
+        if about is not None and (note is None or total == 0):
+            self._drop_wrong(key)  # a forged entry, or the server let go of the value
+        if note is None or total == 0:
             return None
-        if not total:
-            self._drop(key)  # the server let go of it
-            return None
+        if not isinstance(data, bytes) or not isinstance(total, int) or len(data) > most:
+            raise DamagedChunkError("is no string of bytes, or longer than was asked for")
         return StoredBytes(
-            tensor_of(data if last >= start or end is None else b""), total, _written(note)
+            tensor_of(data if last >= start or end is None else b""), total, note.written_at
         )
 
-    def _mark_used(self, key: KVKey, found: StoredBytes) -> None:
-        with suppress(OSError), _failures():
+    def _mark_used(self, key: KVKey, written_at: float) -> None:
+        with suppress(OSError), self._asking():
             self.client.zadd(self._used, {str(key): time.time()}, xx=True)
 
     def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
@@ -171,22 +179,53 @@ class RedisTier(BytesTier):
         parts = data.parts()
         # One after the other in a bounded tier: two must not fill the room made for one.
         with (
-            _failures(),
-            _refusals(),
             nullcontext() if self.capacity_bytes is None else self._one_by_one,
+            self._asking(INDEX_BYTES),
+            _refusals(),
         ):
             self._make_room(key, data.nbytes)
-            self._set(self._value(key), parts, data.nbytes, self._expires(written_at))
+            self._set(self._value(key), parts, data.nbytes, self._expires(key, written_at))
             # Only now: what the index names may be evicted, and then written by whoever was slow.
             about = [str(key), data.nbytes, repr(written_at), repr(time.time())]
             self._record([self._about, self._used], about)
 
     def _drop(self, key: KVKey) -> bool:
-        with _failures():
-            return bool(self._forget([self._about, self._used, self._value(key)], [str(key)]))
+        return bool(self._drop_all([str(key)])[0])
 
-    def _value(self, key: KVKey) -> str:
+    def _drop_all(self, names: Sequence[str | bytes]) -> list[int]:
+        """Remove chunks from values and index, by their names there, which may be no keys."""
+        if not names:
+            return []
+        values = [self._value(name if isinstance(name, str) else _text(name)) for name in names]
+
+        def ask(pipe: Any) -> None:
+            for name, value in zip(names, values, strict=True):
+                self._forget([self._about, self._used, value], [name], client=pipe)
+
+        with self._asking():
+            return self._pipeline(ask)
+
+    def _drop_wrong(self, key: KVKey) -> None:
+        """Forget what the index says of a chunk that cannot be read by it."""
+        if not self.policy.read_only:
+            self._drop(key)
+
+    def _value(self, key: KVKey | str) -> str:
         return f"{self._prefix}kv:{key}"
+
+    @contextmanager
+    def _asking(self, most_bytes: int = INDEX_BYTES) -> Iterator[None]:
+        """Around one operation, however many commands it takes: all of it keeps to the timeout.
+
+        Raises what Redis says as OSError.
+        """
+        from redis.exceptions import RedisError
+
+        try:
+            with deadline(self._seconds, most_bytes):
+                yield
+        except RedisError as error:
+            raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _pipeline(self, ask: Callable[[Any], object]) -> list[Any]:
         """Return the answers to several questions that are sent together."""
@@ -194,10 +233,25 @@ class RedisTier(BytesTier):
             ask(pipe)
             return list(pipe.execute())
 
-    def _expires(self, written_at: float) -> list[str]:
-        """Return how a SET says when the value is gone, for a tier of its own time to live."""
-        ttl_seconds = self.policy.ttl_seconds
-        return [] if ttl_seconds is None else ["PXAT", str(int((written_at + ttl_seconds) * 1000))]
+    def _answers(self, ask: Callable[[Any], object], *, needed: int) -> list[Any]:
+        """As _pipeline; of the answers behind the first ``needed``, an error stands in its place.
+
+        Those are about values: one that is no string is nobody else's concern.
+        """
+        with self.client.pipeline(transaction=False) as pipe:
+            ask(pipe)
+            answers = list(pipe.execute(raise_on_error=False))
+        for answer in answers[:needed]:
+            if isinstance(answer, Exception):
+                raise answer
+        return answers
+
+    def _expires(self, key: KVKey, written_at: float) -> list[str]:
+        """Return how a SET says when the value is gone, where copies here have a time to live."""
+        if self.ttl_seconds is None or key in self._pinned:
+            return []
+        ends = written_at + self.ttl_seconds
+        return ["PXAT", str(max(int(ends * 1000), 1))] if math.isfinite(ends) else []
 
     def _set(self, name: str, parts: Parts, nbytes: int, options: Sequence[str]) -> None:
         """Send a value as it lies in memory: joining its parts would cost as much as sending it."""
@@ -220,42 +274,84 @@ class RedisTier(BytesTier):
         """Evict until ``nbytes`` fit in place of ``key``; refuses before evicting in vain."""
         if self.capacity_bytes is None:
             return
-        count, total, own = self._pipeline(
+        count, total, about = self._pipeline(
             lambda pipe: (
                 pipe.hlen(self._about),
-                pipe.hget(self._about, _TOTAL),
+                pipe.hget(self._about, TOTAL),
                 pipe.hget(self._about, str(key)),
             )
         )
-        excess = int(total or 0) - _size(own) + nbytes - self.capacity_bytes
-        if excess > 0 and not own and self._admission.would_reject(key):
+        held, own = Usage(max(int(count) - 1, 0), total_of(total) or 0), note_of(about)
+        is_old = time.monotonic() - self._counted_at > RECOUNT_SECONDS
+        if total_of(total) is None or held.nbytes > self.capacity_bytes or is_old:
+            held = self._recount()
+        excess = held.nbytes - (own.nbytes if own else 0) + nbytes - self.capacity_bytes
+        if excess > 0 and own is None and self._admission.would_reject(key):
             raise RejectedError("another chunk seen as often was turned away just now")
         order = self._oldest_first(key)
-        for victim in self._let_go(key, order, excess=excess, held=max(int(count) - 1, 0)):
-            self._drop(victim)
+        victims = self._let_go(key, order, excess=excess, held=held.entries)
+        for first in range(0, len(victims), LISTED):
+            self._drop_all([str(victim) for victim in victims[first : first + LISTED]])
+
+    def _recount(self) -> Usage:
+        """Count what is stored by the values themselves, and mend the index and its total."""
+        with self._asking():
+            before = total_of(self.client.hget(self._about, TOTAL))
+            sizes: dict[KVKey, int] = {}
+            for names in self._indexed():
+                sizes.update((key, entry.nbytes) for key, entry in self._known_of(names))
+            total = sum(sizes.values())
+            if self.policy.read_only:
+                return Usage(len(sizes), total)
+            if before is None:
+                self.client.hset(self._about, TOTAL, total)
+            else:  # what others add meanwhile is not lost
+                self.client.hincrby(self._about, TOTAL, total - before)
+        self._counted_at = time.monotonic()
+        return Usage(len(sizes), total)
+
+    def _known_of(self, names: Sequence[bytes]) -> list[tuple[KVKey, Entry]]:
+        """Return what is stored of some names in the index; what is wrong there is dropped."""
+        keys = {name: key for name in names if (key := key_of(name)) is not None}
+        entries = dict(zip(keys, self._entry_many(list(keys.values())), strict=True))
+        wrong = [name for name in names if entries.get(name) is None]
+        if wrong and not self.policy.read_only:
+            logger.info("%s tier: %d index entries without a value go", self.name, len(wrong))
+            self._drop_all(wrong)
+        return [(keys[name], entry) for name, entry in entries.items() if entry is not None]
 
     def _oldest_first(self, key: KVKey) -> Iterator[Resident]:
         start = 0
         while names := self.client.zrange(self._used, start, start + LISTED - 1):
-            sizes = self.client.hmget(self._about, names)
-            for name, note in zip(names, sizes, strict=True):
-                other = _key(name)
-                if other is not None and other != key and other not in self._pinned:
-                    yield Resident(other, _size(note))
-            start += LISTED
+            known = self._known_of(names)
+            for other, entry in known:
+                if other != key and other not in self._pinned:
+                    yield Resident(other, entry.nbytes)
+            start += len(known)  # the others are gone
 
-    def _indexed(self) -> Iterator[list[KVKey]]:
-        """Go through the keys in the index, some at a time."""
-        cursor = None
+    def _indexed(self) -> Iterator[list[bytes]]:
+        """Go through the names in the index, some at a time; raises OSError if it has no end."""
+        cursor, named, most = None, 0, 0
         while cursor != 0:
-            with _failures():
+            with self._asking():
                 cursor, page = self.client.hscan(self._about, cursor or 0, count=LISTED)
-            yield [key for name in page if (key := _key(name)) is not None]
+                most = most or 2 * int(self.client.hlen(self._about)) + LISTED
+            names = [name for name in page if name != TOTAL.encode()]
+            named += len(names)
+            if named > most:
+                raise OSError("the server lists more index entries than it has")
+            yield names
 
 
 def _connect(**options: Any) -> Any:
     try:
-        from redis import ConnectionPool, Redis, SSLConnection, UnixDomainSocketConnection
+        from redis import (
+            Connection,
+            ConnectionPool,
+            Redis,
+            SSLConnection,
+            UnixDomainSocketConnection,
+        )
         from redis.backoff import NoBackoff
         from redis.retry import Retry
     except ImportError as error:
@@ -270,18 +366,18 @@ def _connect(**options: Any) -> Any:
         del options["socket_connect_timeout"]
         options["connection_class"] = UnixDomainSocketConnection
     # One try: whoever asks has other tiers, and a failed one is left alone for a while.
+    options["connection_class"] = _bounded(options.get("connection_class", Connection))
     return Redis(connection_pool=ConnectionPool(**options, retry=Retry(NoBackoff(), 0)))
 
 
-@contextmanager
-def _failures() -> Iterator[None]:
-    """Raise what Redis says as OSError."""
-    from redis.exceptions import RedisError
+def _bounded(connection_class: Any) -> Any:
+    """Return a kind of connection whose socket keeps to the deadline of an operation."""
 
-    try:
-        yield
-    except RedisError as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
+    class Bounded(connection_class):  # type: ignore[misc]
+        def _connect(self) -> BoundedSocket:
+            return BoundedSocket(super()._connect())
+
+    return Bounded
 
 
 @contextmanager
@@ -295,20 +391,13 @@ def _refusals() -> Iterator[None]:
         raise RefusedError(f"the server has no memory left: {error}") from error
 
 
-def _entry(note: bytes | None, used_at: float | None, nbytes: int) -> Entry | None:
+def _entry(about: Any, score: Any, nbytes: Any, now: float) -> Entry | None:
     """Return what is known of a chunk of which index and value are both there."""
-    if not note or not nbytes:
+    note = note_of(about)
+    if note is None or not isinstance(nbytes, int) or not 0 < nbytes <= VALUE_BYTES:
         return None
-    return Entry(nbytes, _written(note), _written(note) if used_at is None else float(used_at))
+    return Entry(nbytes, note.written_at, used_at(score, note.written_at, now))
 
 
-def _written(note: bytes) -> float:
-    return float(note.split()[1])
-
-
-def _size(note: bytes | None) -> int:
-    return int(note.split()[0]) if note else 0
-
-
-def _key(name: bytes) -> KVKey | None:
-    return KVKey.parsed(name.decode(errors="replace"))
+def _text(name: bytes) -> str:
+    return name.decode(errors="replace")

@@ -1,0 +1,197 @@
+"""Opening: a chunk looked up in one tier after the other, each on threads of its own.
+
+So that a tier which hangs holds up nothing but what is asked of it: no thread and no lock is shared
+between tiers. Those who look for the same chunk at the same time look for it once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.fetch import Found, miss_of
+from cacheblend_rag.kv.lookup import StoreMiss
+from cacheblend_rag.kv.tiers import Tier
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a prompt reads chunks; those that read alike read together.
+
+    promotes: whether what is found is kept in faster tiers. unpacks: see SharedChunk.
+    """
+
+    promotes: bool
+    unpacks: bool
+
+
+class TierThreads:
+    """Threads for reading, of each tier its own, so many at most."""
+
+    def __init__(self, tiers: Sequence[Tier], at_once: int) -> None:
+        self._pools = {
+            tier.name: ThreadPoolExecutor(at_once, thread_name_prefix=f"kv-fetch-{tier.name}")
+            for tier in tiers
+        }
+
+    def submit(self, tier: str, work: Callable[[], T]) -> Future[T]:
+        """Have work done on a thread of a tier's; without one it comes to a StoreError."""
+        try:
+            return self._pools[tier].submit(work)
+        except RuntimeError as error:  # closed meanwhile, or the system has no thread left
+            refused: Future[T] = Future()
+            refused.set_exception(StoreError(f"nothing can be read any more: {error}"))
+            return refused
+
+    def close(self) -> None:
+        """Begin nothing more, and wait for what is under way."""
+        for pool in self._pools.values():
+            pool.shutdown(wait=False, cancel_futures=True)
+        for pool in self._pools.values():
+            pool.shutdown(wait=True)
+
+
+class Search:
+    """One chunk that is looked for, by as many as want it at the same time.
+
+    is_stale: whether the chunk was stored anew or evicted since the search began, so that nothing
+    of what it found is to be kept; written and read under the openings' lock.
+    """
+
+    def __init__(self, key: KVKey, way: Way) -> None:
+        self.key, self.way, self.is_stale = key, way, False
+        self.missed: tuple[StoreMiss, str | None] = ("not stored", None)
+        self.askers: list[Future[Found]] = []
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return all(asker.cancelled() for asker in list(self.askers))
+
+
+class Opening:
+    """Looks chunks up.
+
+    open_in: opens a chunk in the tier at a depth, None where it is absent; called on that tier's
+    threads, which it may hold as long as the tier takes.
+    """
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        threads: TierThreads,
+        open_in: Callable[[int, Search], Found | None],
+    ) -> None:
+        self._tiers, self._threads, self._open_in = tiers, threads, open_in
+        self._lock = threading.Lock()
+        self._searches: dict[tuple[KVKey, Way], Search] = {}
+
+    def begin(self, key: KVKey, way: Way) -> Future[Found]:
+        """Begin to look a chunk up, or join those who do; what is found is what they find."""
+        asker: Future[Found] = Future()
+        with self._lock:
+            search = self._searches.get((key, way))
+            if search is not None:
+                search.askers.append(asker)
+                return asker
+            search = self._searches[key, way] = Search(key, way)
+            search.askers.append(asker)
+        self._look(search, 0)
+        return asker
+
+    def part_with(self, keys: Sequence[KVKey], ways: Sequence[Way]) -> None:
+        """Let nobody join those who look for a chunk that is stored anew, or is to be no more."""
+        with self._lock:
+            for key in keys:
+                for way in ways:
+                    search = self._searches.pop((key, way), None)
+                    if search is not None:
+                        search.is_stale = True
+
+    def is_current(self, search: Search) -> bool:
+        """Whether what a search finds may be kept, as far as is known now."""
+        with self._lock:
+            return not search.is_stale
+
+    def _look(self, search: Search, depth: int) -> None:
+        """Go on with a search in the tier at ``depth``, or end it."""
+        if depth == len(self._tiers):
+            self._end_without(search)
+            return
+        self._on_threads_of(self._tiers[depth], search, partial(self._look_in, search, depth))
+
+    def _look_in(self, search: Search, depth: int) -> None:
+        if search.is_given_up:
+            self._end(search, Found(None, "store error"))
+            return
+        found = self._open_in(depth, search)
+        if found is not None and found.reason is None:
+            self._end(search, found)
+            return
+        if found is not None and found.reason is not None:
+            search.missed = (found.reason, found.failed)
+        self._look(search, depth + 1)
+
+    def _end_without(self, search: Search) -> None:
+        """End a search that found nothing, saying why."""
+        reason, failed = search.missed
+        if reason != "not stored":
+            self._end(search, Found(None, reason, failed))
+        elif (failing := _failing(self._tiers)) is not None:
+            self._end(search, Found(None, "store error", failing))
+        else:
+            self._look_for_relative(search, 0)
+
+    def _look_for_relative(self, search: Search, depth: int) -> None:
+        """Ask the tiers behind ``depth`` for another model's KV of the chunk, each on its threads.
+
+        Tiers that cannot tell, and memory, are asked here: they answer at once.
+        """
+        for index in range(depth, len(self._tiers)):
+            tier = self._tiers[index]
+            if tier.durable and type(tier).has_relative is not Tier.has_relative:
+                work = partial(self._look_for_relative_in, search, index)
+                self._on_threads_of(tier, search, work)
+                return
+            if tier.has_relative(search.key):
+                self._end(search, Found(None, "other model"))
+                return
+        self._end(search, Found(None, "not stored"))
+
+    def _look_for_relative_in(self, search: Search, depth: int) -> None:
+        if self._tiers[depth].has_relative(search.key):
+            self._end(search, Found(None, "other model"))
+        else:
+            self._look_for_relative(search, depth + 1)
+
+    def _on_threads_of(self, tier: Tier, search: Search, work: Callable[[], None]) -> None:
+        """Have work done that goes on with a search; it ends whatever becomes of the work."""
+
+        def see(done: Future[None]) -> None:
+            error = StoreError("the store was closed") if done.cancelled() else done.exception()
+            if error is not None:
+                reason = miss_of(error) if isinstance(error, StoreError) else "store error"
+                self._end(search, Found(None, reason, tier.name))
+
+        self._threads.submit(tier.name, work).add_done_callback(see)
+
+    def _end(self, search: Search, found: Found) -> None:
+        with self._lock:
+            if self._searches.get((search.key, search.way)) is search:
+                del self._searches[search.key, search.way]
+            askers, search.askers = search.askers, []
+        for asker in askers:
+            if asker.set_running_or_notify_cancel():
+                asker.set_result(found)
+
+
+def _failing(tiers: Sequence[Tier]) -> str | None:
+    return next((tier.name for tier in tiers if tier.reading.is_failing), None)

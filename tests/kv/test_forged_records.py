@@ -1,0 +1,261 @@
+"""What stands beside chunks is believed no more than they are: index, times, sizes, folders."""
+
+import os
+import resource
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import DiskTier, HostTier, ObjectTier, StoredChunk, TieredKVStore, codec
+from cacheblend_rag.kv import store as store_module
+from cacheblend_rag.kv.tiers import disk as disk_module
+from tests.kv.samples import chunk_files, make_key, make_kv, same, taken, until
+from tests.servers import HOST, redis_place, tier_at
+
+KEYS = [make_key(number) for number in range(8)]
+SIZE = len(codec.encode(KEYS[0], make_kv()))
+NOW = time.time()
+
+
+@pytest.fixture
+def bounded(redis):
+    """A store in a Redis with room for three chunks, of which two are there."""
+    tier = tier_at(redis_place(redis, f"capacity={3 * SIZE + 100}"))
+    with TieredKVStore([tier]) as store:
+        for number in range(2):
+            assert store.put(KEYS[number], make_kv(number))
+        yield store, tier
+
+
+def check_goes_on(store, tier):
+    """Chunks are stored and found as before, within the capacity, and nothing failed."""
+    for number in range(2, 6):
+        assert store.put(KEYS[number], make_kv(number))
+        assert same(store.get(KEYS[number]).kv, make_kv(number))
+    assert len(store.keys()) == 3
+    assert len(tier.client.keys(f"{tier._prefix}kv:*")) == 3
+    stats = store.stats()["redis"]
+    assert (stats["entries"], stats["bytes"], stats["errors"]) == (3, 3 * SIZE, 0)
+    assert store.evict(KEYS[5])
+
+
+@pytest.mark.parametrize(
+    "about",
+    ["x", "", "1", f"-5 {NOW}", f"1e3 {NOW}", f"{10**18} {NOW}", "100 nan", "100 inf", "100 -1"],
+)
+@pytest.mark.parametrize("whose", ["another's", "its own", "nobody's"])
+def test_one_forged_index_entry_stops_nothing(bounded, about, whose):
+    store, tier = bounded
+    name = {"another's": str(make_key(99)), "its own": str(KEYS[0]), "nobody's": "rubbish"}[whose]
+    tier.client.hset(tier._about, name, about)
+    tier.client.zadd(tier._used, {name: 0})
+    tier.client.zadd(tier._used, {"": 0})
+    if whose == "its own":
+        assert store.get(KEYS[0]).reason == "not stored"
+    tier._counted_at = -1e9  # as after the time at which it counts anew
+    check_goes_on(store, tier)
+    assert tier.client.hget(tier._about, name) is None
+
+
+@pytest.mark.parametrize("total", ["x", "", "-1", "1e15", str(10**15), str(2**63 - 1), "nan"])
+def test_a_forged_total_stops_nothing_and_drives_nothing_out(bounded, total):
+    store, tier = bounded
+    tier.client.hset(tier._about, "", total)
+    assert store.put(KEYS[2], make_kv(2))
+    assert set(store.keys()) == set(KEYS[:3])
+    check_goes_on(store, tier)
+
+
+def test_a_total_that_is_too_low_is_counted_anew_in_time(bounded):
+    store, tier = bounded
+    tier.client.hset(tier._about, "", 0)
+    tier._counted_at = -1e9
+    check_goes_on(store, tier)
+
+
+def test_a_value_of_another_kind_is_one_chunks_concern(bounded):
+    store, tier = bounded
+    tier.client.delete(tier._value(KEYS[0]))
+    tier.client.lpush(tier._value(KEYS[0]), "a list")
+    assert store.contains_many(KEYS[:2]) == [False, True]
+    assert store.get(KEYS[0]).reason == "damaged"
+    assert same(store.get(KEYS[1]).kv, make_kv(1))
+
+
+def test_a_stores_time_to_live_reaches_redis(redis):
+    place = redis_place(redis)
+    with TieredKVStore([tier_at(place)], ttl_seconds=1000) as store:
+        tier = store.tiers[0]
+        store.put(KEYS[0], make_kv(), written_at=time.time() - 400)
+        store.pin(KEYS[1])
+        store.put(KEYS[1], make_kv())
+        assert 500 < tier.client.pttl(tier._value(KEYS[0])) / 1000 <= 600
+        assert tier.client.pttl(tier._value(KEYS[1])) == -1
+
+
+def test_an_object_past_the_stores_time_is_removed_when_it_is_found():
+    from obstore.store import MemoryStore
+
+    objects = MemoryStore()
+    with TieredKVStore([ObjectTier(objects)], ttl_seconds=60) as store:
+        store.put(KEYS[0], make_kv(), written_at=time.time() - 100)
+        assert len(objects.list().collect()) == 1
+        with store.fetch(KEYS[:1]) as source:
+            assert taken(source)[0].reason == "not stored"
+        assert objects.list().collect() == []
+
+
+@pytest.mark.parametrize("written_at", [float("nan"), float("inf"), -float("inf"), 1e300])
+def test_a_time_that_cannot_be_is_past(written_at):
+    tier = HostTier(None)
+    tier.put(KEYS[0], StoredChunk(make_kv(), written_at))
+    with TieredKVStore([tier], ttl_seconds=1e6) as store:
+        assert not store.contains(KEYS[0])
+        assert store.get(KEYS[0]).reason == "not stored"
+        with store.fetch(KEYS[:1]) as source:
+            assert source.take().reason == "not stored"
+
+
+def test_expired_files_go_while_the_store_is_open(tmp_path, clock, monkeypatch):
+    """A part at a time, whoever uses the store, and without anybody's asking for them."""
+    monkeypatch.setattr(store_module, "SWEEP_SECONDS", 0.0)
+    with TieredKVStore([DiskTier(tmp_path)], ttl_seconds=10) as store:
+        for number in range(4):
+            store.put(KEYS[number], make_kv(number))
+        store.pin(KEYS[3])
+        clock.advance(11)
+        looked_at = []
+        own = disk_module.DiskTier._files_in
+        monkeypatch.setattr(
+            disk_module.DiskTier,
+            "_files_in",
+            lambda tier, *names: looked_at.append(names) or own(tier, *names),
+        )
+
+        def ask():
+            store.fetch([make_key(99)]).close()
+            return len(chunk_files(tmp_path)) == 1
+
+        assert until(ask, 20)
+        assert len(looked_at) <= disk_module.SWEPT_FOLDERS * 400
+        assert store.tiers[0].usage().entries == 1
+        assert store.contains(KEYS[3])
+
+
+# Folders
+
+
+def stand_in(kind, path, elsewhere):
+    """Put something in a folder's or a file's place."""
+    if kind == "link":
+        path.symlink_to(elsewhere)
+    elif kind == "dangling link":
+        path.symlink_to(elsewhere / "nowhere")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.touch()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe", "file"])
+def test_what_stands_for_a_folder_is_not_followed_and_named(tmp_path, kind, depth, caplog):
+    root, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    first, second = KEYS[0].chunk_id[:2]
+    theirs = elsewhere / second / "theirs.tmp" if depth == 0 else elsewhere / "theirs.tmp"
+    theirs.parent.mkdir(parents=True)
+    theirs.touch()
+    os.utime(theirs, (1, 1))
+    folder = root / first if depth == 0 else root / first / second
+    folder.parent.mkdir(parents=True)
+    stand_in(kind, folder, elsewhere)
+    with TieredKVStore([DiskTier(root)]) as store:
+        assert not store.put(KEYS[0], make_kv())
+        assert store.get(KEYS[0]).reason == "store error"
+        assert not store.contains(KEYS[0])
+        assert not store.evict(KEYS[0])
+        assert store.keys() == []
+        assert store.put(KEYS[1], make_kv(1)), "in folders of its own"
+        assert same(store.get(KEYS[1]).kv, make_kv(1))
+    said = f"{folder} is a {kind.rpartition(' ')[2]}, and has to be the store's own folder: remove"
+    assert said in caplog.text
+    assert theirs.exists()
+    assert [path for path in elsewhere.rglob("*") if path.is_file()] == [theirs]
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "pipe"])
+def test_what_stands_for_the_lock_is_refused_by_name(tmp_path, kind):
+    victim = tmp_path / "victim"
+    victim.mkdir()
+    (tmp_path / "store").mkdir()
+    stand_in(kind, tmp_path / "store" / "lock", victim)
+    with pytest.raises(StoreError, match=r"lock is a .*: remove it"):
+        DiskTier(tmp_path / "store")
+
+
+# Sizes
+
+
+@pytest.mark.parametrize("how", ["get", "fetch", "prefetch", "verify"])
+def test_an_object_of_rubbish_is_read_no_further_than_its_head(tmp_path, how, monkeypatch):
+    with TieredKVStore([HostTier(1 << 40), DiskTier(tmp_path)]) as store:
+        store.put(KEYS[0], make_kv())
+        store.tiers[0].evict(KEYS[0])
+        (path,) = chunk_files(tmp_path)
+        with path.open("wb") as file:
+            file.truncate(3 << 30)
+        asked, own = [], disk_module.room_for
+        monkeypatch.setattr(
+            disk_module, "room_for", lambda nbytes: asked.append(nbytes) or own(nbytes)
+        )
+        if how == "get":
+            assert store.get(KEYS[0]).reason == "damaged"
+        elif how == "fetch":
+            with store.fetch(KEYS[:1]) as source:
+                assert source.take().reason == "damaged"
+        elif how == "prefetch":
+            store.prefetch(KEYS[:1])
+            assert until(lambda: store.tiers[1].stats()["quarantined"] == 1)
+        else:
+            assert [one.reason for one in store.verify().damaged] == ["header is no JSON"]
+        assert 0 < sum(asked) <= 1 << 19
+
+
+class Endless(BaseHTTPRequestHandler):
+    """Answers each range as one of a kibibyte, and sends mebibytes without end."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.send_response(206)
+        self.send_header("Last-Modified", "Mon, 23 Nov 2026 20:00:00 GMT")
+        self.send_header("ETag", '"a"')
+        self.send_header("Content-Range", "bytes 0-1023/1024")
+        self.send_header("Content-Length", str(6 << 30))
+        self.end_headers()
+        try:
+            for _ in range(6 << 10):
+                self.wfile.write(bytes(1 << 20))
+                self.server.sent += 1 << 20
+        except OSError:
+            pass
+
+    def log_message(self, *_):
+        pass
+
+
+def test_an_answer_longer_than_it_says_is_given_up(s3, caplog):
+    server = ThreadingHTTPServer((HOST, 0), Endless)
+    server.sent, server.daemon_threads = 0, True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with TieredKVStore([tier_at(f"s3://b?endpoint=http://{HOST}:{server.server_port}")]) as store:
+        found = store.get(KEYS[0])
+        assert (found.reason, found.tier) == ("store error", "s3")
+    assert "sends more than the 1024 bytes of its answer" in caplog.text
+    assert server.sent < 1 << 29
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19  # KiB
+    server.shutdown()

@@ -1,0 +1,142 @@
+"""A tier that hangs holds up what is asked of it, and nothing else: no thread or lock is shared."""
+
+import threading
+import time
+
+import pytest
+
+from cacheblend_rag.kv import HostTier, StoredChunk, TieredKVStore
+from cacheblend_rag.kv import store as store_module
+from cacheblend_rag.kv.fetch import Room
+
+from .samples import SlowTier, make_key, make_kv, same, taken, until
+
+HANGING = [make_key(number) for number in range(20)]
+NEAR, BELOW = make_key(50), make_key(51)
+
+
+@pytest.fixture
+def gate():
+    gate = threading.Event()
+    yield gate
+    gate.set()
+
+
+@pytest.fixture
+def hanging(gate):
+    tier = SlowTier(lambda: gate.wait(30), name="hanging")
+    tier.fill(HANGING)
+    return tier
+
+
+def filled(name, *keys):
+    tier = HostTier(None, name=name)
+    for key in keys:
+        tier.put(key, StoredChunk(make_kv(9), time.time()))
+    return tier
+
+
+@pytest.mark.parametrize("order", ["above", "below"])
+def test_reads_that_hang_in_one_tier_delay_no_other(hanging, gate, order):
+    other = filled("other", BELOW)
+    tiers = [hanging, other] if order == "above" else [other, hanging]
+    with TieredKVStore([filled("host", NEAR), *tiers]) as store:
+        stuck = [store.fetch([key]) for key in HANGING]
+        assert until(lambda: len(hanging.keys) == store_module.FETCH_THREADS)
+        if order == "above":  # what is not in memory has to be asked for there first
+            store.tiers[0].put(BELOW, StoredChunk(make_kv(9), time.time()))
+        for key in (NEAR, BELOW):
+            with store.fetch([key]) as source:
+                assert source.wait(10)
+                assert same(taken(source)[0].kv, make_kv(9))
+        gate.set()
+        for source, number in zip(stuck, range(20), strict=True):
+            assert same(taken(source)[0].kv, make_kv(number))
+            source.close()
+
+
+def test_those_who_want_the_same_chunk_of_a_tier_that_hangs_look_for_it_once(hanging, gate):
+    """And take no threads of the tiers before it, which others need."""
+    with TieredKVStore([filled("host", NEAR), filled("other", BELOW), hanging]) as store:
+        stuck = [store.fetch(HANGING[:1]) for _ in range(40)]
+        assert until(lambda: hanging.keys == HANGING[:1])
+        with store.fetch([BELOW, NEAR]) as source:
+            assert source.wait(10)
+            assert all(one.kv is not None for one in taken(source))
+        gate.set()
+        for source in stuck:
+            assert same(taken(source)[0].kv, make_kv(0))
+            source.close()
+    assert hanging.keys == HANGING[:1]
+
+
+def test_memory_is_read_while_the_same_chunk_is_stored_in_a_tier_that_hangs(gate):
+    class Stuck(HostTier):
+        def _save(self, key, chunk):
+            gate.wait(30)
+
+    host = filled("host", NEAR)
+    with TieredKVStore([host, Stuck(name="stuck")]) as store:
+        writer = threading.Thread(target=store.put, args=(NEAR, make_kv(9)))
+        writer.start()
+        with store.fetch([NEAR]) as source:
+            assert source.wait(10)
+            assert same(taken(source)[0].kv, make_kv(9))
+        gate.set()
+        writer.join()
+
+
+@pytest.mark.parametrize("how", ["evict", "put"])
+def test_what_is_evicted_or_replaced_while_it_is_looked_for_is_not_kept(hanging, gate, how):
+    """No lock is held meanwhile, so the change is not waited for, and it stands."""
+    hanging.takes_puts = False
+    host = HostTier(None)
+    with TieredKVStore([host, hanging]) as store:
+        source = store.fetch(HANGING[:1])
+        assert until(lambda: len(hanging.keys) == 1)
+        if how == "evict":
+            store.evict(HANGING[0])
+        else:
+            store.put(HANGING[0], make_kv(77))
+        gate.set()
+        assert source.wait(10)
+        source.take()
+        source.close()
+        kept = store.tiers[0].get(HANGING[0])
+        assert kept is None if how == "evict" else same(kept.kv, make_kv(77))
+
+
+class Interrupt(BaseException):
+    """Stands in for KeyboardInterrupt."""
+
+
+@pytest.mark.parametrize("at", range(12))
+def test_an_interrupt_anywhere_gives_all_places_and_room_back(monkeypatch, at):
+    """Whatever call of a fetch it comes in; the source is lost, as to a caller that was stopped."""
+    left = at
+
+    def interrupted(real):
+        def call(*arguments, **options):
+            nonlocal left
+            found = real(*arguments, **options)
+            if threading.current_thread() is threading.main_thread():
+                left -= 1
+                if left == -1:
+                    raise Interrupt
+            return found
+
+        return call
+
+    keys = [make_key(number) for number in range(4)]
+    with TieredKVStore([filled("host", *keys)], precision="int8") as store:
+        for number, key in enumerate(keys):
+            store.put(key, make_kv(number))
+        monkeypatch.setattr(Room, "take", interrupted(Room.take))
+        monkeypatch.setattr(store._opening, "begin", interrupted(store._opening.begin))
+        try:
+            with store.fetch(keys) as source:
+                taken(source)
+        except Interrupt:
+            source = None
+        assert until(lambda: store._room._left == store_module.ROOM_AHEAD_BYTES)
+        assert until(lambda: store._room_ahead._value == store_module.FETCHED_AHEAD)
