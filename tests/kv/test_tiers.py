@@ -474,7 +474,7 @@ def test_redis_forgets_a_chunk_that_is_evicted_while_it_is_read(redis):
     assert tier.put(KEYS[0], stored())
     read = tier._read(KEYS[0])
     tier.evict(KEYS[0])
-    tier._mark_used(KEYS[0], read)
+    tier._mark_used(KEYS[0], read.written_at)
     assert tier.client.keys(f"{tier._prefix}*") == [tier._about.encode()], "of which it is no part"
     assert tier.usage() == Usage(0, 0)
     assert list(tier.entries()) == []
