@@ -114,9 +114,9 @@ class StoreConfig(Settings):
             URL is in no representation, and in nothing that is serialized.
         read_only: serve from what others store: nothing outside of this process' memory is written,
             evicted, set aside or marked as used.
-        access_log: file in which is noted, in lines of JSON, which chunks prompts ask for. A store
-            that is opened with one that is there brings the most used of them into its fastest
-            tier, in the background.
+        access_log: regular file in which is noted, in lines of JSON, which stored chunks prompts
+            ask for. A store that is opened with one that is there brings the most used of them into
+            its fastest tier, in the background.
         precision: of the numbers that are stored: ``native`` as computed, ``fp8`` or ``int8`` a
             byte each. Chunks of one precision are not found by engines of another.
 

@@ -1,94 +1,240 @@
-"""AccessLog: which chunks prompts asked for, as lines of JSON, to warm a store by.
+"""AccessLog: which stored chunks prompts asked for, as lines of JSON, to warm a store by.
 
-A line is ``{"at": 1760000000, "keys": ["..."]}``: the chunks of one prompt, by key. There is no
-text in it. A log that has grown to its bound goes on in a new file; the one before it is kept as
-``.1``.
+A line is ``{"at": 1760000000, "keys": ["..."]}``: the chunks of one prompt that were found in the
+store, by key. There is no text in it. A log that is full goes on in a new file; the one before it
+is kept as ``.1``.
+
+Whoever may ask questions causes lines, so everything is bounded: bytes of a file, keys of a line,
+what a process writes a minute in all and about one chunk, and what is read of a file that is larger
+than this class would have made it.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import logging
 import os
+import stat
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.fetch import Found
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 64 << 20
-LONGEST_LINE = 1 << 20
+MOST_BYTES = 8 << 20
+"""Size at which a log goes on in a new file, and the most that is read of either of the two."""
+MOST_KEYS_A_LINE = 1024
+LONGEST_LINE = 256 << 10
+MOST_KEYS = 1 << 16
+"""Chunks that are told apart when a log is read: those of the latest lines."""
+NOTED_A_MINUTE = 10
+"""How often one chunk is noted a minute: who repeats a question does not outvote everybody else."""
+BYTES_A_MINUTE = 1 << 20
+"""What a process writes a minute at most: a full log reaches at least minutes back, not seconds."""
+TRIES = 3
 
 
 class AccessLog:
-    """A log in a file, which several processes may write and none waits for.
+    """A log in a regular file, which several processes may write and none waits for.
 
-    Nothing here raises: what cannot be written is not noted, and said once.
+    Noting and reading never raise: what cannot be written or read is passed over, with one warning.
+
+    Args:
+        path: the file; its folder must be there.
+        most_bytes: size at which it goes on in a new file, and the most that is read of each file.
+        clock: says what time it is, in seconds.
     """
 
-    def __init__(self, path: str | os.PathLike[str], most_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        most_bytes: int = MOST_BYTES,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self.path = Path(path).expanduser().absolute()
-        self._most_bytes = most_bytes
+        self._most_bytes, self._clock = most_bytes, clock
         self._lock = threading.Lock()
-        self._failed = False
+        self._minute, self._noted, self._written = -1, Counter[KVKey](), 0
+        self._warned = False
+
+    def check(self) -> None:
+        """Check that the log's files are regular ones, where they exist.
+
+        Raises:
+            StoreError: where one is a link, a pipe, a device or a folder.
+        """
+        for path in (self.path, self._before):
+            try:
+                mode = os.lstat(path).st_mode
+            except OSError:  # not there; what else it may be is told when it is used
+                continue
+            if not stat.S_ISREG(mode):
+                raise StoreError(
+                    f"access log {path} is no regular file: give access_log another path"
+                )
+
+    def after_fork(self) -> None:
+        """Begin anew in a forked process, where nobody gives back a lock that was held."""
+        self._lock = threading.Lock()
 
     def note(self, keys: Sequence[KVKey]) -> None:
-        """Note the chunks of a prompt."""
-        line = json.dumps({"at": int(time.time()), "keys": [str(key) for key in keys]})
-        try:
-            with self._lock:
-                self._append(f"{line}\n".encode())
-        except OSError as error:
-            if not self._failed:
-                logger.warning("access log %s cannot be written: %s", self.path, error)
-            self._failed = True
+        """Note the chunks of a prompt that were found in the store."""
+        now = int(self._clock())
+        with self._lock:
+            noted = self._to_note(now, keys)
+            line = json.dumps({"at": now, "keys": [str(key) for key in noted]}).encode() + b"\n"
+            if not noted or self._written + len(line) > BYTES_A_MINUTE:
+                return
+            self._written += len(line)
+            self._noted.update(noted)
+            try:
+                self._append(line)
+            except OSError as error:
+                self._warn(self.path, "written", error)
 
-    def most_used(self) -> list[KVKey]:
+    def most_used(self, stop: Callable[[], bool] = lambda: False) -> list[KVKey]:
         """Return the keys that are noted, those that most prompts asked for first.
 
         Of equal ones, the latest comes first. Lines that are none are passed over.
+
+        Args:
+            stop: asked between lines; once it says True, nothing more is read.
         """
         counts, latest = Counter[KVKey](), dict[KVKey, int]()
-        for number, keys in enumerate(self._lines()):
-            counts.update(keys)
-            latest |= dict.fromkeys(keys, number)
+        for number, line in enumerate(self._lines()):
+            if stop():
+                return []
+            for key in _keys_of(line):
+                if key in latest or len(latest) < MOST_KEYS:
+                    counts[key] += 1
+                    latest.setdefault(key, -number)
         return sorted(counts, key=lambda key: (counts[key], latest[key]), reverse=True)
+
+    def _to_note(self, now: int, keys: Sequence[KVKey]) -> list[KVKey]:
+        """Return those of a prompt's keys that were not noted often enough within this minute."""
+        if now // 60 != self._minute:
+            self._minute, self._written = now // 60, 0
+            self._noted.clear()
+        some = list(dict.fromkeys(keys))[:MOST_KEYS_A_LINE]
+        return [key for key in some if self._noted[key] < NOTED_A_MINUTE]
 
     def _append(self, line: bytes) -> None:
         """Write a line at once, so that lines of several processes do not mix."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-        descriptor = os.open(self.path, flags, 0o600)
+        for _ in range(TRIES):
+            descriptor = _opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            try:
+                size = os.fstat(descriptor).st_size
+                is_full = size > 0 and size + len(line) > self._most_bytes
+                if not is_full or not self._rotate(descriptor):
+                    os.write(descriptor, line)
+                    return
+            finally:
+                os.close(descriptor)
+
+    def _rotate(self, descriptor: int) -> bool:
+        """Keep a full file as ``.1``, by one process alone; returns whether to open the log anew.
+
+        False: another process is about to rename it, so the line still belongs into it.
+        """
         try:
-            size = os.fstat(descriptor).st_size
-            os.write(descriptor, line)
-        finally:
-            os.close(descriptor)
-        if size + len(line) > self._most_bytes:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:  # a file system without locks: two processes may rename, a line be lost
+            pass
+        try:
+            is_current = os.path.samestat(os.fstat(descriptor), os.lstat(self.path))
+        except FileNotFoundError:
+            is_current = False
+        if is_current:  # else another process has renamed it meanwhile, and begun a new file
             os.replace(self.path, self._before)
+        return True
 
     @property
     def _before(self) -> Path:
         return self.path.with_name(f"{self.path.name}.1")
 
-    def _lines(self) -> Iterator[list[KVKey]]:
-        for path in (self._before, self.path):
+    def _lines(self) -> Iterator[bytes]:
+        """Yield the lines of both files, the latest first."""
+        for path in (self.path, self._before):
             try:
-                with path.open("rb") as file:
-                    while line := file.readline(LONGEST_LINE):
-                        yield list(_keys_of(line))
+                lines = _tail(path, self._most_bytes).split(b"\n")
             except FileNotFoundError:
                 continue
             except OSError as error:
-                logger.warning("access log %s cannot be read: %s", path, error)
+                self._warn(path, "read", error)
+                continue
+            yield from reversed(lines)
+
+    def _warn(self, path: Path, what: str, error: OSError) -> None:
+        if not self._warned:
+            logger.warning("access log %s cannot be %s: %s", path, what, error.strerror or error)
+        self._warned = True
+
+
+class FoundChunks:
+    """Which chunks of one prompt are found, told once all of them were looked up.
+
+    A prompt that is given up before that tells nothing. Used by the threads that look chunks up.
+
+    Args:
+        keys: the prompt's chunks.
+        tell: called once with those that were found, in the prompt's order, if any was.
+    """
+
+    def __init__(self, keys: Sequence[KVKey], tell: Callable[[list[KVKey]], None]) -> None:
+        self._keys, self._tell = keys, tell
+        self._found: set[KVKey] = set()
+        self._left, self._lock = len(keys), threading.Lock()
+
+    def watch(self, key: KVKey, opened: Future[Found]) -> Future[Found]:
+        """Take in what looking a chunk up comes to; returns the same future."""
+        opened.add_done_callback(lambda done: self._add(key, done))
+        return opened
+
+    def _add(self, key: KVKey, opened: Future[Found]) -> None:
+        is_there = not opened.cancelled() and opened.exception() is None
+        with self._lock:
+            if is_there and opened.result().chunk is not None:
+                self._found.add(key)
+            self._left -= 1
+            is_last = self._left == 0
+        if is_last and self._found:
+            self._tell([key for key in self._keys if key in self._found])
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Open a regular file: no link is followed, no pipe waited for."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return descriptor
+
+
+def _tail(path: Path, most_bytes: int) -> bytes:
+    """Return the last bytes of a file."""
+    with os.fdopen(_opened(path, os.O_RDONLY), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(max(0, size - most_bytes))
+        return file.read(most_bytes)
 
 
 def _keys_of(line: bytes) -> Iterable[KVKey]:
+    """Return the keys of a line, each once; none where it is no line of a log."""
+    if not line or len(line) > LONGEST_LINE:
+        return ()
     try:
         told = json.loads(line)
-        return {KVKey.parse(key): None for key in told["keys"]}
+        return {KVKey.parse(key): None for key in told["keys"][:MOST_KEYS_A_LINE]}
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return ()

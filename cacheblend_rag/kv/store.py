@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,7 +18,7 @@ import torch
 
 from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv.access_log import AccessLog
+from cacheblend_rag.kv.access_log import AccessLog, FoundChunks
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NumbersCheck
 from cacheblend_rag.kv.fetch import Found, LayerSource, Places, Room, miss_of
 from cacheblend_rag.kv.key_locks import KeyLocks
@@ -35,6 +36,8 @@ from cacheblend_rag.kv.tiers.urls import open_tier
 PREFETCH_THREADS = 2
 FETCH_THREADS = 16
 """Reads of one tier at once, for all prompts on their way."""
+ASKED_AT_ONCE = 64
+"""Chunks that tiers are asked for together before they are prefetched."""
 FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
 ROOM_AHEAD_BYTES = 512 << 20
@@ -143,6 +146,7 @@ class TieredKVStore:
         self._opening = Opening(self.tiers, self._threads, self._open_in)
         self._room_ahead = Places(FETCHED_AHEAD)
         self._room = Room(ROOM_AHEAD_BYTES)
+        self._closing = threading.Event()
         self._reading: WeakValueDictionary[tuple[KVKey, Way], SharedChunk] = WeakValueDictionary()
 
     def after_fork(self) -> None:
@@ -152,6 +156,9 @@ class TieredKVStore:
         """
         for tier in self.tiers:
             tier.after_fork()
+        if self.access_log is not None:
+            self.access_log.after_fork()
+        self.speeds = Speeds()
         self._begin_threads()
 
     @classmethod
@@ -195,12 +202,16 @@ class TieredKVStore:
             device: where the engine computes, which is where a device tier keeps it.
 
         Raises:
-            StoreError: when there is neither memory nor disk, or a tier cannot be opened.
+            StoreError: when there is neither memory nor disk, a tier cannot be opened, or the
+                access log is no regular file.
             MissingExtraError: when a tier's library is not there.
         """
+        log = None if config.access_log is None else AccessLog(config.access_log)
+        if log is not None:
+            log.check()
         store = cls._of(config, device)
-        if config.access_log is not None:
-            store.follow(AccessLog(config.access_log))
+        if log is not None:
+            store.follow(log)
         return store
 
     @classmethod
@@ -220,9 +231,9 @@ class TieredKVStore:
         )
 
     def follow(self, log: AccessLog) -> None:
-        """Note in ``log`` what prompts ask for, and prefetch what it says most did before."""
+        """Note in ``log`` what prompts find here, and prefetch what it says most asked for."""
         self.access_log = log
-        self._pool.submit(lambda: self.prefetch(log.most_used()))
+        self._pool.submit(lambda: self.prefetch(log.most_used(self._closing.is_set)))
 
     @property
     def read_only(self) -> bool:
@@ -316,12 +327,15 @@ class TieredKVStore:
             What hands the layers out; to be closed by whoever may not take them all.
         """
         self._sweep_now_and_then()
-        keys = list(keys)
-        if promote and keys and self.access_log is not None:
-            self._note(self.access_log, keys)
-        way = Way(promote, unpack)
+        keys, way, log = list(keys), Way(promote, unpack), self.access_log
+        found = FoundChunks(keys, partial(self._note, log)) if promote and log else None
+
+        def begin_open(key: KVKey) -> Future[Found]:
+            opened = self._begin_open(key, way)
+            return opened if found is None else found.watch(key, opened)
+
         return LayerSource(
-            keys, partial(self._begin_open, way=way), self._threads.submit, self._room_ahead,
+            keys, begin_open, self._threads.submit, self._room_ahead,
             self._room,
         )  # fmt: skip
 
@@ -447,14 +461,21 @@ class TieredKVStore:
         turn away is left where it is.
         """
         fastest, room = self.tiers[0], self.tiers[0].capacity_bytes
-        for key in dict.fromkeys(keys):
-            entry = None if fastest.contains(key) else self._entry(key)
-            if entry is None or not self._is_kept(key, entry.nbytes):
-                continue
-            if room is not None and (room := room - entry.nbytes) < 0:
+        wanted = list(dict.fromkeys(keys))
+        for start in range(0, len(wanted), ASKED_AT_ONCE):
+            if self._closing.is_set():
                 return
-            with suppress(RuntimeError):  # closed meanwhile, or the system has no thread left
-                self._pool.submit(self._prefetch, key)
+            some = wanted[start : start + ASKED_AT_ONCE]
+            lacking = [key for key in some if not fastest.contains(key)]
+            held = self._held(lacking)
+            for key in lacking:
+                entry = held.get(key)
+                if entry is None or not self._is_kept(key, entry.nbytes):
+                    continue
+                if room is not None and (room := room - entry.nbytes) < 0:
+                    return
+                with suppress(RuntimeError):  # closed meanwhile, or the system has no thread left
+                    self._pool.submit(self._prefetch, key)
 
     def keys(self) -> list[KVKey]:
         """Return the keys of all chunks stored in any tier."""
@@ -512,6 +533,7 @@ class TieredKVStore:
 
         The store must not be used afterwards.
         """
+        self._closing.set()
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._threads.close()
         for tier in self.tiers:

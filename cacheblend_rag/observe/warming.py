@@ -31,8 +31,10 @@ def most_used(store: TieredKVStore, condition: Condition, log: Path | None) -> l
     """Return the keys of chunks in the order of their use, the most used first.
 
     log: an access log, by which they are counted; without one, what was used latest comes first.
-    Raises StoreError when there is no such log.
+    Raises StoreError when there is no such log, or it is no regular file.
     """
+    if log is not None:
+        AccessLog(log).check()
     entries = {key: entry for key, entry in store.entries().items() if condition(key, entry)}
     if log is None:
         return sorted(entries, key=lambda key: entries[key].used_at, reverse=True)

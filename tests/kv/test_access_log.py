@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import re
+import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 
 from cacheblend_rag import StoreConfig
-from cacheblend_rag.kv import TieredKVStore
-from cacheblend_rag.kv.access_log import AccessLog
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import HostTier, KVKey, TieredKVStore, access_log
+from cacheblend_rag.kv.access_log import (
+    BYTES_A_MINUTE,
+    LONGEST_LINE,
+    MOST_BYTES,
+    MOST_KEYS_A_LINE,
+    NOTED_A_MINUTE,
+    AccessLog,
+)
+from cacheblend_rag.kv.store import ASKED_AT_ONCE
+from cacheblend_rag.kv.tiers import Entry
 
 from .samples import chunk_files, make_key, make_kv, taken, until
 
@@ -99,3 +115,180 @@ def test_no_link_is_written_through(tmp_path: Path) -> None:
     (tmp_path / "log").symlink_to(tmp_path / "target")
     AccessLog(tmp_path / "log").note(KEYS)
     assert not (tmp_path / "target").exists()
+
+
+def test_only_what_is_stored_is_noted(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    unknown = [make_key(number) for number in range(100, 140)]
+    settings = StoreConfig(kv_path=str(tmp_path / "kv"), access_log=str(log))
+    with TieredKVStore.of(settings) as store:
+        store.put(KEYS[1], make_kv(1))
+        store.put(KEYS[3], make_kv(3))
+        with store.fetch(unknown) as source:
+            taken(source)
+        with store.fetch([*unknown, KEYS[3], KEYS[0], KEYS[1]]) as source:
+            taken(source)
+        until(log.exists)
+    (line,) = log.read_text().splitlines()
+    assert json.loads(line)["keys"] == [str(KEYS[3]), str(KEYS[1])]
+
+
+def test_who_repeats_a_question_does_not_outvote_everybody(tmp_path: Path) -> None:
+    now = [60_000.0]
+    log = AccessLog(tmp_path / "log", clock=lambda: now[0])
+    for _ in range(1000):
+        log.note(KEYS[:1])
+    for minute in range(2):
+        now[0] += 60 * minute
+        for _ in range(NOTED_A_MINUTE):
+            log.note(KEYS[1:2])
+    assert log.path.read_bytes().count(str(KEYS[0]).encode()) == NOTED_A_MINUTE
+    assert log.most_used() == [KEYS[1], KEYS[0]]
+
+
+def test_many_prompts_of_one_minute_do_not_drive_out_the_hours_before(tmp_path: Path) -> None:
+    now = [60_000.0]
+    log = AccessLog(tmp_path / "log", clock=lambda: now[0])
+    log.note(KEYS)
+    now[0] += 3600
+    for first in range(0, 40_000, 1000):
+        log.note([make_key(number) for number in range(first, first + 1000)])
+    assert log.path.stat().st_size < BYTES_A_MINUTE + 1000
+    assert set(KEYS) <= set(log.most_used())
+
+
+def test_a_line_names_a_bounded_number_of_chunks(tmp_path: Path) -> None:
+    log = AccessLog(tmp_path / "log")
+    log.note([make_key(number) for number in range(2 * MOST_KEYS_A_LINE)])
+    assert len(json.loads(log.path.read_bytes())["keys"]) == MOST_KEYS_A_LINE
+    assert log.path.stat().st_size < LONGEST_LINE
+    assert len(log.most_used()) == MOST_KEYS_A_LINE
+
+
+def test_of_a_large_log_its_end_is_read_and_no_more_keys_are_held_than_its_bound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = AccessLog(tmp_path / "log", most_bytes=1000)
+    lines = [json.dumps({"at": 1, "keys": [str(make_key(number))]}) for number in range(100)]
+    log.path.write_text("\n".join(lines) + "\n")
+    within = 1000 // (len(lines[-1]) + 1)
+    assert log.most_used() == [make_key(number) for number in range(99, 99 - within, -1)]
+    monkeypatch.setattr(access_log, "MOST_KEYS", 3)
+    assert log.most_used() == [make_key(number) for number in (99, 98, 97)]
+    longer = json.dumps({"at": 1, "keys": [str(KEYS[0])], "more": "x" * LONGEST_LINE})
+    log = AccessLog(tmp_path / "other")
+    log.path.write_text(longer + "\n")
+    assert log.most_used() == []
+
+
+def test_a_sparse_file_is_read_no_further_than_its_bound(tmp_path: Path) -> None:
+    log = AccessLog(tmp_path / "log")
+    with log.path.open("wb") as file:
+        file.truncate(40 << 30)
+    tracemalloc.start()
+    assert log.most_used() == []
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 4 * MOST_BYTES
+
+
+def make_other_kind(path: Path, kind: str) -> None:
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "link":
+            path.with_name("elsewhere").write_text("precious")
+            path.symlink_to(path.with_name("elsewhere"))
+
+
+@pytest.mark.parametrize("name", ["log", "log.1"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_what_is_no_regular_file_is_refused_when_a_store_is_opened(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    make_other_kind(tmp_path / name, kind)
+    said = f"access log {tmp_path / name} is no regular file: give access_log another path"
+    with pytest.raises(StoreError, match=re.escape(said)):
+        TieredKVStore.of(StoreConfig(access_log=str(tmp_path / "log")))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
+def test_what_becomes_no_regular_file_later_is_told_once_and_waited_for_by_nobody(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = AccessLog(tmp_path / "log")
+    make_other_kind(log.path, kind)
+    log.note(KEYS)
+    log.note(KEYS)
+    assert log.most_used() == []
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        f"access log {log.path} cannot be written"
+    ]
+    if kind == "link":
+        assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+def test_a_device_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    AccessLog("/dev/null").note(KEYS)
+    assert "it is no regular file" in caplog.text
+
+
+def test_two_that_rotate_together_keep_the_full_file(tmp_path: Path) -> None:
+    """Both find the file full; the second must not put the first's new file in its place."""
+    log = AccessLog(tmp_path / "log", most_bytes=1000)
+    log.path.write_bytes(b"x" * 990 + b"\n")
+    late = os.open(log.path, os.O_WRONLY | os.O_APPEND)
+    log.note(KEYS[:1])
+    before = (tmp_path / "log.1").read_bytes()
+    assert AccessLog(log.path, 1000)._rotate(late), "it is to open the log anew"
+    os.close(late)
+    assert (tmp_path / "log.1").read_bytes() == before
+    assert log.most_used() == KEYS[:1]
+
+
+def test_a_line_belongs_into_the_file_that_another_is_renaming(tmp_path: Path) -> None:
+    log = AccessLog(tmp_path / "log", most_bytes=1000)
+    log.path.write_bytes(b"x" * 990 + b"\n")
+    other = os.open(log.path, os.O_WRONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    log.note(KEYS[:1])
+    os.close(other)
+    assert not (tmp_path / "log.1").exists()
+    assert log.most_used() == KEYS[:1]
+
+
+def test_a_log_that_cannot_be_renamed_does_not_grow(tmp_path: Path) -> None:
+    log = AccessLog(tmp_path / "log", most_bytes=1000)
+    (tmp_path / "log.1").mkdir()
+    for number in range(100):
+        log.note([make_key(number)])
+    assert log.path.stat().st_size <= 1000
+
+
+def test_closing_ends_a_warm_up_that_has_begun(tmp_path: Path) -> None:
+    """A warm-up asks for many chunks; the store does not wait for it to have asked for all."""
+    asked: list[int] = []
+    begun, closing = Event(), Event()
+
+    class Asked(HostTier):
+        def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
+            asked.append(len(keys))
+            begun.set()
+            assert closing.wait(20)
+            return super().entry_many(keys)
+
+    log = AccessLog(tmp_path / "log")
+    for first in range(0, 3000, 1000):
+        log.note([make_key(number) for number in range(first, first + 1000)])
+    store = TieredKVStore([HostTier(None), Asked(None, name="slow")])
+    store.follow(log)
+    assert begun.wait(20)
+    closer = Thread(target=store.close)
+    closer.start()
+    until(store._closing.is_set)
+    closing.set()
+    closer.join(20)
+    assert not closer.is_alive()
+    assert asked == [ASKED_AT_ONCE]
