@@ -18,33 +18,25 @@ from threading import RLock
 from cacheblend_rag.errors import PromptError, StoreError
 from cacheblend_rag.text.chunk import EMPTY, Chunk, Context, Match
 from cacheblend_rag.text.registry import ChunkRegistry
+from cacheblend_rag.text.registry_file import (
+    MOST_BYTES,
+    NO_CONTEXT,
+    TABLES,
+    VERSION,
+    BadRowError,
+    Rows,
+    bounded,
+    check_schema,
+    decoded,
+    encoded,
+    open_file,
+    warning_of,
+)
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
 WAIT_SECONDS = 60.0
 READ_SECONDS = 0.1
-NO_CONTEXT = 0
-TABLES = """
-CREATE TABLE texts (id INTEGER PRIMARY KEY AUTOINCREMENT, text BLOB NOT NULL UNIQUE);
-CREATE TABLE contexts (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    parent INTEGER NOT NULL,
-    text INTEGER NOT NULL,
-    UNIQUE (parent, text)
-);
-CREATE TABLE chunks (
-    id INTEGER PRIMARY KEY AUTOINCREMENT,
-    text INTEGER NOT NULL,
-    document BLOB,
-    context INTEGER NOT NULL,
-    collection BLOB NOT NULL DEFAULT x''
-);
-CREATE TABLE removals (id INTEGER PRIMARY KEY AUTOINCREMENT, chunk INTEGER NOT NULL);
-CREATE INDEX contexts_by_text ON contexts (text);
-CREATE INDEX chunks_by_text ON chunks (text);
-CREATE INDEX chunks_by_context ON chunks (context)
-"""
 UPGRADE = "ALTER TABLE chunks ADD COLUMN collection BLOB NOT NULL DEFAULT x''"
 """What version 1, which knew no collections, lacks."""
 
@@ -83,18 +75,15 @@ class SharedChunkRegistry(ChunkRegistry):
         self._removed_here: set[int] = set()
         self._untold: list[Chunk] = []
         self._last_chunk = self._last_removal = self._seen_version = 0
+        self._checked_schema = -1
+        self._told_failure: str | None = None
         self._patience = READ_SECONDS
         with self._failing("opened"):
             if not read_only:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.path.touch(mode=0o600)
-            self._file = sqlite3.connect(
-                f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}",
-                timeout=WAIT_SECONDS,
-                isolation_level=None,
-                check_same_thread=False,
-                uri=True,
-            )
+            uri = f"{self.path.absolute().as_uri()}?mode={'ro' if read_only else 'rw'}"
+            self._file = open_file(uri, timeout=WAIT_SECONDS)
             if not read_only:
                 self._file.execute("PRAGMA secure_delete = ON")
                 self._make_tables()
@@ -206,16 +195,23 @@ class SharedChunkRegistry(ChunkRegistry):
             if version != self._seen_version:
                 self._read_news()
             self._patience = READ_SECONDS
+            self._told_failure = None
         except sqlite3.Error as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
                 self._patience = 0.0  # whoever waited once need not wait again
             else:
-                logger.warning("chunk registry %s cannot be read: %s", self.path, error)
+                self._say_failure(error)
         except PromptError as error:
-            logger.warning("chunk registry %s cannot be read: %s", self.path, error)
+            self._say_failure(error)
         finally:
             self._file_lock.release()
         self._tell()
+
+    def _say_failure(self, error: Exception) -> None:
+        """Log why the file cannot be read, once as long as that stays the reason."""
+        if str(error) != self._told_failure:
+            logger.warning("chunk registry %s cannot be read: %s", self.path, error)
+        self._told_failure = str(error)
 
     def _tell(self) -> None:
         """Tell watchers of what others removed, once the file is not held."""
@@ -233,12 +229,13 @@ class SharedChunkRegistry(ChunkRegistry):
         """Take in what was removed, then what was added, since the last look."""
         with self._file_lock, self._transaction("DEFERRED"):
             (version,) = self._file.execute("PRAGMA data_version").fetchone()
+            self._check_schema()
             removed = self._file.execute(
                 "SELECT id, chunk FROM removals WHERE id > ? ORDER BY id", (self._last_removal,)
             ).fetchall()
             added = self._file.execute(
-                "SELECT chunks.id, texts.text, document, context, collection FROM chunks"
-                " JOIN texts ON texts.id = chunks.text WHERE chunks.id > ? ORDER BY chunks.id",
+                f"SELECT id, text, {bounded('document')}, context, {bounded('collection')}"  # noqa: S608
+                " FROM chunks WHERE id > ? ORDER BY id",
                 (self._last_chunk,),
             ).fetchall()
             others = [row for _, row in removed if row not in self._removed_here]
@@ -247,36 +244,36 @@ class SharedChunkRegistry(ChunkRegistry):
             for chunk in gone:
                 self._ids.pop(chunk, None)
             super().discard_many(gone)
-            for row, text, document, context, collection in added:
-                own = self._written.pop(row, None)
-                chunk = own or Chunk(
-                    _decoded(text),
-                    _document_id(document),
-                    self._context(context),
-                    _decoded(collection),
-                )
-                super().add_many([chunk])
-                self._rows[row], self._ids[chunk], self._last_chunk = chunk, row, row
+            self._take_in(added)
             self._last_removal = removed[-1][0] if removed else self._last_removal
             self._seen_version = version
 
-    def _context(self, context: int) -> Context:
-        """Return the pieces of a stored context."""
-        unknown: list[tuple[int, str]] = []
-        while context not in self._contexts:
-            found = self._file.execute(
-                "SELECT parent, texts.text FROM contexts JOIN texts ON texts.id = contexts.text"
-                " WHERE contexts.id = ?",
-                (context,),
-            ).fetchone()
-            if found is None or found[0] >= context:  # a parent is always written before
-                raise sqlite3.DatabaseError(f"context {context} is broken")
-            unknown.append((context, _decoded(found[1])))
-            context = found[0]
-        pieces = self._contexts[context]
-        for known, text in reversed(unknown):
-            self._contexts[known] = pieces = pieces.then(text)
-        return pieces
+    def _check_schema(self) -> None:
+        """Check the file's schema, when it is not the one that was checked before."""
+        (version,) = self._file.execute("PRAGMA schema_version").fetchone()
+        if version != self._checked_schema:
+            check_schema(self._file)
+            self._checked_schema = version
+
+    def _take_in(self, added: Sequence[tuple[int, object, object, object, object]]) -> None:
+        """Add rows of chunks; those that cannot be are left out, with one warning."""
+        rows, bad = Rows(self._file, self._contexts), list[tuple[int, str]]()
+        for row, text, document, context, collection in added:
+            self._last_chunk = row
+            try:
+                chunk = self._written.pop(row, None) or Chunk(
+                    rows.text(text),
+                    None if document is None else decoded(document),
+                    rows.context(context),
+                    decoded(collection),
+                )
+                super().add_many([chunk])
+            except (BadRowError, PromptError) as error:
+                bad.append((row, str(error)))
+            else:
+                self._rows[row], self._ids[chunk] = chunk, row
+        if bad:
+            logger.warning("chunk registry %s: %s", self.path, warning_of(bad))
 
     # Writing
 
@@ -300,7 +297,7 @@ class SharedChunkRegistry(ChunkRegistry):
 
     def _insert_row(self, chunk: Chunk) -> None:
         """Write a chunk, and its texts and context where they are new."""
-        document = None if chunk.document_id is None else _encoded(chunk.document_id)
+        document = None if chunk.document_id is None else _bytes(chunk.document_id)
         context = self._context_id(Context(chunk.context))
         text = self._text_id(chunk.text)
         row = self._insert(
@@ -308,7 +305,7 @@ class SharedChunkRegistry(ChunkRegistry):
             text=text,
             document=document,
             context=context,
-            collection=_encoded(chunk.collection),
+            collection=_bytes(chunk.collection),
         )
         self._written[row] = chunk
 
@@ -331,39 +328,43 @@ class SharedChunkRegistry(ChunkRegistry):
         row = self._ids.get(chunk)
         if row is None:
             return
-        text, context = self._file.execute(
+        found = self._file.execute(
             "SELECT text, context FROM chunks WHERE id = ?", (row,)
         ).fetchone()
         self._file.execute("DELETE FROM chunks WHERE id = ?", (row,))
         self._insert("removals", chunk=row)
         self._removed_here.add(row)
+        text, context = found or (None, NO_CONTEXT)  # what is gone already needs nothing
         self._delete_text(text)
         while context != NO_CONTEXT and not self._needs_context(context):
-            (parent, text) = self._file.execute(
+            found = self._file.execute(
                 "SELECT parent, text FROM contexts WHERE id = ?", (context,)
             ).fetchone()
+            if found is None:  # somebody else's hand was in the file
+                return
+            parent, text = found
             self._file.execute("DELETE FROM contexts WHERE id = ?", (context,))
             self._contexts.pop(context, None)
             self._latest = EMPTY, NO_CONTEXT
             self._delete_text(text)
             context = parent
 
-    def _needs_context(self, context: int) -> bool:
+    def _needs_context(self, context: object) -> bool:
         return self._has("chunks WHERE context = ?", context) or self._has(
             "contexts WHERE parent = ?", context
         )
 
-    def _delete_text(self, text: int) -> None:
+    def _delete_text(self, text: object) -> None:
         if not self._has("chunks WHERE text = ?", text) and not self._has(
             "contexts WHERE text = ?", text
         ):
             self._file.execute("DELETE FROM texts WHERE id = ?", (text,))
 
-    def _has(self, rows: str, value: int) -> bool:
+    def _has(self, rows: str, value: object) -> bool:
         return self._file.execute(f"SELECT 1 FROM {rows} LIMIT 1", (value,)).fetchone() is not None  # noqa: S608
 
     def _text_id(self, text: str) -> int:
-        return self._id_of("texts", text=_encoded(text))
+        return self._id_of("texts", text=_bytes(text))
 
     def _id_of(self, table: str, **values: int | bytes) -> int:
         """Return the id of the row that holds ``values``, inserted when it is new."""
@@ -419,19 +420,9 @@ class SharedChunkRegistry(ChunkRegistry):
             raise StoreError(f"chunk registry {self.path} cannot be {what}: {error}") from error
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-def _decoded(stored: object) -> str:
-    """Return stored text; raises DatabaseError, since a file is not trusted to hold text."""
-    if not isinstance(stored, bytes):
-        raise sqlite3.DatabaseError("what should be text is not")
-    try:
-        return stored.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError as error:
-        raise sqlite3.DatabaseError("a text is not UTF-8") from error
-
-
-def _document_id(stored: object) -> str | None:
-    return None if stored is None else _decoded(stored)
+def _bytes(text: str) -> bytes:
+    """Return text as it is stored; raises PromptError where it is longer than is read again."""
+    stored = encoded(text)
+    if len(stored) > MOST_BYTES:
+        raise PromptError(f"a text of {len(stored):,} bytes is longer than {MOST_BYTES:,}")
+    return stored

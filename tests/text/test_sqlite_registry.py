@@ -7,6 +7,8 @@ import sqlite3
 import subprocess
 import sys
 import time
+import tracemalloc
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Event, Thread
@@ -14,6 +16,7 @@ from threading import Event, Thread
 import pytest
 
 from cacheblend_rag.errors import PromptError, StoreError
+from cacheblend_rag.text import registry_file, sqlite_registry
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.sqlite_registry import READ_SECONDS, WAIT_SECONDS, SharedChunkRegistry
@@ -181,22 +184,185 @@ def test_a_file_that_is_no_registry_is_an_error_of_one_line(path: Path) -> None:
         SharedChunkRegistry(path)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        "UPDATE texts SET text = 'a string' WHERE id = 1",
-        "UPDATE texts SET text = x'ff' WHERE id = 1",
-        "UPDATE texts SET text = x'20' WHERE id = 1",
-        "UPDATE contexts SET parent = 99 WHERE id = 1",
-        "UPDATE chunks SET context = 99",
-    ],
-)
-def test_damaged_rows_are_an_error_when_opened(path: Path, damage: str) -> None:
-    SharedChunkRegistry(path).add_many(REPORT.to_chunks())
+DAMAGES = {
+    "UPDATE texts SET text = 'a string' WHERE id = 1": ("what should be text is not", 3),
+    "UPDATE texts SET text = CAST(x'ff' AS TEXT) WHERE id = 1": ("what should be text is not", 3),
+    "UPDATE texts SET text = x'ff' WHERE id = 1": ("a text is not UTF-8", 3),
+    "UPDATE texts SET text = x'20' WHERE id = 1": ("text ' ' of document 'report' is empty", 1),
+    "DELETE FROM texts WHERE id = 1": ("text 1 is missing", 3),
+    "UPDATE contexts SET parent = 99 WHERE id = 1": ("context 1 is broken", 2),
+    "UPDATE contexts SET parent = 1 WHERE id = 1": ("context 1 is broken", 2),
+    "UPDATE contexts SET parent = -1 WHERE id = 1": ("context 1 is broken", 2),
+    "UPDATE contexts SET parent = x'00' WHERE id = 1": ("is no number", 2),
+    "UPDATE contexts SET parent = 'abc' WHERE id = 1": ("context 'abc' is no number", 2),
+    "UPDATE contexts SET parent = CAST(x'ff' AS TEXT) WHERE id = 1": ("is no number", 2),
+    "UPDATE contexts SET text = 0.5 WHERE id = 1": ("text '0.5' is no number", 2),
+    "DELETE FROM contexts WHERE id = 1": ("context 1 is broken", 2),
+    "UPDATE chunks SET context = 99 WHERE id < 4": ("context 99 is broken", 3),
+    "UPDATE chunks SET context = 1.5 WHERE id = 2": ("context '1.5' is no number", 1),
+    "UPDATE chunks SET text = x'01' WHERE id = 2": ("is no number", 1),
+    "UPDATE chunks SET document = 5 WHERE id = 2": ("what should be text is not", 1),
+    "UPDATE chunks SET document = 'report' WHERE id = 2": ("what should be text is not", 1),
+    "UPDATE chunks SET collection = 5 WHERE id = 2": ("what should be text is not", 1),
+}
+"""What befalls the rows of REPORT, why they cannot be read then, and how many chunks it hits."""
+
+
+@pytest.fixture(params=[False, True], ids=["before it is opened", "while it is open"])
+def damaged(
+    path: Path, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> Callable[[str], SharedChunkRegistry]:
+    """Returns a registry whose file holds REPORT, damaged, and LETTER; nothing is logged yet."""
+
+    def make(damage: str) -> SharedChunkRegistry:
+        source = path.with_name("source.sqlite")
+        SharedChunkRegistry(source).add_many([*REPORT.to_chunks(), *LETTER.to_chunks()])
+        with sqlite3.connect(source) as file:
+            file.execute(damage)
+        reader = SharedChunkRegistry(path)
+        with sqlite3.connect(path) as file:
+            file.execute("ATTACH ? AS source", (str(source),))
+            file.execute("INSERT INTO texts SELECT * FROM source.texts")
+            file.execute("INSERT INTO contexts SELECT * FROM source.contexts")
+            file.execute("INSERT INTO chunks SELECT * FROM source.chunks")
+        return reader if request.param else SharedChunkRegistry(path)
+
+    return make
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_row_is_left_out_by_name_and_the_rest_works(
+    path: Path,
+    damage: str,
+    damaged: Callable[[str], SharedChunkRegistry],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    reader, (why, count) = damaged(damage), DAMAGES[damage]
+    for _ in range(2):
+        assert len(reader) == 5 - count
+        assert len(reader.find("Dear reader, how are you?")) == 1
+    reader.add(Chunk("more"))
+    reader.remove_document("report")
+    assert set(reader.document("letter")) == set(LETTER.to_chunks())
+    (told,) = caplog.messages
+    assert f"chunk registry {path}: row " in told
+    assert why in told
+    assert (f", and {count - 1} more" in told) == (count > 1)
+    reader.add_many(REPORT.to_chunks())
+    assert len(SharedChunkRegistry(path).find(REPORT.chunks[2])) == 1
+
+
+def test_a_row_is_not_named_twice(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    registry = SharedChunkRegistry(path)
     with sqlite3.connect(path) as file:
-        file.execute(damage)
-    with pytest.raises(StoreError, match="cannot be opened"):
+        file.execute("INSERT INTO chunks (text, context) VALUES (77, 0)")
+    for number in range(3):
+        registry.find("anything")
+        registry.add(Chunk(f"more of {number}"))
+    assert caplog.messages == [
+        f"chunk registry {path}: row 1 of its chunks is left out: text 77 is missing"
+    ]
+
+
+FOREIGN = {
+    "CREATE TRIGGER t AFTER INSERT ON chunks BEGIN SELECT 1; END": "trigger 't'",
+    "CREATE VIEW v AS SELECT 1": "view 'v'",
+    "CREATE TABLE more (x)": "table 'more'",
+    "CREATE INDEX i ON chunks (hex(document))": "index 'i'",
+    "ALTER TABLE chunks ADD COLUMN more GENERATED ALWAYS AS (abs(id))": "table 'chunks'",
+    "DROP INDEX chunks_by_text; DROP TABLE chunks; CREATE VIEW chunks AS"
+    " WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM c)"
+    " SELECT x AS id, 1 AS text, NULL AS document, 0 AS context, x'' AS collection FROM c": (
+        "view 'chunks'"
+    ),
+}
+"""What is in no registry, and how it is named."""
+
+
+@pytest.mark.parametrize("foreign", FOREIGN)
+def test_a_schema_that_is_not_ours_is_run_by_nobody(
+    path: Path, foreign: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = SharedChunkRegistry(path)
+    registry.add_many(REPORT.to_chunks())
+    with sqlite3.connect(path) as file:
+        file.executescript(foreign)
+    said = f"its {FOREIGN[foreign]} is not a registry's"
+    for _ in range(3):
+        assert len(registry.find(REPORT.chunks[0])) == 1
+    assert caplog.messages == [f"chunk registry {path} cannot be read: {said}"]
+    with pytest.raises(StoreError, match=f"cannot be changed: {said}"):
+        registry.add(Chunk("more"))
+    for read_only in (False, True):
+        with pytest.raises(StoreError, match=f"cannot be opened: {said}"):
+            SharedChunkRegistry(path, read_only=read_only)
+
+
+def test_a_file_without_our_tables_is_refused(path: Path) -> None:
+    path.parent.mkdir()
+    with sqlite3.connect(path) as file:
+        file.execute("PRAGMA user_version = 2")
+    with pytest.raises(StoreError, match="cannot be opened: a registry's tables are missing"):
         SharedChunkRegistry(path)
+
+
+def test_a_text_that_many_rows_name_is_held_once(path: Path) -> None:
+    """A file of some MiB must not become gigabytes in memory."""
+    SharedChunkRegistry(path).close()
+    rows = 2000
+    with sqlite3.connect(path) as file:
+        file.execute("INSERT INTO texts VALUES (1, ?)", (b"x" * (1 << 20),))
+        numbers = [(number,) for number in range(1, rows + 1)]
+        file.executemany("INSERT INTO contexts VALUES (?1, ?1 - 1, 1)", numbers)
+        file.executemany("INSERT INTO chunks VALUES (?1, 1, NULL, ?1, x'')", numbers)
+    tracemalloc.start()
+    registry = SharedChunkRegistry(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(registry) == rows
+    assert most < 256 << 20
+
+
+def test_a_broken_context_is_looked_up_once(path: Path) -> None:
+    SharedChunkRegistry(path).close()
+    rows = 400
+    with sqlite3.connect(path) as file:
+        file.execute("INSERT INTO texts VALUES (1, x'68')")
+        numbers = [(number, number - 1 or 999) for number in range(1, rows + 1)]
+        file.executemany("INSERT INTO contexts VALUES (?, ?, 1)", numbers)
+        deepest_first = [(rows + 1 - number, number) for number, _ in numbers]
+        file.executemany("INSERT INTO chunks VALUES (?, 1, NULL, ?, x'')", deepest_first)
+    opened, seen = registry_file.open_file, list[str]()
+
+    def traced(uri: str, *, timeout: float) -> sqlite3.Connection:
+        made = opened(uri, timeout=timeout)
+        made.set_trace_callback(seen.append)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite_registry, "open_file", traced)
+        assert len(SharedChunkRegistry(path)) == 0
+    assert len(seen) < 2 * rows
+
+
+def test_a_text_that_could_not_be_read_again_is_not_written(path: Path) -> None:
+    registry = SharedChunkRegistry(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sqlite_registry, "MOST_BYTES", 100)
+        with pytest.raises(StoreError, match="a text of 101 bytes is longer than 100"):
+            registry.add(Chunk("x" * 101))
+    assert len(registry) == 0
+
+
+def test_a_document_is_forgotten_though_its_rows_were_deleted_by_hand(path: Path) -> None:
+    registry = SharedChunkRegistry(path)
+    registry.add_many([*REPORT.to_chunks(), *LETTER.to_chunks()])
+    with sqlite3.connect(path) as file:
+        file.execute("DELETE FROM chunks WHERE id = 1")
+        file.execute("DELETE FROM contexts WHERE id = 1")
+    registry.remove_document("report")
+    assert registry.document("report") == ()
+    assert len(SharedChunkRegistry(path)) == 2
 
 
 def test_searches_go_on_when_the_file_is_damaged_later(
