@@ -3,6 +3,10 @@
 A pass computes while chunk KV is on its way. So the time of a blended prefill is that of loading or
 that of computing, whichever is longer, and what is recomputed within the time of loading is free.
 
+Every time is an estimate by the medians of the latest measurements, which come with their spread.
+One way is given up for another only where that spread does not explain the difference; and what was
+given up is tried again now and then, since only that tells whether it has become faster.
+
 Source: the loading controller of CacheBlend (arXiv 2405.16444, section 5), which takes the largest
 ratio whose recompute hides behind the load; here over speeds that were measured, with a decision
 for each chunk, and ordinary prefill where no load is worth its time.
@@ -11,7 +15,8 @@ for each chunk, and ordinary prefill where no load is worth its time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,23 +28,32 @@ from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.config import AUTO, PRESET_RATIOS, BlendConfig
 from cacheblend_rag.kv.speed import Speeds
+from cacheblend_rag.kv.timings import Estimate, Timings
 
 Kind = Literal["prefill", "blend"]
 
-WORTH_SECONDS = 0.1
-"""Ordinary prefill that takes less is not held against blending: noise would decide."""
+WORTH_SPREADS = 3.0
+"""How many times the measured spread both guesses may be off without changing what is decided."""
 MARGIN = 1.1
-"""Blending must look so many times slower than ordinary prefill before it is given up."""
+"""One way must look so many times slower than another before it is given up."""
+RETRY_SECONDS = 30.0
+"""How long blends are given up until one is tried again, so that it is measured."""
+KEEP_SECONDS = 600.0
+"""Older measurements of passes and of ordinary prefill say nothing any more."""
 STEPS = 20
 """Ratios that are tried between the bounds, to find the largest that hides."""
-FADE = 0.7
 
 
 class Rates:
-    """How much work a second this machine does. May be used by several threads at once."""
+    """How much work a second this machine does. May be used by several threads at once.
 
-    def __init__(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}
+    clock: says what time it is, in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._timings: dict[str, Timings] = {}
+        self._tried_at = 0.0
         self._lock = threading.Lock()
 
     def record(self, kind: Kind, work: float, seconds: float) -> None:
@@ -47,13 +61,24 @@ class Rates:
         if work <= 0 or seconds <= 0:
             return
         with self._lock:
-            done, took = self._sums.get(kind, (0.0, 0.0))
-            self._sums[kind] = (FADE * done + work, FADE * took + seconds)
+            timings = self._timings.setdefault(kind, Timings(KEEP_SECONDS, self._clock))
+            timings.add(work, seconds)
+            if kind == "blend":
+                self._tried_at = self._clock()
 
-    def of(self, kind: Kind) -> float | None:
+    def of(self, kind: Kind) -> Estimate | None:
         """Return operations a second; scattered rows and whole prompts have rates of their own."""
-        done, took = self._sums.get(kind, (0.0, 0.0))
-        return done / took if took else None
+        with self._lock:
+            timings = self._timings.get(kind)
+            return None if timings is None else timings.estimate()
+
+    def try_again(self) -> bool:
+        """Whether a blend is to be tried though it looks slow: one prompt each RETRY_SECONDS."""
+        with self._lock:
+            is_time = self._clock() - self._tried_at >= RETRY_SECONDS
+            if is_time:
+                self._tried_at = self._clock()
+            return is_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,19 +106,46 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
+class _Time:
+    """How long something takes. spread: share by which such a guess is off, in the median."""
+
+    seconds: float
+    spread: float = 0.0
+
+    @classmethod
+    def of(cls, estimate: Estimate | None, units: float) -> _Time | None:
+        """Return how long so much work takes; None where too little was measured."""
+        if estimate is None or not estimate.is_known:
+            return None
+        return cls(estimate.seconds(units), estimate.spread)
+
+    def is_sooner(self, other: _Time) -> bool:
+        """Whether it is sooner than another, even where both guesses are off by their spread."""
+        longer = self.seconds * (1 + WORTH_SPREADS * self.spread)
+        return other.seconds / (1 + WORTH_SPREADS * other.spread) > MARGIN * longer
+
+
+@dataclass(frozen=True, slots=True)
 class _Guess:
     """How long a way would take. computing: None where that is not known."""
 
     load: tuple[StoredPart, ...]
     config: BlendConfig
-    loading: float
-    computing: float | None
+    loading: _Time
+    computing: _Time | None
 
-    def seconds(self, layers: int) -> float | None:
+    @property
+    def hides(self) -> bool:
+        """Whether what is computed takes no longer than what is loaded."""
+        return self.computing is None or self.computing.seconds <= self.loading.seconds
+
+    def time(self, layers: int) -> _Time | None:
         """The first layer is waited for; the others come while layers are computed."""
         if self.computing is None:
             return None
-        return max(self.loading, self.computing) + self.loading / layers
+        longer = max(self.loading.seconds, self.computing.seconds)
+        spread = max(self.loading.spread, self.computing.spread)
+        return _Time(longer + self.loading.seconds / layers, spread)
 
 
 @dataclass(frozen=True)
@@ -107,19 +159,23 @@ class Controller:
     def decide(self, tokens: int, parts: Sequence[StoredPart], config: BlendConfig) -> Decision:
         """Choose what to load of a prompt of so many tokens, and the ratio where it is "auto".
 
-        What was not measured yet is tried: that measures it.
+        What was not measured often enough yet is tried: that measures it. What looks too slow is
+        tried again now and then.
         """
         layers = len(self.costs)
         ways = [self._guess(tokens, load, config) for load in self._choices(parts)]
-        everything, full = ways[0], self._seconds("prefill", prefill_cost(self.costs, tokens))
-        timed = [(seconds, way) for way in ways if (seconds := way.seconds(layers)) is not None]
-        if not config.cost_model or full is None or full < WORTH_SECONDS or len(timed) < len(ways):
+        everything, full = ways[0], self._time("prefill", prefill_cost(self.costs, tokens))
+        timed = [(spent, way) for way in ways if (spent := way.time(layers)) is not None]
+        if not config.cost_model or full is None or len(timed) < len(ways):
             return Decision(everything.load, everything.config, self._told(everything, config))
-        seconds, best = min(timed, key=lambda one: one[0])
-        if seconds > MARGIN * full:
-            why = f"ordinary prefill takes {_ms(full)}, blending would take {_ms(seconds)}"
-            return Decision((), everything.config, why)
-        return Decision(best.load, best.config, self._told(best, config, len(parts)))
+        quickest = min(timed, key=lambda one: one[0].seconds)
+        spent, best = quickest if quickest[0].is_sooner(timed[0][0]) else timed[0]
+        if not full.is_sooner(spent):
+            return Decision(best.load, best.config, self._told(best, config, len(parts)))
+        took = f"ordinary prefill takes {_ms(full)}, blending would take {_ms(spent)}"
+        if self.rates.try_again():
+            return Decision(everything.load, everything.config, f"tried again, though {took}")
+        return Decision((), everything.config, took)
 
     def _choices(self, parts: Sequence[StoredPart]) -> list[tuple[StoredPart, ...]]:
         """All parts, and those without the slowest tier, the two slowest, ...; at least one."""
@@ -128,16 +184,17 @@ class Controller:
         return [tuple(part for part in parts if part.tier in some) for some in kept] or [()]
 
     def _slowness(self, tier: str) -> float:
-        speed = self.speeds.of(tier)
-        return 0.0 if speed is None else speed.seconds(1 << 20)
+        read = _Time.of(self.speeds.of(tier), 1 << 20)
+        return 0.0 if read is None else read.seconds
 
-    def _loading(self, parts: Sequence[StoredPart]) -> float:
+    def _loading(self, parts: Sequence[StoredPart]) -> _Time:
         """Tiers are read side by side, the parts of one tier share its bandwidth."""
         total: dict[str, int] = {}
         for part in parts:
             total[part.tier] = total.get(part.tier, 0) + part.nbytes
-        known = ((self.speeds.of(tier), nbytes) for tier, nbytes in total.items())
-        return max((speed.seconds(n) for speed, n in known if speed is not None), default=0.0)
+        times = (_Time.of(self.speeds.of(tier), nbytes) for tier, nbytes in total.items())
+        known = (read for read in times if read is not None)
+        return max(known, key=lambda read: read.seconds, default=_Time(0.0))
 
     def _guess(self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig) -> _Guess:
         loading = self._loading(parts)
@@ -146,7 +203,7 @@ class Controller:
         def guess(ratio: float | None) -> _Guess:
             own = config if ratio is None else config.with_ratio(ratio)
             work = forecast.work(plan_schedule(own, len(self.costs)))
-            return _Guess(parts, own, loading, self._seconds("blend", work))
+            return _Guess(parts, own, loading, self._time("blend", work))
 
         if config.recompute_ratio != AUTO:
             return guess(None)
@@ -155,11 +212,10 @@ class Controller:
         if least.computing is None:
             return guess(min(max(PRESET_RATIOS["balanced"], low), high))
         tried = (guess(round(low + (high - low) * step / STEPS, 4)) for step in range(STEPS, 0, -1))
-        return next((one for one in tried if (one.computing or 0.0) <= loading), least)
+        return next((one for one in tried if one.hides), least)
 
-    def _seconds(self, kind: Kind, work: float) -> float | None:
-        rate = self.rates.of(kind)
-        return None if rate is None else work / rate
+    def _time(self, kind: Kind, work: float) -> _Time | None:
+        return _Time.of(self.rates.of(kind), work)
 
     def _told(self, way: _Guess, asked: BlendConfig, parts: int | None = None) -> str | None:
         """Say what was chosen and why, where there was a choice."""
@@ -186,5 +242,5 @@ def _masks(tokens: int, parts: Sequence[StoredPart], config: BlendConfig) -> tup
     return cached, eligible
 
 
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1000:,.0f} ms"
+def _ms(spent: _Time) -> str:
+    return f"{spent.seconds * 1000:,.0f} ms"

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cacheblend_rag.cli.main import app
+from cacheblend_rag.kv import timings
 from cacheblend_rag.prefill import controller
 from tests.cli.documents import write_notes
 
@@ -56,7 +57,7 @@ def cli():
 @pytest.fixture
 def slow_blends(monkeypatch):
     """What may give a prompt to ordinary prefill because that is sooner does so with every one."""
-    monkeypatch.setattr(controller, "WORTH_SECONDS", 0.0)
+    monkeypatch.setattr(timings, "LEAST", 1)
     monkeypatch.setattr(controller, "MARGIN", 0.0)
 
 

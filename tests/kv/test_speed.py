@@ -17,7 +17,7 @@ def test_latency_and_bandwidth_are_told_apart_by_reads_of_several_sizes():
         speeds.record("disk", nbytes, took(nbytes))
     found = speeds.of("disk")
     assert found.latency == pytest.approx(0.02, rel=1e-3)
-    assert found.bytes_per_second == pytest.approx(GIB, rel=1e-3)
+    assert found.units_per_second == pytest.approx(GIB, rel=1e-3)
     assert found.seconds(1 << 28) == pytest.approx(took(1 << 28), rel=1e-3)
 
 

@@ -12,9 +12,12 @@ from cacheblend_rag.blend.forecast import Forecast
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.speed import Speeds
+from cacheblend_rag.kv.timings import LEAST
 from cacheblend_rag.prefill import controller as controller_module
 from cacheblend_rag.prefill.controller import (
-    WORTH_SECONDS,  # as it is shipped: tests/conftest.py changes it when tests begin
+    KEEP_SECONDS,
+    MARGIN,  # as it is shipped: tests/conftest.py changes it when tests begin
+    RETRY_SECONDS,
     Controller,
     Rates,
     StoredPart,
@@ -32,21 +35,38 @@ PLAIN = BlendConfig(recompute_ratio=0.15)
 @pytest.fixture(autouse=True)
 def _times_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decisions are made as users' are."""
-    monkeypatch.setattr(controller_module, "WORTH_SECONDS", WORTH_SECONDS)
+    monkeypatch.setattr(controller_module, "MARGIN", MARGIN)
+
+
+class Clock:
+    """Says the time that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def controller(
-    *, prefill: float | None = 1.0, blend: float | None = 1.0, **loading: float
+    *,
+    prefill: float | None = 1.0,
+    blend: float | None = 1.0,
+    clock: Clock | None = None,
+    times: int = LEAST,
+    **loading: float,
 ) -> Controller:
     """prefill: seconds of a whole prompt; blend: as many for the same work; loading: of 1000 bytes
-    of each tier."""
-    rates, speeds = Rates(), Speeds()
-    if prefill is not None:
-        rates.record("prefill", FULL, prefill)
-    if blend is not None:
-        rates.record("blend", FULL, blend)
-    for tier, seconds in loading.items():
-        speeds.record(tier, 1000, seconds)
+    of each tier. times: how often each was measured."""
+    clock = clock or Clock()
+    rates, speeds = Rates(clock), Speeds(clock)
+    for _ in range(times):
+        if prefill is not None:
+            rates.record("prefill", FULL, prefill)
+        if blend is not None:
+            rates.record("blend", FULL, blend)
+        for tier, seconds in loading.items():
+            speeds.record(tier, 1000, seconds)
     return Controller(COSTS, rates, speeds)
 
 
@@ -108,10 +128,87 @@ def test_below_break_even_it_is_ordinary_prefill() -> None:
     assert slow_rows.load == ()
 
 
-def test_so_short_a_prefill_is_not_argued_about() -> None:
-    decision = controller(prefill=0.05, blend=0.05, disk=0.5).decide(TOKENS, PARTS, PLAIN)
-    assert decision.load == tuple(PARTS)
-    assert decision.why is None
+def test_a_short_prefill_is_preferred_to_a_load_that_takes_twice_as_long() -> None:
+    decision = controller(prefill=0.03, blend=0.03, disk=0.06 / 4).decide(TOKENS, PARTS, PLAIN)
+    assert decision.load == ()
+    assert decision.why == "ordinary prefill takes 30 ms, blending would take 66 ms"
+
+
+def test_a_short_blend_is_preferred_to_a_prefill_that_takes_twice_as_long() -> None:
+    part = computing(PLAIN.ratio)
+    made = controller(prefill=0.06, blend=0.03 / part, disk=0.03 / 4)
+    decision = made.decide(TOKENS, PARTS, PLAIN)
+    assert (decision.load, decision.why) == (tuple(PARTS), None)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_few_measurements_decide_nothing(times: int) -> None:
+    for slow in (controller(disk=50.0, times=times), controller(blend=50.0, times=times)):
+        decision = slow.decide(TOKENS, PARTS, PLAIN)
+        assert (decision.load, decision.why) == (tuple(PARTS), None)
+    unmeasured = controller(times=times, disk=50.0).decide(TOKENS, PARTS, AUTO)
+    assert unmeasured.why == "ratio 0.16: nothing is measured yet"
+
+
+def test_one_bad_measurement_never_decides() -> None:
+    """A neighbour's load made one pass take 20 s, where those like it took 4 to 10."""
+    parts = [*PARTS[:2], *(replace(part, tier="s3") for part in PARTS[2:])]
+    for before in (2, 3, 4, 10):
+        for sizes in ((1.0,), (1.0, 2.0, 3.0)):
+            made = controller(prefill=6.0, blend=None, times=5)
+            for number in range(before):
+                size = sizes[number % len(sizes)]
+                made.rates.record("blend", size * FULL, size * (4.0 + number % 3))
+                made.speeds.record("disk", int(size * 1000), size * 0.1)
+                made.speeds.record("s3", int(size * 1000), size * 0.1)
+            made.rates.record("blend", 2 * FULL, 2 * 20.936)
+            made.speeds.record("s3", 2000, 60.0)
+            decision = made.decide(TOKENS, parts, PLAIN)
+            assert (decision.load, decision.why) == (tuple(parts), None)
+
+
+def test_what_differs_by_no_more_than_its_spread_is_not_given_up() -> None:
+    """Where such passes take 60 to 140 ms, 100 ms are not more than 80; and 500 are."""
+    made = controller(prefill=0.08, blend=None, disk=0.001)
+    part = computing(PLAIN.ratio)
+    for seconds in (0.06, 0.14, 0.1):
+        made.rates.record("blend", FULL, seconds / part)
+    assert made.decide(TOKENS, PARTS, PLAIN).load == tuple(PARTS)
+    steady = controller(prefill=0.08, blend=0.1 / part, disk=0.001)
+    assert steady.decide(TOKENS, PARTS, PLAIN).load == ()
+    for seconds in (0.3, 0.7, 0.5):
+        made.rates.record("blend", FULL, seconds / part)
+    assert made.decide(TOKENS, PARTS, PLAIN).load == ()
+
+
+def test_what_was_given_up_is_tried_again_and_recovers() -> None:
+    clock = Clock()
+    made = controller(prefill=1.0, blend=20.0, clock=clock, times=5)
+    assert made.decide(TOKENS, PARTS, PLAIN).load == ()
+    tried = 0
+    for _ in range(100):
+        clock.now += RETRY_SECONDS / 4
+        decisions = [made.decide(TOKENS, PARTS, PLAIN) for _ in range(3)]
+        blended = [one for one in decisions if one.load]
+        if len(blended) == 3:
+            break
+        tried += len(blended)
+        for one in blended:
+            assert (one.why or "").startswith("tried again, though ordinary prefill takes 1,000 ms")
+            assert len(blended) == 1, "one prompt in a while, however many there are"
+            made.rates.record("blend", FULL, 0.5)
+    assert tried == 3, "the median of five is that of the last three"
+    assert made.decide(TOKENS, PARTS, PLAIN).why is None
+
+
+def test_old_measurements_of_passes_are_forgotten() -> None:
+    clock = Clock()
+    made = controller(prefill=1.0, blend=20.0, clock=clock)
+    clock.now += 1
+    assert made.decide(TOKENS, PARTS, PLAIN).load == ()
+    clock.now += KEEP_SECONDS
+    decision = made.decide(TOKENS, PARTS, PLAIN)
+    assert (decision.load, decision.why) == (tuple(PARTS), None)
 
 
 def test_without_the_cost_model_whatever_is_stored_is_blended() -> None:
@@ -129,7 +226,8 @@ def test_without_the_cost_model_whatever_is_stored_is_blended() -> None:
 def test_a_slow_tier_is_given_another_try() -> None:
     now = [0.0]
     speeds = Speeds(lambda: now[0])
-    speeds.record("disk", 1000, 0.5)
+    for _ in range(LEAST):
+        speeds.record("disk", 1000, 0.5)
     made = replace(controller(), speeds=speeds)
     assert made.decide(TOKENS, PARTS, PLAIN).load == ()
     now[0] = 61.0
@@ -151,11 +249,15 @@ def test_rates_are_of_work_done_lately() -> None:
     rates.record("blend", 1.0, 0.0)
     assert rates.of("blend") is None
     rates.record("blend", 100.0, 1.0)
-    assert rates.of("blend") == 100.0
+    found = rates.of("blend")
+    assert found is not None
+    assert found.units_per_second == 100.0
     assert rates.of("prefill") is None
     for _ in range(20):
         rates.record("blend", 100.0, 10.0)
-    assert rates.of("blend") == pytest.approx(10.0, rel=0.05)
+    found = rates.of("blend")
+    assert found is not None
+    assert found.units_per_second == pytest.approx(10.0, rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,85 @@
+"""Timings: how long work of a size took lately, as medians that one bad measurement cannot move."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+
+KEPT = 5
+"""Measurements that count: the latest ones."""
+LEAST = 3
+"""Fewer measurements decide nothing: of three, one bad one does not move the median."""
+SIZES_APART = 2.0
+"""How many times larger the largest size must be than the smallest, to tell a fixed part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """How long work takes, by what was measured.
+
+    Args:
+        latency: seconds that it takes whatever its size.
+        units_per_second: how much of it is done in a second beyond that.
+        spread: how far the measurements lie from this estimate, as a share of it, in the median.
+        count: how many measurements there are.
+    """
+
+    latency: float
+    units_per_second: float
+    spread: float = 0.0
+    count: int = 0
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there are enough measurements to decide by."""
+        return self.count >= LEAST
+
+    def seconds(self, units: float) -> float:
+        """Return how long so much work takes."""
+        return self.latency + units / self.units_per_second
+
+
+class Timings:
+    """The latest measurements of one kind of work. To be locked by whoever shares it.
+
+    Args:
+        keep_seconds: age at which a measurement does not count any more.
+        clock: says what time it is, in seconds.
+    """
+
+    def __init__(self, keep_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._keep_seconds, self._clock = keep_seconds, clock
+        self._measured: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
+
+    def add(self, units: float, seconds: float) -> None:
+        """Note that so much work, above 0, took so long."""
+        self._measured.append((self._clock(), units, seconds))
+
+    def estimate(self) -> Estimate | None:
+        """Return what the measurements say; None where all are too old, or there are none."""
+        oldest = self._clock() - self._keep_seconds
+        recent = [(units, seconds) for at, units, seconds in self._measured if at >= oldest]
+        if not recent:
+            return None
+        latency, per_unit = _line(recent) or (0.0, median(s / units for units, s in recent))
+        estimate = Estimate(latency, 1 / max(per_unit, 1e-15), count=len(recent))
+        off = median(abs(seconds / estimate.seconds(units) - 1) for units, seconds in recent)
+        return Estimate(latency, estimate.units_per_second, off, len(recent))
+
+
+def _line(measured: list[tuple[float, float]]) -> tuple[float, float] | None:
+    """Fit seconds = latency + units * per_unit by medians (Theil and Sen), neither below 0.
+
+    None where the measurements are too few, or of too similar sizes, to tell two numbers.
+    """
+    sizes = [units for units, _ in measured]
+    if len(measured) < KEPT or max(sizes) < SIZES_APART * min(sizes):
+        return None
+    pairs = combinations(measured, 2)
+    per_unit = median((t - s) / (v - u) for (u, s), (v, t) in pairs if u != v)
+    latency = median(seconds - per_unit * units for units, seconds in measured)
+    return (latency, per_unit) if per_unit > 0 and latency >= 0 else None
