@@ -175,9 +175,13 @@ class PrecomputeReport:
         skipped: chunks whose KV was stored already.
         computed_tokens: tokens of the chunks that were computed.
         seconds: what all of it took.
-        refused: how many chunks were not stored, by reason.
+        refused: how many chunks were not stored, by reason: what is wrong with a chunk, or the
+            error of the tier that could not store it.
         replaced: of how many chunks that documents no longer have the KV was dropped.
         registered: chunks that were only made known, as was asked for.
+        failed: those of ``refused`` that another precompute may store, once the cause is gone: a
+            tier failed, or there was no memory to compute them. Where a tier that outlives the
+            process failed, they are refused even if this process has them in memory.
     """
 
     computed: int = 0
@@ -187,6 +191,7 @@ class PrecomputeReport:
     refused: Mapping[str, int] = field(default_factory=dict)
     replaced: int = 0
     registered: int = 0
+    failed: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import (
     DEFAULT_FOLDER,
     FILE_NAME,
+    Collection,
     known_paths,
     sole_writer,
 )
@@ -31,12 +32,18 @@ if TYPE_CHECKING:
 
 SMALLEST_CHUNK = 16
 INTERRUPTED = 130
+UNFINISHED = 1
 
 
 def index_command(
     paths: Annotated[
-        list[Path], typer.Argument(metavar="PATH...", help="Files, and folders with all in them.")
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="PATH...",
+            help="Files, and folders with all in them; with --repair there may be none.",
+            show_default=False,
+        ),
+    ] = None,
     *,
     into: Annotated[
         Path, typer.Option("--into", metavar="FOLDER", help="The collection to make or add to.")
@@ -78,6 +85,13 @@ def index_command(
     rebuild: Annotated[
         bool, typer.Option("--rebuild", help="Delete the collection first, and make it anew.")
     ] = False,
+    repair: Annotated[
+        bool,
+        typer.Option(
+            "--repair",
+            help="Check all KV of the collection; compute what is missing or damaged.",
+        ),
+    ] = False,
     register_only: Annotated[
         bool,
         typer.Option(
@@ -106,8 +120,17 @@ def index_command(
     """Index text, Markdown, HTML and PDF files: split, embed, and precompute chunk KV.
 
     Run it again after an interruption, or when files have changed: what is indexed stays, what is
-    new or changed is read.
+    new or changed is read. Exit code 1: chunks lack KV that could not be stored, since a tier or
+    memory failed; the same command computes it the next time.
     """
+    paths = list(paths or ())
+    _check_uses(
+        paths,
+        into,
+        repair=repair,
+        register_only=register_only,
+        estimates=dry_run or max_gib is not None,
+    )
     given: dict[str, Any] = {
         "model": model and resolved_name(model),
         "embedding_model": embedding_model and resolved_name(embedding_model),
@@ -121,8 +144,6 @@ def index_command(
     asked = {name: value for name, value in given.items() if value is not None}
     choices = Choices(**asked)
     _check_choices(choices, device)
-    if register_only and (dry_run or max_gib is not None):
-        raise ConfigError("--register-only computes no KV: leave --dry-run and --max-gib out")
     placement = Placement(device, options.collection_store(store))
     with output.stdout_reserved(as_json):
         found = find_files(paths, leave_out=into)
@@ -146,7 +167,7 @@ def index_command(
                 if dry_run or max_gib is not None:
                     estimate = indexing.estimate(found, max_gib)
                 if not dry_run:
-                    indexing.run(paths, found, prune=prune)
+                    indexing.run(paths, found, prune=prune, repair=repair)
             except KeyboardInterrupt:
                 _print_interrupted(indexing.report, rebuild=rebuild)
                 raise typer.Exit(INTERRUPTED) from None
@@ -154,8 +175,33 @@ def index_command(
     if estimate and dry_run:
         _show(into, estimate.to_dict(), _estimate_lines(into, estimate), as_json=as_json)
         return
-    report.check(paths)
+    if paths:
+        report.check(paths)
     _show(into, report.to_dict(), _report_lines(into, report), as_json=as_json)
+    if report.unfinished_chunks:
+        output.tell(_unfinished_line(report))
+        raise typer.Exit(UNFINISHED)
+
+
+def _check_uses(
+    paths: Sequence[Path],
+    into: Path,
+    *,
+    repair: bool,
+    register_only: bool,
+    estimates: bool,
+) -> None:
+    """Raise ConfigError for options that exclude one another, StoreError without a collection."""
+    if register_only and estimates:
+        raise ConfigError("--register-only computes no KV: leave --dry-run and --max-gib out")
+    if repair and (register_only or estimates):
+        raise ConfigError(
+            "--repair computes what is missing: leave --register-only, --dry-run and --max-gib out"
+        )
+    if not paths and not repair:
+        raise ConfigError("missing argument 'PATH...' (see `cacheblend-rag index --help`)")
+    if repair and not paths:
+        Collection.open(into).close()
 
 
 def _check_choices(choices: Choices, device: str | None) -> None:
@@ -164,6 +210,15 @@ def _check_choices(choices: Choices, device: str | None) -> None:
     checks.check_embedding_model(choices.embedding_model)
     checks.check_installed(checks.INDEX_MODULES, "indexing documents", EXTRA)
     checks.check_placement(device, choices.dtype)
+
+
+def _unfinished_line(report: IndexReport) -> str:
+    """Say how much KV is missing, and why, as far as this run has seen it."""
+    causes = ", ".join(report.failures) or "it could not be stored before"
+    return (
+        f"{report.unfinished_chunks} chunks of {report.unfinished_documents} documents have no KV "
+        f"({causes}): the same command computes it once that is mended"
+    )
 
 
 def _print_interrupted(report: IndexReport, *, rebuild: bool) -> None:

@@ -50,12 +50,12 @@ def _told_in_one_line() -> Iterator[None]:
     try:
         yield
     except CacheBlendError as error:
-        _tell(str(error))
+        output.tell(str(error))
         raise typer.Exit(FAILURE) from error
     except _UsageError as error:
         if type(error).__name__ == _HELP_INSTEAD:
             raise
-        _tell(_usage_line(error))
+        output.tell(_usage_line(error))
         raise typer.Exit(FAILURE) from error
 
 
@@ -64,10 +64,6 @@ def _usage_line(error: Any) -> str:
     said = error.format_message().rstrip(".")
     help_at = f" (see `{error.ctx.command_path} --help`)" if error.ctx else ""
     return f"{said[:1].lower()}{said[1:]}{help_at}"
-
-
-def _tell(message: str) -> None:
-    typer.echo(f"cacheblend-rag: {' '.join(output.printable(message).split())}", err=True)
 
 
 app = typer.Typer(

@@ -48,6 +48,12 @@ def warn(message: str) -> None:
     side_console().print(f"warning: {message}", style="yellow", markup=False, soft_wrap=True)
 
 
+def tell(message: str) -> None:
+    """Print why a command fails, as one line on stderr."""
+    line = " ".join(printable(message).split())
+    sys.stderr.write(f"cacheblend-rag: {line}\n")
+
+
 def printable(text: str) -> str:
     """Return text without control characters but line breaks and tabs: terminals obey them."""
     return CONTROL.sub("", text)

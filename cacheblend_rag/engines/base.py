@@ -1,8 +1,8 @@
 """Engine: the contract that every engine keeps, and all of it that is the same on every engine.
 
 A subclass says what it is (its facts), begins a request (``_start``), and does a store's verbs
-(``_store``, ``_prefetch``, ``_evict``, ``_release``). Generating, streaming, batches, their
-asynchronous twins, known chunks and reports are made of these here, once.
+(``_store``, ``_verify``, ``_prefetch``, ``_evict``, ``_release``). Generating, streaming, batches,
+their asynchronous twins, known chunks and reports are made of these here, once.
 """
 
 from __future__ import annotations
@@ -278,7 +278,12 @@ class Engine(ABC):
         self._known.register(items)
 
     def precompute(
-        self, items: Iterable[Item], *, progress: bool = True, register_only: bool = False
+        self,
+        items: Iterable[Item],
+        *,
+        progress: bool = True,
+        register_only: bool = False,
+        verify: bool = False,
     ) -> PrecomputeReport:
         """Register chunks and store their KV; what is stored already is skipped.
 
@@ -293,9 +298,11 @@ class Engine(ABC):
             progress: whether a bar is shown.
             register_only: nothing is computed now; documents take the place of what was known of
                 them all the same. An engine with ``fill_on_miss`` computes what requests miss.
+            verify: what is stored already is read through, and computed anew where it is damaged.
 
         Returns:
-            How many chunks were computed, skipped, refused and replaced, or only registered.
+            How many chunks were computed, skipped, refused and replaced, or only registered. Where
+            ``failed`` is above 0, a tier failed or memory was short: call it again later.
 
         Raises:
             StoreError: when the store is read only.
@@ -310,7 +317,8 @@ class Engine(ABC):
         refusal = self._storing_refusal() if chunks else None
         with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
             for part in whole_documents(chunks, self.part_chunks):
-                with closing(self._work_on(part, refusal)) as steps:  # an interrupt ends it, too
+                work = self._work_on(part, refusal, verify)
+                with closing(work) as steps:  # an interrupt ends it, too
                     for done in steps:
                         tally.add(done)
                         bar.update(done.chunks)
@@ -319,11 +327,16 @@ class Engine(ABC):
         return tally.report(time.perf_counter() - started, replaced)
 
     def _work_on(
-        self, chunks: Iterable[Chunk], refusal: str | None
+        self, chunks: Iterable[Chunk], refusal: str | None, verify: bool
     ) -> Generator[Stored, None, None]:
         """Store chunks; yields what became of them, a few at a time."""
         plans, done = self._admitted(chunks, refusal)
         yield done
+        if plans and verify:
+            lost = self._verify([plan.key for plan in plans])
+            plans = [plan for plan in plans if plan.key not in lost]
+            for reason in lost.values():
+                yield Stored.failure(reason)
         if plans:
             yield from self._store(plans)
 
@@ -657,6 +670,13 @@ class Engine(ABC):
         An engine that is closed meanwhile is waited for: it ends, or yields, within a moment.
         """
         yield from self._store(plans)
+
+    @abstractmethod
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+        """Read the stored KV of keys through: what is damaged is not stored any more.
+
+        Returns the keys whose KV stays stored though it cannot be read, with the reason.
+        """
 
     @abstractmethod
     def _prefetch(self, keys: Sequence[KVKey]) -> None:

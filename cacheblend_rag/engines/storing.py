@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.report import PrecomputeReport
 
 
@@ -13,13 +14,29 @@ from cacheblend_rag.report import PrecomputeReport
 class Stored:
     """What became of some chunks that were to be stored; every one is counted once.
 
-    computed_tokens: of the computed ones. refused: how many were not stored, by reason.
+    computed_tokens: of the computed ones. refused: how many were not stored, by reason. failed:
+    those of them that could be stored another time.
     """
 
     computed: int = 0
     skipped: int = 0
     computed_tokens: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def failure(cls, reason: str, chunks: int = 1) -> Stored:
+        """Return that some chunks were not stored for a reason that may pass."""
+        return cls(refused={reason: chunks}, failed={reason: chunks})
+
+    @classmethod
+    def after_put(cls, result: PutResult, tokens: int) -> Stored:
+        """Return what became of a computed chunk of so many tokens that was put into a store."""
+        if result.failure:
+            return cls.failure(result.failure)
+        if result.refusal:
+            return cls(refused={result.refusal: 1})
+        return cls(computed=1, computed_tokens=tokens)
 
     @property
     def chunks(self) -> int:
@@ -33,6 +50,7 @@ class Tally:
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
 
     def add(self, done: Stored) -> None:
         """Count some more chunks."""
@@ -40,6 +58,7 @@ class Tally:
             computed=done.computed, skipped=done.skipped, tokens=done.computed_tokens
         )
         self.refused.update(done.refused)
+        self.failed.update(done.failed)
 
     def report(self, seconds: float, replaced: int) -> PrecomputeReport:
         """Return the totals."""
@@ -50,4 +69,5 @@ class Tally:
             seconds=seconds,
             refused=dict(+self.refused),
             replaced=replaced,
+            failed=dict(+self.failed),
         )

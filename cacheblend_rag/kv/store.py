@@ -25,6 +25,7 @@ from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.opening import Opening, Search, TierThreads, Way
 from cacheblend_rag.kv.packed_kv import StoredKV, packed, unpacked
+from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.seal import CHECKSUM, Seal, seal_of
 from cacheblend_rag.kv.shared_chunk import SharedChunk
@@ -339,7 +340,7 @@ class TieredKVStore:
             self._room,
         )  # fmt: skip
 
-    def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> bool:
+    def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> PutResult:
         """Store a chunk in every tier that takes puts, fastest first.
 
         Args:
@@ -349,7 +350,7 @@ class TieredKVStore:
                 be.
 
         Returns:
-            Whether any tier took it.
+            Whether any tier took it (it is true then), and what failed where that lost it.
 
         Raises:
             ValueError: when the tensors are not as ChunkKV promises.
@@ -768,10 +769,11 @@ class TieredKVStore:
             self._reading.pop((key, way), None)
 
 
-def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> bool:
-    """Store a chunk in every tier that takes it; returns whether any did."""
-    taken = [tier.put(key, chunk) for tier in tiers if tier.takes_puts]
-    return any(taken)
+def _put_all(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> PutResult:
+    """Store a chunk in every tier that takes it; returns what came of it."""
+    return PutResult.of_tiers(
+        [(tier.durable, tier.put(key, chunk)) for tier in tiers if tier.takes_puts]
+    )
 
 
 def _entries_of(tier: Tier) -> Iterator[tuple[KVKey, Entry]]:

@@ -2,7 +2,8 @@
 
 ``collection.sqlite`` holds settings, documents, chunks and their vectors; ``kv/`` belongs to the
 engine. A document is written in one transaction, after its KV is stored: whatever interrupts an
-``index``, the collection holds whole documents only. Nothing read from the file is trusted.
+``index``, the collection holds whole documents only. A document whose KV could not be stored is
+noted as unfinished in the same transaction. Nothing read from the file is trusted.
 """
 
 from __future__ import annotations
@@ -49,6 +50,13 @@ CREATE TABLE chunks (
     PRIMARY KEY (document, position)
 ) WITHOUT ROWID
 """
+UNFINISHED = """
+CREATE TABLE IF NOT EXISTS unfinished (
+    document INTEGER PRIMARY KEY REFERENCES documents ON DELETE CASCADE,
+    chunks INTEGER NOT NULL
+)
+"""
+"""Documents of which so many chunks lack KV; made when there is the first one."""
 
 
 @dataclass(frozen=True)
@@ -160,10 +168,45 @@ class Collection:
             ((chunks,),) = self._file.execute("SELECT COUNT(*) FROM chunks").fetchall()
             return documents, chunks
 
-    def replace(self, document: Document, content_hash: str, vectors: Vectors) -> None:
+    def unfinished(self) -> dict[str, int]:
+        """Return how many chunks lack KV that could not be stored, by the source of documents."""
+        with self._reading():
+            tables = self._file.execute("SELECT 1 FROM sqlite_master WHERE name = 'unfinished'")
+            if tables.fetchone() is None:
+                return {}
+            rows = self._file.execute(
+                "SELECT source, unfinished.chunks FROM unfinished"
+                " JOIN documents ON documents.id = unfinished.document ORDER BY source"
+            ).fetchall()
+            if not all(isinstance(s, str) and isinstance(n, int) and n > 0 for s, n in rows):
+                raise sqlite3.DatabaseError("its list of unfinished documents is broken")
+            return dict(rows)
+
+    def note_unfinished(self, source: str, chunks: int) -> None:
+        """Note that so many chunks of a document lack KV; 0 is that none does."""
+        with self._reading(), _transaction(self._file):
+            self._note_unfinished(source, chunks)
+
+    def document(self, source: str) -> Document:
+        """Read one document's chunks; raises StoreError when they are not there, or damaged."""
+        with self._reading():
+            rows = self._file.execute(
+                "SELECT position, text FROM chunks JOIN documents"
+                " ON documents.id = chunks.document WHERE source = ? ORDER BY position",
+                (source,),
+            ).fetchall()
+            texts = [text for _, text in rows if isinstance(text, str) and text.strip()]
+            if not texts or [position for position, _ in rows] != list(range(len(texts))):
+                raise sqlite3.DatabaseError(f"the chunks of {source!r} are broken")
+            return Document(source, tuple(texts))
+
+    def replace(
+        self, document: Document, content_hash: str, vectors: Vectors, *, unfinished: int = 0
+    ) -> None:
         """Write a document in place of what was known under its id (its source).
 
-        Raises ConfigError when its vectors are of another size than those that are there.
+        unfinished: how many of its chunks lack KV that could not be stored. Raises ConfigError when
+        its vectors are of another size than those that are there.
         """
         with self._reading(), _transaction(self._file):
             self._check_size(vectors)
@@ -179,6 +222,7 @@ class Collection:
                 )
             ]
             self._file.executemany("INSERT INTO chunks VALUES (?, ?, ?, ?)", rows)
+            self._note_unfinished(document.document_id, unfinished)
 
     def remove(self, source: str) -> None:
         """Delete a document, if it is there."""
@@ -209,6 +253,18 @@ class Collection:
         if not np.isfinite(matrix).all():
             raise _damaged(self.folder / FILE_NAME, "a vector holds no numbers")
         return StoredCollection(documents, matrix.astype(np.float32))
+
+    def _note_unfinished(self, source: str, chunks: int) -> None:
+        self._file.execute(UNFINISHED)
+        self._file.execute(
+            "DELETE FROM unfinished WHERE document IN (SELECT id FROM documents WHERE source = ?)",
+            (source,),
+        )
+        if chunks:
+            self._file.execute(
+                "INSERT INTO unfinished SELECT id, ? FROM documents WHERE source = ?",
+                (chunks, source),
+            )
 
     def _check_size(self, vectors: Vectors) -> None:
         found = self._file.execute("SELECT LENGTH(vector) FROM chunks LIMIT 1").fetchone()

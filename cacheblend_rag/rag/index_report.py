@@ -25,6 +25,9 @@ class IndexReport:
     computed, or was there already. computed_tokens, compute_seconds, computed_kv_bytes: of the
     computed ones. refused_chunks: chunks that have no KV, by reason. registered_chunks: chunks that
     were only made known. documents, chunks: all that the collection holds in the end.
+    failures: why KV could not be stored in this run, though it may be in the next one.
+    unfinished_documents, unfinished_chunks: what the collection holds of which KV could not be
+    stored, in this run or before; the next run computes it.
     """
 
     added: int = 0
@@ -43,6 +46,9 @@ class IndexReport:
     registered_chunks: int = 0
     documents: int = 0
     chunks: int = 0
+    failures: list[str] = field(default_factory=list)
+    unfinished_documents: int = 0
+    unfinished_chunks: int = 0
 
     @property
     def pace(self) -> str:

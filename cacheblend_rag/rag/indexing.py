@@ -3,6 +3,7 @@
 A file is indexed whole: its KV is stored chunk by chunk as it is computed, then its text and
 vectors are written in one transaction. After any interruption, files that are written are known by
 their content's hash and passed over, and of the file in work only what was not stored is computed.
+Where KV could not be stored, the document is kept as unfinished, and the next run computes it.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ from cacheblend_rag.rag.readers import (
     make_splitter,
 )
 from cacheblend_rag.rag.retrieval import Embedder, Vectors
+from cacheblend_rag.rag.storing_kv import KVStoring
 from cacheblend_rag.rag.watching import Watcher
 from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.rag.estimating import IndexEstimate
-    from cacheblend_rag.report import PrecomputeReport
 
 FIRST_PART_CHUNKS, MOST_PART_CHUNKS = 8, 64
 PART_SECONDS = 5.0
@@ -95,6 +96,7 @@ class Indexing:
         self._models: _Models | None = None
         self._warned = False
         self._skipped: set[Path] = set()
+        self._stored: set[str] = set()
         if rebuild:
             asked = {**_chosen_before(folder, asked), **asked}
         elif (folder / FILE_NAME).exists():
@@ -117,13 +119,22 @@ class Indexing:
         if self._collection:
             self._collection.close()
 
-    def run(self, paths: Iterable[Path], found: FoundFiles, *, prune: bool) -> None:
-        """Index what was found at ``paths``; see remove_vanished for ``prune``."""
+    def run(
+        self, paths: Iterable[Path], found: FoundFiles, *, prune: bool, repair: bool = False
+    ) -> None:
+        """Index what was found at ``paths``, and compute KV that former runs could not store.
+
+        prune: see remove_vanished. repair: see finish.
+        """
         self._note(found)
         self.add(found.files)
         self.remove_vanished(paths, found.files, prune=prune)
+        self.finish(repair=repair)
         if self._collection:
             self.report.documents, self.report.chunks = self._collection.counts()
+            left = self._collection.unfinished()
+            self.report.unfinished_documents = len(left)
+            self.report.unfinished_chunks = sum(left.values())
 
     def estimate(self, found: FoundFiles, max_gib: float | None) -> IndexEstimate:
         """Return what the files that are new or changed will take; writes nothing.
@@ -145,6 +156,8 @@ class Indexing:
                 estimator.add(_document(new, estimator.split))
             except UnreadableFileError as error:
                 self.skip(new.path, str(error))
+        for document in self._left_over(repair=False):
+            estimator.add(document)
         with self._watcher.phase("timing a layer and the embedding model"):
             estimate = estimator.estimate(
                 None if self._rebuild else self._folder / KV_NAME, self.report
@@ -180,6 +193,36 @@ class Indexing:
             models.engine.evict_document(source)
             self._collection.remove(source)
             self.report.removed += 1
+
+    def finish(self, *, repair: bool) -> None:
+        """Compute the KV that former runs could not store.
+
+        repair: instead look at each document of the collection that this run did not store, read
+        through what is stored of its KV, and compute what is missing or damaged.
+        """
+        if self._register_only:
+            return
+        left = list(self._left_over(repair=repair))
+        task = self._files_task = self._watcher.begin("documents whose KV is missing", len(left))
+        for document in left:
+            collection, models = self._ready()
+            task.note(document.document_id)
+            failed = 0
+            chunks = document.to_chunks()
+            for start in range(0, len(chunks), MOST_PART_CHUNKS):
+                part = chunks[start : start + MOST_PART_CHUNKS]
+                failed += models.storing.store(part, verify=repair)
+            collection.note_unfinished(document.document_id, failed)
+            task.advance()
+        task.end()
+
+    def _left_over(self, *, repair: bool) -> Iterator[Document]:
+        """Read the documents that are to be finished, or with ``repair`` looked at."""
+        if self._collection is None:
+            return
+        all_of = self._collection.content_hashes() if repair else self._collection.unfinished()
+        for source in sorted(set(all_of) - self._stored):
+            yield self._collection.document(source)
 
     def skip(self, path: Path, reason: str) -> None:
         """Warn of what is not indexed, and note it."""
@@ -217,8 +260,9 @@ class Indexing:
     def _add(self, new: _NewFile) -> None:
         collection, models = self._ready()
         document = _document(new, models.split)
-        vectors = self._precompute(document, models)
-        collection.replace(document, new.content_hash, vectors)
+        vectors, unfinished = self._precompute(document, models)
+        collection.replace(document, new.content_hash, vectors, unfinished=unfinished)
+        self._stored.add(document.document_id)
         if new.is_known:
             self.report.changed += 1
         else:
@@ -238,44 +282,34 @@ class Indexing:
         settings = self._collection.settings if self._collection else self._choices
         return getattr(settings, name)
 
-    def _precompute(self, document: Document, models: _Models) -> Vectors:
+    def _precompute(self, document: Document, models: _Models) -> tuple[Vectors, int]:
         """Embed the chunks and store their KV, a part at a time.
 
-        Each is embedded under its file's name, which often says what the text alone does not: who
-        "she" is, which product a manual is about. Prompts do not hold it.
+        Returns the vectors, and how many chunks lack KV that could not be stored. Each chunk is
+        embedded under its file's name, which often says what the text alone does not: who "she" is,
+        which product a manual is about. Prompts do not hold it.
         """
         chunks = document.to_chunks()
         title = NAME_BREAKS.sub(" ", Path(document.document_id).stem)
         task = self._watcher.begin(title[:SHOWN_CHARACTERS], len(chunks))
         vectors: list[Vectors] = []
-        count = FIRST_PART_CHUNKS
+        count, unfinished = FIRST_PART_CHUNKS, 0
         while part := chunks[sum(map(len, vectors)) :][:count]:
             started = time.perf_counter()
             task.note("embedding")
             vectors.append(models.embedder.embed([f"{title}\n{chunk.text}" for chunk in part]))
             if not self._register_only:
                 task.note("computing")
-                self._count(models.engine.precompute(part, progress=False), models)
+                unfinished += models.storing.store(part)
                 self._files_task.note(self.report.pace)
             task.advance(len(part))
             count = _next_count(count, time.perf_counter() - started)
         # The document as a whole takes the place of what the file held before.
-        done = models.engine.precompute(
-            [document], progress=False, register_only=self._register_only
-        )
-        self.report.registered_chunks += done.registered
+        done = models.engine.precompute([document], progress=False, register_only=True)
+        if self._register_only:
+            self.report.registered_chunks += done.registered
         task.end()
-        return np.concatenate(vectors)
-
-    def _count(self, done: PrecomputeReport, models: _Models) -> None:
-        report = self.report
-        report.computed_chunks += done.computed
-        report.computed_tokens += done.computed_tokens
-        report.computed_kv_bytes += done.computed_tokens * models.kv_bytes_per_token
-        report.compute_seconds += done.seconds
-        report.stored_chunks += done.skipped
-        for reason, count in done.refused.items():
-            report.refused_chunks[reason] = report.refused_chunks.get(reason, 0) + count
+        return np.concatenate(vectors), unfinished
 
     def _ready(self) -> tuple[Collection, _Models]:
         """Load the models, and make the collection if there is none."""
@@ -306,7 +340,8 @@ class Indexing:
         split = make_splitter(engine.tokenize, settings.chunk_size, settings.chunk_overlap)
         config = text_config(settings.model)
         dtype = served_dtype(config, settings.dtype, self._placement.device)
-        return _Models(engine, embedder, split, kv_bytes_per_token(config, dtype))
+        storing = KVStoring(engine, self.report, kv_bytes_per_token(config, dtype))
+        return _Models(engine, embedder, split, storing)
 
 
 @dataclass(frozen=True)
@@ -325,7 +360,7 @@ class _Models:
     engine: Engine
     embedder: Embedder
     split: Callable[[str], list[str]]
-    kv_bytes_per_token: int
+    storing: KVStoring
 
 
 def _document(new: _NewFile, split: Callable[[str], list[str]]) -> Document:

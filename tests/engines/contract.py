@@ -761,6 +761,15 @@ class EngineContract:
             engine.precompute(failing(), progress=False)
         assert engine.precompute([chunk], progress=False).computed == 1
 
+    def test_what_is_stored_and_sound_is_not_computed_to_verify_it(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        document, missing = texts.document(30, 20), texts.chunks(9)[0]
+        engine.precompute([document], progress=False)
+        report = engine.precompute([document, missing], progress=False, verify=True)
+        assert (report.computed, report.skipped) == (1, 2)
+        assert (report.refused, report.failed) == ({}, {})
+
     def test_a_prefetch_changes_no_answer(self, engine: Engine, texts: Texts) -> None:
         document = texts.document(30, 20)
         chunks = document.to_chunks()

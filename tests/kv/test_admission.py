@@ -117,7 +117,7 @@ def test_memory_alone_admits_what_is_put_again():
         for number in (0, 1):
             store.put(make_key(number), make_kv(number))
             store.get(make_key(number))
-        taken = [store.put(make_key(2), make_kv(2)) for _ in range(4)]
+        taken = [store.put(make_key(2), make_kv(2)).stored for _ in range(4)]
         assert taken == [False, False, False, True]
         assert store.stats()["host"]["rejected"] == 3
         assert store.stats()["host"]["admitted"] == 1
@@ -184,7 +184,7 @@ def test_what_another_process_reads_is_not_driven_out_by_what_is_new(tmp_path, c
         for number in range(6):
             assert serving.get(make_key(number)).tier == "disk"
         with TieredKVStore([disk(tmp_path, 10)]) as indexing:
-            taken = [indexing.put(make_key(n), make_kv(n)) for n in range(100, 120)]
+            taken = [indexing.put(make_key(n), make_kv(n)).stored for n in range(100, 120)]
             assert sum(taken) == 20, "chunks that nobody read make room"
         assert all(serving.contains(make_key(number)) for number in range(6))
         assert sum(path.stat().st_size for path in chunk_files(tmp_path)) <= 10 * FILE
@@ -200,7 +200,7 @@ def test_what_was_read_long_ago_makes_room(tmp_path, hours_ago, taken):
     for path in chunk_files(tmp_path):
         os.utime(path, (read, read - 3600))
     with TieredKVStore([disk(tmp_path, 2)]) as later:
-        assert later.put(make_key(5), make_kv(5)) == taken
+        assert later.put(make_key(5), make_kv(5)).stored == taken
 
 
 def test_a_full_disk_is_not_gone_through_again_for_what_would_be_turned_away(tmp_path, monkeypatch):

@@ -207,7 +207,7 @@ def test_a_kernel_that_stops_a_write_is_a_failed_put(tmp_path):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         store = TieredKVStore.open(disk_path=folder)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        print(store.put(make_key(0), make_kv(tokens=100)), store.stats()["disk"]["errors"])
+        print(store.put(make_key(0), make_kv(tokens=100)).stored, store.stats()["disk"]["errors"])
         print(store.get(make_key(0)).tier, list(Path(folder).rglob("*.tmp")))
         store.close()
         """,
@@ -440,7 +440,8 @@ def test_a_pipe_for_a_usage_file_holds_nobody_up(tmp_path):
     process = run_python(
         """
         tier = DiskTier(folder)
-        print(tier.put(make_key(0), StoredChunk(make_kv(), time.time())), tier.usage().entries)
+        taken = tier.put(make_key(0), StoredChunk(make_kv(), time.time())).stored
+        print(taken, tier.usage().entries)
         """,
         str(tmp_path),
     )

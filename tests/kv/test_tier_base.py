@@ -1,11 +1,13 @@
 """What the base class of all tiers makes of failures: logs that say what, where and why."""
 
+import errno
 import logging
 
 import pytest
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv import StoredChunk
+from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.kv.tiers.base import COUNTED, RefusedError, Tier, Usage
 from tests.kv.samples import OTHER_FINGERPRINT, make_key, make_kv
 
@@ -126,6 +128,54 @@ def test_refusals_are_said_aloud_once(caplog):
         for number, level in enumerate(["WARNING", "DEBUG", "DEBUG"])
     ]
     assert counted(tier) == {"refused": 3}
+
+
+def test_one_cause_is_one_warning_until_an_access_succeeds(caplog):
+    """A full disk fails each chunk; the file's name in the error is no other cause."""
+    tier = Plain()
+
+    def put(number, failure):
+        tier.failure = failure
+        return tier.put(make_key(number), CHUNK)
+
+    full = [OSError(errno.ENOSPC, "No space left on device", f"file {n}") for n in range(4)]
+    results = [put(number, full[number]) for number in range(3)]
+    assert {result.failure for result in results} == {"far tier: No space left on device"}
+    assert [level for level, _ in said(caplog)] == ["WARNING", "DEBUG", "DEBUG"]
+    put(0, OSError("another cause"))
+    assert [level for level, _ in said(caplog)] == ["WARNING"]
+    assert put(0, None)
+    put(3, full[3])
+    assert [level for level, _ in said(caplog)] == ["WARNING"], "it is full again"
+
+
+def test_a_tier_that_is_left_alone_says_what_failed_before():
+    tier = Plain(OSError("no route to host"))
+    tier.fails_whole = True
+    for _ in range(2):
+        assert tier.put(KEY, CHUNK).failure == "far tier: no route to host"
+
+
+@pytest.mark.parametrize(
+    ("memory", "lasting", "stored", "refusal"),
+    [
+        (True, [True], True, None),
+        (True, ["disk: full"], True, "disk: full"),
+        (False, ["disk: full"], False, "disk: full"),
+        (True, ["disk: full", True], True, None),
+        (True, ["disk: full", "redis: gone"], True, "disk: full; redis: gone"),
+        (False, [False], False, "store full"),
+        (True, [False], True, None),
+        (True, [], True, None),
+        ("memory: broken", [], False, "memory: broken"),
+    ],
+)
+def test_what_lasts_decides_whether_a_chunk_is_stored(memory, lasting, stored, refusal):
+    """Memory that took a chunk does not make up for a disk that failed to."""
+    of_tiers = [(False, memory), *((True, one) for one in lasting)]
+    results = [(d, PutResult(r is True, r if isinstance(r, str) else "")) for d, r in of_tiers]
+    put = PutResult.of_tiers(results)
+    assert (put.stored, bool(put), put.refusal) == (stored, stored, refusal)
 
 
 def test_pins_are_kept_and_let_go():

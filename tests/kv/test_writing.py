@@ -148,7 +148,7 @@ def test_a_process_that_ends_without_closing_writes_what_waits(tmp_path, digests
 def test_what_finds_no_room_is_dropped_counted_and_said(held, caplog):
     store, tier = held
     tier._queue._room_bytes = 3 * CHUNK
-    taken = [store.put(key, make_kv()) for key in KEYS[:5]]
+    taken = [store.put(key, make_kv()).stored for key in KEYS[:5]]
     assert taken == [True] * 3 + [False] * 2
     assert store.put(KEYS[1], make_kv(7)), "in place of the one that waits"
     assert store.stats()["far"]["dropped"] == 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,6 +48,7 @@ from cacheblend_rag.errors import ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.kv.verifying import unreadable
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.blended import NotWorthLoading
@@ -407,19 +408,17 @@ class TransformersEngine(Engine):
                 continue
             if isinstance(computed, NoRoom):
                 logger.warning("%d chunks not computed: %s", len(computed.chunks), computed.lack)
-                yield Stored(refused={NO_ROOM: len(computed.chunks)})
+                yield Stored.failure(NO_ROOM, len(computed.chunks))
                 continue
             plan, kv = computed
             with working():
                 self._refresh()
                 is_current = plan.key.fingerprint == self._led.fingerprint
-                was_stored = is_current and self.store.put(plan.key, kv)
-            if not is_current:
+                put = self.store.put(plan.key, kv) if is_current else None
+            if put is None:
                 yield Stored(refused={MODEL_CHANGED: 1})
-            elif was_stored:
-                yield Stored(computed=1, computed_tokens=kv.tokens)
             else:
-                yield Stored(refused={"store full": 1})
+                yield Stored.after_put(put, kv.tokens)
 
     def _compute(self, plans: Sequence[ChunkPlan], alone: ComputeAlone) -> Computed:
         """Compute the KV of all that is not stored, a layer or batch at a time."""
@@ -450,6 +449,9 @@ class TransformersEngine(Engine):
                         except StopIteration:
                             return
             yield item
+
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+        return dict(unreadable(self.store, keys))
 
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
         self.store.prefetch(keys)

@@ -6,7 +6,15 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -293,6 +301,9 @@ class VLLMEngine(Engine):
             plan if self._fits(plan, plan.context) else replace(plan, context=()) for plan in plans
         )
 
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+        return self.transport.run(self._jobs.verify(keys))
+
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
         async def load() -> None:
             try:
@@ -336,9 +347,15 @@ def _sent_chunk(chunk: PlacedChunk) -> SentChunk:
 def _stored_by(result: Result, run: DocumentPlan) -> Stored:
     match result:
         case PrecomputeResult():
-            return Stored(result.computed, result.skipped, result.computed_tokens, result.refused)
+            return Stored(
+                result.computed,
+                result.skipped,
+                result.computed_tokens,
+                result.refused,
+                result.failed,
+            )
         case Failed(error=why):
-            return Stored(refused={why: len(run.members)})
+            return Stored.failure(why, len(run.members))
         case _:
             return Stored()
 

@@ -20,6 +20,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     Result,
     SentChunk,
     SentLeadIn,
+    VerifyResult,
     result_of,
     status_of,
 )
@@ -58,6 +59,22 @@ class Jobs:
         tokens = tuple(work.tokens)
         job = BlendJob("precompute", self._lead_in, chunks, tokens=tokens, idle=idle)
         return await self._carry_out(carrier(job), everywhere=not self.status.shared)
+
+    async def verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+        """Have stored KV read through everywhere; returns what stays unreadable, and why.
+
+        Raises EngineUnavailableError when the connector does not do it.
+        """
+        lost = dict[str, str]()
+        for request in self._by_keys("verify", keys):
+            for one in self._to_replicas(request):
+                result = _outcome(await self._params(one))
+                if not isinstance(result, VerifyResult):
+                    why = result.error if isinstance(result, Failed) else "no result came"
+                    raise EngineUnavailableError(f"vLLM did not check the stored KV: {why}")
+                lost |= result.unreadable
+        names = {f"{key.chunk_id}/{key.context_id}": key for key in keys}
+        return {names[name]: why for name, why in lost.items() if name in names}
 
     async def evict(self, keys: Sequence[KVKey]) -> int:
         """Drop KV everywhere; returns of how many keys there was any."""

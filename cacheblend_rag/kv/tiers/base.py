@@ -22,6 +22,7 @@ from cacheblend_rag.errors import (
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, NotFiniteError
 from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV
+from cacheblend_rag.kv.put_result import PutResult, told
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.seal import CHECKSUM
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
@@ -128,6 +129,8 @@ class Tier(ABC):
         self._pinned: set[KVKey] = set()
         self._counts: Counter[str] = Counter()
         self._counts_lock = threading.Lock()
+        self._last_failure = ""
+        self._warned_reading, self._warned_writing = set[str](), set[str]()
 
     @abstractmethod
     def _entry(self, key: KVKey) -> Entry | None:
@@ -342,42 +345,43 @@ class Tier(ABC):
         """Whether a chunk of so many bytes would be stored, as far as can be told at once."""
         return True
 
-    def put(self, key: KVKey, chunk: StoredChunk) -> bool:
-        """Store or replace a chunk; returns False, and logs why, when the tier did not take it.
+    def put(self, key: KVKey, chunk: StoredChunk) -> PutResult:
+        """Store or replace a chunk; returns, and logs, why when the tier did not take it.
 
         Where the tier is written behind, it is stored soon, and found already. Raises
         NotFiniteError when the tier had a look at the chunk's numbers.
         """
         if self.policy.read_only:
-            return False
+            return PutResult(False)
         if self._queue is None:
             return self._put(key, chunk)
         chunk.check()
         refusal = self._queue.add(key, chunk)
         if refusal is None:
-            return True
+            return PutResult(True)
         self._count("dropped")
         logger.warning("%s tier: %s is not stored: %s", self.name, key, refusal)
-        return False
+        return PutResult(False, f"{self.name} tier: {refusal}")
 
-    def _put(self, key: KVKey, chunk: StoredChunk) -> bool:
+    def _put(self, key: KVKey, chunk: StoredChunk) -> PutResult:
         try:
             with self._accessing(self.writing, key):
                 self._save(key, chunk)
         except RejectedError as rejection:
             self._count("rejected")
             logger.debug("%s tier rejected %s: %s", self.name, key, rejection)
-            return False
+            return PutResult(False)
         except RefusedError as refusal:
             # One warning a tier: a capacity below one chunk would otherwise fill the log.
             first = self._count("refused") == 1
             level = logging.WARNING if first else logging.DEBUG
             logger.log(level, "%s tier refused %s: %s", self.name, key, refusal)
-            return False
+            return PutResult(False)
         except OSError as error:
             self._could_not("store %s", key, error)
-            return False
-        return True
+            cause = self._last_failure if isinstance(error, OutError) else told(error)
+            return PutResult(False, f"{self.name} tier: {cause}")
+        return PutResult(True)
 
     def evict(self, key: KVKey) -> bool:
         """Remove a chunk, pinned or not; returns whether it was there."""
@@ -508,6 +512,7 @@ class Tier(ABC):
         except Exception as error:
             if lack := lack_of_memory(error):  # no fault of the tier's
                 raise OSError(errno.ENOMEM, lack) from None
+            self._last_failure = told(error)
             slow = timed and breaker.clock() - began >= SLOW_FAILURE_SECONDS
             breaker.failed(permit, trips=self.fails_whole or slow)
             if isinstance(error, OSError):
@@ -520,9 +525,11 @@ class Tier(ABC):
         if most is not None and seconds > most:
             self._count("errors")
             logger.warning("%s tier: took %.1f s, more than %g", self.name, seconds, most)
+            self._last_failure = f"took {seconds:.1f} s, more than {most:g}"
             breaker.failed(permit)
         else:
             breaker.succeeded(permit)
+            self._warned_of(breaker).clear()
 
     def _permit(self, breaker: Breaker, keys: Sequence[KVKey]) -> int:
         permit = breaker.ask()
@@ -561,11 +568,22 @@ class Tier(ABC):
     def _could_not(
         self, what: str, key: KVKey, error: OSError, *, skipped: str = "dropped"
     ) -> None:
-        """Count and log what failed; quietly where the tier was out, which was said before."""
+        """Count what failed, and log it: one warning a cause, until an access succeeds.
+
+        Quietly where the tier was out, which was said before.
+        """
         out = isinstance(error, OutError)
         self._count(skipped if out else "errors")
-        level = logging.DEBUG if out else logging.WARNING
+        warned = self._warned_of(self.reading if skipped == "skipped" else self.writing)
+        cause = what + told(error)
+        level = logging.DEBUG if out or cause in warned else logging.WARNING
+        if not out:
+            warned.add(cause)
         logger.log(level, f"%s tier: could not {what}: %s", self.name, key, error)
+
+    def _warned_of(self, breaker: Breaker) -> set[str]:
+        """Return the causes that were logged since an access of this kind succeeded last."""
+        return self._warned_writing if breaker is self.writing else self._warned_reading
 
     def _count(self, name: str, times: int = 1) -> int:
         with self._counts_lock:

@@ -73,6 +73,26 @@ def test_a_damaged_file_is_computed_afresh(
     assert all(c.hit for c in engine.generate(TEXT, SHORT).report.chunks)
 
 
+def test_verifying_finds_damage_that_no_request_met(
+    make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(store=on_disk(tmp_path))
+    engine.precompute(CHUNKS, progress=False)
+    victim = files(tmp_path)[0]
+    victim.write_bytes(victim.read_bytes()[:-9])
+    assert engine.precompute(CHUNKS, progress=False).skipped == 2
+    report = engine.precompute(CHUNKS, progress=False, verify=True)
+    assert (report.computed, report.skipped, report.refused) == (1, 1, {})
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(DiskTier, "_read", broken)
+    report = engine.precompute(CHUNKS, progress=False, verify=True)
+    assert (report.computed, report.skipped) == (0, 0)
+    assert report.refused == report.failed == {"disk tier: store error": 2}
+
+
 def test_a_file_of_another_model_is_computed_afresh(
     make_engine: EngineFactory, tmp_path: Path
 ) -> None:
@@ -106,7 +126,11 @@ def test_a_full_disk_costs_reuse_and_nothing_else(
     monkeypatch.setattr(DiskTier, "_write", full)
     engine = make_engine(store=on_disk(tmp_path))
     report = engine.precompute(CHUNKS, progress=False)
-    assert (report.computed, dict(report.refused)) == (0, {"store full": 2})
+    assert (report.computed, dict(report.refused)) == (
+        0,
+        {"disk tier: No space left on device": 2},
+    )
+    assert report.failed == report.refused
     answer = engine.generate(TEXT, SHORT)
     assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
     assert answer.report.reason == "no chunk of the prompt is stored"
@@ -116,7 +140,8 @@ def test_a_capacity_below_one_chunk_costs_reuse_and_nothing_else(
     make_engine: EngineFactory,
 ) -> None:
     engine = make_engine(store=TieredKVStore.open(host_bytes=100))
-    assert engine.precompute(CHUNKS, progress=False).refused == {"store full": 2}
+    report = engine.precompute(CHUNKS, progress=False)
+    assert (report.refused, report.failed) == ({"store full": 2}, {}), "no tier failed"
     answer = engine.generate(TEXT, SHORT)
     assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
     assert {c.reason for c in answer.report.chunks} == {"not stored"}
@@ -177,7 +202,12 @@ def test_a_redis_that_dies_and_comes_back_costs_reuse_and_nothing_else(
             assert {(c.reason, c.tier, c.hit) for c in answer.report.chunks} == {
                 ("store error", "redis", False)
             }
-        assert engine.precompute(CHUNKS, progress=False).refused == {"store full": 2}
+        report = engine.precompute(CHUNKS, progress=False)
+        ((why, count),) = report.refused.items()
+        assert why.startswith("redis tier: ConnectionError: ")
+        assert "refused" in why
+        assert count == 2
+        assert report.failed == report.refused
         stats = tier.stats()
         assert stats["dropped"] == 2
         assert stats["errors"] == 1, "it was asked once"

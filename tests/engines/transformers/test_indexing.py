@@ -11,6 +11,7 @@ import torch
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.prefill import precompute
 from cacheblend_rag.prefill.blended import CONTEXT_KEPT
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
@@ -326,7 +327,7 @@ def test_two_writers_leave_no_kv_that_no_document_knows(
     newer = Document("report", (*older.chunks[:2], words(8, 70), words(8, 71)))
     put, stored_so_far = here.store.put, [0]
 
-    def put_meanwhile(key: KVKey, kv: ChunkKV) -> bool:
+    def put_meanwhile(key: KVKey, kv: ChunkKV) -> PutResult:
         stored_so_far[0] += 1
         if stored_so_far[0] == 3:
             there.precompute([newer], progress=False)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.kv.store import TieredKVStore
 
 MOST_WAITING = 8
@@ -15,12 +17,18 @@ WAIT_SECONDS = 0.001
 
 
 class ChunkWriter:
-    """Writes one job's chunks, in their order, on a thread; all ranks wait for each other's."""
+    """Writes one job's chunks, in their order, on a thread; all ranks wait for each other's.
+
+    refused: once finished, how many were not stored, by reason; failed: those of them that
+    were not stored because a tier failed.
+    """
 
     def __init__(self, stack: DecoderStack, store: TieredKVStore) -> None:
         self._stack, self._store = stack, store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-put")
-        self._puts: list[Future[bool]] = []
+        self._puts: list[Future[PutResult]] = []
+        self.refused: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
 
     def put(self, key: KVKey, kv: ChunkKV) -> Steps[None]:
         """Have a chunk written; yields while too many wait."""
@@ -28,10 +36,13 @@ class ChunkWriter:
         yield from self._until_waiting(MOST_WAITING - 1)
 
     def finish(self) -> Steps[int]:
-        """Wait for all of them; returns how many the store took. Raises what ``put`` raises."""
+        """Wait for all of them; returns how many are stored. Raises what ``put`` raises."""
         yield from self._until_waiting(0)
         self.close()
-        return sum(put.result() for put in self._puts)
+        results = [put.result() for put in self._puts]
+        self.refused.update(result.refusal for result in results if result.refusal)
+        self.failed.update(result.failure for result in results if result.failure)
+        return len(results) - self.refused.total()
 
     def close(self) -> None:
         """Write what was handed over, and take no more; does not wait for it."""

@@ -29,10 +29,12 @@ from cacheblend_rag.engines.vllm.protocol import (
     PrefetchResult,
     ReleaseResult,
     SentChunk,
+    VerifyResult,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
+from cacheblend_rag.kv.verifying import unreadable
 from cacheblend_rag.memory import NO_ROOM, give_back_unused
 from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
 from cacheblend_rag.prefill.controller import Controller, Rates
@@ -51,6 +53,7 @@ from cacheblend_rag.prefill.precompute import (
 WorkResult = (
     BlendResult
     | PrecomputeResult
+    | VerifyResult
     | EvictResult
     | PrefetchResult
     | ReleaseResult
@@ -58,7 +61,7 @@ WorkResult = (
     | Failed
 )
 Work = Steps[WorkResult]
-WRITING = frozenset({"evict", "precompute"})
+WRITING = frozenset({"evict", "precompute", "verify"})
 """Kinds of job that change what is stored."""
 
 
@@ -97,6 +100,8 @@ class Jobs:
         named = [KVKey(chunk, model, context) for chunk, context in job.keys]
         if job.kind == "evict":
             return (yield from evict(self.store, named))
+        if job.kind == "verify":
+            return (yield from verify(self.store, named))
         if job.kind == "prefetch":
             return (yield from prefetch(self.store, named))
         if job.kind == "release":
@@ -222,12 +227,12 @@ class Jobs:
                 yield from writer.put(plan.key, kv)
             yield
         stored = yield from writer.finish()
-        full = counts["computed"] - stored
         return PrecomputeResult(
             computed=stored,
             skipped=len(keys) - counts["computed"],
             computed_tokens=counts["tokens"],
-            refused={"store full": full} if full else {},
+            refused=writer.refused,
+            failed=writer.failed,
         )
 
     def _computed(self, allotted: Allotted, keys: Sequence[KVKey]) -> Computed:
@@ -249,6 +254,16 @@ class Jobs:
         lead = job.lead_in
         parts = {"lead_in": lead.name, "lead_tokens": lead.tokens, "window": lead.window}
         return fingerprint({**self.identity, **parts}, self._namespace)
+
+
+def verify(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
+    """Read stored KV through, a key at a time; damaged KV is set aside by that."""
+    lost: dict[str, str] = {}
+    for key in keys:
+        for _, reason in unreadable(store, [key]):
+            lost[f"{key.chunk_id}/{key.context_id}"] = reason
+        yield
+    return VerifyResult(len(keys), lost)
 
 
 def evict(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:

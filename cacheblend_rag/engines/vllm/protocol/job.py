@@ -27,11 +27,11 @@ MOST_KEYS = 4096
 """Keys that one job may name; who has more sends several."""
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
 
-Kind = Literal["blend", "precompute", "evict", "prefetch", "release", "status", "report"]
+Kind = Literal["blend", "precompute", "verify", "evict", "prefetch", "release", "status", "report"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ASKS = ("status", "report")
 """Kinds that only ask: they are answered whatever the model."""
-CHANGES = ("precompute", "evict", "release")
+CHANGES = ("precompute", "verify", "evict", "release")
 """Kinds that change what is stored for everyone."""
 
 
@@ -81,14 +81,14 @@ class SentLeadIn:
 
 @dataclass(frozen=True)
 class BlendJob:
-    """One request's work: fuse the chunks of its prompt, store them, or evict or prefetch others;
-    or ``release`` the memory that chunks take.
+    """One request's work: fuse the chunks of its prompt, store them, or verify, evict or prefetch
+    others; or ``release`` the memory that chunks take.
 
     Two kinds only ask: ``status`` for the state of the connector, ``report`` for the result of the
     finished request that had the same ``report_id``.
 
     tokens: lead-in and document to be computed (precompute only).
-    keys: (chunk id, context id) of the chunks to evict or to prefetch. report_id: 32 hex digits
+    keys: (chunk id, context id) of chunks to verify, evict or prefetch. report_id: 32 hex digits
     under which the result is kept for a later ``report``, or "". idle: only to be worked on while
     nothing else is (precompute only).
     """

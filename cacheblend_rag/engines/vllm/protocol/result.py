@@ -41,12 +41,28 @@ class BlendResult:
 
 @dataclass(frozen=True)
 class PrecomputeResult:
-    """What was stored: chunks computed, skipped (stored already) and refused, with reasons."""
+    """What was stored: chunks computed, skipped (stored already) and refused, with reasons.
+
+    failed: those of the refused that could be stored another time.
+    """
 
     computed: int
     skipped: int = 0
     computed_tokens: int = 0
     refused: Mapping[str, int] = field(default_factory=dict)
+    work_seconds: float | None = None
+    failed: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """How many chunks' KV was read through.
+
+    unreadable: why KV that stays stored cannot be used, by ``chunk id/context id``.
+    """
+
+    verified: int
+    unreadable: Mapping[str, str] = field(default_factory=dict)
     work_seconds: float | None = None
 
 
@@ -103,6 +119,7 @@ class Late:
 Result: TypeAlias = (
     BlendResult
     | PrecomputeResult
+    | VerifyResult
     | EvictResult
     | ReleaseResult
     | PrefetchResult
@@ -122,6 +139,7 @@ _TOLD_BY: Mapping[str, type[Any]] = {
     "reason": Declined,
     "chunks": BlendResult,
     "computed": PrecomputeResult,
+    "verified": VerifyResult,
     "evicted": EvictResult,
     "released": ReleaseResult,
 }

@@ -10,6 +10,7 @@ import pytest
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.engines.vllm.connector.chunk_writer import MOST_WAITING, ChunkWriter
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.put_result import PutResult
 from tests.blend.fake_stack import FakeStack
 from tests.kv.samples import make_key, make_kv, until
 from tests.prefill.prompts import Ranks, run
@@ -25,11 +26,12 @@ class Gated(TieredKVStore):
         self._takes = takes
         super().__init__(TieredKVStore.open().tiers)
 
-    def put(self, key: KVKey, kv: ChunkKV) -> bool:
+    def put(self, key: KVKey, kv: ChunkKV, *, written_at: float | None = None) -> PutResult:
         self.threads.add(threading.get_ident())
         self.begun.append(key)
         assert self.gate.acquire(timeout=20)
-        return super().put(key, kv) and self._takes
+        stored = super().put(key, kv, written_at=written_at)
+        return stored if self._takes else PutResult(False)
 
 
 def test_so_many_chunks_wait_and_then_the_job_does() -> None:
@@ -55,6 +57,7 @@ def test_what_the_store_does_not_take_is_not_counted_and_what_is_malformed_is_ra
     writer = ChunkWriter(FakeStack(), store)
     run(writer.put(KEYS[0], make_kv()))
     assert run(writer.finish()) == 0
+    assert (writer.refused, writer.failed) == ({"store full": 1}, {})
     wrong: Any = ChunkKV(make_kv().keys, make_kv().values[:1], 0)
     raising = ChunkWriter(FakeStack(), store)
     run(raising.put(KEYS[1], wrong))

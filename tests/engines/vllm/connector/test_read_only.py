@@ -9,13 +9,34 @@ from typing import Any, cast
 import pytest
 
 from cacheblend_rag import TieredKVStore
-from cacheblend_rag.engines.vllm.connector.jobs import Jobs
-from cacheblend_rag.engines.vllm.protocol import BlendJob, Failed, SentLeadIn
+from cacheblend_rag.engines.vllm.connector.jobs import Jobs, verify
+from cacheblend_rag.engines.vllm.protocol import BlendJob, Failed, SentLeadIn, VerifyResult
+from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.store import READ_ONLY
 from tests.kv.samples import make_key, make_kv
+from tests.prefill.prompts import run
 
 
-@pytest.mark.parametrize("kind", ["evict", "precompute"])
+def test_a_job_reads_stored_kv_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is damaged is not stored any more; what cannot be read is named."""
+    keys = [make_key(number) for number in range(3)]
+    with TieredKVStore.open(host_bytes=0, disk_path=tmp_path) as store:
+        for number, key in enumerate(keys[:2]):
+            store.put(key, make_kv(number))
+        damaged = next(tmp_path.glob(f"?/?/{keys[0]}*"))
+        damaged.write_bytes(damaged.read_bytes()[:-9])
+        assert run(verify(store, keys)) == VerifyResult(3)
+        assert store.contains_many(keys) == [False, True, False]
+
+        def broken(*_: object) -> None:
+            raise OSError("no such device")
+
+        monkeypatch.setattr(DiskTier, "_read", broken)
+        name = f"{keys[1].chunk_id}/{keys[1].context_id}"
+        assert run(verify(store, keys)) == VerifyResult(3, {name: "disk tier: store error"})
+
+
+@pytest.mark.parametrize("kind", ["evict", "precompute", "verify"])
 def test_jobs_that_change_the_store_are_refused(kind: Any, tmp_path: Path) -> None:
     key = make_key(1)
     with TieredKVStore.open(host_bytes=0, disk_path=tmp_path) as writer:

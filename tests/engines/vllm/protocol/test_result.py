@@ -19,6 +19,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     PrecomputeResult,
     PrefetchResult,
     Result,
+    VerifyResult,
     params_of,
     result_of,
     status_of,
@@ -50,6 +51,8 @@ RESULTS: tuple[Result, ...] = (
     BlendResult((MISS,)),
     BlendResult((HIT,), "none", selector_reason="why not"),
     PrecomputeResult(2, 1, 80, {"store full": 1}, 0.5),
+    PrecomputeResult(2, refused={"x": 4, "full disk": 3}, failed={"full disk": 3}),
+    VerifyResult(2, {"0/1": "disk tier: store error"}),
     EvictResult(3, 0.5),
     PrefetchResult(),
     PrefetchResult(0.5),
@@ -83,7 +86,14 @@ def test_a_result_survives_json(result: Result) -> None:
         (EvictResult(3, 0.5), {"evicted": 3, "work_seconds": 0.5}),
         (
             PrecomputeResult(2, work_seconds=0.5),
-            {"computed": 2, "skipped": 0, "computed_tokens": 0, "refused": {}, "work_seconds": 0.5},
+            {
+                "computed": 2,
+                "skipped": 0,
+                "computed_tokens": 0,
+                "refused": {},
+                "failed": {},
+                "work_seconds": 0.5,
+            },
         ),
         (PrefetchResult(0.5), {"work_seconds": 0.5}),
     ],
@@ -186,7 +196,7 @@ def test_whatever_a_server_says_is_read_or_refused() -> None:
         assert len(status_of(params).refusal) < 200_000
         if read is not None:
             assert isinstance(read, Result)
-    assert len(kinds) == 9, "each kind, and none"
+    assert len(kinds) == 10, "each kind, and none"
 
 
 @pytest.mark.parametrize("name", [*sorted(_TOLD_BY), "other"])

@@ -1,0 +1,57 @@
+"""PutResult: whether a chunk was stored, and what failed where it was not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+STORE_FULL: Final = "store full"
+"""Why a chunk is not stored where no tier failed: none has, or makes, room for it."""
+MOST_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class PutResult:
+    """What storing a chunk came to; true when a tier took it.
+
+    Args:
+        stored: whether a tier took it.
+        failure: the error that kept it from being stored, or, of a store with tiers that outlive
+            the process, from being stored in any of those; "" when nothing failed.
+    """
+
+    stored: bool
+    failure: str = ""
+
+    def __bool__(self) -> bool:
+        return self.stored
+
+    @property
+    def refusal(self) -> str | None:
+        """Why the chunk will not be found by later processes, in one line; None when it will."""
+        if self.failure:
+            return self.failure
+        return None if self.stored else STORE_FULL
+
+    @classmethod
+    def of_tiers(cls, results: Sequence[tuple[bool, PutResult]]) -> PutResult:
+        """Return what putting a chunk into several tiers came to.
+
+        Args:
+            results: of each tier, whether it outlives the process, and what it said.
+
+        Returns:
+            Stored where any tier took it. A tier's failure counts unless another tier that
+            outlives the process took the chunk, or no tier outlives it and any took it.
+        """
+        lasting = [result for durable, result in results if durable]
+        is_kept = any(lasting or [result for _, result in results])
+        failures = [result.failure for _, result in results if result.failure]
+        return cls(any(result for _, result in results), "" if is_kept else "; ".join(failures))
+
+
+def told(error: BaseException) -> str:
+    """Return an error in one short line, without the file's name that an OSError carries."""
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join((text or type(error).__name__).split())[:MOST_CHARACTERS].rstrip(".")

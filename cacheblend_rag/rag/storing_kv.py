@@ -1,0 +1,67 @@
+"""KVStoring: an engine computes and stores the KV of chunks for `index`, and the report counts it.
+
+While nothing can be stored, nothing is computed either: it would be lost.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.memory import NO_ROOM
+from cacheblend_rag.rag.index_report import IndexReport
+from cacheblend_rag.report import PrecomputeReport
+from cacheblend_rag.text.chunk import Chunk
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Engine
+
+PAUSE_SECONDS = 10.0
+
+
+class KVStoring:
+    """Computes and stores chunks' KV through an engine, and counts it in an IndexReport.
+
+    kv_bytes_per_token: of the engine's model. clock: seconds that only rise. Once a tier failed so
+    that a call stored nothing, chunks are counted as failed without being computed for
+    PAUSE_SECONDS.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        report: IndexReport,
+        kv_bytes_per_token: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._engine, self._report = engine, report
+        self._kv_bytes_per_token, self._clock = kv_bytes_per_token, clock
+        self._cause, self._until = "", 0.0
+
+    def store(self, chunks: Sequence[Chunk], *, verify: bool = False) -> int:
+        """Store the KV of chunks; returns of how many it could not be stored, but may be later.
+
+        verify: what is stored already is read through, and computed anew where it is damaged.
+        """
+        if self._clock() < self._until:
+            self._count(PrecomputeReport(refused={self._cause: len(chunks)}))
+            return len(chunks)
+        done = self._engine.precompute(chunks, progress=False, verify=verify)
+        self._count(done)
+        known = self._report.failures
+        known += [cause for cause in done.failed if cause not in known]
+        lasting = [cause for cause in done.failed if not cause.startswith(NO_ROOM)]
+        if lasting and not done.computed:
+            self._cause, self._until = lasting[0], self._clock() + PAUSE_SECONDS
+        return sum(done.failed.values())
+
+    def _count(self, done: PrecomputeReport) -> None:
+        report = self._report
+        report.computed_chunks += done.computed
+        report.computed_tokens += done.computed_tokens
+        report.computed_kv_bytes += done.computed_tokens * self._kv_bytes_per_token
+        report.compute_seconds += done.seconds
+        report.stored_chunks += done.skipped
+        for reason, count in done.refused.items():
+            report.refused_chunks[reason] = report.refused_chunks.get(reason, 0) + count

@@ -1,0 +1,258 @@
+"""KV that could not be stored is said, kept as unfinished, and computed by the next run."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.bench.servers import redis_server, redis_url
+from cacheblend_rag.config import StoreConfig
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import DiskTier, TieredKVStore
+from cacheblend_rag.kv.tiers.urls import open_tier
+from cacheblend_rag.rag import indexing, storing_kv
+from cacheblend_rag.rag.collection import KV_NAME, Collection
+from cacheblend_rag.rag.index_report import IndexReport
+from cacheblend_rag.rag.storing_kv import KVStoring
+from cacheblend_rag.report import PrecomputeReport
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.tier_url import TierUrl
+from tests.cli.documents import write_notes
+from tests.cli.test_index import LetterEmbedder
+
+TOY = ("--model", "demo", "--chunk-size", 64)
+Index = Callable[..., Any]
+
+
+@pytest.fixture
+def notes(tmp_path: Path) -> Path:
+    write_notes(tmp_path / "notes")
+    return tmp_path / "notes"
+
+
+@pytest.fixture
+def into(tmp_path: Path) -> Path:
+    return tmp_path / "collection"
+
+
+@pytest.fixture
+def index(cli: Any, into: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    """Run ``index`` with arguments; return what came of it."""
+    monkeypatch.setattr(indexing, "Embedder", LetterEmbedder)
+    return lambda *arguments: cli("index", *arguments, "--into", into, *TOY, "--json")
+
+
+def unfinished(into: Path) -> dict[str, int]:
+    with Collection.open(into) as collection:
+        return collection.unfinished()
+
+
+def no_room(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def files(into: Path) -> list[Path]:
+    return sorted((into / KV_NAME).glob("?/?/*.safetensors"))
+
+
+def test_a_redis_that_is_down_leaves_documents_unfinished_until_it_is_up(
+    index: Index, into: Path, notes: Path
+) -> None:
+    with redis_server() as server:
+        url = redis_url(server)
+        server.kill()
+        down = index(notes, "--store", f"tiers={url}")
+        assert down.code == 1
+        found = down.json
+        assert (found["added"], found["documents"], found["computed_chunks"]) == (4, 4, 0)
+        assert found["unfinished_documents"] == 4
+        assert found["unfinished_chunks"] == found["chunks"] > 8
+        ((cause, count),) = found["refused_chunks"].items()
+        assert cause.startswith("redis tier: ConnectionError: ")
+        assert "refused" in cause
+        assert count == found["chunks"]
+        said = down.stderr.splitlines()[-1]
+        assert said.startswith(f"cacheblend-rag: {count} chunks of 4 documents have no KV ({cause}")
+        assert said.endswith("the same command computes it once that is mended")
+        server.start()
+        up = index(notes, "--store", f"tiers={url}")
+        assert (up.code, up.stderr) == (0, "")
+        again = up.json
+        assert (again["unchanged"], again["computed_chunks"]) == (4, count)
+        assert (again["unfinished_chunks"], again["refused_chunks"]) == (0, {})
+        with TieredKVStore([open_tier(TierUrl(url), "cpu")]) as store:
+            assert len(store.keys()) == count
+        third = index(notes, "--store", f"tiers={url}").json
+        assert (third["computed_chunks"], third["stored_chunks"]) == (0, 0), "nothing is left"
+
+
+def test_a_full_disk_leaves_documents_unfinished_though_memory_has_their_kv(
+    index: Index, into: Path, notes: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(DiskTier, "_write", no_room)
+        outcome = index(notes)
+    assert outcome.code == 1
+    found = outcome.json
+    assert found["refused_chunks"] == {"disk tier: No space left on device": found["chunks"]}
+    assert (found["computed_chunks"], found["unfinished_chunks"]) == (0, found["chunks"])
+    assert outcome.stderr.count("No space left on device") == 1
+    assert len([one for one in caplog.messages if "No space" in one]) == 1, "one line a cause"
+    assert sum(unfinished(into).values()) == found["chunks"]
+    finished = index(notes)
+    assert (finished.code, finished.json["computed_chunks"]) == (0, found["chunks"])
+    assert len(files(into)) == found["chunks"]
+    assert unfinished(into) == {}
+
+
+def test_what_is_unfinished_is_finished_though_its_file_is_gone_or_not_asked_for(
+    index: Index, into: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, gone, *_ = sorted(notes.iterdir())
+    with monkeypatch.context() as full:
+        full.setattr(DiskTier, "_write", no_room)
+        assert index(notes).code == 1
+        assert index(notes, "--register-only").code == 1, "which computes nothing"
+    gone.unlink()
+    found = index(one).json
+    assert (found["computed_chunks"], found["unfinished_chunks"]) == (found["chunks"], 0)
+
+
+def test_an_estimate_counts_what_is_unfinished(
+    index: Index, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(DiskTier, "_write", no_room)
+        chunks = index(notes).json["chunks"]
+    assert index(notes, "--dry-run").json["chunks"] == chunks
+    assert index(notes).json["computed_chunks"] == chunks
+    assert index(notes, "--dry-run").json["chunks"] == 0
+
+
+def test_repair_computes_what_was_lost_or_damaged_and_nothing_else(
+    index: Index, into: Path, notes: Path, caplog: Any
+) -> None:
+    chunks = index(notes).json["chunks"]
+    lost, damaged, cut, *_ = files(into)
+    lost.unlink()
+    damaged.write_bytes(damaged.read_bytes()[:-9] + b"x" * 9)
+    cut.write_bytes(b"")
+    assert index(notes).json["computed_chunks"] == 0, "it is not asked to look"
+    found = index("--repair")
+    assert found.code == 0, found.stderr
+    assert (found.json["computed_chunks"], found.json["stored_chunks"]) == (3, chunks - 3)
+    assert len(files(into)) == chunks
+    with TieredKVStore.of(StoreConfig(into / KV_NAME)) as store:
+        assert all(store.get(key).kv is not None for key in store.entries())
+    again = index("--repair").json
+    assert (again["computed_chunks"], again["stored_chunks"]) == (0, chunks)
+
+
+def test_repair_computes_what_was_only_registered_and_knows_chunks_again(
+    index: Index, into: Path, notes: Path
+) -> None:
+    chunks = index(notes, "--register-only").json["chunks"]
+    for path in (into / KV_NAME).glob("*.sqlite*"):
+        path.unlink()
+    (notes / "new.txt").write_text("A new text.")
+    found = index(notes, "--repair").json
+    assert (found["added"], found["computed_chunks"]) == (1, chunks + 1)
+    assert found["stored_chunks"] == 0, "what this run has stored is not looked at again"
+
+
+def test_what_repair_cannot_read_stays_unfinished(
+    index: Index, into: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = index(notes).json["chunks"]
+
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(DiskTier, "_read", broken)
+        found = index("--repair")
+    assert found.code == 1
+    assert found.json["refused_chunks"] == {"disk tier: store error": chunks}
+    assert found.json["unfinished_chunks"] == chunks
+    assert index("--repair").json["unfinished_chunks"] == 0
+
+
+def test_repair_needs_a_collection_and_goes_with_nothing_that_computes_no_kv(
+    index: Index, notes: Path
+) -> None:
+    assert "holds no collection" in index("--repair").stderr
+    for options in (("--register-only",), ("--dry-run",), ("--max-gib", 1)):
+        outcome = index(notes, "--repair", *options)
+        assert outcome.code == 2
+        assert "--repair computes what is missing: leave" in outcome.stderr
+
+
+class Failing:
+    """An engine that cannot store anything: notes what it was to compute."""
+
+    def __init__(self, *causes: str) -> None:
+        self.causes, self.asked = causes, 0
+
+    def precompute(self, chunks: Sequence[Chunk], **_: Any) -> PrecomputeReport:
+        self.asked += len(chunks)
+        counts = {cause: len(chunks) // len(self.causes) for cause in self.causes}
+        return PrecomputeReport(refused=counts, failed=counts)
+
+
+@pytest.mark.parametrize(("cause", "asked"), [("redis tier: gone", 4), ("no room: 3 MiB", 10)])
+def test_nothing_is_computed_for_a_while_once_a_tier_has_failed(cause: str, asked: int) -> None:
+    """A lack of memory is one chunk's: the next one may be shorter."""
+    engine: Any = Failing(cause)
+    report, now = IndexReport(), [0.0]
+    storing = KVStoring(engine, report, 8, lambda: now[0])
+    chunks = [Chunk("text")] * 2
+    failed = 0
+    for seconds in (0.0, 0.1, 0.1, storing_kv.PAUSE_SECONDS, 0.1):
+        now[0] += seconds
+        failed += storing.store(chunks)
+    assert (failed, engine.asked) == (10, asked)
+    assert (report.refused_chunks, report.failures) == ({cause: 10}, [cause])
+
+
+def test_unfinished_documents_are_noted_with_the_document(tmp_path: Path) -> None:
+    from tests.rag.test_collection import ONE, SETTINGS, TWO, change, vectors
+
+    with Collection.create(tmp_path, SETTINGS) as collection:
+        assert collection.unfinished() == {}
+        collection.replace(TWO, "two", vectors(2), unfinished=2)
+        collection.replace(ONE, "one", vectors(1))
+        assert collection.unfinished() == {TWO.document_id: 2}
+        assert collection.document(TWO.document_id) == TWO
+        collection.note_unfinished(TWO.document_id, 1)
+        collection.note_unfinished(ONE.document_id, 1)
+        assert collection.unfinished() == {ONE.document_id: 1, TWO.document_id: 1}
+        collection.replace(TWO, "other", vectors(2))
+        collection.remove(ONE.document_id)
+        assert collection.unfinished() == {}
+        with pytest.raises(StoreError, match=r"the chunks of 'docs/one.md' are broken"):
+            collection.document(ONE.document_id)
+        collection.note_unfinished(TWO.document_id, 1)
+    change(tmp_path, ("UPDATE unfinished SET chunks = 'all'", ()))
+    with (
+        Collection.open(tmp_path) as collection,
+        pytest.raises(StoreError, match="list of unfinished documents is broken"),
+    ):
+        collection.unfinished()
+
+
+def test_a_collection_from_before_there_were_unfinished_documents_can_note_them(
+    tmp_path: Path,
+) -> None:
+    from tests.rag.test_collection import ONE, SETTINGS, change, vectors
+
+    with Collection.create(tmp_path, SETTINGS) as collection:
+        collection.replace(ONE, "one", vectors(1))
+    change(tmp_path, ("DROP TABLE unfinished", ()))
+    with Collection.open(tmp_path) as collection:
+        assert collection.unfinished() == {}
+        collection.note_unfinished(ONE.document_id, 1)
+        assert collection.unfinished() == {ONE.document_id: 1}
