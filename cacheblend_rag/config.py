@@ -319,6 +319,22 @@ _LEAD_IN_FIELDS: Mapping[str, str] = {
 """Fields of BlendConfig that moved, and what LeadInConfig calls them."""
 
 
+def check_namespace(namespace: object) -> None:
+    """Raise ConfigError unless a namespace is a text that can be hashed and stored.
+
+    Half of a character (a lone surrogate) cannot be: it stands for bytes of a command line that
+    are no UTF-8, for instance.
+    """
+    if not isinstance(namespace, str):
+        raise ConfigError(f"namespace={namespace!r:.100} must be a name")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"namespace={namespace!r:.100} holds half of a character: give text in UTF-8"
+        ) from error
+
+
 def settle(
     blend: BlendConfig | None, lead_in: LeadInConfig | Mapping[str, Any] | str | None
 ) -> tuple[BlendConfig, LeadInConfig]:
@@ -397,8 +413,7 @@ class EngineConfig(Settings):
 
     def __post_init__(self) -> None:
         check_engine_name(self.engine, ENGINES)
-        if not isinstance(self.namespace, str):
-            raise ConfigError(f"namespace={self.namespace!r:.100} must be a name")
+        check_namespace(self.namespace)
         if not (isinstance(self.instruction, str) or callable(self.instruction)):
             raise ConfigError(f"instruction={self.instruction!r:.100} must be a text")
         _check_flag("fill_on_miss", self.fill_on_miss)

@@ -21,8 +21,11 @@ from cacheblend_rag.config import (
     check_request,
     settle,
 )
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
 from cacheblend_rag.secret import Secret
+from tests.engines.toy_engine import ToyEngine
 
 
 @pytest.mark.parametrize(
@@ -247,3 +250,19 @@ def test_options_of_a_store_may_be_given_to_the_engine_by_name() -> None:
 def test_an_engine_that_is_none_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(ConfigError, match="engine='tranformers' must be"):
         EngineConfig(engine="tranformers")
+
+
+@pytest.mark.parametrize("namespace", ["\ud800", "tenant\udcff", 7, None, b"default"])
+def test_a_namespace_that_is_no_text_is_refused_wherever_it_enters(namespace):
+    told = "holds half of a character" if isinstance(namespace, str) else "must be a name"
+    for takes in (
+        lambda: EngineConfig(namespace=namespace),
+        lambda: ConnectorSettings(namespace=namespace),
+        lambda: namespace_id(namespace),
+        lambda: fingerprint({}, namespace),
+        lambda: ToyEngine(None, namespace=namespace),
+    ):
+        with pytest.raises(ConfigError, match=told) as raised:
+            takes()
+        assert "\n" not in str(raised.value)
+        str(raised.value).encode()

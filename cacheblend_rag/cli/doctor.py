@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend_rag.cli import options, output
+from cacheblend_rag.config import check_namespace
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.observe import diagnosis
@@ -41,6 +42,7 @@ def doctor_command(
     """
     if url is not None:
         check_server_url(url)
+        check_namespace(namespace)
         _check_url(url, model, namespace, as_json=as_json)
         return
     with output.stdout_reserved(as_json):
@@ -148,15 +150,17 @@ def _store_line(store: Mapping[str, Any]) -> str:
 
 
 def _print_server(found: Mapping[str, Any]) -> None:
+    if "model" not in found:
+        typer.echo(f"not usable: {output.printable(found['problem'])}")
+        return
+    store, connector = found["store"], found["connector"]
     facts: dict[str, Any] = {"server": found["url"]}
-    if "model" in found:
-        store, connector = found["store"], found["connector"]
-        facts |= {"model": f"{found['model']}, context window {found['context_window']:,}"}
-        facts |= {name: value or "not told" for name, value in found["versions"].items()}
-        facts["blending"] = "active" if found["blending"] else "not active"
-        if found["blending"]:
-            facts["store"] = f"{store['chunks']:,} chunks, {store['bytes'] / 2**20:,.1f} MiB"
-            facts |= connector
+    facts |= {"model": f"{found['model']}, context window {found['context_window']:,}"}
+    facts |= {name: value or "not told" for name, value in found["versions"].items()}
+    facts["blending"] = "active" if found["blending"] else "not active"
+    if found["blending"]:
+        facts["store"] = f"{store['chunks']:,} chunks, {store['bytes'] / 2**20:,.1f} MiB"
+        facts |= connector
     if found["problem"]:
         facts["problem"] = found["problem"]
     output.print_facts("usable" if found["problem"] is None else "not usable", facts)

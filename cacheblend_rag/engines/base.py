@@ -32,7 +32,13 @@ from weakref import WeakSet, ref
 from tqdm import tqdm
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.config import BlendConfig, LeadInConfig, check_request, settle
+from cacheblend_rag.config import (
+    BlendConfig,
+    LeadInConfig,
+    check_namespace,
+    check_request,
+    settle,
+)
 from cacheblend_rag.engines.answer import Delta, FinishReason, Generation, Request
 from cacheblend_rag.engines.background import CLOSED
 from cacheblend_rag.engines.exiting import working
@@ -124,6 +130,7 @@ class Engine(ABC):
         Raises:
             ConfigError: when a setting is out of range.
         """
+        check_namespace(namespace)
         self._fillings = WeakSet[Filling]()
         self.model_name, self.tokenizer, self.namespace = model_name, tokenizer, namespace
         self.config, lead_in = settled(config, lead_in)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheblend_rag.config import Precision
+from cacheblend_rag.config import Precision, check_namespace
 
 FORMAT_VERSION = 1
 NAMESPACE_DIGITS = 32
@@ -52,7 +52,12 @@ def fingerprint(parts: Mapping[str, Any], namespace: str = "default") -> str:
 
 
 def namespace_id(namespace: str) -> str:
-    """Return the 32 hex digits that every fingerprint of ``namespace`` begins with."""
+    """Return the 32 hex digits that every fingerprint of ``namespace`` begins with.
+
+    Raises:
+        ConfigError: when it is no text.
+    """
+    check_namespace(namespace)
     return hashlib.blake2b(namespace.encode(), digest_size=NAMESPACE_DIGITS // 2).hexdigest()
 
 

@@ -6,11 +6,14 @@ nowhere; it is checked as whatever is read from a store, and nothing is unpacked
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import shutil
 import stat
 import tarfile
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -50,7 +53,8 @@ class _Object:
 def export(store: TieredKVStore, condition: Condition, target: Path) -> MoveReport:
     """Write chunks, one object each, into a new folder, or a new tar where the name says so.
 
-    Raises StoreError when it is there already, or cannot be written.
+    It appears under its name once it is whole. Raises StoreError when it is there already, or
+    cannot be written.
     """
     report = MoveReport()
     chosen = {key: entry for key, entry in store.entries().items() if condition(key, entry)}
@@ -68,7 +72,7 @@ def export(store: TieredKVStore, condition: Condition, target: Path) -> MoveRepo
     except FileExistsError as error:
         raise StoreError(f"{target} is there already: give another name") from error
     except OSError as error:
-        raise StoreError(f"{target} cannot be written: {error}") from error
+        raise StoreError(f"{target} cannot be written: {error.strerror or error}") from error
     return report
 
 
@@ -114,13 +118,48 @@ def _take(
 
 @contextmanager
 def _writer(target: Path) -> Iterator[Write]:
-    """Make a tar or a folder, its owner's alone, and hand out what writes a file into it."""
-    if target.suffix != TAR:
-        target.mkdir(mode=0o700, parents=True)
-        yield lambda name, data, written_at: _write_file(target / name, data, written_at)
-        return
+    """Make a tar or a folder, its owner's alone, and hand out what writes a file into it.
+
+    Raises FileExistsError when there is something of that name.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with _renamed_when_whole(target) as begun:
+        if target.suffix == TAR:
+            with _tar_writer(begun) as write:
+                yield write
+        else:
+            begun.mkdir(mode=0o700)
+            yield lambda name, data, written_at: _write_file(begun / name, data, written_at)
+
+
+@contextmanager
+def _renamed_when_whole(target: Path) -> Iterator[Path]:
+    """Yield a name beside ``target`` for what is renamed at the end, and removed after a failure.
+
+    A failed export leaves nothing that looks whole, or stands in the next one's way.
+    """
+    _check_absent(target)
+    begun = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
+    try:
+        yield begun
+        _check_absent(target)
+        begun.rename(target)
+    except BaseException:
+        if begun.is_dir():
+            shutil.rmtree(begun, ignore_errors=True)
+        else:
+            begun.unlink(missing_ok=True)
+        raise
+
+
+def _check_absent(target: Path) -> None:
+    if os.path.lexists(target):
+        raise FileExistsError(errno.EEXIST, "is there already", str(target))
+
+
+@contextmanager
+def _tar_writer(path: Path) -> Iterator[Write]:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file, tarfile.open(fileobj=file, mode="w|") as tar:
 
         def write(name: str, data: bytes, written_at: float) -> None:

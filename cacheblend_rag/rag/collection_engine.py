@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.config import EMBEDDED, EngineConfig, StoreConfig
+from cacheblend_rag.config import EMBEDDED, EngineConfig, StoreConfig, check_namespace
 from cacheblend_rag.demo import corpus as demo_corpus
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.quiet import quiet_libraries
@@ -29,7 +29,7 @@ class Choices:
     """What a collection is made with.
 
     instruction: None is the one that suits the model. dtype: None is the one that suits the device.
-    Raises ConfigError when chunks would repeat themselves whole.
+    Raises ConfigError when chunks would repeat themselves whole, or the namespace is no text.
     """
 
     model: str = DEFAULT_MODEL
@@ -42,6 +42,7 @@ class Choices:
     engine: str = EMBEDDED
 
     def __post_init__(self) -> None:
+        check_namespace(self.namespace)
         if not 0 <= self.chunk_overlap < self.chunk_size:
             raise ConfigError(
                 f"--chunk-overlap {self.chunk_overlap} must be below --chunk-size {self.chunk_size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import tarfile
@@ -167,3 +168,42 @@ def test_a_tar_that_ends_early_is_one_error(store: TieredKVStore, tmp_path: Path
     for nothing in ("text", "none"):
         with pytest.raises(StoreError):
             moving.import_chunks(store, tmp_path / nothing)
+
+
+class FullDisk(io.FileIO):
+    """A file on a full disk."""
+
+    def write(self, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["moved", "moved.tar"])
+def test_an_export_that_fails_leaves_nothing_in_the_next_ones_way(
+    store: TieredKVStore, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "out" / name
+    with monkeypatch.context() as full:
+        full.setattr(moving.os, "fdopen", lambda fd, mode: FullDisk(fd, "wb"))
+        with pytest.raises(StoreError, match=f"{name} cannot be written: No space left on device$"):
+            moving.export(store, ALL, target)
+    assert list(target.parent.iterdir()) == []
+    assert moving.export(store, ALL, target).moved == len(KEYS)
+    with pytest.raises(StoreError, match="is there already: give another name"):
+        moving.export(store, ALL, target)
+    assert [path.name for path in target.parent.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("name", ["moved", "moved.tar"])
+def test_what_appears_while_it_is_exported_stays(
+    store: TieredKVStore, tmp_path: Path, name: str
+) -> None:
+    target = tmp_path / name
+
+    def appears(*_: object) -> bool:
+        target.write_text("another's")
+        return True
+
+    with pytest.raises(StoreError, match="is there already"):
+        moving.export(store, appears, target)
+    assert target.read_text() == "another's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["from", name]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from cacheblend_rag.arguments import Arguments
-from cacheblend_rag.config import Settings, StoreConfig, names_of
+from cacheblend_rag.config import Settings, StoreConfig, check_namespace, names_of
 from cacheblend_rag.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class ConnectorSettings(Settings):
 
     def __post_init__(self) -> None:
         check_attention_mode(self.attention)
+        check_namespace(self.namespace)
         for name in ("slice_seconds", "step_tokens", "replicas"):
             value = getattr(self, name)
             if value is None and name == "slice_seconds":
