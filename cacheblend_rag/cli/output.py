@@ -7,8 +7,9 @@ import json
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -23,12 +24,15 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from cacheblend_rag.rag import watching
 from cacheblend_rag.rag.watching import Watcher
 
 STDOUT, STDERR = 1, 2
+LINE_SECONDS = 15.0
+NAME_CELLS, BAR_CELLS = 30, 20
 PADDING = 2
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -82,19 +86,33 @@ def stdout_reserved(reserved: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar() -> Iterator[Watcher]:
-    """Yield a progress display on stderr that leaves nothing behind; none without a terminal."""
+def progress_bar(*, lines: bool = False) -> Iterator[Watcher]:
+    """Yield a progress display on stderr that leaves nothing behind.
+
+    lines: without a terminal, say every LINE_SECONDS in a line what is being done; else nothing.
+    """
+    console = side_console()
+    if lines and not console.is_terminal:
+        with _ProgressLines() as watcher:
+            yield watcher
+        return
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        TextColumn("{task.description}", table_column=_one_line(max_width=NAME_CELLS)),
+        BarColumn(bar_width=BAR_CELLS),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        _NoteColumn(),
+        _NoteColumn(table_column=_one_line(ratio=1)),
     )
-    console = side_console()
     disable = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=disable) as progress:
+    with Progress(
+        *columns, console=console, transient=True, disable=disable, expand=True
+    ) as progress:
         yield _ProgressBar(progress)
+
+
+def _one_line(**options: Any) -> Column:
+    """Return a column that cuts what is too long rather than wrap it."""
+    return Column(no_wrap=True, overflow="ellipsis", **options)
 
 
 class _ProgressBar(Watcher):
@@ -129,6 +147,73 @@ class _Bar(watching.Task):
 
     def end(self) -> None:
         self._progress.remove_task(self._task)
+
+
+class _ProgressLines(Watcher):
+    """Says in lines what is being done, at intervals: a log that is read while it grows."""
+
+    def __init__(self) -> None:
+        self._doing: list[_Doing] = []
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def warn(self, message: str) -> None:
+        warn(" ".join(printable(message).splitlines()))
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        doing = self._add(name, 0)
+        try:
+            with super().phase(name):
+                yield
+        finally:
+            doing.end()
+
+    def begin(self, name: str, steps: int) -> watching.Task:
+        return self._add(name, steps)
+
+    def _add(self, name: str, steps: int) -> _Doing:
+        doing = _Doing(name, steps, self._doing)
+        self._doing.append(doing)
+        return doing
+
+    def _run(self) -> None:
+        while not self._ended.wait(LINE_SECONDS):
+            told = "; ".join(map(str, list(self._doing)))
+            if told:
+                line = " ".join(printable(told).split())
+                sys.stderr.write(f"{line}\n")
+                sys.stderr.flush()
+
+
+class _Doing(watching.Task):
+    """A task or phase, and how far it is; ``others`` are those at work, this one among them."""
+
+    def __init__(self, name: str, steps: int, others: list[_Doing]) -> None:
+        self._name, self._steps, self._others = name, steps, others
+        self._done, self._note = 0, ""
+
+    def __str__(self) -> str:
+        count = f" {self._done}/{self._steps}" if self._steps else ""
+        return f"{self._name}{count}{self._note and f', {self._note}'}"
+
+    def note(self, what: str) -> None:
+        self._note = what
+
+    def advance(self, steps: int = 1) -> None:
+        self._done += steps
+
+    def end(self) -> None:
+        if self in self._others:
+            self._others.remove(self)
 
 
 class _NoteColumn(ProgressColumn):

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 GIB = 1 << 30
 KEY_FLAG = "--api-key"
+SOCKET_FLAG = "--uds"
 
 
 def serve_command(
@@ -112,6 +113,8 @@ def serve_command(
         raise ConfigError("--disk-gib is room in a folder: give --kv-path too")
     if kept.kv_path is None and kept.tiers is None and kept.host_bytes == 0:
         raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
+    if serve.flag_value(context.args, (SOCKET_FLAG,)) is None:
+        serve.check_port(host, port)
     checks.check_model(model)
     if kept.kv_path is not None:
         kept = kept.with_changes(kv_path=_made(Path(kept.kv_path)))

@@ -42,6 +42,23 @@ def check_model(name: str) -> None:
         ) from error
 
 
+def check_chunk_size(chunk_size: int, model: str) -> None:
+    """Raise ConfigError when no prompt of a model can hold a chunk of so many tokens."""
+    quiet_libraries()
+    from cacheblend_rag.rag.model_config import text_config
+
+    check_fits(chunk_size, getattr(text_config(model), "max_position_embeddings", None), model)
+
+
+def check_fits(chunk_size: int, context_window: int | None, model: str) -> None:
+    """Raise ConfigError when a context window of so many tokens leaves a chunk no room."""
+    if context_window and chunk_size >= context_window:
+        raise ConfigError(
+            f"--chunk-size {chunk_size}: prompts of model {model!r} hold {context_window:,} "
+            "tokens, the question and the answer among them: give a smaller one"
+        )
+
+
 def check_embedding_model(name: str) -> None:
     """Raise ModelLoadError when an embedding model's folder is not there."""
     if name != BUNDLED and is_local(name) and not Path(name).is_dir():

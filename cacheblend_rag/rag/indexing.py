@@ -62,6 +62,8 @@ if TYPE_CHECKING:
 FIRST_PART_CHUNKS, MOST_PART_CHUNKS = 8, 64
 PART_SECONDS = 5.0
 SHOWN_CHARACTERS = 30
+MOST_NAMED = 10
+"""Skipped files that are warned of by name."""
 NAME_BREAKS = re.compile(r"[-_.\s]+")
 
 
@@ -130,6 +132,9 @@ class Indexing:
         self.add(found.files)
         self.remove_vanished(paths, found.files, prune=prune)
         self.finish(repair=repair)
+        if len(self._skipped) > MOST_NAMED:
+            more = len(self._skipped) - MOST_NAMED
+            self._watcher.warn(f"{more} more files skipped: --json names all, with the reasons")
         if self._collection:
             self.report.documents, self.report.chunks = self._collection.counts()
             left = self._collection.unfinished()
@@ -225,10 +230,11 @@ class Indexing:
             yield self._collection.document(source)
 
     def skip(self, path: Path, reason: str) -> None:
-        """Warn of what is not indexed, and note it."""
+        """Note what is not indexed, and warn of the first few such files by name."""
         if path not in self._skipped:
-            self._watcher.warn(f"{path} skipped: {reason}")
-        self._skipped.add(path)
+            self._skipped.add(path)
+            if len(self._skipped) <= MOST_NAMED:
+                self._watcher.warn(f"{path} skipped: {reason}")
         self.report.skipped.append({"path": str(path), "reason": reason})
 
     def _note(self, found: FoundFiles) -> None:
@@ -323,6 +329,7 @@ class Indexing:
                 clear(self._folder)
             with self._watcher.phase(f"loading the model {settings.model}"):
                 settings, engine = open_new(self._folder, settings, self._placement)
+            self._check_room(engine, settings)
             self._models = self._load(engine, settings)
             self._collection = Collection.create(self._folder, settings)
         else:
@@ -332,6 +339,14 @@ class Indexing:
                 engine = open_known(self._folder, settings, self._placement)
             self._models = self._load(engine, settings)
         return self._collection, self._models
+
+    def _check_room(self, engine: Engine, settings: CollectionSettings) -> None:
+        """Raise ConfigError when a chunk fills the context window, which a server may narrow."""
+        try:
+            checks.check_fits(settings.chunk_size, engine.context_window, settings.model)
+        except ConfigError:
+            engine.close()
+            raise
 
     def _load(self, engine: Engine, settings: CollectionSettings) -> _Models:
         """Load what an engine needs beside it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import stat
 import subprocess
 import sys
 import time
@@ -31,7 +32,8 @@ class FoundFiles:
     """What a walk over paths found.
 
     files: those that can be read, in order. unknown: how many have another extension. unopened:
-    folders that could not be listed and links that are not followed, with the reason.
+    with the reason, folders that could not be listed, links that are not followed, and what is no
+    file.
     """
 
     files: tuple[Path, ...]
@@ -60,6 +62,8 @@ def find_files(paths: Iterable[Path], leave_out: Path) -> FoundFiles:
             found = [path.parent.resolve() / path.name]
         for file in found:
             if not os.path.isfile(file):
+                if reason := _no_file(file):
+                    unopened.append((file, reason))
                 continue
             if walked and not file.resolve().is_relative_to(walked):
                 unopened.append((file, "is a link that leads out of the folder"))
@@ -164,9 +168,25 @@ def make_splitter(
     return split
 
 
+def _no_file(path: Path) -> str | None:
+    """Say what stands where a file was expected; None where nothing does, or it cannot be told."""
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if not path.is_symlink():
+            return None if isinstance(error, FileNotFoundError) else error.strerror
+        return f"is a link that leads nowhere ({error.strerror})"
+    kinds = ((stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"), (stat.S_ISDIR, "folder"))
+    kind = next((name for holds, name in kinds if holds(mode)), "device")
+    return f"is a {kind}, no file"
+
+
 def _walk(folder: Path, leave_out: Path, refused: Callable[[OSError], None]) -> Iterator[Path]:
     for base, folders, names in os.walk(folder, onerror=refused):
         folders[:] = sorted(
             name for name in folders if name[0] != "." and Path(base, name) != leave_out
         )
         yield from (Path(base, name) for name in sorted(names) if name[0] != ".")
+        empty = not (names or folders) and base != str(folder)
+        if empty and os.path.splitext(base)[1].lower() in extracting.EXTRACTORS:
+            yield Path(base)  # told as what it is: a folder that is called like a file

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -95,3 +98,66 @@ def test_what_the_tokenizer_does_is_told(cli, tmp_path):
         assert told["role_markers"] == "special tokens"
         assert outcome.code == 0
         assert said in cli("doctor", "--model", folder).stdout.replace("\n", " ")
+
+
+class _Answers(BaseHTTPRequestHandler):
+    status, kind, body = 200, "text/html", b"<html>hello</html>"
+
+    def do_GET(self) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Type", self.kind)
+        self.send_header("Content-Length", str(len(self.body)))
+        self.end_headers()
+        self.wfile.write(self.body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+JSON = "application/json"
+STRANGERS = {
+    "a page": ({}, "its /v1/models lists no models"),
+    "nothing there": ({"status": 404}, "it has no /v1/models"),
+    "other JSON": ({"kind": JSON, "body": b'{"data": [1]}'}, "its /v1/models lists no models"),
+    "no list": ({"kind": JSON, "body": b'{"data": "x"}'}, "its /v1/models lists no models"),
+    "another's models": (
+        {"kind": JSON, "body": b'{"object": "list", "data": [{"id": "gpt", "object": "model"}]}'},
+        "its models are not described as vLLM does",
+    ),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_what_is_no_vllm_server_is_said_in_one_true_line(cli, stranger):
+    answer, why = STRANGERS[stranger]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answers", (_Answers,), answer))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{server.server_port}"
+    outcome = cli("doctor", "--url", url)
+    server.shutdown()
+    server.server_close()
+    said = f"not usable: engine='{url}': what is there is no vLLM server: {why}\n"
+    assert (outcome.code, outcome.stdout, outcome.stderr) == (1, said, "")
+
+
+def test_what_speaks_no_http_and_what_is_not_there_are_told_apart(cli):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        nobody = cli("doctor", "--url", url)
+        assert (nobody.code, nobody.stdout.count("\n")) == (1, 1)
+        assert "no server answers there (ConnectError); start it" in nobody.stdout
+        listening.listen()
+
+        def speak():
+            while True:
+                try:
+                    with listening.accept()[0] as connection:
+                        connection.sendall(b"SSH-2.0-OpenSSH_9\r\n")
+                except OSError:
+                    return
+
+        threading.Thread(target=speak, daemon=True).start()
+        another = cli("doctor", "--url", url)
+        assert (another.code, another.stdout.count("\n")) == (1, 1)
+        assert "what answers there broke off or speaks no HTTP" in another.stdout

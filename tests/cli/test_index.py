@@ -270,7 +270,7 @@ def test_a_path_that_is_not_there_is_told_whatever_else_is_asked(cli, index, not
 
 def test_chunks_that_take_no_kv_are_counted_with_the_reason(cli, tmp_path, into, letters):
     (tmp_path / "long.txt").write_text("word " * 30000)
-    options = ("--model", "demo", "--chunk-size", 8000, "--json")
+    options = ("--model", "demo", "--chunk-size", 4095, "--json")
     found = cli("index", tmp_path / "long.txt", "--into", into, *options).json
     assert found["refused_chunks"]["longer than the context window"] > 0
     assert found["documents"] == 1
@@ -292,6 +292,18 @@ def test_nothing_to_index_is_one_line_and_makes_nothing(cli, tmp_path, into):
     assert "nothing" in refused(cli, "index", tmp_path / "folder", "--into", into)
     assert "does not exist" in refused(cli, "index", tmp_path / "none.txt", "--into", into)
     assert not into.exists()
+
+
+def test_few_of_many_skipped_files_are_named_and_the_others_counted(index, cli, notes, into):
+    for number in range(13):
+        (notes / f"broken{number:02}.txt").symlink_to(notes / "nowhere")
+    outcome = cli("index", notes, "--into", into, *TOY, "--json")
+    assert outcome.code == 0
+    warnings = outcome.stderr.splitlines()
+    assert sum("is a link that leads nowhere" in line for line in warnings) == 10
+    assert warnings[-1] == "warning: 3 more files skipped: --json names all, with the reasons"
+    assert len(warnings) == 11
+    assert len(outcome.json["skipped"]) == 13
 
 
 def test_only_unreadable_files_end_in_an_error(cli, tmp_path, into, letters):

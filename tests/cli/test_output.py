@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from cacheblend_rag.cli import output
+from tests.kv.samples import until
 
 
 def test_reserved_stdout_sends_prints_to_stderr(capsys):
@@ -64,3 +65,45 @@ def test_a_terminal_shows_phases_tasks_and_notes(monkeypatch):
     for said in ("loading the model", "files", "2/3", "reading notes.txt"):
         assert said in text
     assert "warning: a[31m file skipped" in text
+
+
+def test_progress_is_a_line_a_task_however_long_its_words_are(monkeypatch):
+    shown = io.StringIO()
+    console = Console(file=shown, force_terminal=True, width=80)
+    monkeypatch.setattr(output, "side_console", lambda: console)
+    with output.progress_bar() as watcher:
+        tasks = [watcher.begin("a document with a name of many words" * 3, 1000) for _ in range(2)]
+        for task in tasks:
+            task.note(
+                "reading some/folder/with/a/long/name/and/a/file/in/it.txt, 812 tokens a second"
+            )
+        lines = console.render_lines(watcher._progress.get_renderable(), pad=False)
+    texts = ["".join(segment.text for segment in line) for line in lines]
+    assert len(texts) == 2
+    assert all("0/1000" in text and "reading" in text and len(text) <= 80 for text in texts)
+
+
+def test_without_a_terminal_long_work_is_told_in_lines(monkeypatch, capsys):
+    monkeypatch.setattr(output, "LINE_SECONDS", 0.02)
+    seen = []
+
+    def said(text):
+        seen.append(capsys.readouterr().err)
+        return text in "".join(seen)
+
+    with output.progress_bar(lines=True) as watcher:
+        with watcher.phase("loading the model"):
+            assert until(lambda: said("loading the model\n"), 10)
+        task = watcher.begin("files", 9)
+        task.note("reading a.txt\nb")
+        task.advance(3)
+        inner = watcher.begin("a", 4)
+        assert until(lambda: said("files 3/9, reading a.txt b; a 0/4\n"), 10)
+        inner.end()
+        task.end()
+        watcher.warn("a file is skipped")
+        assert said("warning: a file is skipped\n")
+    with output.progress_bar() as watcher:
+        watcher.begin("files", 9)
+        time.sleep(0.1)
+    assert capsys.readouterr().err == ""

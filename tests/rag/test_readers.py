@@ -3,6 +3,7 @@ from __future__ import annotations
 import builtins
 import os
 import signal
+import socket
 import zlib
 
 import pytest
@@ -246,3 +247,24 @@ def test_links_out_of_a_folder_are_not_followed(tmp_path):
     assert (path.name, reason) == ("leak.txt", "is a link that leads out of the folder")
     named = find_files([folder / "leak.txt"], tmp_path / "collection")
     assert [path.name for path in named.files] == ["leak.txt"], "who names it wants it"
+
+
+def test_what_is_no_file_is_named_with_what_it_is(tmp_path):
+    (tmp_path / "notes.txt").write_text("text")
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "broken.md").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
+    (tmp_path / "folder.txt").mkdir()
+    (tmp_path / "folder").mkdir()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(tmp_path / "agent"))
+        found = find_files([tmp_path, tmp_path / "pipe.txt"], tmp_path / "collection")
+    assert found.files == (tmp_path / "notes.txt",)
+    told = {path.name: reason for path, reason in found.unopened}
+    assert told == {
+        "pipe.txt": "is a pipe, no file",
+        "agent": "is a socket, no file",
+        "broken.md": "is a link that leads nowhere (No such file or directory)",
+        "loop.txt": "is a link that leads nowhere (Too many levels of symbolic links)",
+        "folder.txt": "is a folder, no file",
+    }

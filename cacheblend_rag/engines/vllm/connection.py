@@ -22,6 +22,8 @@ REPLICA_HEADER = "X-data-parallel-rank"
 KEY_VARIABLE = "CACHEBLEND_API_KEY"
 NO_KEY = "none"
 CONNECT_SECONDS = 5.0
+CUT_OFF = ("RemoteProtocolError", "ReadError")
+"""What httpx raises once it is connected."""
 TOLD_CHARACTERS = 200
 LATE = params_of(Late())
 """Stands for a result that does not come with a stream, and is to be asked for."""
@@ -86,16 +88,15 @@ class ServerConnection:
         """
         try:
             page = await self._client.models.list()
-            entries: list[dict[str, Any]] = [entry.to_dict() for entry in page.data]
+            served = _served([entry.to_dict() for entry in page.data])
+        except self._openai.NotFoundError:
+            raise self._no_vllm("it has no /v1/models") from None  # whose frames hold the key
+        except (AttributeError, TypeError, ValueError, KeyError):  # a page, or other JSON
+            raise self._no_vllm("its /v1/models lists no models") from None
         except Exception as error:
-            raise self._failure(error) from None  # whose frames hold the key
-        served = [
-            ServedModel(str(entry["id"]), str(entry["root"]), int(entry["max_model_len"]))
-            for entry in entries
-            if entry.get("root") and entry.get("max_model_len") and not entry.get("parent")
-        ]
+            raise self._failure(error) from None
         if not served:
-            raise EngineUnavailableError(f"engine={self.url!r}: what is there is no vLLM server")
+            raise self._no_vllm("its models are not described as vLLM does")
         matching = [
             model for name in wanted for model in served if name in {model.name, model.source}
         ]
@@ -150,6 +151,11 @@ class ServerConnection:
         except Exception as error:
             raise self._failure(error) from None  # whose frames hold the key
 
+    def _no_vllm(self, why: str) -> EngineUnavailableError:
+        return EngineUnavailableError(
+            f"engine={self.url!r}: what is there is no vLLM server: {why}"
+        )
+
     def _failure(self, error: Exception) -> CacheBlendError:
         """Say in a line what went wrong and what to do; never what the key is."""
         where, known = f"engine={self.url!r}", self._openai
@@ -163,6 +169,8 @@ class ServerConnection:
         elif isinstance(error, known.APIConnectionError):
             cause = type(error.__cause__ or error).__name__
             said = f"no server answers there ({cause}); start it or give another URL"
+            if cause in CUT_OFF:
+                said = f"what answers there broke off or speaks no HTTP ({cause})"
         elif isinstance(error, known.APIStatusError):
             said = f"the server answers {error.status_code}: {_first_line(error.message)}"
         elif isinstance(error, known.APIError):
@@ -170,6 +178,15 @@ class ServerConnection:
         else:
             said = f"the server's answer broke off ({type(error).__name__})"
         return EngineUnavailableError(f"{where}: {said}")
+
+
+def _served(entries: Sequence[Mapping[str, Any]]) -> list[ServedModel]:
+    """Return the models, without adapters, among what /v1/models lists; raises ValueError."""
+    return [
+        ServedModel(str(entry["id"]), str(entry["root"]), int(entry["max_model_len"]))
+        for entry in entries
+        if entry.get("root") and entry.get("max_model_len") and not entry.get("parent")
+    ]
 
 
 def _body(model: str, request: VLLMRequest) -> dict[str, Any]:

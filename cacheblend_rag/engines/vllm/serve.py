@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -83,6 +84,29 @@ def server_command(
         *timings,
         *flags,
     ]
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise ConfigError when something listens on a port, which vLLM finds once it has loaded.
+
+    Other reasons why nobody can listen there are left to vLLM.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError:
+        return
+    for family, kind, protocol, _, address in found:
+        with suppress(OSError), socket.socket(family, kind, protocol) as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(address)
+                tried.listen()
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise ConfigError(
+                        f"port {port} of {host} is in use: stop what listens there, or give "
+                        "another --port"
+                    ) from error
 
 
 def flag_value(flags: Sequence[str], names: Sequence[str]) -> str | None:

@@ -41,6 +41,14 @@ SAMPLING_FIELDS = (
     "seed",
 )
 CALL = Arguments("call option", frozenset({*SAMPLING_FIELDS, "stop", "recompute_ratio", "hints"}))
+NO_TOOLS = (
+    "ChatCacheBlend calls no tools: give the agent a model that does, and let "
+    "langchain_cacheblend.middleware.CacheBlendMiddleware(llm) answer from what its tools retrieve"
+)
+NO_STRUCTURE = (
+    "ChatCacheBlend has no structured output: ask for the format in the prompt and parse the "
+    "answer, with llm | PydanticOutputParser(...) for instance"
+)
 CORE_FIELDS = frozenset({"stream"})
 """Call options that langchain-core reads itself."""
 
@@ -199,6 +207,24 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
                 if run_manager:
                     await run_manager.on_llm_new_token(delta.text, chunk=chunk)
                 yield chunk
+
+    # What it cannot do
+
+    def bind_tools(self, tools: Any, **kwargs: Any) -> Any:
+        """Refuse: the model calls no tools.
+
+        Raises:
+            NotImplementedError: always; it says what to do instead.
+        """
+        raise NotImplementedError(NO_TOOLS)
+
+    def with_structured_output(self, schema: Any, **kwargs: Any) -> Any:
+        """Refuse: answers are plain text.
+
+        Raises:
+            NotImplementedError: always; it says what to do instead.
+        """
+        raise NotImplementedError(NO_STRUCTURE)
 
     # Inside
 

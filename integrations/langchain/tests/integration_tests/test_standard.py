@@ -30,6 +30,14 @@ def engine() -> Engine:
 
 class TestChatCacheBlendIntegration(ChatModelIntegrationTests):
     @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def has_structured_output(self) -> bool:
+        return False
+
+    @property
     def chat_model_class(self) -> type[ChatCacheBlend]:
         return ChatCacheBlend
 

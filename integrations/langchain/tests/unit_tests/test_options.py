@@ -274,9 +274,9 @@ def test_tokens_are_counted_by_the_models_own_tokenizer() -> None:
 
 def test_what_it_cannot_do_it_does_not_claim() -> None:
     llm = ChatCacheBlend(engine=random_engine())
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match=r"calls no tools: give .*CacheBlendMiddleware"):
         llm.bind_tools([])
-    with pytest.raises(NotImplementedError):
+    with pytest.raises(NotImplementedError, match=r"no structured output: ask .* parse"):
         llm.with_structured_output({"title": "x", "type": "object"})
 
 

@@ -18,6 +18,14 @@ class TestChatCacheBlendUnit(ChatModelUnitTests):
         return ChatCacheBlend
 
     @property
+    def has_tool_calling(self) -> bool:
+        return False
+
+    @property
+    def has_structured_output(self) -> bool:
+        return False
+
+    @property
     def chat_model_params(self) -> dict[str, Any]:
         return {"model": "demo"}
 
