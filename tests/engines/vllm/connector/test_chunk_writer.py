@@ -9,6 +9,7 @@ import pytest
 
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.engines.vllm.connector.chunk_writer import MOST_WAITING, ChunkWriter
+from cacheblend_rag.kv import HostTier, StoredChunk
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.put_result import PutResult
 from tests.blend.fake_stack import FakeStack
@@ -63,6 +64,22 @@ def test_what_the_store_does_not_take_is_not_counted_and_what_is_malformed_is_ra
     run(raising.put(KEYS[1], wrong))
     with pytest.raises(ValueError, match="values"):
         run(raising.finish())
+
+
+def test_a_tier_that_fails_is_named_though_memory_took_the_chunk() -> None:
+    class Failing(HostTier):
+        durable = True
+
+        def _save(self, key: KVKey, chunk: StoredChunk) -> None:
+            raise OSError("no route to host")
+
+    store = TieredKVStore([HostTier(), Failing(name="far")])
+    writer = ChunkWriter(FakeStack(), store)
+    for key in KEYS[:2]:
+        run(writer.put(key, make_kv()))
+    assert run(writer.finish()) == 0
+    assert writer.refused == writer.failed == {"far tier: no route to host": 2}
+    assert all(store.contains_many(KEYS[:2])), "this process has them"
 
 
 def test_what_was_handed_over_is_written_though_the_job_is_given_up() -> None:
