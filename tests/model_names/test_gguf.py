@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM
 
 from cacheblend_rag import (
@@ -20,7 +22,9 @@ from cacheblend_rag import (
     load_tokenizer,
     models,
 )
+from cacheblend_rag.models.gguf.refusal import CannotConvertError
 from cacheblend_rag.models.gguf.settings import llama3_factors
+from cacheblend_rag.models.gguf.vocabulary import check_vocabulary
 from tests.model_names.tiny_gguf import CONTROL, VOCABULARY, tiny_llama, write_gguf
 
 TOKENS = torch.randint(0, len(VOCABULARY), (1, 40), generator=torch.Generator().manual_seed(1))
@@ -217,6 +221,39 @@ def test_what_cannot_be_converted_exactly_is_refused_in_a_line(
     assert reason in line
     assert HUB_FORMAT in line or "join them" in line
     assert not [path for path in model_cache.iterdir() if path.is_dir()]
+
+
+def test_a_vocabulary_of_other_tokens_is_refused(model_cache: Path, gguf_file: Path) -> None:
+    backend = load_tokenizer(gguf_file).backend_tokenizer
+    check_vocabulary(backend, VOCABULARY)
+    check_vocabulary(backend, [token.replace("Ġ", " ") for token in VOCABULARY])
+    swapped = [*VOCABULARY[:-2], VOCABULARY[-1], VOCABULARY[-2]]
+    for others in (swapped, [*VOCABULARY, "one more"]):
+        with pytest.raises(CannotConvertError, match="as token 26[0-9], which is '"):
+            check_vocabulary(backend, others)
+
+
+OTHER_MODELS = {
+    "tokenizer.json": Tokenizer(WordLevel({"[UNK]": 0, "the": 1}, unk_token="[UNK]")).to_str(),
+    "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "x"}',
+    "chat_template.jinja": "another model's",
+    "adapter_config.json": '{"base_model_name_or_path": "/nowhere"}',
+}
+
+
+@pytest.mark.parametrize("beside", OTHER_MODELS)
+def test_files_of_other_models_beside_it_are_not_read(
+    model_cache: Path, gguf_file: Path, tmp_path: Path, beside: str
+) -> None:
+    alone = models.resolve(gguf_file)
+    downloads = tmp_path / "downloads"
+    downloads.mkdir()
+    file = write_gguf(downloads / "other.gguf", tiny_llama(seed=5))
+    (downloads / beside).write_text(OTHER_MODELS[beside])
+    folder = models.resolve(file)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        assert Path(folder, name).read_bytes() == Path(alone, name).read_bytes()
+    torch.testing.assert_close(logits(load(file)), logits(tiny_llama(seed=5)), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.99])

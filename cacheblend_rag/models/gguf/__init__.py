@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from cacheblend_rag.errors import ModelLoadError, first_line
@@ -63,10 +66,24 @@ def convert(file: Path, folder: Path, name: str) -> None:
 
     try:
         header = read_header(file)
-        end_tokens = save_tokenizer(file, header, folder)
-        save_weights(file, header, folder, end_tokens)
+        with _alone(file) as linked:
+            end_tokens = save_tokenizer(linked, header, folder)
+            save_weights(linked, header, folder, end_tokens)
     except CannotConvertError as error:
         raise ModelLoadError(f"model={name!r}: {first_line(error)}") from error
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[Path]:
+    """Yield a link to a file in a folder that holds nothing else.
+
+    transformers reads a tokenizer, templates and adapter settings from a GGUF file's folder, which
+    may be another model's.
+    """
+    with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder:
+        link = Path(folder) / f"model{SUFFIX}"
+        link.symlink_to(file.resolve())
+        yield link
 
 
 def _digest(file: Path) -> str:

@@ -18,12 +18,14 @@ FLOATS = ("F32", "F16", "BF16")
 class Header:
     """What a GGUF file says of itself.
 
-    metadata: values by key; of arrays only their length, but for numbers. tensors: number of values
-    by name. types: names of the ways in which they are stored. rope_factors: divisors of the rotary
-    frequencies, one a pair of components; None when there are none.
+    metadata: values by key; of arrays with more than LONG_ARRAY items only their length. tokens:
+    the vocabulary, by id. tensors: number of values by name. types: names of the ways in which they
+    are stored. rope_factors: divisors of the rotary frequencies, one a pair of components; None
+    when there are none.
     """
 
     metadata: Mapping[str, Any]
+    tokens: tuple[str, ...]
     tensors: Mapping[str, int]
     types: frozenset[str]
     rope_factors: tuple[float, ...] | None
@@ -77,6 +79,7 @@ def read_header(file: Path) -> Header:
         ]
         header = Header(
             metadata,
+            _tokens(reader),
             {str(tensor.name): int(tensor.n_elements) for tensor in reader.tensors},
             frozenset(str(tensor.tensor_type.name) for tensor in reader.tensors),
             factors[0] if factors else None,
@@ -87,6 +90,11 @@ def read_header(file: Path) -> Header:
         ) from error
     _check(header)
     return header
+
+
+def _tokens(reader: Any) -> tuple[str, ...]:
+    field = reader.fields.get(f"{TOKENIZER}tokens")
+    return () if field is None else tuple(map(str, field.contents()))
 
 
 def _check(header: Header) -> None:
@@ -100,5 +108,5 @@ def _check(header: Header) -> None:
         raise CannotConvertError(f"the GGUF file names no architecture: {HUB_FORMAT}")
     if not header.tensors:
         raise CannotConvertError(f"the GGUF file holds no weights: {HUB_FORMAT}")
-    if not header.tokenizer("tokens") or header.tokenizer("model") in {None, "none", "no_vocab"}:
+    if not header.tokens or header.tokenizer("model") in {None, "none", "no_vocab"}:
         raise CannotConvertError(f"the GGUF file holds no tokenizer: {HUB_FORMAT}")

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, pre_tokenizers, processors
 from cacheblend_rag.errors import first_line
 from cacheblend_rag.models.gguf.header import Header
 from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
+from cacheblend_rag.models.gguf.vocabulary import check_vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ ANSWER = "xyzzy"
 def save_tokenizer(file: Path, header: Header, folder: Path) -> list[int]:
     """Write a GGUF file's tokenizer into a folder; return the tokens that end an answer.
 
-    Raises CannotConvertError when it is of a kind whose tokens would come out otherwise.
+    file: has a folder of its own, since transformers prefers a tokenizer.json beside it. Raises CannotConvertError when it is of a kind whose tokens would come out otherwise.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -40,6 +41,7 @@ def save_tokenizer(file: Path, header: Header, folder: Path) -> list[int]:
             f"its tokenizer cannot be read ({first_line(error)}): {HUB_FORMAT}"
         ) from error
     backend: Tokenizer = read.backend_tokenizer
+    check_vocabulary(backend, header.tokens)
     _split_as_trained(backend, header)
     names = {
         f"{role}_token": str(backend.id_to_token(int(number)))

@@ -24,7 +24,8 @@ NOT_OF_THE_MODEL = {"quantization_config", "_name_or_path"}
 def save_weights(file: Path, header: Header, folder: Path, end_tokens: Sequence[int]) -> None:
     """Write a GGUF file's config and weights into a folder.
 
-    end_tokens: what ends an answer, for the generation config. Raises CannotConvertError when
+    file: has a folder of its own, since transformers loads what an adapter_config.json beside it
+    names. end_tokens: what ends an answer, for the generation config. Raises CannotConvertError when
     transformers does not know the architecture, or would leave out weights or settings.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
