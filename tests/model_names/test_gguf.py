@@ -107,6 +107,11 @@ def test_an_answer_ends_where_the_template_ends_a_turn(model_cache: Path, gguf_f
     assert load(gguf_file).generation_config.eos_token_id == [0, 2]
 
 
+def test_an_end_of_turn_that_is_not_listed_is_left_out(model_cache: Path, tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "beyond.gguf", tiny_llama(), roles={"eot": len(VOCABULARY)})
+    assert load(file).generation_config.eos_token_id == [0, 2]
+
+
 def test_words_are_cut_as_gpt2_cuts_them_only_where_the_file_says_so(
     model_cache: Path, tmp_path: Path
 ) -> None:
@@ -210,6 +215,10 @@ HUB_FORMAT = "give the model's folder in hub format instead"
         ({"rope_factors": [3.0] * 8}, "rotary frequencies are scaled in an unknown way"),
         ({"leave_out": "blk.1.ffn_up.weight"}, "does not read all weights"),
         ({"pre": "default"}, "cuts words ('default') is not known"),
+        ({"roles": {"bos": 264}}, "its bos token is number 264, but it lists 264 tokens"),
+        ({"roles": {"eos": 4000}}, "its eos token is number 4000, but it lists 264 tokens"),
+        ({"roles": {"padding": 2**32 - 1}}, "its padding token is number 4294967295"),
+        ({"roles": {"unknown": 264}}, "its unknown token is number 264"),
     ],
 )
 def test_what_cannot_be_converted_exactly_is_refused_in_a_line(

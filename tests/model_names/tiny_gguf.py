@@ -62,8 +62,12 @@ def write_gguf(
     leave_out: str | None = None,
     rope_factors: list[float] | None = None,
     parts: int = 0,
+    roles: dict[str, int] | None = None,
 ) -> Path:
-    """Write a model; settings: more metadata by key. leave_out: a tensor's name."""
+    """Write a model.
+
+    settings: more metadata by key. leave_out: a tensor's name. roles: ids of special tokens.
+    """
     config = model.config
     writer = GGUFWriter(path, architecture)
     writer.add_context_length(config.max_position_embeddings)
@@ -82,7 +86,7 @@ def write_gguf(
     if parts:
         writer.add_uint16("split.count", parts)
     if tokenizer:
-        _add_tokenizer(writer, pre)
+        _add_tokenizer(writer, pre, {"bos": 1, "eos": 0, **(roles or {})})
     for name, weight in model.state_dict().items():
         if (written := _gguf_name(name)) != leave_out:
             _add_tensor(writer, written, _as_llama_cpp(name, weight, config), quantized)
@@ -95,15 +99,15 @@ def write_gguf(
     return path
 
 
-def _add_tokenizer(writer: GGUFWriter, pre: str) -> None:
+def _add_tokenizer(writer: GGUFWriter, pre: str, roles: dict[str, int]) -> None:
     kinds = [TokenType.CONTROL] * len(CONTROL)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(VOCABULARY)
     writer.add_token_types([*kinds, *[TokenType.NORMAL] * (len(VOCABULARY) - len(kinds))])
     writer.add_token_merges(list(MERGES))
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
+    for role, token in roles.items():
+        writer.add_uint32(f"tokenizer.ggml.{role}_token_id", token)
     writer.add_add_bos_token(True)
     writer.add_chat_template(CHATML)
 

@@ -11,6 +11,8 @@ from cacheblend_rag.errors import first_line
 from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
 
 TOKENIZER = "tokenizer.ggml."
+ROLES = ("bos", "eos", "unknown", "padding")
+"""Of special tokens, of which each names one by its id, where there is one."""
 FLOATS = ("F32", "F16", "BF16")
 
 
@@ -52,6 +54,11 @@ class Header:
     def tokenizer(self, key: str, default: Any = None) -> Any:
         """Return what the file says of its tokenizer."""
         return self.metadata.get(f"{TOKENIZER}{key}", default)
+
+    def special_token(self, role: str) -> int | None:
+        """Return the id of the token that has a role (``bos``); None where no token has it."""
+        number = self.tokenizer(f"{role}_token_id")
+        return int(number) if number is not None and 0 <= number < len(self.tokens) else None
 
 
 ROPE_FACTORS = "rope_freqs.weight"
@@ -110,3 +117,10 @@ def _check(header: Header) -> None:
         raise CannotConvertError(f"the GGUF file holds no weights: {HUB_FORMAT}")
     if not header.tokens or header.tokenizer("model") in {None, "none", "no_vocab"}:
         raise CannotConvertError(f"the GGUF file holds no tokenizer: {HUB_FORMAT}")
+    for role in ROLES:
+        named = header.tokenizer(f"{role}_token_id")
+        if named is not None and header.special_token(role) is None:
+            raise CannotConvertError(
+                f"its {role} token is number {named}, but it lists {len(header.tokens)} tokens: "
+                f"{HUB_FORMAT}"
+            )

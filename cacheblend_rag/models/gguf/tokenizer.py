@@ -44,9 +44,9 @@ def save_tokenizer(file: Path, header: Header, folder: Path) -> list[int]:
     check_vocabulary(backend, header.tokens)
     _split_as_trained(backend, header)
     names = {
-        f"{role}_token": str(backend.id_to_token(int(number)))
+        f"{role}_token": str(backend.id_to_token(number))
         for role, key in ROLES.items()
-        if (number := header.tokenizer(f"{key}_token_id")) is not None
+        if (number := header.special_token(key)) is not None
     }
     _put_around(backend, header, names)
     tokenizer = PreTrainedTokenizerFast(
@@ -116,10 +116,10 @@ def _put_around(backend: Tokenizer, header: Header, names: dict[str, str]) -> No
 
 def _end_tokens(tokenizer: Any, header: Header) -> list[int]:
     """Return the tokens that end an answer: EOS, and what the chat template puts after a turn."""
-    found = [header.tokenizer("eos_token_id"), header.tokenizer("eot_token_id")]
+    found = [header.special_token("eos"), header.special_token("eot")]
     if tokenizer.chat_template:
         found.append(_after_answer(tokenizer))
-    return list(dict.fromkeys(int(token) for token in found if token is not None))
+    return list(dict.fromkeys(token for token in found if token is not None))
 
 
 def _after_answer(tokenizer: Any) -> int | None:

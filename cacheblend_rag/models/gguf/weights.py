@@ -45,9 +45,9 @@ def save_weights(file: Path, header: Header, folder: Path, end_tokens: Sequence[
     whole.load_state_dict(model.state_dict(), assign=True)
     whole.tie_weights()
     whole.generation_config = GenerationConfig(
-        bos_token_id=header.tokenizer("bos_token_id"),
+        bos_token_id=header.special_token("bos"),
         eos_token_id=end_tokens[0] if len(end_tokens) == 1 else list(end_tokens) or None,
-        pad_token_id=header.tokenizer("padding_token_id"),
+        pad_token_id=header.special_token("padding"),
     )
     whole.save_pretrained(folder)
 
