@@ -138,6 +138,7 @@ class Engine(ABC):
         self._identity = dict(identity)
         self._closed, self._elder = False, cast("Self | None", None)
         self._pid = os.getpid()
+        self._fingerprint_hook: Callable[[Engine, str], None] | None = None
         self._settle(lead_in, ChunkRegistry() if registry is None else registry)
         self.fill_on_miss = fill_on_miss
 
@@ -213,6 +214,18 @@ class Engine(ABC):
         """
         self._refresh()
         return self._led.fingerprint
+
+    def watch_fingerprint(self, hook: Callable[[Engine, str], None]) -> None:
+        """Call a hook with this engine and its fingerprint, now and whenever that changes.
+
+        Siblings call it, too. It must not ask the engine for its fingerprint.
+
+        Args:
+            hook: replaces the one that was given before.
+        """
+        self._refresh()
+        self._fingerprint_hook = hook
+        self._tell_fingerprint()
 
     @property
     def read_only(self) -> bool:
@@ -643,6 +656,7 @@ class Engine(ABC):
         younger._closed, younger._elder = False, self
         younger._settle(LeadInConfig.of(lead_in), ChunkRegistry())
         younger.fill_on_miss = self.fill_on_miss
+        younger._tell_fingerprint()
         return younger
 
     def close(self) -> None:
@@ -773,6 +787,11 @@ class Engine(ABC):
         """Go on as the engine of a model with another identity (``model_identity``)."""
         self._identity = dict(identity)
         self._led.identify(self._identity)
+        self._tell_fingerprint()
+
+    def _tell_fingerprint(self) -> None:
+        if self._fingerprint_hook is not None:
+            self._fingerprint_hook(self, self._led.fingerprint)
 
     def _request(
         self,

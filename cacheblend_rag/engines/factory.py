@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -126,7 +127,7 @@ def _open_transformers(config: EngineConfig) -> Engine:
         **_common(config),
     )
     if config.store.kv_path is not None and not config.store.read_only:
-        put_label(Path(config.store.kv_path), engine)
+        engine.watch_fingerprint(partial(put_label, Path(config.store.kv_path)))
     return engine
 
 

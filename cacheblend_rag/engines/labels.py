@@ -30,9 +30,9 @@ class Label:
     lead_in: LeadInConfig
 
 
-def put_label(store: Path, engine: Engine) -> None:
+def put_label(store: Path, engine: Engine, fingerprint: str) -> None:
     """Note what an engine's fingerprint stands for; a store that cannot take it goes without."""
-    path = store / FOLDER / f"{engine.fingerprint}.json"
+    path = store / FOLDER / f"{fingerprint}.json"
     label = Label(engine.model_name, engine.dtype or "", engine.lead_in)
     begun = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
     try:

@@ -154,6 +154,7 @@ class TransformersEngine(Engine):
         self._watched = WatchedModel(
             self.model, self._turns, self.store, name=loaded_by, wrapper=wrapper
         )
+        self._refreshing = threading.Lock()
         self._take(self._watched.tried())
         self._check_config(config)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
@@ -172,17 +173,19 @@ class TransformersEngine(Engine):
         )
 
     def _take(self, tried: TriedModel) -> None:
-        """Go by what a trial found of the model."""
+        """Use the stack, the ordinary prefill and the controller that a trial of the model made."""
         self._tried = tried
         self._stack, self._blend_refusal = tried.stack, tried.refusal
         self._ordinary, self._controller = tried.ordinary, tried.controller
 
     def _refresh(self) -> None:
         """Go by the model as it is now: its weights and adapters may have changed."""
-        tried = self._watched.tried()
-        if tried is not self._tried:
-            self._take(tried)
-            self._identify(tried.identity)
+        # Under a lock: no thread may work with new adapters under the old fingerprint.
+        with self._refreshing:
+            tried = self._watched.tried()
+            if tried is not self._tried:
+                self._take(tried)
+                self._identify(tried.identity)
 
     # Facts
 
@@ -457,7 +460,8 @@ class TransformersEngine(Engine):
         self.store.prefetch(keys)
 
     def _evict(self, keys: Sequence[KVKey]) -> int:
-        return sum(self.store.evict(key) for key in self._of_all_states(keys))
+        dropped = [key for key in self._of_all_states(keys) if self.store.evict(key)]
+        return len({(key.chunk_id, key.context_id) for key in dropped})
 
     def _release(self) -> int:
         freed = self.store.release() + release_stages(self.model.device)
@@ -473,7 +477,8 @@ class TransformersEngine(Engine):
         return [replace(key, fingerprint=each) for key in keys for each in fingerprints]
 
     def _stored_keys(self) -> list[KVKey]:
-        return [key for key in self.store.entries() if key.fingerprint == self.fingerprint]
+        fingerprint = self.fingerprint
+        return [key for key in self.store.entries() if key.fingerprint == fingerprint]
 
     def _close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,9 +15,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
+from cacheblend_rag.engines.factory import open_engine
+from cacheblend_rag.engines.labels import labels_in
+from cacheblend_rag.engines.transformers import watched
 from cacheblend_rag.engines.transformers.engine import MODEL_CHANGED
 from tests.engines.transformers.conftest import EngineFactory
-from tests.models import make_model, prompt_of, words
+from tests.models import make_model, make_tokenizer, prompt_of, words
 
 CHUNKS = [Chunk(words(30, seed)) for seed in range(2)]
 PROMPT = prompt_of("w5 w6", *CHUNKS, words(6, 99))
@@ -182,6 +189,28 @@ def test_what_is_computed_while_the_model_changes_is_not_stored(
     assert not list(engine.store.entries())
 
 
+def test_no_thread_works_with_new_adapters_under_the_old_fingerprint(
+    peft: Any, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(with_model=peft)
+    identify, begun, asked = engine._identify, threading.Event(), threading.Event()
+
+    def slow(identity: Any) -> None:
+        begun.set()
+        asked.wait(0.5)
+        identify(identity)
+
+    monkeypatch.setattr(engine, "_identify", slow)
+    before = engine.fingerprint
+    peft.set_adapter("b")
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(lambda: engine.fingerprint)
+        assert begun.wait(10)
+        second = engine.fingerprint
+        asked.set()
+    assert second == first.result() != before
+
+
 def test_a_document_is_forgotten_under_all_adapters(peft: Any, make_engine: EngineFactory) -> None:
     from cacheblend_rag import Document
 
@@ -189,8 +218,44 @@ def test_a_document_is_forgotten_under_all_adapters(peft: Any, make_engine: Engi
     for adapter in ("default", "b"):
         peft.set_adapter(adapter)
         engine.precompute([Document("d", ("w1 w2", "w3 w4"))], progress=False)
-    assert engine.evict_document("d") == 4
+    assert len(list(engine.store.entries())) == 4
+    assert engine.evict_document("d") == 2, "a chunk counts once"
     assert not list(engine.store.entries())
+
+
+def test_the_model_is_looked_at_once_however_much_is_stored(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    looks, needed = [0], []
+
+    def counted(model: nn.Module, look: Any = watched.ModelState.of) -> Any:
+        looks[-1] += 1
+        return look(model)
+
+    monkeypatch.setattr(watched.ModelState, "of", counted)
+    for more in ([Chunk("w1 w2")], [Chunk(words(3, seed)) for seed in range(9)]):
+        engine.precompute(more, progress=False)
+        looks.append(0)
+        engine.evict_unregistered()
+        needed.append(looks[-1])
+    assert needed[0] == needed[1] > 0
+
+
+def test_kv_of_every_adapter_and_lead_in_is_labelled_with_the_model(
+    peft: Any, tmp_path: Path
+) -> None:
+    with closing(open_engine(model=peft, tokenizer=make_tokenizer(), kv_path=tmp_path)) as engine:
+        engine.precompute(CHUNKS, progress=False)
+        peft.set_adapter("b")
+        engine.precompute(CHUNKS, progress=False)
+        engine.sibling(lead_in="none").precompute(CHUNKS, progress=False)
+        stored = {key.fingerprint for key in cast(Any, engine).store.entries()}
+        assert len(stored) == 3
+        labels = labels_in(tmp_path)
+        assert stored == set(labels)
+        assert {label.model for label in labels.values()} == {engine.model_name}
+        assert sorted(label.lead_in.kind for label in labels.values())[-1] == "none"
 
 
 def test_a_sibling_sees_the_change_too(peft: Any, make_engine: EngineFactory) -> None:
@@ -205,8 +270,6 @@ def test_a_sibling_sees_the_change_too(peft: Any, make_engine: EngineFactory) ->
 def test_a_model_that_stays_is_tried_once(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend_rag.engines.transformers import watched
-
     engine = make_engine()
     monkeypatch.setattr(watched, "open_stack", None)
     engine.precompute(CHUNKS, progress=False)
