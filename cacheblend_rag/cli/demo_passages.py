@@ -79,7 +79,9 @@ def _opened(
                 engine,
                 documents,
                 retriever.retrieve,
-                lambda question, passages: prompt.render([Turn(question, passages)]),
+                lambda question, passages: prompt.segmented(
+                    [Turn(question, passages)], engine.registry
+                ),
             ),
             engine.dtype or "a precision of its own",
         )

@@ -10,6 +10,7 @@ from typing import Any
 from cacheblend_rag.config import LeadInConfig
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.text.chat import begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk, Context
 from cacheblend_rag.text.encoder import SegmentEncoder, TokenIds
 from cacheblend_rag.text.prompt import ChunkSpan
@@ -26,7 +27,8 @@ DocumentWindow = tuple[TokenIds, ...]
 class ChunkPlan:
     """A chunk with what it is computed behind.
 
-    token_ids: the chunk's own tokens. lead: tokens of BOS and instruction. context: tokens of its
+    token_ids: the chunk's own tokens. lead: tokens of BOS and instruction; without BOS where a chat
+    template made the instruction and has none. context: tokens of its
     own document within the window, whatever the lead-in. key: where its KV is stored.
     """
 
@@ -119,7 +121,8 @@ class LeadIn:
             return ()
         if self.name == "bos" or not instruction:
             return self.encoder.opening
-        return self.encoder.leading(instruction)
+        is_rendered = begins_as_rendered(instruction, self.encoder.tokenizer)
+        return self.encoder.leading(instruction, opens=not is_rendered)
 
     def _key(self, fingerprint: str, chunk: Chunk) -> KVKey:
         own = chunk_id(self.encoder.chunk(chunk.text))

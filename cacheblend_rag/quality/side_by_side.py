@@ -10,6 +10,7 @@ from typing import Any
 from cacheblend_rag.demo.passages import PassageQuestion
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.quality.metrics import holds_answer
 from cacheblend_rag.report import PrecomputeReport
@@ -121,7 +122,7 @@ class SideBySide:
     engine: Engine
     documents: Sequence[Document]
     retrieve: Callable[[str, int], Sequence[Document]]
-    render: Callable[[str, tuple[str, ...]], str]
+    render: Callable[[str, tuple[str, ...]], PromptLike]
 
     def index(self) -> PrecomputeReport:
         """Compute and store the KV of every passage, once."""

@@ -171,9 +171,8 @@ class Asker:
         )
 
     def _segmented(self, turns: Sequence[AskedTurn]) -> BlendPrompt:
-        text = self._prompt.render([asked.turn for asked in turns])
-        segmented = BlendPrompt.from_text(text, self.engine.registry, _chunks_of(turns))
-        return replace(segmented, is_rendered=self._prompt.is_rendered)
+        told = [asked.turn for asked in turns]
+        return self._prompt.segmented(told, self.engine.registry, _chunks_of(turns))
 
     def _check_size(self, vector: Vectors) -> None:
         if len(vector) != self._size:

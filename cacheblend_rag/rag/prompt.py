@@ -9,11 +9,14 @@ same in every prompt of a collection, and what its chunk KV is computed behind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.text.chat import render_messages
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.prompt import BlendPrompt
+from cacheblend_rag.text.registry import ChunkRegistry
 
 INSTRUCTION = (
     "Answer the question from the passages below. Use nothing else. If they do not hold the "
@@ -56,11 +59,6 @@ class RagPrompt:
         self.lead_in = lead_in
 
     @property
-    def is_rendered(self) -> bool:
-        """Whether a chat template makes the prompt, BOS included."""
-        return self._has_template
-
-    @property
     def stop(self) -> tuple[str, ...]:
         """Strings that end an answer: a model without a template would ask itself on and on."""
         return () if self._has_template else (f"{SEPARATOR}Question:",)
@@ -80,6 +78,13 @@ class RagPrompt:
             if turn is not last:
                 messages.append({"role": "assistant", "content": turn.answer})
         return render_messages(messages, self._tokenizer)
+
+    def segmented(
+        self, turns: Sequence[Turn], registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
+    ) -> BlendPrompt:
+        """Return ``render``'s text, cut at the registered chunks in it, as rendered or plain."""
+        prompt = BlendPrompt.from_text(self.render(turns), registry, hints)
+        return replace(prompt, is_rendered=self._has_template)
 
     def _opening(self) -> tuple[str, ...]:
         return (self.instruction,) if self.instruction else ()

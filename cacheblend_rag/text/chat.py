@@ -11,6 +11,8 @@ from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.encoder import Tokenizer
 
 Message = Mapping[str, Any]
+CONTENT = "alpha"
+"""Stands for a message's text."""
 
 
 def render_messages(
@@ -30,6 +32,28 @@ def render_messages(
     except (TemplateError, TypeError, ValueError) as error:
         raise PromptError(f"the chat template refused the messages: {error}") from error
     return str(rendered)
+
+
+def begins_as_rendered(text: str, tokenizer: Tokenizer) -> bool:
+    """Whether a text begins as the tokenizer's chat template lets messages begin.
+
+    Prompts made of messages have no BOS but the template's own, so the text stands in them without
+    the one that the tokenizer puts before plain texts.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return False
+    openings = (_opening(roles, tokenizer) for roles in (("user",), ("system", "user")))
+    return any(opening and text.startswith(opening) for opening in openings)
+
+
+def _opening(roles: Sequence[str], tokenizer: Tokenizer) -> str:
+    """Return what the template puts before the first message's text; nothing where it refuses."""
+    messages = [{"role": role, "content": CONTENT} for role in roles]
+    try:
+        opening, found, _ = render_messages(messages, tokenizer).partition(CONTENT)
+    except PromptError:
+        return ""
+    return opening if found else ""
 
 
 def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

@@ -165,13 +165,16 @@ class SegmentEncoder:
             return ids[size:-size]
         return self.chunk(text)
 
-    def leading(self, text: str) -> TokenIds:
-        """Return what a prompt that begins with ``text`` has before its first passage."""
+    def leading(self, text: str, *, opens: bool = True) -> TokenIds:
+        """Return what a prompt that begins with ``text`` has before its first passage.
+
+        opens: as for ``encode``.
+        """
         word = self.chunk(WORD) if text[-1:].isspace() else ()
-        ids = self.encode([(f"{text}{WORD}", False)]).token_ids
+        ids = self.encode([(f"{text}{WORD}", False)], opens=opens).token_ids
         if word and ids[-len(word) :] == word:
             return ids[: -len(word)]
-        return self.encode([(text, False)]).token_ids
+        return self.encode([(text, False)], opens=opens).token_ids
 
     def encode(self, parts: Sequence[tuple[str, bool]], *, opens: bool = True) -> Encoding:
         """Encode (text, whether it is a chunk), in order, as one text.

@@ -239,7 +239,7 @@ def test_a_vocabulary_of_other_tokens_is_refused(model_cache: Path, gguf_file: P
     check_vocabulary(backend, [token.replace("Ġ", " ") for token in VOCABULARY])
     swapped = [*VOCABULARY[:-2], VOCABULARY[-1], VOCABULARY[-2]]
     for others in (swapped, [*VOCABULARY, "one more"]):
-        with pytest.raises(CannotConvertError, match="as token 26[0-9], which is '"):
+        with pytest.raises(CannotConvertError, match=r"as token 26[0-9], which is '"):
             check_vocabulary(backend, others)
 
 

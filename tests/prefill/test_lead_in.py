@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -19,8 +20,10 @@ from cacheblend_rag.prefill.lead_in import (
     next_window,
     place_chunks,
 )
+from cacheblend_rag.text.chat import render_messages
 from cacheblend_rag.text.encoder import SegmentEncoder
 from tests.models import make_tokenizer, words
+from tests.tokenizer_kinds import CORPUS, KINDS, tokenizer_of
 
 INSTRUCTION = words(4, 50)
 PIECES = tuple(words(12 + i, i) for i in range(4))
@@ -87,6 +90,27 @@ def test_the_lead_in_begins_as_a_prompt_does() -> None:
         for name in ("none", "bos", "instruction", "document")
     }
     assert leads == {"none": (), "bos": (1,), "instruction": (1,), "document": (1,)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_rendered", [False, True])
+def test_the_lead_in_has_bos_where_prompts_have_it(kind: str, is_rendered: bool) -> None:
+    """A chat template without BOS makes prompts without BOS, also where the tokenizer adds it."""
+    tokenizer = tokenizer_of(kind)
+    encoder = SegmentEncoder(tokenizer)
+    content = f"Read this.\n\n{CORPUS[1]}"
+    text = f"Instruction: {content}"
+    if is_rendered:
+        system = {"role": "system", "content": "Be brief."}
+        text = render_messages([system, {"role": "user", "content": content}], tokenizer)
+    instruction = text.partition(CORPUS[1])[0]
+    chunk = Chunk(CORPUS[1])
+    prompt = BlendPrompt.of(instruction, chunk, text.partition(CORPUS[1])[2])
+    encoded = replace(prompt, is_rendered=is_rendered).encode(encoder)
+    behind = LeadIn(
+        encoder, LeadInConfig(), instruction=instruction, identity={}, namespace="default"
+    )
+    assert behind.resolve(chunk).lead == encoded.token_ids[: encoded.spans[0].start]
 
 
 def test_the_fingerprint_is_of_what_kv_depends_on() -> None:

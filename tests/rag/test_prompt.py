@@ -8,6 +8,8 @@ from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import DEFAULT_FRAME, INSTRUCTION
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.registry import ChunkRegistry
 
 NOW = Turn("What {now}?", ("Passage {a}.", "Passage b."))
 BEFORE = Turn("What before?", ("Passage c.",), "An answer.")
@@ -49,6 +51,19 @@ def test_the_demo_model_is_asked_as_it_was_trained():
     tail = DEFAULT_FRAME.tail.format(question="Who?")
     assert prompt.render([Turn("Who?", ("A.", "B."))]) == f"{prompt.lead_in}A.\n\nB.{tail}"
     assert prompt.stop == ()
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "is_rendered"), [(Templated(marked), True), (Plain(), False)]
+)
+def test_known_passages_are_chunks_of_the_prompt(tokenizer, is_rendered):
+    registry, known = ChunkRegistry(), Chunk("Passage {a}.")
+    registry.add(known)
+    rag = RagPrompt(tokenizer, "Be brief.")
+    prompt = rag.segmented([NOW], registry)
+    assert prompt.text == rag.render([NOW])
+    assert [part.chunk for part in prompt.segments if part.chunk] == [known]
+    assert prompt.is_rendered == is_rendered
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,8 @@ ANSWER = "xyzzy"
 def save_tokenizer(file: Path, header: Header, folder: Path) -> list[int]:
     """Write a GGUF file's tokenizer into a folder; return the tokens that end an answer.
 
-    file: has a folder of its own, since transformers prefers a tokenizer.json beside it. Raises CannotConvertError when it is of a kind whose tokens would come out otherwise.
+    file: has a folder of its own, since transformers prefers a tokenizer.json beside it. Raises
+    CannotConvertError when it is of a kind whose tokens would come out otherwise.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

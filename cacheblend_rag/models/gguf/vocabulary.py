@@ -31,7 +31,6 @@ def check_vocabulary(backend: Tokenizer, tokens: Sequence[str]) -> None:
 
 
 def _spellings(token: str) -> set[str]:
-    """Return how vocabularies may spell a token that the file lists: as it is, or with stand-ins
-    for spaces or bytes."""
+    """Return how vocabularies may spell a token: with other characters for spaces or for bytes."""
     by_bytes = "".join(BYTE_LETTERS[byte] for byte in token.encode("utf-8", "surrogatepass"))
     return {token, token.replace(" ", SPACE), by_bytes}

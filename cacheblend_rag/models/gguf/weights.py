@@ -25,8 +25,8 @@ def save_weights(file: Path, header: Header, folder: Path, end_tokens: Sequence[
     """Write a GGUF file's config and weights into a folder.
 
     file: has a folder of its own, since transformers loads what an adapter_config.json beside it
-    names. end_tokens: what ends an answer, for the generation config. Raises CannotConvertError when
-    transformers does not know the architecture, or would leave out weights or settings.
+    names. end_tokens: what ends an answer, for the generation config. Raises CannotConvertError
+    when transformers does not know the architecture, or would leave out weights or settings.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
