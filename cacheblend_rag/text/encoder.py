@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -202,7 +202,7 @@ class SegmentEncoder:
                 guarded.append((end, end + len(text)))
             end += len(text)
         first, *rest = self._pieces("".join(text for text, _ in parts), guarded)
-        return sum(map(self._behind, rest), self._plain(first))
+        return tuple(chain(self._plain(first), *map(self._behind, rest)))
 
     def _adds_no_control(
         self, ids: TokenIds, parts: Sequence[tuple[str, bool]], alone: Sequence[TokenIds]
@@ -222,7 +222,7 @@ class SegmentEncoder:
     def _encode_chunk(self, text: str) -> TokenIds:
         _check_surrogates(text)
         guarded = [(0, len(text))] if self.splits_special_tokens else []
-        ids = sum(map(self._behind, self._pieces(text, guarded)), ())
+        ids = tuple(chain.from_iterable(map(self._behind, self._pieces(text, guarded))))
         if guarded and not self.special_ids.isdisjoint(ids):
             return self._broken(text)
         return ids

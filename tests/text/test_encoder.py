@@ -256,6 +256,30 @@ def test_a_control_token_that_normalizing_makes_of_a_passage_is_taken_apart(kind
     assert chunks_in(encoded) == [encoder.chunk(" was [[END]] burning")]
 
 
+class Counted(tuple[int, ...]):
+    """Tokens that note how many of them are copied to join them to others."""
+
+    copied = 0
+
+    def __radd__(self, other: tuple[int, ...]) -> tuple[int, ...]:
+        Counted.copied += len(other) + len(self)
+        return Counted((*other, *self))
+
+
+@pytest.mark.parametrize("is_chunk", [True, False])
+def test_many_lookalikes_of_special_tokens_are_joined_in_linear_work(
+    is_chunk: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder = encoder_of("tiktoken")
+    behind = encoder._behind
+    monkeypatch.setattr(encoder, "_behind", lambda text: Counted(behind(text)))
+    text = END * 200
+    monkeypatch.setattr(Counted, "copied", 0)
+    ids = encoder.chunk(text) if is_chunk else encoder.encode([(text, True)]).token_ids
+    assert len(ids) > 400
+    assert Counted.copied <= 2 * len(ids)
+
+
 @every_kind
 def test_what_leads_to_a_passage_has_the_tokens_it_has_before_one(kind: str) -> None:
     encoder, tokenizer = encoder_of(kind), tokenizer_of(kind)
