@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 from typing import Final
 
@@ -23,7 +24,8 @@ _LONGEST = 200
 def lack_of_memory(error: BaseException) -> str | None:
     """Return one line about memory that could not be had; None for any other error."""
     line = (str(error).splitlines() or [""])[0].strip()[:_LONGEST]
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+    is_enomem = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    if is_enomem or isinstance(error, MemoryError | torch.OutOfMemoryError):
         return line or "out of memory"
     said = str(error).lower() if isinstance(error, RuntimeError) else ""
     return line if any(sign in said for sign in _SIGNS) else None

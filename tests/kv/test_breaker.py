@@ -1,5 +1,6 @@
 """A tier that fails is left alone, says so, and comes back by itself; no request pays for it."""
 
+import errno
 import threading
 import time
 
@@ -260,3 +261,31 @@ def test_a_trial_that_never_ends_is_followed_by_another(ticks):
     breaker.succeeded(breaker.ask_for_trial())
     breaker.failed(lost)
     assert not breaker.is_out
+
+
+@pytest.mark.parametrize("failure", [MemoryError(), OSError(errno.ENOMEM, "no memory")])
+def test_a_trial_that_finds_no_memory_here_is_soon_followed_by_another(ticks, failure):
+    tier = filled(Dead(ticks))
+    chunk = StoredChunk(make_kv(50), time.time())
+    tier.failure = OSError("lock stays taken")
+    assert not tier.put(make_key(50), chunk)
+    ticks.now += FIRST_SECONDS
+    tier.failure = failure
+    assert not tier.put(make_key(50), chunk)
+    tier.failure = None
+    ticks.now += FIRST_SECONDS
+    assert tier.put(make_key(50), chunk)
+
+
+def test_a_look_aside_that_finds_no_memory_is_soon_followed_by_another(ticks):
+    tier = filled(Dead(ticks, fails_whole=True))
+    tier.failure = OSError("gone")
+    assert not tier.contains(KEYS[0])
+    assert tier.reading.is_out
+    ticks.now += FIRST_SECONDS
+    tier.failure, calls = MemoryError(), tier.calls
+    tier.contains(KEYS[0])
+    assert until(lambda: tier.calls > calls)
+    tier.failure = None
+    ticks.now += FIRST_SECONDS
+    assert until(lambda: tier.contains(KEYS[0]))

@@ -511,6 +511,7 @@ class Tier(ABC):
             raise
         except Exception as error:
             if lack := lack_of_memory(error):  # no fault of the tier's
+                breaker.withdrawn(permit)
                 raise OSError(errno.ENOMEM, lack) from None
             self._last_failure = told(error)
             slow = timed and breaker.clock() - began >= SLOW_FAILURE_SECONDS
@@ -555,6 +556,9 @@ class Tier(ABC):
         try:
             self._entry(key)
         except Exception as error:
+            if lack_of_memory(error):
+                self.reading.withdrawn(permit)
+                return
             logger.warning("%s tier: still fails: %s", self.name, error)
             self.reading.failed(permit)
             return

@@ -72,6 +72,12 @@ class Breaker:
             if trips or self._until is not None:
                 self._hold_back()
 
+    def withdrawn(self, permit: int) -> None:
+        """Take back a call that ended without telling anything: a trial may follow at once."""
+        with self._lock:
+            if permit == self._permit and self._until is not None:
+                self._until = self.clock()
+
     def _hold_back(self) -> None:
         self._permit += 1
         self._until = self.clock() + self._seconds
