@@ -84,7 +84,7 @@ def absolute(name: str) -> str:
     path = Path(os.path.expanduser(name))
     if name in {DEMO_MODEL, *packaged.MODELS} or not path.exists():
         return name
-    return str(path.resolve())
+    return os.path.abspath(path)
 
 
 def knows_only_the_demo(name: str | Path) -> bool:

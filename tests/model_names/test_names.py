@@ -43,3 +43,18 @@ def test_a_hub_name_that_cannot_be_had_says_that_no_folder_is_called_so(
     ) as error:
         TransformersEngine("nobody/nothing")
     assert "\n" not in str(error.value)
+
+
+def test_a_link_stays_the_link_when_its_name_is_made_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub's cache links names to files that are called by their hashes."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0f3a").touch()
+    (tmp_path / "model.gguf").symlink_to("blobs/0f3a")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("model.gguf", "blobs/../model.gguf", "~/model.gguf"):
+        assert models.absolute(name) == str(tmp_path / "model.gguf")
+        assert models.public_name(models.absolute(name)) == "model"
+    assert models.absolute("nobody/nothing") == "nobody/nothing"

@@ -172,8 +172,9 @@ class Blender:
     def _given_up(self, request_id: str, lack: str) -> WorkResult:
         """Free what a job held that found no memory, once its error is gone, and say so."""
         give_back_unused()
-        logger.warning("a request is not blended: %s (%s)", NO_ROOM, lack)
-        return self.jobs.no_room(self._allotted[request_id], lack)
+        allotted = self._allotted[request_id]
+        logger.warning("a %s job is given up: %s (%s)", allotted.job.kind, NO_ROOM, lack)
+        return self.jobs.no_room(allotted, lack)
 
     def _next_result(self, request_id: str, work: Work) -> WorkResult | _OutOfMemory | None:
         """Do a job's next step; its result when that was the last one, or when it failed.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -110,13 +111,16 @@ def test_an_accelerators_own_error_for_it_does_not_end_vllm(
 
 
 def test_a_document_without_memory_is_refused(
-    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     document = Document("large", (words(40, 300), words(30, 301)), separator=" ")
     with monkeypatch.context() as patch:
         steps = on_device(RefusingDevice(30), compute_document)
         patch.setattr(jobs_module, "compute_document", steps)
-        report = engine.sibling(lead_in="document").precompute([document], progress=False)
+        with caplog.at_level(logging.WARNING, "cacheblend_rag"):
+            report = engine.sibling(lead_in="document").precompute([document], progress=False)
+    (line,) = [r.getMessage() for r in caplog.records if "no room" in r.getMessage()]
+    assert line.startswith("a precompute job is given up: no room (")
     assert report.computed == 0
     [(reason, chunks)] = report.refused.items()
     assert reason.startswith("no room: ")
