@@ -26,17 +26,18 @@ def generation_values(name: str | Path) -> dict[str, Any]:
     Args:
         name: a hub name, a local folder or ``demo``.
     """
-    return _read(name) or {}
+    return _read(name, local_files_only=True) or {}
 
 
 def repaired_generation_config(name: str | Path) -> Any:
     """Return a GenerationConfig of the values that transformers takes, where it refuses some.
 
-    None where it refuses none: it reads the file itself then. What is left out is logged.
+    None where it refuses none: it reads the file itself then. What is left out is logged. The file
+    may be fetched from a hub, as the model is about to be.
     """
     from transformers import AutoConfig, GenerationConfig
 
-    values = _read(name)
+    values = _read(name, local_files_only=False)
     if values is None:
         return GenerationConfig.from_model_config(AutoConfig.from_pretrained(resolve(name)))
     try:
@@ -57,12 +58,13 @@ def repaired_generation_config(name: str | Path) -> Any:
     return GenerationConfig(**kept)
 
 
-def _read(name: str | Path) -> dict[str, Any] | None:
+def _read(name: str | Path, *, local_files_only: bool) -> dict[str, Any] | None:
     """Return the fields in the file, none where there is no file; None where it is no object."""
     from transformers.utils import cached_file
 
     try:
-        content = Path(cached_file(resolve(name), FILE_NAME, local_files_only=True)).read_bytes()
+        path = cached_file(resolve(name), FILE_NAME, local_files_only=local_files_only)
+        content = Path(path).read_bytes()
     except (OSError, ModelLoadError):
         return {}
     reason = "it holds no JSON object"

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag import SamplingParams, TransformersEngine
+from cacheblend_rag import ModelLoadError, SamplingParams, TransformersEngine
 from cacheblend_rag.engines.generation_file import generation_values, repaired_generation_config
+from cacheblend_rag.engines.transformers import loading
 from tests.models import QWEN_SAMPLING, make_tokenizer, save_model
 
 
@@ -64,6 +65,35 @@ def test_a_file_that_holds_no_object_is_ignored(
     assert "generation_config.json is ignored: " in line
     assert engine.generate("w5 w6", SamplingParams(max_tokens=2)).sampling.temperature == 0
     engine.close()
+
+
+def test_a_file_that_is_only_on_the_hub_yet_is_repaired_as_well(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server's own settings are read from this machine alone."""
+
+    def on_the_hub(name: str, file: str, *, local_files_only: bool = False) -> str:
+        if local_files_only:
+            raise OSError(f"{file} is not in the cache")
+        return str(Path(name, file))
+
+    monkeypatch.setattr("transformers.utils.cached_file", on_the_hub)
+    write(folder, {**QWEN_SAMPLING, "max_new_tokens": -1})
+    repaired = repaired_generation_config(folder)
+    assert repaired is not None
+    assert repaired.top_k == QWEN_SAMPLING["top_k"]
+    assert generation_values(folder) == {}
+
+
+@pytest.mark.parametrize("wrong", [{"watermarking_config": "x"}, {"max_new_tokens": -1}])
+def test_what_transformers_refuses_by_itself_is_told_in_a_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: dict[str, Any]
+) -> None:
+    write(folder, wrong)
+    monkeypatch.setattr(loading, "repaired_generation_config", lambda name: None)
+    with pytest.raises(ModelLoadError, match="could not be loaded: ") as failure:
+        TransformersEngine(folder)
+    assert "\n" not in str(failure.value)
 
 
 def test_nothing_is_told_where_there_is_nothing_to_tell(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cacheblend_rag.engines.generation_file import repaired_generation_config
+from cacheblend_rag.engines.generation_file import REFUSED, repaired_generation_config
 from cacheblend_rag.engines.identity import weights_in_files
 from cacheblend_rag.engines.tokenizer import unloaded
 from cacheblend_rag.engines.transformers.adapters import base_weights_hash
@@ -69,7 +69,7 @@ def load_model(
             use_safetensors=True,
             generation_config=repaired_generation_config(name),
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+    except (OSError, KeyError, ImportError, RuntimeError, *REFUSED) as error:
         raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
     return prepare(model.to(device))
 
