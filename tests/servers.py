@@ -16,7 +16,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from cacheblend_rag.bench.servers import (
+from cacheblend_rag.kv.tiers.urls import open_tier
+from cacheblend_rag.tier_url import TierUrl
+from tests.local_servers import (
     HOST,
     free_port,
     redis_server,
@@ -24,8 +26,6 @@ from cacheblend_rag.bench.servers import (
     s3_server,
     s3_url,
 )
-from cacheblend_rag.kv.tiers.urls import open_tier
-from cacheblend_rag.tier_url import TierUrl
 
 
 @pytest.fixture(scope="session")

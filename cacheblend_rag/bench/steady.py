@@ -15,21 +15,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from cacheblend_rag.bench.interleave import Advance
-from cacheblend_rag.bench.shapes import ModelShape
+from cacheblend_rag.bench.plans import HUNDRED, SteadyPlan
 from cacheblend_rag.bench.workload import (
     LEAD_IN,
     ONE_TOKEN,
-    blend_config,
     draw_chunks,
     draw_ranks,
     draw_words,
     zipf_weights,
 )
-from cacheblend_rag.blend import plan_schedule
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import CacheBlendError, ConfigError
@@ -37,59 +32,8 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 
-HUNDRED = 100
 WARM_UPS = 3
 COMPUTED = "computed"
-
-_CPU = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class SteadyPlan:
-    """``requests`` requests, each over ``drawn`` of ``chunks`` chunks.
-
-    chunk_tokens, question_tokens: of each. exponent: of Zipf's law. held: share of the chunks that
-    the host tier holds. full_every: requests between two that are prefilled in full, too.
-    """
-
-    shape: ModelShape
-    requests: int = 1000
-    chunks: int = 200
-    drawn: int = 4
-    chunk_tokens: int = 96
-    question_tokens: int = 16
-    exponent: float = 1.0
-    held: float = 0.25
-    full_every: int = 1
-    ratio: float = 0.15
-    selector: str = "hkvd"
-    check_layers: tuple[int, ...] = (1,)
-    seed: int = 7
-    dtype: torch.dtype = torch.float32
-    device: torch.device = _CPU
-
-    def __post_init__(self) -> None:
-        if self.drawn > self.chunks:
-            raise ConfigError(f"drawn={self.drawn} must be at most chunks={self.chunks}")
-        if not 0 < self.held < 1:
-            raise ConfigError(f"held={self.held} must be between 0 and 1: memory is the smaller")
-        self.shape.check_prompt(self.prompt_tokens)
-        plan_schedule(self.config, self.shape.layers)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of each prompt."""
-        return self.drawn * self.chunk_tokens + self.question_tokens
-
-    @property
-    def host_bytes(self) -> int:
-        """Memory for the share of the chunks that the host tier holds."""
-        return self.shape.kv_bytes(self.chunk_tokens, self.dtype) * round(self.held * self.chunks)
-
-    @property
-    def config(self) -> BlendConfig:
-        """The blend's."""
-        return blend_config(self.ratio, self.selector, self.check_layers)
 
 
 @dataclass(frozen=True)
@@ -136,16 +80,17 @@ def measure_steady(plan: SteadyPlan, advance: Advance = lambda _: None) -> dict[
     last_over_second: the last hundred's speedup by the second's, None below three hundreds.
     """
     advance("building the model")
-    model = plan.shape.build_model(dtype=plan.dtype, device=plan.device)
+    shape = plan.model_shape
+    model = shape.build_model(dtype=plan.torch_dtype, device=plan.torch_device)
     rng = random.Random(plan.seed)
     chunks = draw_chunks(
-        rng, plan.chunks, plan.chunk_tokens, plan.shape.vocabulary,
+        rng, plan.chunks, plan.chunk_tokens, shape.vocabulary,
         selector=plan.selector, name="bench",
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder:
         store = TieredKVStore.open(host_bytes=plan.host_bytes, disk_path=Path(folder))
         engine = TransformersEngine(
-            model, tokenizer=plan.shape.build_tokenizer(), lead_in=LEAD_IN, store=store
+            model, tokenizer=shape.build_tokenizer(), lead_in=LEAD_IN, store=store
         )
         advance(f"precomputing {plan.chunks} chunks")
         engine.precompute(chunks, progress=False)
@@ -156,7 +101,7 @@ def measure_steady(plan: SteadyPlan, advance: Advance = lambda _: None) -> dict[
         SteadyRow.of(answers[start : start + HUNDRED]) for start in range(0, len(answers), HUNDRED)
     ]
     return {
-        "shape": plan.shape.name,
+        "shape": plan.shape,
         "prompt_tokens": plan.prompt_tokens,
         "chunks": plan.chunks,
         "exponent": plan.exponent,
@@ -195,12 +140,12 @@ def _answers(
     advance: Advance,
 ) -> Iterator[_Answer]:
     for number, ranks in enumerate(combinations(plan, rng)):
-        question = draw_words(rng, plan.question_tokens, plan.shape.vocabulary)
+        question = draw_words(rng, plan.question_tokens, plan.model_shape.vocabulary)
         prompt = BlendPrompt.of(*(chunks[rank] for rank in ranks), question)
         for _ in range(WARM_UPS if not number else 0):
             engine.generate_full(prompt, ONE_TOKEN)
         advance(f"request {number + 1} of {plan.requests}")
-        blended = engine.generate(prompt, ONE_TOKEN, config=plan.config)
+        blended = engine.generate(prompt, ONE_TOKEN, config=plan.blend_config(plan.ratio))
         sampled = number % HUNDRED % plan.full_every == 0
         full = engine.generate_full(prompt, ONE_TOKEN) if sampled else None
         yield _Answer(_seconds(blended), None if full is None else _seconds(full), _tiers(blended))

@@ -7,12 +7,11 @@ written and read in one go, SET and GET, HTTP's PUT and GET by the same client.
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +20,8 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
-from cacheblend_rag.bench.servers import own_redis, own_s3
-from cacheblend_rag.errors import ConfigError, EngineUnavailableError, StoreError
+from cacheblend_rag.bench.plans import StorePlan
+from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv import (
     ChunkKV,
     DiskTier,
@@ -49,18 +48,6 @@ Raw = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
 
 
 @dataclass(frozen=True)
-class StorePlan:
-    """What is moved: a chunk of so many MiB, so often. urls: of tiers; None is one of each kind.
-
-    Servers of one's own are started for those of the kinds that need one.
-    """
-
-    chunk_mib: int = 64
-    repeat: int = 7
-    urls: Sequence[str] | None = None
-
-
-@dataclass(frozen=True)
 class TierSpeed:
     """Medians of one tier, in GiB of chunk KV a second."""
 
@@ -72,31 +59,16 @@ class TierSpeed:
 
 
 def measure_store(plan: StorePlan, advance: Advance = lambda _: None) -> dict[str, Any]:
-    """Return each tier's speeds, and which kinds were left out and why."""
-    with ExitStack() as stack:
-        urls, left_out = (list(plan.urls), []) if plan.urls else _own_tiers(stack)
-        speeds = [_measure(TierUrl(url), plan, advance) for url in urls]
+    """Return each tier's speeds; a disk's are those of a folder for temporary files."""
+    with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
+        own = {"host": "host://?capacity=none", "disk": f"disk://{folder}"}
+        urls = [TierUrl(own.get(tier, tier)) for tier in dict.fromkeys(plan.tiers)]
+        speeds = [_measure(url, plan, advance) for url in urls]
     return {
         "chunk_mib": plan.chunk_mib,
         "repeat": plan.repeat,
         "tiers": [asdict(speed) for speed in speeds],
-        "left_out": left_out,
     }
-
-
-def _own_tiers(stack: ExitStack) -> tuple[list[str], list[str]]:
-    folder = tempfile.mkdtemp(prefix="cacheblend-bench-")
-    stack.callback(shutil.rmtree, folder)
-    urls, left_out = ["host://?capacity=none", f"disk://{folder}"], []
-    try:
-        urls.append(own_redis(stack))
-    except EngineUnavailableError as error:
-        left_out.append(f"redis: {error}")
-    try:
-        urls.append(own_s3(stack))
-    except EngineUnavailableError as error:
-        left_out.append(f"s3: {error}")
-    return urls, left_out
 
 
 def _measure(url: TierUrl, plan: StorePlan, advance: Advance) -> TierSpeed:

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.bench.interleave import Advance
-from cacheblend_rag.bench.vllm import VLLMSetting, running_vllm
-from cacheblend_rag.bench.workload import ONE_TOKEN, blend_config, draw_chunks, draw_words
-from cacheblend_rag.blend import plan_schedule
-from cacheblend_rag.config import BlendConfig, StoreConfig
+from cacheblend_rag.bench.plans import ThroughputPlan
+from cacheblend_rag.bench.vllm import running_vllm
+from cacheblend_rag.bench.workload import ONE_TOKEN, draw_chunks, draw_words
+from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.errors import CacheBlendError, ConfigError
+from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 
@@ -34,45 +34,6 @@ if TYPE_CHECKING:
 
 SHARED_SALT = "prefix-caching"
 WARM_UP_QUESTIONS = 2
-
-
-@dataclass(frozen=True)
-class ThroughputPlan:
-    """``questions`` questions, each over ``drawn`` of ``chunks`` chunks.
-
-    chunk_tokens, question_tokens, answer_tokens: of each.
-    """
-
-    setting: VLLMSetting
-    questions: int = 64
-    chunks: int = 40
-    drawn: int = 6
-    chunk_tokens: int = 512
-    question_tokens: int = 32
-    answer_tokens: int = 8
-    ratio: float = 0.15
-    selector: str = "hkvd"
-    check_layers: tuple[int, ...] = (1,)
-    seed: int = 7
-
-    def __post_init__(self) -> None:
-        if self.drawn > self.chunks:
-            raise ConfigError(f"drawn={self.drawn} must be at most chunks={self.chunks}")
-        if self.prompt_tokens + self.answer_tokens > self.setting.shape.max_positions:
-            raise ConfigError(
-                f"prompt_tokens={self.prompt_tokens} must leave room for the answer in "
-                f"{self.setting.shape.max_positions}, the positions of {self.setting.shape.name}"
-            )
-        plan_schedule(self.config(), self.setting.shape.layers)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of a prompt."""
-        return self.drawn * self.chunk_tokens + self.question_tokens
-
-    def config(self) -> BlendConfig:
-        """Return the blend's config; chunks are precomputed behind nothing."""
-        return blend_config(self.ratio, self.selector, self.check_layers)
 
 
 @dataclass(frozen=True)
@@ -85,7 +46,7 @@ class _Workload:
     @classmethod
     def draw(cls, plan: ThroughputPlan, chunks: int, questions: int, seed: int) -> _Workload:
         rng = random.Random(seed)
-        vocabulary = plan.setting.shape.vocabulary
+        vocabulary = plan.model_shape.vocabulary
         drawn = draw_chunks(
             rng,
             chunks,
@@ -119,7 +80,7 @@ def measure_throughput(plan: ThroughputPlan, advance: Advance = lambda _: None) 
         "over_plain": blend / plain,
         "over_prefix_caching": blend / prefix_caching,
         "precompute_seconds": precompute_seconds,
-        "shape": plan.setting.shape.name,
+        "shape": plan.shape,
         "questions": plan.questions,
         "chunks": plan.chunks,
         "drawn": plan.drawn,
@@ -160,8 +121,8 @@ class _Run:
         """Return questions a second of blending, and how long precomputing the chunks took."""
         plan = self.plan
         self.advance("blending")
-        room = 2 * plan.setting.shape.kv_bytes(
-            (plan.chunks + plan.drawn) * plan.chunk_tokens, plan.setting.dtype
+        room = 2 * plan.model_shape.kv_bytes(
+            (plan.chunks + plan.drawn) * plan.chunk_tokens, plan.torch_dtype
         )
         settings, options = ConnectorSettings(StoreConfig(host_bytes=room)), self._options()
         with running_vllm("vllm", self.folder, options=options, settings=settings) as engine:
@@ -170,7 +131,9 @@ class _Run:
             return self._per_second(lambda prompt: self._blended(engine, prompt)), report.seconds
 
     def _blended(self, engine: VLLMEngine, prompt: BlendPrompt) -> Generation:
-        generation = engine.generate(prompt, self._sampling, config=self.plan.config())
+        generation = engine.generate(
+            prompt, self._sampling, config=self.plan.blend_config(self.plan.ratio)
+        )
         report = generation.report
         if not report.blended or not all(chunk.hit for chunk in report.chunks):
             raise CacheBlendError(f"a question was not blended: {report.reason or 'a miss'}")

@@ -10,114 +10,24 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any, Literal, get_args
-
-import torch
+from typing import Any
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.memory import peak_extra_bytes
-from cacheblend_rag.bench.servers import own_redis
-from cacheblend_rag.bench.shapes import ModelShape
-from cacheblend_rag.bench.vllm import VLLMSetting
-from cacheblend_rag.bench.workload import (
-    LEAD_IN,
-    ONE_TOKEN,
-    blend_config,
-    check_tiers,
-    draw_chunks,
-    draw_words,
-)
-from cacheblend_rag.blend import plan_schedule
-from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.config import BlendConfig, Precision, StoreConfig
+from cacheblend_rag.bench.plans import TtftPlan
+from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, draw_chunks, draw_words
+from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.engines.vllm.connector.settings import check_attention_mode
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
+from cacheblend_rag.tier_url import TierUrl
 
-Tier = Literal["host", "disk", "redis"]
-TIERS: tuple[Tier, ...] = get_args(Tier)
-USUAL_TIERS: tuple[Tier, ...] = ("host", "disk")
-"""Those that need no server."""
-_DOCUMENT = "bench"
+DOCUMENT = "bench"
+"""What all chunks belong to, so that their KV can be evicted at the end."""
 _SEED = 7
-_CPU = torch.device("cpu")
-VLLM_BATCHED_TOKENS = 2048
-"""vLLM's default of max_num_batched_tokens."""
-
-
-@dataclass(frozen=True)
-class TtftPlan:
-    """What is measured: every tier at every ratio, ``repeat`` times each, medians reported.
-
-    chunk_tokens: tokens a chunk. question_tokens: the only text of the prompt, behind the chunks.
-    batched_tokens: most tokens vLLM computes in a step, None is the whole prompt. eager: vLLM does
-    not compile the model. attention: of recomputed rows in vLLM, see ConnectorSettings.
-    precision: of stored chunk KV.
-    """
-
-    shape: ModelShape
-    chunks: int = 8
-    chunk_tokens: int = 512
-    question_tokens: int = 32
-    ratios: tuple[float, ...] = (0.15,)
-    tiers: tuple[Tier, ...] = USUAL_TIERS
-    selector: str = "hkvd"
-    check_layers: tuple[int, ...] = (1,)
-    repeat: int = 5
-    dtype: torch.dtype = torch.float32
-    device: torch.device = _CPU
-    memory: bool = True
-    batched_tokens: int | None = None
-    eager: bool = False
-    attention: str = "auto"
-    precision: Precision = "native"
-
-    def __post_init__(self) -> None:
-        StoreConfig(precision=self.precision)  # which raises where there is none of that name
-        check_attention_mode(self.attention)
-        check_tiers(self.tiers, TIERS)
-        self.shape.check_prompt(self.prompt_tokens)
-        for ratio in self.ratios:
-            plan_schedule(self.config(ratio), self.shape.layers)
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Tokens of the whole prompt."""
-        return self.chunks * self.chunk_tokens + self.question_tokens
-
-    @property
-    def setting(self) -> VLLMSetting:
-        """The model as vLLM is to run it."""
-        return VLLMSetting(self.shape, self.dtype, self.device, self.eager)
-
-    @property
-    def step_tokens(self) -> int:
-        """Most tokens vLLM computes in a step: its default, or what holds the prompt if longer."""
-        return self.batched_tokens or max(VLLM_BATCHED_TOKENS, self.prompt_tokens)
-
-    def config(self, ratio: float) -> BlendConfig:
-        """Return the blend's config at ``ratio``: what is measured is a blend, however slow."""
-        return blend_config(ratio, self.selector, self.check_layers).with_changes(cost_model=False)
-
-    def bound(self, ratio: float) -> float:
-        """Return the largest speedup the computed tokens allow: full prefill's work by the blend's.
-
-        Work is counted as tokens x layers: all tokens up to and at the (first) check layer, and
-        the question with the ratio's share of the chunks in the rest. Selectors that choose before
-        layer 0 have no such first part; those that ask the question pay its probe pass.
-        """
-        selector = make_selector(self.selector)
-        question = self.question_tokens / self.prompt_tokens
-        kept = ratio * self.chunks * self.chunk_tokens / self.prompt_tokens + question
-        if 0 < ratio < 1 and selector.needs_fresh_kv:
-            whole = (self.check_layers[0] + 1) / self.shape.layers
-            return 1 / (whole + (1 - whole) * kept)
-        probe = question if 0 < ratio < 1 and selector.needs_question else 0.0
-        return 1 / (kept + probe)
 
 
 @dataclass(frozen=True)
@@ -176,7 +86,7 @@ class TtftRow:
         bound, speedup = plan.bound(ratio), seconds["full"] / seconds["blend"]
         return cls(
             engine=engine,
-            shape=plan.shape.name,
+            shape=plan.shape,
             prompt_tokens=plan.prompt_tokens,
             selector=plan.selector,
             ratio=ratio,
@@ -187,7 +97,7 @@ class TtftRow:
             bound=bound,
             share_of_bound=speedup / bound,
             peak_extra_bytes=peak_extra_bytes,
-            prompt_kv_bytes=plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype),
+            prompt_kv_bytes=plan.model_shape.kv_bytes(plan.prompt_tokens, plan.torch_dtype),
             prefix_caching_seconds=seconds.get("prefix_caching"),
             batched_tokens=batched_tokens,
             runs=runs,
@@ -216,21 +126,20 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
     advance: called with a label before each step, for a progress display.
     """
     advance("building the model")
-    model = plan.shape.build_model(dtype=plan.dtype, device=plan.device)
-    tokenizer = plan.shape.build_tokenizer()
+    shape = plan.model_shape
+    model = shape.build_model(dtype=plan.torch_dtype, device=plan.torch_device)
+    tokenizer = shape.build_tokenizer()
     chunks, question = draw_texts(plan)
     prompt = BlendPrompt.of(*chunks, question)
     with ExitStack() as stack:
         engines: dict[str, TransformersEngine] = {}
-        for tier in plan.tiers:
+        for tier in dict.fromkeys(plan.tiers):
             advance(f"precomputing for {tier}")
-            engines[tier] = TransformersEngine(
-                model,
-                tokenizer=tokenizer,
-                lead_in=LEAD_IN,
-                store=_store(tier, plan.precision, stack),
-            )
-            engines[tier].precompute(chunks, progress=False)
+            store = _store(tier, plan.precision, stack)
+            engine = TransformersEngine(model, tokenizer=tokenizer, lead_in=LEAD_IN, store=store)
+            stack.callback(engine.evict_document, DOCUMENT)
+            engine.precompute(chunks, progress=False)
+            engines[tier_name(tier)] = engine
         return _Measurement(plan, engines, prompt, advance).rows()
 
 
@@ -265,7 +174,7 @@ class _Measurement:
 
     def _blend(self, tier: str, ratio: float, turn: int) -> float:
         generation = self.engines[tier].generate(
-            self.prompt, ONE_TOKEN, config=self.plan.config(ratio)
+            self.prompt, ONE_TOKEN, config=self.plan.blend_config(ratio)
         )
         check_blend(self.plan, generation, ratio, tier)
         if turn:
@@ -278,7 +187,7 @@ class _Measurement:
         peak = None
         if plan.memory:
             self.advance(f"memory of a blend from {tier} at ratio {ratio:g}")
-            peak = peak_extra_bytes(lambda: self._blend(tier, ratio, 0), plan.device)
+            peak = peak_extra_bytes(lambda: self._blend(tier, ratio, 0), plan.torch_device)
         name = self.engines[tier].name
         loads = () if (tier, plan.precision) == ("host", "native") else self.loads[case]
         return TtftRow.of(plan, name, ratio, tier, runs, peak_extra_bytes=peak, loads=loads)
@@ -298,26 +207,29 @@ def _first_token_seconds(generation: Generation) -> float:
     return generation.report.seconds.time_to_first_token
 
 
+def tier_name(tier: str) -> str:
+    """Return what reports call a tier, which is given by its name or its URL."""
+    return TierUrl(tier).name if "://" in tier else tier
+
+
+def store_config(tier: str, folder: str, precision: Precision) -> StoreConfig:
+    """Return a store that holds everything in one tier; from disk every blend reads files.
+
+    folder: for the tier ``disk``.
+    """
+    place = {"host": "host://?capacity=none", "disk": f"disk://{folder}"}.get(tier, tier)
+    return StoreConfig(tiers=(place,), precision=precision)
+
+
 def _store(tier: str, precision: Precision, stack: ExitStack) -> TieredKVStore:
-    """Return a store that holds everything in one tier; from disk every blend reads files."""
-    if tier == "host":
-        return TieredKVStore.open(host_bytes=None, precision=precision)
-    if tier == "redis":
-        return TieredKVStore.of(StoreConfig(tiers=(own_redis(stack),), precision=precision))
     folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-"))
-    return TieredKVStore.open(host_bytes=0, disk_path=folder, precision=precision)
+    return stack.enter_context(TieredKVStore.of(store_config(tier, folder, precision)))
 
 
 def draw_texts(plan: TtftPlan) -> tuple[list[Chunk], str]:
     """Return the chunks and the question."""
-    rng, vocabulary = random.Random(_SEED), plan.shape.vocabulary
+    rng, vocabulary = random.Random(_SEED), plan.model_shape.vocabulary
     chunks = draw_chunks(
-        rng, plan.chunks, plan.chunk_tokens, vocabulary, selector=plan.selector, name=_DOCUMENT
+        rng, plan.chunks, plan.chunk_tokens, vocabulary, selector=plan.selector, name=DOCUMENT
     )
     return chunks, draw_words(rng, plan.question_tokens, vocabulary)
-
-
-def plan_tiers(names: Sequence[str]) -> tuple[Tier, ...]:
-    """Return known tier names, without repeats; raises ConfigError for others."""
-    check_tiers(names, TIERS)
-    return tuple(tier for tier in TIERS if tier in names)

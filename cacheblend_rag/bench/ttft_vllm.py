@@ -13,18 +13,24 @@ import random
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
-from cacheblend_rag.bench.servers import own_redis
-from cacheblend_rag.bench.ttft import TtftPlan, TtftRow, check_blend, draw_texts
+from cacheblend_rag.bench.plans import TtftPlan
+from cacheblend_rag.bench.ttft import (
+    DOCUMENT,
+    TtftRow,
+    check_blend,
+    draw_texts,
+    store_config,
+    tier_name,
+)
 from cacheblend_rag.bench.vllm import VLLMKind, running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN
-from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.text.prompt import BlendPrompt
 
@@ -36,9 +42,7 @@ FULL, PREFIX_CACHING = "ordinary prefill", "prefix caching"
 SHARED_SALT = "prefix-caching"
 
 
-def measure_vllm_ttft(
-    kind: VLLMKind, plan: TtftPlan, advance: Advance = lambda _: None
-) -> list[TtftRow]:
+def measure_vllm_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[TtftRow]:
     """Measure every tier in an engine of its own: all cases in turn, after a warm-up.
 
     advance: called with a label before each step.
@@ -46,28 +50,24 @@ def measure_vllm_ttft(
     advance("building the model")
     rows: list[TtftRow] = []
     with plan.setting.saved_model() as folder:
-        for tier in plan.tiers:
+        for tier in dict.fromkeys(plan.tiers):
             advance(f"starting vLLM for {tier}")
-            with _engine(kind, plan, folder, tier) as engine:
-                rows += _Measurement(plan, engine, tier, advance).rows()
+            with _engine(plan, folder, tier) as engine:
+                rows += _Measurement(plan, engine, tier_name(tier), advance).rows()
     return rows
 
 
 @contextmanager
-def _engine(kind: VLLMKind, plan: TtftPlan, folder: Path, tier: str) -> Iterator[VLLMEngine]:
+def _engine(plan: TtftPlan, folder: Path, tier: str) -> Iterator[VLLMEngine]:
     options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS)
     options["max_num_batched_tokens"] = plan.step_tokens
-    with ExitStack() as stack:
-        kv = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-kv-"))
-        store = StoreConfig(kv, host_bytes=0, precision=plan.precision)
-        if tier == "host":
-            room = 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)
-            store = StoreConfig(host_bytes=room, precision=plan.precision)
-        elif tier == "redis":
-            store = StoreConfig(tiers=(own_redis(stack),), precision=plan.precision)
+    with tempfile.TemporaryDirectory(prefix="cacheblend-kv-") as kv:
+        store = store_config(tier, kv, plan.precision)
         settings = ConnectorSettings(store).with_changes(attention=plan.attention)
+        kind = cast("VLLMKind", plan.engine)
         with running_vllm(kind, folder, options=options, settings=settings) as engine:
             yield engine
+            engine.evict_document(DOCUMENT)
 
 
 @dataclass
@@ -111,7 +111,7 @@ class _Measurement:
 
     def _blend(self, ratio: float, turn: int) -> float:
         prompt = self._prompt(turn)
-        config = self.plan.config(ratio).with_changes(min_tokens=turn)  # changes only the salt
+        config = self.plan.blend_config(ratio).with_changes(min_tokens=turn)  # changes the salt
         started = time.perf_counter()
         generation = self.engine.generate(prompt, ONE_TOKEN, config=config)
         seconds = time.perf_counter() - started

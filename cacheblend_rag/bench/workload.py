@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.chunk import Chunk, Document
 
 ONE_TOKEN = SamplingParams.greedy(max_tokens=1, ignore_eos=True)
@@ -25,20 +23,13 @@ def draw_chunks(
 ) -> list[Chunk]:
     """Return chunks of ``tokens`` tokens each.
 
-    They form one document, called ``name``, where the selector needs a prior, else they stand
-    alone.
+    They belong to a document called ``name``, by which their KV can be evicted. Where the selector
+    needs a prior, each has the ones before it as its context, else none.
     """
     texts = tuple(draw_words(rng, tokens, vocabulary) for _ in range(chunks))
     if make_selector(selector).needs_prior:
         return Document(name, texts, separator=" ").to_chunks()
-    return [Chunk(text) for text in texts]
-
-
-def check_tiers(names: Iterable[str], known: Sequence[str]) -> None:
-    """Raise ConfigError for a tier that is none of those that a benchmark knows."""
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"tier={name!r} must be one of {', '.join(known)}")
+    return [Chunk(text, name) for text in texts]
 
 
 def zipf_weights(count: int, exponent: float) -> list[float]:
@@ -56,10 +47,3 @@ def draw_ranks(rng: random.Random, weights: Sequence[float], count: int) -> tupl
 
 LEAD_IN = "none"
 """What benchmarks precompute chunks behind: nothing, so that their prompts are chunks alone."""
-
-
-def blend_config(ratio: float, selector: str, check_layers: tuple[int, ...]) -> BlendConfig:
-    """Return a blend's config. Raises ConfigError."""
-    return BlendConfig(
-        recompute_ratio=ratio, check_layers=check_layers, selector=selector, min_tokens=0
-    )

@@ -37,16 +37,17 @@ class _Commands(TyperGroup):
     """Prints wrong uses, and errors raised on purpose, as one line, with exit code 2."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        with _told_in_one_line():
+        with errors_in_one_line():
             return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        with _told_in_one_line():
+        with errors_in_one_line():
             return super().invoke(ctx)
 
 
 @contextmanager
-def _told_in_one_line() -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
+    """Print errors raised on purpose, and wrong uses, as one line, and exit with code 2."""
     try:
         yield
     except CacheBlendError as error:

@@ -3,9 +3,12 @@ from __future__ import annotations
 import json
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
+from typer import Typer
 from typer.testing import CliRunner
 
 from cacheblend_rag.cli import output
@@ -50,15 +53,23 @@ def no_lines_of_progress(monkeypatch):
     monkeypatch.setattr(output, "LINE_SECONDS", 3600.0)
 
 
+def outcome_of(app: Typer, *arguments: object) -> Outcome:
+    """What a command line prints in this process, and its exit code."""
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Outcome(result.exit_code, result.stdout, result.stderr)
+
+
 @pytest.fixture
 def cli():
-    def run(*arguments: object) -> Outcome:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-        if result.exception and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Outcome(result.exit_code, result.stdout, result.stderr)
+    return partial(outcome_of, app)
 
-    return run
+
+@pytest.fixture
+def bench():
+    """Runs ``python -m tests.benchmarks.NAME`` in this process."""
+    return lambda name, *given: outcome_of(import_module(f"tests.benchmarks.{name}").app, *given)
 
 
 @pytest.fixture

@@ -10,9 +10,11 @@ from transformers import AutoModelForCausalLM
 
 from cacheblend_rag.bench import shapes
 from cacheblend_rag.bench.memory import peak_extra_bytes
-from cacheblend_rag.bench.steady import SteadyPlan, SteadyRow, _Answer, combinations
-from cacheblend_rag.bench.ttft import TtftPlan, TtftRow
+from cacheblend_rag.bench.plans import SteadyPlan, TtftPlan
+from cacheblend_rag.bench.steady import SteadyRow, _Answer, combinations
+from cacheblend_rag.bench.ttft import TtftRow
 from cacheblend_rag.errors import ConfigError
+from tests.servers import redis, redis_place, tier_at  # noqa: F401 - a fixture
 
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}
@@ -26,12 +28,12 @@ FIELDS = {
 }  # fmt: skip
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def tiny_shape(monkeypatch):
     monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
 
 
-def test_several_rows_stand_under_rows(cli, tiny_shape):
+def test_several_rows_stand_under_rows(cli):
     outcome = cli(
         "bench", "ttft", "--shape", "tiny", *SMALL, "--ratio", 0.25, "--ratio", 0, "--json"
     )
@@ -44,7 +46,7 @@ def test_several_rows_stand_under_rows(cli, tiny_shape):
     assert {row["prompt_tokens"] for row in rows} == {100}
 
 
-def test_what_is_unpacked_in_memory_is_told(cli, tiny_shape):
+def test_what_is_unpacked_in_memory_is_told(cli):
     command = ("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "host", "--json")
     native, packed = (cli(*command, "--precision", name).json for name in ("native", "fp8"))
     assert (native["precision"], packed["precision"]) == ("native", "fp8")
@@ -53,7 +55,7 @@ def test_what_is_unpacked_in_memory_is_told(cli, tiny_shape):
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior", "question_prior"])
-def test_one_row_stands_alone(cli, tiny_shape, slow_blends, selector):
+def test_one_row_stands_alone(cli, slow_blends, selector):
     outcome = cli(
         "bench",
         "ttft",
@@ -74,19 +76,21 @@ def test_one_row_stands_alone(cli, tiny_shape, slow_blends, selector):
     assert row["prompt_kv_bytes"] == 100 * 4 * 2 * 2 * 8 * 4
 
 
-def test_table_without_json(cli, tiny_shape):
+def test_table_without_json(cli):
     outcome = cli("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "disk")
     assert outcome.code == 0
     assert "100 tokens" in outcome.stdout
     assert "disk" in outcome.stdout
 
 
-def test_redis_is_measured_on_a_server_of_its_own(cli, tiny_shape):
+def test_a_tier_is_measured_by_its_url_and_left_as_it_was(cli, redis):
+    url = redis_place(redis)
     outcome = cli(
-        "bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "redis", "--tier", "host", "--json"
+        "bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "host", "--tier", url, "--json"
     )
     host, redis = outcome.json["rows"]
     assert (host["tier"], redis["tier"]) == ("host", "redis")
+    assert tier_at(url).usage().entries == 0
     assert (host["load_seconds"], host["hidden_share"]) == (None, None)
     assert redis["load_seconds"] > 0 <= redis["hidden_share"] <= 1
 
@@ -100,31 +104,9 @@ def test_what_is_hidden_is_the_share_that_was_not_waited_for():
     assert (memory.load_seconds, memory.hidden_share) == (None, None)
 
 
-def test_attention_of_scattered_rows(cli, tiny_shape):
-    given = ("bench", "attention", "--shape", "tiny", "--tokens", 100, "--repeat", 1)
-    (row,) = cli(*given, "--json").json["rows"]
-    assert row["computed_rows"] == 32 + round(0.15 * 68)
-    assert set(row["seconds"]) == {"full prefill", "sdpa"}
-    assert 0 <= row["largest_difference"]["sdpa"] < 1e-5
-    assert "42 of" in cli(*given).stdout
-
-    outcome = cli("bench", "attention", "--shape", "tiny", "--tokens", 20)
-    assert outcome.code == 2
-    assert "tokens=20 must be above 32" in outcome.stderr
-
-
-def test_registry(cli):
-    outcome = cli(
-        "bench", "registry", "--chunks", 40, "--prompt-characters", 6000, "--repeat", 2, "--json"
-    )
-    assert outcome.json["chunks"] == 40
-    assert outcome.json["found"] == outcome.json["expected"] > 0
-    assert "chunk registry" in cli("bench", "registry", "--chunks", 4, "--repeat", 1).stdout
-
-
 def plan(**changes):
     sizes = {"chunks": 8, "chunk_tokens": 50, "question_tokens": 100}
-    return TtftPlan(TINY, **{**sizes, **changes})
+    return TtftPlan(shape="tiny", **{**sizes, **changes})
 
 
 def test_bound_counts_whole_layers_up_to_the_check_layer():
@@ -199,7 +181,7 @@ def test_named_shapes_have_the_published_number_of_weights(name, millions):
 STEADY = ("--requests", 230, "--chunks", 40, "--drawn", 2, "--chunk-tokens", 16, "--full-every", 50)
 
 
-def test_steady_tells_hundreds_of_requests_that_never_repeat(cli, tiny_shape):
+def test_steady_tells_hundreds_of_requests_that_never_repeat(cli):
     outcome = cli("bench", "steady", "--shape", "tiny", *STEADY, "--json")
     found = outcome.json
     assert [row["requests"] for row in found["hundreds"]] == [100, 100, 30]
@@ -214,13 +196,13 @@ def test_steady_tells_hundreds_of_requests_that_never_repeat(cli, tiny_shape):
     )
 
 
-def test_measured_answers_are_greedy_whatever_the_model_says(cli, tiny_shape, drawn_with):
+def test_measured_answers_are_greedy_whatever_the_model_says(cli, drawn_with):
     assert cli("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "host").code == 0
     assert drawn_with
     assert all((said.temperature, said.repetition_penalty) == (0, 1) for said in drawn_with)
 
 
-def test_steady_as_a_table(cli, tiny_shape):
+def test_steady_as_a_table(cli):
     outcome = cli("bench", "steady", "--shape", "tiny", *STEADY[2:], "--requests", 20)
     assert outcome.code == 0
     assert "up to 20" in outcome.stdout
@@ -233,7 +215,7 @@ def test_a_hundreds_speedup_is_that_of_its_pairs():
 
 
 def test_combinations_are_drawn_by_rank_and_never_again():
-    plan = SteadyPlan(TINY, requests=500, chunks=30, drawn=3, chunk_tokens=8)
+    plan = SteadyPlan(shape="tiny", requests=500, chunks=30, drawn=3, chunk_tokens=8)
     drawn = [*combinations(plan, random.Random(0))]
     assert len(set(drawn)) == len(drawn) == 500
     assert all(len(set(ranks)) == 3 for ranks in drawn)
@@ -252,104 +234,21 @@ def test_combinations_are_drawn_by_rank_and_never_again():
 )
 def test_a_steady_plan_that_cannot_be_is_named(options, message):
     with pytest.raises(ConfigError, match=message):
-        SteadyPlan(TINY, **options)
+        SteadyPlan(shape="tiny", **options)
 
 
 def test_more_requests_than_combinations_are_an_error():
-    plan = SteadyPlan(TINY, requests=7, chunks=3, drawn=2, chunk_tokens=8)
+    plan = SteadyPlan(shape="tiny", requests=7, chunks=3, drawn=2, chunk_tokens=8)
     with pytest.raises(ConfigError, match="requests=7 are too many for chunks=3"):
         list(combinations(plan, random.Random(0)))
 
 
-def test_precision_tells_bytes_time_and_error(cli, tiny_shape):
-    outcome = cli(
-        "bench", "precision", "--shape", "tiny", "--chunk-tokens", 256, "--questions", 1,
-        "--repeat", 1, "--json",
-    )  # fmt: skip
-    assert outcome.code == 0
-    native, fp8, int8 = outcome.json["rows"]
-    assert [row["precision"] for row in (native, fp8, int8)] == ["native", "fp8", "int8"]
-    assert native["keys_error"] == native["values_error"] == 0
-    assert 0 < int8["keys_error"] < fp8["keys_error"] < 0.05
-    assert 0 < int8["values_error"] < fp8["values_error"] < 0.05
-    assert fp8["bytes_per_token"] < 0.7 * native["bytes_per_token"]
-    assert all(
-        row[f"{verb}_seconds"] > 0 for row in (native, fp8, int8) for verb in ("put", "load")
-    )
-
-
-FEW = ("--chunks", 60, "--room", 0.3, "--requests", 120, "--drawn", 3, "--chunk-tokens", 12)
-
-
-def test_filling_warms_a_store_by_its_traffic(cli, tiny_shape):
-    given = ("--question-tokens", 4, "--pause", 0.03, "--neighbours", 20, "--shape", "tiny")
-    found = cli("bench", "fill", *FEW, *given, "--json").json
-    assert [row["requests"] for row in found["hundreds"]] == [100, 20]
-    for row in found["hundreds"]:
-        assert 0 < row["hit_share"] <= row["seen_share"] <= 1, "only what was missed is stored"
-        assert row["speedup"] > 0
-    assert found["computed"] >= 18 == found["room_chunks"]
-    assert found["neighbours"]["requests"] == 20
-    assert found["neighbours"]["filled_meanwhile"] > 0
-    table = cli("bench", "fill", *FEW, *given)
-    assert "60 chunks registered, room for 18" in table.stdout
-
-
-@pytest.mark.parametrize("wrong", [("--drawn", 61), ("--room", 0), ("--selector", "nonsense")])
-def test_a_fill_that_cannot_be_measured_is_refused(cli, tiny_shape, wrong):
-    outcome = cli("bench", "fill", *FEW, "--shape", "tiny", *wrong)
-    assert (outcome.code, outcome.stdout) == (2, "")
-
-
-def test_bench_store_measures_every_tier_beside_its_raw_limit(cli):
-    outcome = cli("bench", "store", "--chunk-mib", 1, "--repeat", 1, "--json")
-    found = outcome.json
-    assert [row.pop("tier") for row in found["tiers"]] == ["host", "disk", "redis", "s3"]
-    for row in found["tiers"]:
+def test_bench_store_measures_tiers_beside_their_raw_limit(cli, tmp_path):
+    given = ("--tier", "host", "--tier", f"disk://{tmp_path}", "--chunk-mib", 1, "--repeat", 1)
+    rows = cli("bench", "store", *given, "--json").json["tiers"]
+    assert [row.pop("tier") for row in rows] == ["host", "disk"]
+    for row in rows:
         assert set(row) == {"get_gib_s", "put_gib_s", "raw_get_gib_s", "raw_put_gib_s"}
         assert min(row.values()) > 0
-    assert found["left_out"] == []
-
-
-def test_bench_store_says_what_it_left_out(cli, monkeypatch, tmp_path):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    monkeypatch.setattr("cacheblend_rag.bench.servers.find_spec", lambda name: None)
-    outcome = cli("bench", "store", "--chunk-mib", 1, "--repeat", 1, "--json")
-    found = outcome.json
-    assert [row["tier"] for row in found["tiers"]] == ["host", "disk"]
-    assert ["redis-server" in found["left_out"][0], "moto" in found["left_out"][1]] == [True, True]
-    given = ("--tier", f"disk://{tmp_path}", "--chunk-mib", 1, "--repeat", 1)
+    assert not [*tmp_path.rglob("*.safetensors")]
     assert "disk" in cli("bench", "store", *given).stdout
-
-
-def test_lookups_among_few_and_many(cli, monkeypatch):
-    given = ("--few", 10, "--many", 200, "--asked", 5, "--repeat", 1)
-    found = cli("bench", "lookups", *given, "--json").json
-    assert [(row["tier"], row["stored"]) for row in found["lookups"]] == [
-        (tier, stored) for tier in ("host", "disk", "redis") for stored in (10, 200)
-    ]
-    few, many, *_ = found["lookups"]
-    assert min(v for row in found["lookups"] for v in row.values() if isinstance(v, float)) > 0
-    for kind in ("find", "miss", "open"):
-        name = f"{kind}_microseconds"
-        assert found["ratios"][0][kind] == pytest.approx(many[name] / few[name])
-    (row,) = cli("bench", "lookups", *given, "--many", 12, "--tier", "s3", "--json").json["ratios"]
-    assert row["tier"] == "s3"
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    outcome = cli("bench", "lookups", *given)
-    assert "disk" in outcome.stdout
-    assert "redis-server" in outcome.stderr
-    assert cli("bench", "lookups", *given, "--few", 3).code == 2
-
-
-def test_faults_compares_with_memory_alone(cli, tiny_shape):
-    given = ("--shape", "tiny", "--chunks", 2, "--chunk-tokens", 24, "--repeat", 2)
-    found = cli("bench", "faults", *given, "--json").json
-    assert [(row["chunks"], row["redis"]) for row in found["rows"]] == [
-        (where, death) for where in ("stored", "missing") for death in ("refuses", "hangs")
-    ]
-    assert min(row[f] for row in found["rows"] for f in ("seconds", "alone_seconds", "ratio")) > 0
-    assert "Redis hangs, missing chunks" in cli("bench", "faults", *given).stdout
-    outcome = cli("bench", "faults", "--shape", "tiny", "--chunk-tokens", 900)
-    assert outcome.code == 2
-    assert "prompt_tokens=3616 must be below 2048" in outcome.stderr

@@ -5,12 +5,11 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
-import torch
 
 from cacheblend_rag.bench import shapes
 from cacheblend_rag.bench.interleave import run_in_turns
-from cacheblend_rag.bench.overhead import AGAIN, WITH, WITHOUT, Overhead
-from cacheblend_rag.bench.ttft import TtftPlan
+from cacheblend_rag.bench.plans import TtftPlan
+from tests.benchmarks.overhead import AGAIN, WITH, WITHOUT, Overhead
 from tests.engines.vllm.forking import fork_engines
 
 TINY = shapes.ModelShape(
@@ -51,9 +50,9 @@ def test_time_to_first_token(cli, engine):
 
 
 @needs_vllm
-def test_overhead(cli):
-    found = cli(
-        "bench", "overhead", "--shape", "tiny", "--eager", "--prompt-tokens", 40, "--decoded", 6,
+def test_overhead(bench):
+    found = bench(
+        "overhead", "--shape", "tiny", "--eager", "--prompt-tokens", 40, "--decoded", 6,
         "--repeat", 2, "--json",
     ).json  # fmt: skip
     assert (found["prompt_tokens"], found["decoded"], found["repeat"]) == (40, 6, 2)
@@ -80,9 +79,9 @@ def test_throughput(cli):
 
 
 @needs_vllm
-def test_decode_gap(cli):
-    found = cli(
-        "bench", "decode-gap", *SIZES, "--chunks", 2, "--repeat", 1, "--ratio", 0.2, "--json"
+def test_decode_gap(bench):
+    found = bench(
+        "decode_gap", *SIZES, "--chunks", 2, "--repeat", 1, "--ratio", 0.2, "--json"
     ).json
     assert found["prompt_tokens"] == 2 * 48 + 5
     assert found["over_full"] == pytest.approx(
@@ -115,7 +114,6 @@ def test_eval_gives_the_table_of_the_embedded_engine(cli):
         (("throughput", "--drawn", 50), "drawn=50"),
         (("throughput", "--chunk-tokens", 5000), "prompt_tokens=30032"),
         (("throughput", "--ratio", 2), "recompute_ratio=2.0"),
-        (("decode-gap", "--chunks", 200), "prompt_tokens=102432"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(cli, arguments, message):
@@ -155,8 +153,8 @@ def test_slowdown_is_of_the_turns_not_of_the_medians():
 @pytest.mark.parametrize("name", ["mistral-7b", "llama-3.1-8b"])
 @pytest.mark.parametrize("chunks", [8, 16, 32, 62])
 def test_large_shapes_take_the_documented_prompts(name, chunks):
-    plan = TtftPlan(shapes.named_shape(name), chunks=chunks, dtype=torch.bfloat16)
+    plan = TtftPlan(shape=name, chunks=chunks, dtype="bfloat16")
     options = plan.setting.options(plan.prompt_tokens, prompts=1)
-    assert plan.prompt_tokens <= options["max_model_len"] <= plan.shape.max_positions
+    assert plan.prompt_tokens <= options["max_model_len"] <= plan.model_shape.max_positions
     # 32 layers of keys and values, 8 heads of 128, 2 bytes each
     assert options["kv_cache_memory_bytes"] >= plan.prompt_tokens * 32 * 2 * 8 * 128 * 2

@@ -21,7 +21,7 @@ from transformers import (
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
 from cacheblend_rag.demo.tokenizer import build_tokenizer
-from cacheblend_rag.demo.train import (
+from tests.demo.train import (
     CURRICULUM,
     ModelShape,
     Stage,
@@ -179,6 +179,6 @@ def test_separate_documents_do_not_see_each_other() -> None:
 
 
 def test_command_line_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cacheblend_rag.demo.train.TrainingConfig", lambda: TINY)
+    monkeypatch.setattr("tests.demo.train.TrainingConfig", lambda: TINY)
     main(["--out", str(tmp_path / "model"), "--tokens", "300", "--seed", "3"])
     assert (tmp_path / "model" / "config.json").exists()

@@ -5,11 +5,11 @@ import uuid
 
 import pytest
 
-from cacheblend_rag.bench.servers import BUCKET, HOST, redis_server
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import TieredKVStore
 from cacheblend_rag.kv.tiers import breaker
 from tests.kv.samples import make_key, make_kv, same, taken, until
+from tests.local_servers import BUCKET, HOST, redis_server
 from tests.servers import Proxy, redis_place, refusing, s3_place, tier_at
 
 KEY, OTHER, THIRD = (make_key(number) for number in range(3))

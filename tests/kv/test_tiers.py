@@ -9,7 +9,6 @@ import pytest
 import torch
 from obstore.store import MemoryStore
 
-from cacheblend_rag.bench.servers import BUCKET
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import (
     BytesTier,
@@ -30,6 +29,7 @@ from cacheblend_rag.kv.tiers import Usage
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.bytes import SUFFIX
 from cacheblend_rag.kv.tiers.object import open_store
+from tests.local_servers import BUCKET
 from tests.servers import redis_place, tier_at
 
 from .samples import make_key, make_kv, same

@@ -26,7 +26,6 @@ from transformers import (
 )
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
-from cacheblend_rag.bench.servers import redis_server, redis_url
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.chunk_kv import ChunkKV
@@ -35,6 +34,7 @@ from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.tier_url import TierUrl
 from tests.engines.transformers.conftest import EngineFactory, keys_of
 from tests.kv.test_breaker import Dead, Ticks, recovered
+from tests.local_servers import redis_server, redis_url
 from tests.models import SHAPE, VOCABULARY, make_model, make_tokenizer, words
 
 CHUNKS = [Chunk(words(30, seed)) for seed in range(2)]

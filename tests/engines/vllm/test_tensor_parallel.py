@@ -14,7 +14,6 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from cacheblend_rag import BlendConfig, Generation, StoreConfig
-from cacheblend_rag.bench.servers import Server
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, StepResults
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
@@ -26,6 +25,7 @@ from tests.engines.vllm.failing import TOLD, FailingConnector
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of, share_cores
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
+from tests.local_servers import Server
 from tests.models import words
 from tests.servers import redis_place, tier_at
 

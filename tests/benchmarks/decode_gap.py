@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -18,14 +18,19 @@ from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
-from cacheblend_rag.bench.ttft import TtftPlan, check_blend, draw_texts
+from cacheblend_rag.bench.plan import option
+from cacheblend_rag.bench.plans import BlendPlan, TtftPlan
+from cacheblend_rag.bench.ttft import check_blend, draw_texts
 from cacheblend_rag.bench.vllm import running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, draw_words
-from cacheblend_rag.config import StoreConfig
+from cacheblend_rag.cli.plan_command import facts
+from cacheblend_rag.config import VLLM, StoreConfig
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.rag import checks
 from cacheblend_rag.text.prompt import BlendPrompt
+from tests.benchmarks.command import benchmark_app
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Generation
@@ -88,7 +93,7 @@ class _Case:
 
     def __call__(self, turn: int) -> float:
         """Return the neighbour's worst gap meanwhile."""
-        shape = self.plan.shape
+        shape = self.plan.model_shape
         prompt = BlendPrompt.of(draw_words(random.Random(turn), NEIGHBOUR_PROMPT, shape.vocabulary))
         tokens = self.engine.context_window - NEIGHBOUR_PROMPT
         with _Neighbour(self.engine, prompt, tokens) as neighbour:
@@ -103,22 +108,38 @@ class _Case:
         return neighbour.worst_gap(started, ended)
 
 
-def measure_gaps(plan: TtftPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
+@dataclass(frozen=True, kw_only=True)
+class GapPlan(BlendPlan):
+    """The longest a decoding neighbour waits in vLLM while a long prompt is served."""
+
+    chunks: int = option(8, "Chunks in the prompt.", least=1)
+    ratio: float = option(0.15, "Recompute ratio.")
+    repeat: int = option(5, "Timed runs each; medians are shown.", least=1)
+    eager: bool = option(False, "vLLM without compiling the model.")
+
+    def ttft(self) -> TtftPlan:
+        """The plan of the long prompt; raises ConfigError for one that cannot be."""
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "ratio"}
+        return TtftPlan(ratios=(self.ratio,), tiers=("host",), **given)
+
+
+def measure_gaps(gaps: GapPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
     """Return the worst gaps, the blend's over a full prefill's, and the parameters.
 
-    Gaps are medians over turns of each turn's worst. plan: its first ratio and host tier are taken.
+    Gaps are medians over turns of each turn's worst.
     """
+    plan, ratio = gaps.ttft(), gaps.ratio
+    checks.check_engine(VLLM)
     advance("building the model")
-    ratio = plan.ratios[0]
     chunks, question = draw_texts(plan)
     prompt = BlendPrompt.of(*chunks, question)
     options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS, engines=2)
     whole = {**options, "max_num_batched_tokens": plan.prompt_tokens + NEIGHBOUR_PROMPT}
-    room = 2 * plan.shape.kv_bytes(plan.prompt_tokens, plan.dtype)
+    room = 2 * plan.model_shape.kv_bytes(plan.prompt_tokens, plan.torch_dtype)
     settings = ConnectorSettings(StoreConfig(host_bytes=room))
 
     def blended(engine: VLLMEngine, turn: int) -> Generation:
-        config = plan.config(ratio).with_changes(min_tokens=turn)  # changes only the salt
+        config = plan.blend_config(ratio).with_changes(min_tokens=turn)  # changes only the salt
         generation = engine.generate(prompt, ONE_TOKEN, config=config)
         check_blend(plan, generation, ratio, "host")
         return generation
@@ -140,22 +161,28 @@ def measure_gaps(plan: TtftPlan, advance: Advance = lambda _: None) -> dict[str,
                 ALONE: _Case(plan, engine, None, []),
             }
             runs = run_in_turns(cases, plan.repeat, advance)
-    gaps = {name: median(run) for name, run in runs.items()}
+    worst = {name: median(run) for name, run in runs.items()}
     seconds = {name: median(case.seconds[1:]) for name, case in cases.items()}
     return {
-        "blend_gap_seconds": gaps[BLEND],
-        "full_gap_seconds": gaps[FULL],
-        "chunked_gap_seconds": gaps[PIECEWISE],
-        "alone_gap_seconds": gaps[ALONE],
-        "over_full": gaps[BLEND] / gaps[FULL],
-        "over_chunked": gaps[BLEND] / gaps[PIECEWISE],
+        "blend_gap_seconds": worst[BLEND],
+        "full_gap_seconds": worst[FULL],
+        "chunked_gap_seconds": worst[PIECEWISE],
+        "alone_gap_seconds": worst[ALONE],
+        "over_full": worst[BLEND] / worst[FULL],
+        "over_chunked": worst[BLEND] / worst[PIECEWISE],
         "blend_seconds": seconds[BLEND],
         "full_seconds": seconds[FULL],
         "chunked_seconds": seconds[PIECEWISE],
-        "shape": plan.shape.name,
+        "shape": plan.shape,
         "prompt_tokens": plan.prompt_tokens,
         "selector": plan.selector,
         "ratio": ratio,
         "repeat": plan.repeat,
         "runs": runs,
     }
+
+
+app = benchmark_app(GapPlan, measure_gaps, facts("a neighbour's worst gap between tokens"))
+
+if __name__ == "__main__":
+    app()

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
-from cacheblend_rag.bench.servers import own_redis, own_s3
-from cacheblend_rag.bench.workload import check_tiers
+from cacheblend_rag.bench.plan import Plan, option
+from cacheblend_rag.cli import output
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, StoreError
 from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore, chunk_id, codec, fingerprint
 from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.tiers.disk import file_of
 from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.tier_url import TierUrl
+from tests.benchmarks.command import benchmark_app
+from tests.local_servers import own_redis, own_s3
 
 USUAL_TIERS = ("host", "disk", "redis")
 TIERS = (*USUAL_TIERS, "s3")
@@ -36,20 +38,28 @@ Ask = Callable[[TieredKVStore, KVKey], object]
 
 
 @dataclass(frozen=True)
-class LookupPlan:
-    """few, many: chunks stored. asked: how many of each kind are timed, once a turn each.
+class LookupPlan(Plan):
+    """How long it takes to find, miss and read one chunk among few and among many.
 
-    tiers: of TIERS.
+    In memory, on disk and in a Redis started here; filling them takes minutes.
     """
 
-    few: int = 1000
-    many: int = 100_000
-    asked: int = 100
-    repeat: int = 5
-    tiers: Sequence[str] = USUAL_TIERS
+    few: int = option(1000, "Chunks in the smaller tier.", least=1)
+    many: int = option(100_000, "Chunks in the larger one.", least=1)
+    asked: int = option(100, "Chunks asked for a turn.", least=1)
+    repeat: int = option(5, "Turns; medians are shown.", least=1)
+    tiers: tuple[str, ...] = option(
+        USUAL_TIERS,
+        "host, disk, redis or s3 (servers started here); repeatable. Filling S3 takes many "
+        "minutes.",
+        flag="--tier",
+    )
 
     def __post_init__(self) -> None:
-        check_tiers(self.tiers, TIERS)
+        super().__post_init__()
+        for tier in self.tiers:
+            if tier not in TIERS:
+                raise ConfigError(f"tier={tier!r} must be one of {', '.join(TIERS)}")
         if not 0 < self.asked <= self.few <= self.many:
             raise ConfigError("asked, few and many must be above 0 and rise in this order")
 
@@ -60,7 +70,7 @@ def measure_lookups(plan: LookupPlan, advance: Advance = lambda _: None) -> dict
     find: whether it is stored. miss: a read of what is not. open: a read of what is.
     """
     lookups, ratios, left_out = list[dict[str, Any]](), list[dict[str, Any]](), list[str]()
-    for name in dict.fromkeys(plan.tiers):
+    for name in plan.tiers:
         try:
             found = _measure(name, plan, advance)
         except EngineUnavailableError as error:
@@ -165,3 +175,22 @@ def _chunk() -> ChunkKV:
 
 def _key(number: int) -> KVKey:
     return KVKey(chunk_id([number]), MODEL)
+
+
+def show(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(title="microseconds a chunk")
+    table.add_column("tier")
+    for heading in ("stored", "find", "miss", "open"):
+        table.add_column(heading, justify="right")
+    for row in found["lookups"]:
+        times = [f"{row[f'{kind}_microseconds']:.0f}" for kind in ("find", "miss", "open")]
+        table.add_row(row["tier"], f"{row['stored']:,}", *times)
+    output.result_console().print(table)
+
+
+app = benchmark_app(LookupPlan, measure_lookups, show)
+
+if __name__ == "__main__":
+    app()

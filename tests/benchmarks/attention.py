@@ -1,10 +1,9 @@
-"""Seconds of one layer's attention over a blend's scattered rows, kernel by kernel."""
+"""One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,34 +13,35 @@ import torch
 from torch.nn import functional
 
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
-from cacheblend_rag.bench.shapes import ModelShape
+from cacheblend_rag.bench.plan import ModelPlan, option
 from cacheblend_rag.blend.flex import FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import attend_fused
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall, Geometry
+from cacheblend_rag.cli import output
 from cacheblend_rag.errors import ConfigError
+from tests.benchmarks.command import benchmark_app
 
 TAIL = 32
 FULL, SDPA, FLEX = "full prefill", "sdpa", "flex"
 
 
-@dataclass(frozen=True)
-class AttentionPlan:
-    """One layer of ``shape``, for prompts of so many ``tokens``, of which ``ratio`` is recomputed.
+@dataclass(frozen=True, kw_only=True)
+class AttentionPlan(ModelPlan):
+    """One layer's attention over scattered rows: SDPA and, on CUDA, FlexAttention.
 
     The last TAIL tokens, the question, are always computed. FlexAttention runs on CUDA only: it is
     not compiled elsewhere.
     """
 
-    shape: ModelShape
-    tokens: Sequence[int]
-    ratio: float
-    dtype: torch.dtype
-    device: torch.device
-    repeat: int = 5
+    shape: str = option("mistral-7b", "A name of the shapes in cacheblend_rag.bench.")
+    tokens: tuple[int, ...] = option((4096,), "Length of a prompt; repeatable.")
+    ratio: float = option(0.15, "Share of the tokens that is recomputed.")
+    repeat: int = option(5, "Timed runs each; medians are shown.", least=1)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0 < self.ratio <= 1:
             raise ConfigError(f"ratio={self.ratio!r} must be above 0 and at most 1")
         for tokens in self.tokens:
@@ -52,10 +52,10 @@ class AttentionPlan:
 def measure_attention(plan: AttentionPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
     """Return medians by length of prompt, and how far kernels differ from each other."""
     return {
-        "shape": plan.shape.name,
+        "shape": plan.shape,
         "ratio": plan.ratio,
-        "dtype": str(plan.dtype).removeprefix("torch."),
-        "device": plan.device.type,
+        "dtype": plan.dtype,
+        "device": plan.torch_device.type,
         "repeat": plan.repeat,
         "rows": [_measure(plan, tokens, advance) for tokens in plan.tokens],
     }
@@ -63,13 +63,13 @@ def measure_attention(plan: AttentionPlan, advance: Advance = lambda _: None) ->
 
 @torch.inference_mode()
 def _measure(plan: AttentionPlan, tokens: int, advance: Advance) -> dict[str, Any]:
-    shape, device = plan.shape, plan.device
+    shape, device, dtype = plan.model_shape, plan.torch_device, plan.torch_dtype
     width = shape.hidden // shape.heads
     draw = torch.Generator(device).manual_seed(0)
-    options: dict[str, Any] = {"generator": draw, "dtype": plan.dtype, "device": device}
+    options: dict[str, Any] = {"generator": draw, "dtype": dtype, "device": device}
     query = torch.randn(1, shape.heads, tokens, width, **options)
     keys, values = (torch.randn(1, shape.kv_heads, tokens, width, **options) for _ in range(2))
-    geometry = Geometry(1, shape.heads, shape.kv_heads, width, plan.dtype, device)
+    geometry = Geometry(1, shape.heads, shape.kv_heads, width, dtype, device)
     fused = FusedKV(geometry, tokens)
     fused.write(0, Rows.at(np.arange(tokens), device), keys, values)
     chosen = random.Random(0).sample(range(tokens - TAIL), round(plan.ratio * (tokens - TAIL)))
@@ -107,3 +107,15 @@ def _measure(plan: AttentionPlan, tokens: int, advance: Advance) -> dict[str, An
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def show(found: dict[str, Any]) -> None:
+    for row in found["rows"]:
+        rows = f"{row['computed_rows']:,} of {row['tokens']:,} rows"
+        output.print_facts(f"one layer of {found['shape']}, {rows}, seconds", row["seconds"])
+
+
+app = benchmark_app(AttentionPlan, measure_attention, show)
+
+if __name__ == "__main__":
+    app()

@@ -16,51 +16,47 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-import torch
-
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
-from cacheblend_rag.bench.servers import Server, redis_server, redis_url
-from cacheblend_rag.bench.shapes import ModelShape
+from cacheblend_rag.bench.plan import ModelPlan, option
 from cacheblend_rag.bench.workload import (
     LEAD_IN,
     ONE_TOKEN,
-    blend_config,
     draw_chunks,
     draw_words,
 )
-from cacheblend_rag.config import StoreConfig
+from cacheblend_rag.cli import output
+from cacheblend_rag.config import BlendConfig, StoreConfig
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
+from tests.benchmarks.command import benchmark_app
+from tests.local_servers import Server, redis_server, redis_url
 
 ALONE = "none"
 DEATHS: Mapping[str, Callable[[Server], None]] = {"refuses": Server.kill, "hangs": Server.pause}
-SELECTOR, CHECK_LAYERS, RATIO = "hkvd", (1,), 0.0
+SELECTOR = "hkvd"
+CONFIG = BlendConfig(recompute_ratio=0.0, selector=SELECTOR, min_tokens=0)
 """Nothing is recomputed: no engine then decides that ordinary prefill is faster, and all do alike.
 """
 TIMEOUT_SECONDS = 1
 """Of the Redis that hangs: what the first request waits for."""
 
-_CPU = torch.device("cpu")
 
+@dataclass(frozen=True, kw_only=True)
+class FaultsPlan(ModelPlan):
+    """What requests pay for a dead Redis below memory, after its first failure."""
 
-@dataclass(frozen=True)
-class FaultsPlan:
-    """``repeat`` turns of each case, over prompts of so many chunks, tokens and question tokens."""
-
-    shape: ModelShape
-    chunks: int = 4
-    chunk_tokens: int = 96
-    question_tokens: int = 16
-    repeat: int = 20
+    chunks: int = option(4, "Chunks in the prompt.", least=1)
+    chunk_tokens: int = option(96, "Tokens a chunk.", least=1)
+    question_tokens: int = option(16, "Tokens behind the chunks.", least=1)
+    repeat: int = option(20, "Timed turns; medians are shown.", least=1)
     seed: int = 7
-    dtype: torch.dtype = torch.float32
-    device: torch.device = _CPU
 
     def __post_init__(self) -> None:
-        self.shape.check_prompt(self.chunks * self.chunk_tokens + self.question_tokens)
+        super().__post_init__()
+        self.model_shape.check_prompt(self.chunks * self.chunk_tokens + self.question_tokens)
 
 
 def measure_faults(plan: FaultsPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
@@ -69,7 +65,8 @@ def measure_faults(plan: FaultsPlan, advance: Advance = lambda _: None) -> dict[
     ratio: the median over turns of one by the other, which follow each other in each turn.
     """
     advance("building the model")
-    model = plan.shape.build_model(dtype=plan.dtype, device=plan.device)
+    shape = plan.model_shape
+    model = shape.build_model(dtype=plan.torch_dtype, device=plan.torch_device)
     stored, prompts = _prompts(plan)
     with ExitStack() as stack:
         engines = {}
@@ -77,7 +74,7 @@ def measure_faults(plan: FaultsPlan, advance: Advance = lambda _: None) -> dict[
             advance(f"precomputing, Redis {death}")
             store, die = _store(death, stack)
             engines[death] = engine = TransformersEngine(
-                model, tokenizer=plan.shape.build_tokenizer(), lead_in=LEAD_IN, store=store
+                model, tokenizer=shape.build_tokenizer(), lead_in=LEAD_IN, store=store
             )
             stack.callback(engine.close)
             engine.precompute(stored, progress=False)
@@ -108,7 +105,7 @@ def _row(where: str, death: str, found: Mapping[str, list[float]]) -> dict[str, 
 
 def _prompts(plan: FaultsPlan) -> tuple[list[Chunk], dict[str, BlendPrompt]]:
     """Return the chunks to store, and a prompt of those and of as many others."""
-    rng, vocabulary = random.Random(plan.seed), plan.shape.vocabulary
+    rng, vocabulary = random.Random(plan.seed), plan.model_shape.vocabulary
     question = draw_words(rng, plan.question_tokens, vocabulary)
     stored, missing = (
         draw_chunks(rng, plan.chunks, plan.chunk_tokens, vocabulary, selector=SELECTOR, name=name)
@@ -132,7 +129,7 @@ def _store(death: str, stack: ExitStack) -> tuple[TieredKVStore, Callable[[], No
 
 def _ask(engine: TransformersEngine, prompt: BlendPrompt, where: str, _turn: int) -> float:
     started = time.perf_counter()
-    answer = engine.generate(prompt, ONE_TOKEN, config=blend_config(RATIO, SELECTOR, CHECK_LAYERS))
+    answer = engine.generate(prompt, ONE_TOKEN, config=CONFIG)
     seconds = time.perf_counter() - started
     if any(chunk.hit != (where == "stored") for chunk in answer.report.chunks):
         raise CacheBlendError(f"{where} chunks were not: {answer.report.reason or 'a hit'}")
@@ -143,3 +140,14 @@ def _check_out(engine: TransformersEngine) -> None:
     far = engine.store.tiers[1]
     if not far.reading.is_out:
         raise CacheBlendError("Redis is not as dead as it was made")
+
+
+def show(found: dict[str, Any]) -> None:
+    for row in found["rows"]:
+        output.print_facts(f"Redis {row.pop('redis')}, {row.pop('chunks')} chunks", row)
+
+
+app = benchmark_app(FaultsPlan, measure_faults, show)
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,4 @@
-"""Train the demo model from scratch: `python -m cacheblend_rag.demo.train --out DIR`.
+"""Train the demo model from scratch: `python -m tests.demo.train --out DIR`.
 
 Four things make so small a model learn to look a subject up in an earlier chunk. A warm-up on
 repeated stretches of random tokens forms content-based copying. A curriculum widens the name
@@ -668,9 +668,7 @@ def _log(progress: Progress) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     defaults = TrainingConfig()
-    parser = argparse.ArgumentParser(
-        prog="python -m cacheblend_rag.demo.train", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m tests.demo.train", description=__doc__)
     parser.add_argument("--out", type=Path, default=MODEL_FOLDER, help="folder for the model")
     parser.add_argument("--tokens", type=int, default=defaults.tokens, help="training tokens")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after this long")

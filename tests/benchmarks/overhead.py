@@ -10,16 +10,21 @@ from __future__ import annotations
 import random
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
+from cacheblend_rag.bench.plan import ModelPlan, option
 from cacheblend_rag.bench.vllm import VLLMSetting, running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, draw_words
+from cacheblend_rag.cli.plan_command import facts
+from cacheblend_rag.config import VLLM
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.rag import checks
 from cacheblend_rag.text.prompt import BlendPrompt
+from tests.benchmarks.command import benchmark_app
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Generation
@@ -30,24 +35,28 @@ QUESTION_TOKENS = 32
 CACHED_PROMPTS = 2
 
 
-@dataclass(frozen=True)
-class OverheadPlan:
-    """Requests of ``prompt_tokens`` for the first token, and of ``decoded`` tokens behind a short
-    prompt, ``repeat`` times each.
-    """
+@dataclass(frozen=True, kw_only=True)
+class OverheadPlan(ModelPlan):
+    """What the connector costs requests without chunks, against vLLM without it."""
 
-    setting: VLLMSetting
-    prompt_tokens: int = 1024
-    decoded: int = 64
-    repeat: int = 20
+    prompt_tokens: int = option(1024, "Tokens of prompts without chunks.", least=2)
+    decoded: int = option(64, "Tokens of a timed answer.", least=2)
+    repeat: int = option(20, "Timed runs each.", least=1)
+    eager: bool = option(False, "vLLM without compiling the model.")
 
     def __post_init__(self) -> None:
-        shape = self.setting.shape
+        super().__post_init__()
+        shape = self.model_shape
         if self.longest >= shape.max_positions:
             raise ConfigError(
                 f"prompt_tokens={self.prompt_tokens}, decoded={self.decoded} must be below "
                 f"{shape.max_positions}, the positions of {shape.name}"
             )
+
+    @cached_property
+    def setting(self) -> VLLMSetting:
+        """The model as vLLM is to run it."""
+        return VLLMSetting(self.model_shape, self.torch_dtype, self.torch_device, self.eager)
 
     @property
     def longest(self) -> int:
@@ -83,6 +92,7 @@ class Overhead:
 
 def measure_overhead(plan: OverheadPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
     """Return ``ttft`` and ``decode`` (seconds a token) as Overhead's fields, and the parameters."""
+    checks.check_engine(VLLM)
     setting = plan.setting
     advance("building the model")
     with setting.saved_model() as folder, ExitStack() as stack:
@@ -98,7 +108,7 @@ def measure_overhead(plan: OverheadPlan, advance: Advance = lambda _: None) -> d
             cases[f"decode {kind}"] = partial(_decode, plan, engine)
         runs = run_in_turns(cases, plan.repeat, advance)
     return {
-        "shape": setting.shape.name,
+        "shape": plan.shape,
         "prompt_tokens": plan.prompt_tokens,
         "decoded": plan.decoded,
         "repeat": plan.repeat,
@@ -122,9 +132,15 @@ def _decode(plan: OverheadPlan, engine: VLLMEngine, turn: int) -> float:
 def _ask(
     plan: OverheadPlan, engine: VLLMEngine, turn: int, tokens: int, sampling: SamplingParams
 ) -> Generation:
-    words = draw_words(random.Random(turn), tokens, plan.setting.shape.vocabulary)
+    words = draw_words(random.Random(turn), tokens, plan.model_shape.vocabulary)
     return engine.generate(BlendPrompt.of(words), sampling)
 
 
 def _excess(ones: list[float], others: list[float]) -> float:
     return median(one / other for one, other in zip(ones, others, strict=True)) - 1
+
+
+app = benchmark_app(OverheadPlan, measure_overhead, facts("requests without chunks"))
+
+if __name__ == "__main__":
+    app()

@@ -47,7 +47,7 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it listens; raises EngineUnavailableError."""
-        self._process = subprocess.Popen(  # noqa: S603 - the commands stand below
+        self._process = subprocess.Popen(
             self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
         end = time.monotonic() + START_SECONDS

@@ -1,4 +1,4 @@
-"""How long the chunk registry takes to find a prompt's chunks among many: ``bench registry``."""
+"""How long the chunk registry takes to find a prompt's chunks among many."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import statistics
 from dataclasses import dataclass
 from time import perf_counter
 
-from cacheblend_rag.bench.interleave import p95
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.bench.interleave import Advance, p95
+from cacheblend_rag.bench.plan import Plan, option
+from cacheblend_rag.cli.plan_command import facts
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry
+from tests.benchmarks.command import benchmark_app
 
 SEED = 20260101
 CHUNKS_IN_PROMPT = 8
@@ -18,24 +20,26 @@ CHUNK_CHARACTERS = (400, 2400)
 MEAN_WORD_CHARACTERS = 6
 
 
-def measure_registry(chunks: int, prompt_characters: int, repeat: int) -> dict[str, object]:
-    """Time ChunkRegistry.find on generated text; the same arguments give the same text.
+@dataclass(frozen=True, kw_only=True)
+class RegistryPlan(Plan):
+    """Time to find registered chunks in a prompt's text; the same plan gives the same text.
 
-    chunks: registered chunks of 400 to 2,400 characters. prompt_characters: length of each prompt,
-    which holds 8 of the chunks (fewer where they do not fit) between unregistered text. repeat:
-    prompts searched, each another.
+    Chunks have 400 to 2,400 characters. Each prompt holds 8 of them (fewer where they do not fit)
+    between unregistered text; each turn has another prompt.
+    """
+
+    chunks: int = option(100_000, "Registered chunks.", least=1)
+    prompt_characters: int = option(20_000, "Length of the prompt.", least=1)
+    repeat: int = option(200, "Timed runs.", least=1)
+
+
+def measure_registry(plan: RegistryPlan, _: Advance = lambda _: None) -> dict[str, object]:
+    """Time ChunkRegistry.find on generated text.
 
     Returns chunks, prompt_characters, median_seconds and p95_seconds of one search, found and
-    expected (chunks over all prompts), add_seconds (registering all). Raises ConfigError when an
-    argument is below 1.
+    expected (chunks over all prompts), add_seconds (registering all).
     """
-    for name, value in (
-        ("chunks", chunks),
-        ("prompt_characters", prompt_characters),
-        ("repeat", repeat),
-    ):
-        if value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
+    chunks, prompt_characters, repeat = plan.chunks, plan.prompt_characters, plan.repeat
     writer = _Writer(random.Random(SEED))
     texts = [writer.text(writer.rng.randint(*CHUNK_CHARACTERS)) for _ in range(chunks)]
     registry = ChunkRegistry()
@@ -99,3 +103,9 @@ class _Writer:
                 room -= len(text) + 2
         parts = [text + "\n\n" for text in held]
         return _Prompt("".join(parts) + self.text(room).ljust(room, "?"), tuple(held))
+
+
+app = benchmark_app(RegistryPlan, measure_registry, facts("chunk registry"))
+
+if __name__ == "__main__":
+    app()

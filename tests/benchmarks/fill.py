@@ -1,4 +1,4 @@
-"""How a store with room for a part of a corpus warms by its traffic alone: ``bench fill``.
+"""How a store with room for a part of a corpus warms by its traffic alone: fill on miss.
 
 All chunks are registered and none is stored. Requests draw chunks by Zipf's law, one after another,
 with a pause between them in which the engine fills what they missed. Each hundred of requests is
@@ -17,26 +17,25 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-import torch
-
 from cacheblend_rag.bench.interleave import Advance, p95
-from cacheblend_rag.bench.shapes import ModelShape
+from cacheblend_rag.bench.plan import option
+from cacheblend_rag.bench.plans import BlendPlan, check_drawn
+from cacheblend_rag.bench.shapes import ModelShape, named_shape
 from cacheblend_rag.bench.workload import (
     LEAD_IN,
     ONE_TOKEN,
-    blend_config,
     draw_chunks,
     draw_ranks,
     draw_words,
     zipf_weights,
 )
-from cacheblend_rag.blend import plan_schedule
-from cacheblend_rag.config import BlendConfig
+from cacheblend_rag.cli import output
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
+from tests.benchmarks.command import benchmark_app
 
 ROW_REQUESTS = 100
 BASELINE_EVERY = 5
@@ -45,53 +44,50 @@ NEIGHBOUR_TURNS = 10
 MISSED, MISSED_AT_ONCE = 32, 8
 """Chunks that wait to be filled while neighbours ask, and how many of them one prompt misses."""
 PATIENCE_SECONDS = 300.0
-_CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class FillPlan:
-    """``requests`` requests, each over ``drawn`` of ``chunks`` registered chunks.
+@dataclass(frozen=True, kw_only=True)
+class FillPlan(BlendPlan):
+    """How a store with room for a part of the corpus warms by its traffic: fill on miss.
 
-    layers: that the model has, all dimensions else being the shape's. room: share of the chunks
-    that the store has room for. exponent: of Zipf's law. pause_seconds: between two requests, for
-    whoever asks to read. neighbours: requests without chunks, of ``neighbour_tokens``. selector: of
-    a model with so few layers, one that ranks at a check layer would run most of them in full.
+    Nothing is precomputed: registered chunks are filled as requests miss them. Of a model with so
+    few layers, a selector that ranks at a check layer would run most of them in full.
     """
 
-    shape: ModelShape
-    layers: int = 4
-    chunks: int = 20_000
-    room: float = 0.05
-    requests: int = 1000
-    drawn: int = 4
-    chunk_tokens: int = 64
-    question_tokens: int = 16
-    exponent: float = 1.0
-    pause_seconds: float = 0.1
-    neighbours: int = 200
+    layers: int = option(4, "Layers of that shape.", least=2)
+    chunks: int = option(20_000, "Registered chunks.", least=1)
+    room: float = option(0.05, "Share of them that the store has room for.")
+    requests: int = option(1000, "Requests, one after another.", least=1)
+    drawn: int = option(4, "Chunks a request draws.", least=1)
+    chunk_tokens: int = option(64, "Tokens a chunk.", least=1)
+    question_tokens: int = option(16, "Tokens behind the chunks.", least=1)
+    exponent: float = option(1.0, "Of Zipf's law.", least=0)
+    pause_seconds: float = option(
+        0.1, "Seconds between two requests, in which chunks are filled.", flag="--pause", least=0
+    )
+    neighbours: int = option(200, "Timed requests without chunks.", least=1)
     neighbour_tokens: int = 128
-    ratio: float = 0.15
-    selector: str = "chunk_head"
-    dtype: torch.dtype = torch.float32
-    device: torch.device = _CPU
-    seed: int = 7
+    ratio: float = option(0.15, "Recompute ratio.")
+    selector: str = option("chunk_head", "The selector.")
+    seed: int = option(7, "Draws chunks and requests.")
 
     def __post_init__(self) -> None:
-        if self.drawn > self.chunks:
-            raise ConfigError(f"drawn={self.drawn} must be at most chunks={self.chunks}")
+        super().__post_init__()
+        check_drawn(self.drawn, self.chunks)
         if not 0 < self.room <= 1:
             raise ConfigError(f"room={self.room} must be above 0 and at most 1")
-        plan_schedule(self.config(), self.layers)
+        self.blend_config(self.ratio)
 
-    def config(self) -> BlendConfig:
-        """Return the blend's config."""
-        return blend_config(self.ratio, self.selector, (1,))
+    @property
+    def model_shape(self) -> ModelShape:
+        """The shape's dimensions, with the plan's layers."""
+        return replace(named_shape(self.shape), layers=self.layers)
 
     @property
     def store_bytes(self) -> int:
         """Bytes of KV that the store has room for."""
-        shape = replace(self.shape, layers=self.layers)
-        return int(self.chunks * self.room) * shape.kv_bytes(self.chunk_tokens, self.dtype)
+        chunk = self.model_shape.kv_bytes(self.chunk_tokens, self.torch_dtype)
+        return int(self.chunks * self.room) * chunk
 
 
 @dataclass
@@ -136,7 +132,7 @@ def measure_fill(plan: FillPlan, advance: Advance = lambda _: None) -> dict[str,
         "fill_seconds": warmed.seconds,
         "chunks": plan.chunks,
         "room_chunks": int(plan.chunks * plan.room),
-        "shape": plan.shape.name,
+        "shape": plan.shape,
         "layers": plan.layers,
         "drawn": plan.drawn,
         "chunk_tokens": plan.chunk_tokens,
@@ -152,7 +148,7 @@ def measure_fill(plan: FillPlan, advance: Advance = lambda _: None) -> dict[str,
 class _Run:
     def __init__(self, plan: FillPlan, advance: Advance) -> None:
         self._plan, self._advance = plan, advance
-        self._rng, vocabulary = random.Random(plan.seed), plan.shape.vocabulary
+        self._rng, vocabulary = random.Random(plan.seed), plan.model_shape.vocabulary
         self._chunks = draw_chunks(
             self._rng,
             plan.chunks,
@@ -162,11 +158,11 @@ class _Run:
             name="bench",
         )
         self._weights = zipf_weights(plan.chunks, plan.exponent)
-        shape = replace(plan.shape, layers=plan.layers)
+        shape = plan.model_shape
         self.engine = TransformersEngine(
-            shape.build_model(dtype=plan.dtype, device=plan.device),
+            shape.build_model(dtype=plan.torch_dtype, device=plan.torch_device),
             tokenizer=shape.build_tokenizer(),
-            config=plan.config(),
+            config=plan.blend_config(plan.ratio),
             store=TieredKVStore.open(host_bytes=plan.store_bytes),
             lead_in=LEAD_IN,
             fill_on_miss=True,
@@ -180,7 +176,7 @@ class _Run:
             self._rng,
             plan.drawn,
             plan.chunk_tokens,
-            plan.shape.vocabulary,
+            plan.model_shape.vocabulary,
             selector=plan.selector,
             name="other",
         )
@@ -247,7 +243,9 @@ class _Run:
         seconds = []
         for _ in range(count):
             time.sleep(self._plan.pause_seconds)
-            words = draw_words(self._rng, self._plan.neighbour_tokens, self._plan.shape.vocabulary)
+            words = draw_words(
+                self._rng, self._plan.neighbour_tokens, self._plan.model_shape.vocabulary
+            )
             seconds.append(self._timed(BlendPrompt.of(words))[0])
         return seconds
 
@@ -258,7 +256,7 @@ class _Run:
 
     def _asking(self, chunks: Sequence[Chunk]) -> BlendPrompt:
         plan = self._plan
-        question = draw_words(self._rng, plan.question_tokens, plan.shape.vocabulary)
+        question = draw_words(self._rng, plan.question_tokens, plan.model_shape.vocabulary)
         return BlendPrompt.of(*chunks, question)
 
     def _timed(self, prompt: BlendPrompt, *, full: bool = False) -> tuple[float, int]:
@@ -268,3 +266,29 @@ class _Run:
         answer = ask(prompt, ONE_TOKEN)
         seconds = time.perf_counter() - started
         return seconds, sum(chunk.hit for chunk in answer.report.chunks)
+
+
+def show(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    title = f"{found['chunks']:,} chunks registered, room for {found['room_chunks']:,}"
+    table = Table(title=title)
+    for heading in ("requests", "hits", "asked before", "speedup"):
+        table.add_column(heading, justify="right")
+    asked = 0
+    for row in found["hundreds"]:
+        asked += row["requests"]
+        table.add_row(
+            f"{asked:,}",
+            output.percent(row["hit_share"]),
+            output.percent(row["seen_share"]),
+            f"{row['speedup']:.2f}x",
+        )
+    output.result_console().print(table)
+    output.print_facts("requests without chunks, meanwhile", found["neighbours"])
+
+
+app = benchmark_app(FillPlan, measure_fill, show)
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,234 @@
+"""The plans of the installed benchmarks: what ``cacheblend-rag bench NAME`` measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.bench.plan import ModelPlan, Plan, option
+from cacheblend_rag.config import BlendConfig, Precision, StoreConfig
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.tier_url import TierUrl
+
+if TYPE_CHECKING:
+    from cacheblend_rag.bench.vllm import VLLMSetting
+
+ENGINES = ("transformers", "vllm", "vllm-server")
+TIERS = ("host", "disk")
+"""Tiers that need no server; any other is given by its URL."""
+TIERS_HELP = "host, disk or a tier's URL, such as redis://cache:6379/0; repeatable."
+VLLM_BATCHED_TOKENS = 2048
+"""vLLM's default of max_num_batched_tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlendPlan(ModelPlan):
+    """A benchmark whose prompts are chunks and a question, at one rule of choosing rows."""
+
+    chunk_tokens: int = option(512, "Tokens a chunk.", least=1)
+    question_tokens: int = option(32, "Tokens behind the chunks.", least=1)
+    selector: str = option("hkvd", "The selector.")
+    check_layers: tuple[int, ...] = option(
+        (1,), "Where hkvd compares, separated by commas.", comma=True
+    )
+
+    def blend_config(self, ratio: float) -> BlendConfig:
+        """Return the config of a blend at ``ratio``; raises ConfigError for what cannot be run."""
+        from cacheblend_rag.blend import plan_schedule
+
+        config = BlendConfig(
+            recompute_ratio=ratio,
+            check_layers=self.check_layers,
+            selector=self.selector,
+            min_tokens=0,
+        )
+        plan_schedule(config, self.model_shape.layers)
+        return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class TtftPlan(BlendPlan):
+    """Time to first token: every tier at every ratio, ``repeat`` times each, medians reported.
+
+    batched_tokens: None is the whole prompt. memory: whether peak memory is measured, too.
+    """
+
+    engine: str = option(ENGINES[0], f"{', '.join(ENGINES)}.")
+    chunks: int = option(8, "Chunks in the prompt.", least=1)
+    ratios: tuple[float, ...] = option((0.15,), "Recompute ratio; repeatable.", flag="--ratio")
+    tiers: tuple[str, ...] = option(
+        TIERS,
+        "host, disk or a tier's URL, such as redis://cache:6379/0; repeatable.",
+        flag="--tier",
+    )
+    repeat: int = option(5, "Timed runs each; medians are shown.", least=1)
+    batched_tokens: int | None = option(
+        None, "Most tokens vLLM computes in a step; whole prompts by default.", least=1
+    )
+    eager: bool = option(False, "vLLM without compiling the model.")
+    attention: str = option("auto", "Of recomputed rows in vLLM: auto, native, sdpa or flex.")
+    precision: Precision = option("native", "Of stored chunk KV: native, fp8 or int8.")
+    memory: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine not in ENGINES:
+            raise ConfigError(f"engine={self.engine!r} must be one of {', '.join(ENGINES)}")
+        from cacheblend_rag.engines.vllm.connector.settings import check_attention_mode
+
+        StoreConfig(precision=self.precision)  # which raises where there is none of that name
+        check_attention_mode(self.attention)
+        for tier in self.tiers:
+            check_tier(tier)
+        self.model_shape.check_prompt(self.prompt_tokens)
+        for ratio in self.ratios:
+            self.blend_config(ratio)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the whole prompt."""
+        return self.chunks * self.chunk_tokens + self.question_tokens
+
+    @cached_property
+    def setting(self) -> VLLMSetting:
+        """The model as vLLM is to run it."""
+        from cacheblend_rag.bench.vllm import VLLMSetting
+
+        return VLLMSetting(self.model_shape, self.torch_dtype, self.torch_device, self.eager)
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens vLLM computes in a step: its default, or what holds the prompt if longer."""
+        return self.batched_tokens or max(VLLM_BATCHED_TOKENS, self.prompt_tokens)
+
+    def blend_config(self, ratio: float) -> BlendConfig:
+        """As of any plan; what is measured is a blend, however slow."""
+        return super().blend_config(ratio).with_changes(cost_model=False)
+
+    def bound(self, ratio: float) -> float:
+        """Return the largest speedup the computed tokens allow: full prefill's work by the blend's.
+
+        Work is counted as tokens x layers: all tokens up to and at the (first) check layer, and
+        the question with the ratio's share of the chunks in the rest. Selectors that choose before
+        layer 0 have no such first part; those that ask the question pay its probe pass.
+        """
+        from cacheblend_rag.blend.selectors import make_selector
+
+        selector = make_selector(self.selector)
+        question = self.question_tokens / self.prompt_tokens
+        kept = ratio * self.chunks * self.chunk_tokens / self.prompt_tokens + question
+        if 0 < ratio < 1 and selector.needs_fresh_kv:
+            whole = (self.check_layers[0] + 1) / self.model_shape.layers
+            return 1 / (whole + (1 - whole) * kept)
+        probe = question if 0 < ratio < 1 and selector.needs_question else 0.0
+        return 1 / (kept + probe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ThroughputPlan(BlendPlan):
+    """Questions a second in vLLM: ``questions`` questions, each over ``drawn`` of the chunks."""
+
+    questions: int = option(64, "Questions, all sent at once.", least=1)
+    chunks: int = option(40, "Chunks to draw from.", least=1)
+    drawn: int = option(6, "Chunks a question draws.", least=1)
+    answer_tokens: int = option(8, "Tokens an answer.", least=1)
+    ratio: float = option(0.15, "Recompute ratio.")
+    seed: int = option(7, "Draws chunks and questions.")
+    eager: bool = option(False, "vLLM without compiling the model.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_drawn(self.drawn, self.chunks)
+        if self.prompt_tokens + self.answer_tokens > self.model_shape.max_positions:
+            raise ConfigError(
+                f"prompt_tokens={self.prompt_tokens} must leave room for the answer in "
+                f"{self.model_shape.max_positions}, the positions of {self.shape}"
+            )
+        self.blend_config(self.ratio)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of a prompt."""
+        return self.drawn * self.chunk_tokens + self.question_tokens
+
+    @cached_property
+    def setting(self) -> VLLMSetting:
+        """The model as vLLM is to run it."""
+        from cacheblend_rag.bench.vllm import VLLMSetting
+
+        return VLLMSetting(self.model_shape, self.torch_dtype, self.torch_device, self.eager)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SteadyPlan(BlendPlan):
+    """Requests that never repeat, each over ``drawn`` of the chunks, from memory and disk."""
+
+    requests: int = option(1000, "Requests, no two alike.", least=1)
+    chunks: int = option(200, "Stored chunks.", least=1)
+    drawn: int = option(4, "Chunks a request draws.", least=1)
+    chunk_tokens: int = option(96, "Tokens a chunk.", least=1)
+    question_tokens: int = option(16, "Tokens behind the chunks.", least=1)
+    exponent: float = option(1.0, "Of Zipf's law.", least=0)
+    held: float = option(0.25, "Share of the chunks that memory holds.")
+    full_every: int = option(1, "Every so many requests ordinary prefill, too.", least=1)
+    ratio: float = option(0.15, "Recompute ratio.")
+    seed: int = option(7, "Draws chunks and questions.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_drawn(self.drawn, self.chunks)
+        if not 0 < self.held < 1:
+            raise ConfigError(f"held={self.held} must be between 0 and 1: memory is the smaller")
+        if self.full_every > HUNDRED:
+            raise ConfigError(f"full_every={self.full_every} must be at most {HUNDRED}")
+        self.model_shape.check_prompt(self.prompt_tokens)
+        self.blend_config(self.ratio)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of each prompt."""
+        return self.drawn * self.chunk_tokens + self.question_tokens
+
+    @property
+    def host_bytes(self) -> int:
+        """Memory for the share of the chunks that the host tier holds."""
+        chunk = self.model_shape.kv_bytes(self.chunk_tokens, self.torch_dtype)
+        return chunk * round(self.held * self.chunks)
+
+
+HUNDRED = 100
+"""Requests summed up in one row of `SteadyPlan`'s benchmark."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StorePlan(Plan):
+    """How fast a chunk of so many MiB goes into each tier and comes out."""
+
+    chunk_mib: int = option(64, "Size of the chunk KV moved.", least=1)
+    repeat: int = option(7, "Timed runs each.", least=1)
+    tiers: tuple[str, ...] = option(
+        TIERS,
+        "host, disk or a tier's URL, such as redis://cache:6379/0; repeatable.",
+        flag="--tier",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for tier in self.tiers:
+            check_tier(tier)
+
+
+def check_tier(tier: str) -> None:
+    """Raise ConfigError for what is neither the name of a tier without server nor a tier's URL."""
+    if tier in TIERS:
+        return
+    if "://" not in tier:
+        raise ConfigError(f"tier={tier!r} must be host, disk or a tier's URL")
+    TierUrl(tier)
+
+
+def check_drawn(drawn: int, chunks: int) -> None:
+    """Raise ConfigError for more chunks drawn than there are."""
+    if drawn > chunks:
+        raise ConfigError(f"drawn={drawn} must be at most chunks={chunks}")

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import pytest
+
+from cacheblend_rag.bench import shapes
+
+TINY = shapes.ModelShape(
+    "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}
+)
+
+
+@pytest.fixture(autouse=True)
+def tiny_shape(monkeypatch):
+    monkeypatch.setattr(shapes, "SHAPES", {**shapes.SHAPES, "tiny": TINY})
+
+
+def test_attention_of_scattered_rows(bench):
+    given = ("attention", "--shape", "tiny", "--tokens", 100, "--repeat", 1)
+    (row,) = bench(*given, "--json").json["rows"]
+    assert row["computed_rows"] == 32 + round(0.15 * 68)
+    assert set(row["seconds"]) == {"full prefill", "sdpa"}
+    assert 0 <= row["largest_difference"]["sdpa"] < 1e-5
+    assert "42 of" in bench(*given).stdout
+
+    outcome = bench("attention", "--shape", "tiny", "--tokens", 20)
+    assert outcome.code == 2
+    assert "tokens=20 must be above 32" in outcome.stderr
+
+
+def test_registry(bench):
+    outcome = bench(
+        "registry", "--chunks", 40, "--prompt-characters", 6000, "--repeat", 2, "--json"
+    )
+    assert outcome.json["chunks"] == 40
+    assert outcome.json["found"] == outcome.json["expected"] > 0
+    assert "chunk registry" in bench("registry", "--chunks", 4, "--repeat", 1).stdout
+
+
+def test_precision_tells_bytes_time_and_error(bench):
+    outcome = bench(
+        "precision", "--shape", "tiny", "--chunk-tokens", 256, "--questions", 1,
+        "--repeat", 1, "--json",
+    )  # fmt: skip
+    assert outcome.code == 0
+    native, fp8, int8 = outcome.json["rows"]
+    assert [row["precision"] for row in (native, fp8, int8)] == ["native", "fp8", "int8"]
+    assert native["keys_error"] == native["values_error"] == 0
+    assert 0 < int8["keys_error"] < fp8["keys_error"] < 0.05
+    assert 0 < int8["values_error"] < fp8["values_error"] < 0.05
+    assert fp8["bytes_per_token"] < 0.7 * native["bytes_per_token"]
+    assert all(
+        row[f"{verb}_seconds"] > 0 for row in (native, fp8, int8) for verb in ("put", "load")
+    )
+
+
+FEW = ("--chunks", 60, "--room", 0.3, "--requests", 120, "--drawn", 3, "--chunk-tokens", 12)
+
+
+def test_filling_warms_a_store_by_its_traffic(bench):
+    given = ("--question-tokens", 4, "--pause", 0.03, "--neighbours", 20, "--shape", "tiny")
+    found = bench("fill", *FEW, *given, "--json").json
+    assert [row["requests"] for row in found["hundreds"]] == [100, 20]
+    for row in found["hundreds"]:
+        assert 0 < row["hit_share"] <= row["seen_share"] <= 1, "only what was missed is stored"
+        assert row["speedup"] > 0
+    assert found["computed"] >= 18 == found["room_chunks"]
+    assert found["neighbours"]["requests"] == 20
+    assert found["neighbours"]["filled_meanwhile"] > 0
+    table = bench("fill", *FEW, *given)
+    assert "60 chunks registered, room for 18" in table.stdout
+
+
+@pytest.mark.parametrize("wrong", [("--drawn", 61), ("--room", 0), ("--selector", "nonsense")])
+def test_a_fill_that_cannot_be_measured_is_refused(bench, wrong):
+    outcome = bench("fill", *FEW, "--shape", "tiny", *wrong)
+    assert (outcome.code, outcome.stdout) == (2, "")
+
+
+def test_lookups_among_few_and_many(bench, monkeypatch):
+    given = ("--few", 10, "--many", 200, "--asked", 5, "--repeat", 1)
+    found = bench("lookups", *given, "--json").json
+    assert [(row["tier"], row["stored"]) for row in found["lookups"]] == [
+        (tier, stored) for tier in ("host", "disk", "redis") for stored in (10, 200)
+    ]
+    few, many, *_ = found["lookups"]
+    assert min(v for row in found["lookups"] for v in row.values() if isinstance(v, float)) > 0
+    for kind in ("find", "miss", "open"):
+        name = f"{kind}_microseconds"
+        assert found["ratios"][0][kind] == pytest.approx(many[name] / few[name])
+    (row,) = bench("lookups", *given, "--many", 12, "--tier", "s3", "--json").json["ratios"]
+    assert row["tier"] == "s3"
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    outcome = bench("lookups", *given)
+    assert "disk" in outcome.stdout
+    assert "redis-server" in outcome.stderr
+    assert bench("lookups", *given, "--few", 3).code == 2
+
+
+def test_faults_compares_with_memory_alone(bench):
+    given = ("--shape", "tiny", "--chunks", 2, "--chunk-tokens", 24, "--repeat", 2)
+    found = bench("faults", *given, "--json").json
+    assert [(row["chunks"], row["redis"]) for row in found["rows"]] == [
+        (where, death) for where in ("stored", "missing") for death in ("refuses", "hangs")
+    ]
+    assert min(row[f] for row in found["rows"] for f in ("seconds", "alone_seconds", "ratio")) > 0
+    assert "Redis hangs, missing chunks" in bench("faults", *given).stdout
+    outcome = bench("faults", "--shape", "tiny", "--chunk-tokens", 900)
+    assert outcome.code == 2
+    assert "prompt_tokens=3616 must be below 2048" in outcome.stderr
+
+
+def test_tiers_are_measured_on_servers_of_their_own(bench):
+    found = bench("tiers", "--chunk-mib", 1, "--repeat", 1, "--json").json
+    assert [row.pop("tier") for row in found["tiers"]] == ["host", "disk", "redis", "s3"]
+    for row in found["tiers"]:
+        assert min(row.values()) > 0
+    assert found["left_out"] == []
+
+
+def test_servers_that_are_not_installed_are_left_out_and_named(bench, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr("tests.local_servers.find_spec", lambda name: None)
+    found = bench("tiers", "--chunk-mib", 1, "--repeat", 1, "--json").json
+    assert [row["tier"] for row in found["tiers"]] == ["host", "disk"]
+    assert ["redis-server" in found["left_out"][0], "moto" in found["left_out"][1]] == [True, True]
+
+
+def test_help_is_made_of_the_plan(bench):
+    shown = bench("registry", "--help").stdout
+    assert "Time to find registered chunks" in shown
+    assert "--prompt-characters" in shown
+
+
+def test_a_neighbours_prompt_that_has_no_room_is_refused_before_vllm_starts(bench):
+    outcome = bench("decode_gap", "--chunks", 200)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert "prompt_tokens=102432" in outcome.stderr
