@@ -69,6 +69,7 @@ def evaluate_command(
     with output.stdout_reserved(as_json):
         options.local_model(model)
         checks.check_engine(engine)
+        checks.check_installed(("rouge_score",), "Rouge-L", "eval")
         base = BlendConfig(
             min_tokens=0, check_layers=options.layers(check_layers, "--check-layers")
         )

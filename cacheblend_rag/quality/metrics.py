@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from cacheblend_rag.errors import MissingExtraError
+
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -35,7 +37,10 @@ def token_f1(answer: str, golds: Sequence[str]) -> float:
 
 
 def rouge_l(answer: str, golds: Sequence[str]) -> float:
-    """Return the Rouge-L F-measure (longest common subsequence of stemmed words)."""
+    """Return the Rouge-L F-measure (longest common subsequence of stemmed words).
+
+    Raises MissingExtraError without the package rouge-score, which the extra ``eval`` brings.
+    """
     return _best(_rouge_l, answer, golds)
 
 
@@ -92,6 +97,8 @@ def _rouge_l(answer: str, gold: str) -> float:
 
 @cache
 def _rouge_scorer() -> Any:
-    from rouge_score.rouge_scorer import RougeScorer
-
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError as error:
+        raise MissingExtraError("Rouge-L", "eval") from error
     return RougeScorer(["rougeL"], use_stemmer=True)

@@ -16,6 +16,7 @@ from cacheblend_rag.cli.main import app
 from cacheblend_rag.kv import timings
 from cacheblend_rag.prefill import controller
 from tests.cli.documents import write_notes
+from tests.servers import redis  # noqa: F401 - a fixture
 
 
 @dataclass

@@ -14,7 +14,7 @@ from cacheblend_rag.bench.plans import SteadyPlan, TtftPlan
 from cacheblend_rag.bench.steady import SteadyRow, _Answer, combinations
 from cacheblend_rag.bench.ttft import TtftRow
 from cacheblend_rag.errors import ConfigError
-from tests.servers import redis, redis_place, tier_at  # noqa: F401 - a fixture
+from tests.servers import redis_place, tier_at
 
 TINY = shapes.ModelShape(
     "tiny", "llama", 4, 32, 4, 2, 64, 512, 2048, {"rope_type": "default", "rope_theta": 1e4}

@@ -80,9 +80,7 @@ def test_throughput(cli):
 
 @needs_vllm
 def test_decode_gap(bench):
-    found = bench(
-        "decode_gap", *SIZES, "--chunks", 2, "--repeat", 1, "--ratio", 0.2, "--json"
-    ).json
+    found = bench("decode_gap", *SIZES, "--chunks", 2, "--repeat", 1, "--ratio", 0.2, "--json").json
     assert found["prompt_tokens"] == 2 * 48 + 5
     assert found["over_full"] == pytest.approx(
         found["blend_gap_seconds"] / found["full_gap_seconds"]

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
+from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.quality.metrics import (
+    _rouge_scorer,
     bootstrap_interval,
     exact_match,
     normalize_answer,
@@ -94,3 +98,10 @@ def test_interval_repeats_with_its_seed_and_widens_with_its_level():
 def test_interval_refuses_bad_input(scores, level):
     with pytest.raises(ValueError, match="must"):
         bootstrap_interval(scores, level=level)
+
+
+def test_rouge_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
+    _rouge_scorer.cache_clear()
+    with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend-rag\[eval\]'"):
+        rouge_l("red", ["red"])
