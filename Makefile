@@ -42,8 +42,8 @@ redis:
 test: export OMP_NUM_THREADS := 1
 test: export VLLM_CPU_OMP_THREADS_BIND := nobind
 test: redis setup $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebooks
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
-	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(VLLM_TESTS)
+	$(BIN)/python -m pytest --durations 30 $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
+	$(BIN)/python -m pytest --durations 30 $(SIDE_BY_SIDE) $(VLLM_TESTS)
 	$(BIN)/python -m pytest --nbmake examples
 	for folder in $(INTEGRATIONS); do \
 		$(MAKE) -C $$folder test integration_tests server_tests BIN=$(CURDIR)/$(BIN) || exit 1; \

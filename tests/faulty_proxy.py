@@ -10,7 +10,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Literal, Self
 
-from cacheblend_rag.bench.servers import HOST
+from tests.local_servers import HOST
 
 State = Literal["passes", "refuses", "hangs", "drips", "is random", "repeats", "cuts short"]
 PASSES: State = "passes"

@@ -29,11 +29,11 @@ from typing import cast
 import redis
 
 from cacheblend_rag import BlendConfig, Document, SamplingParams, TransformersEngine, open_engine
-from cacheblend_rag.bench.servers import HOST, redis_server
 from cacheblend_rag.demo.corpus import generate_prompts
 from cacheblend_rag.kv import Entry, HostTier, KVKey, StoredChunk, TieredKVStore
 from tests.engines.vllm.demo_prompts import HEAD, documents, text
 from tests.faulty_proxy import FAULTS, PASSES, FaultyProxy, State
+from tests.local_servers import HOST, redis_server
 
 CONFIG = BlendConfig(min_tokens=0, cost_model=False)
 RATIOS = (0.0, 0.15)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 from redis import Redis, RedisError
 
-from cacheblend_rag.bench.servers import HOST, redis_server
 from tests.faulty_proxy import FAULTS, PASSES, FaultyProxy, State
+from tests.local_servers import HOST, redis_server
 
 VALUES = {"one": b"a" * 100, "other": b"b" * 100}
 

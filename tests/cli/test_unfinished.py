@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.bench.servers import redis_server, redis_url
 from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, TieredKVStore
@@ -23,6 +22,7 @@ from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.tier_url import TierUrl
 from tests.cli.documents import write_notes
 from tests.cli.test_index import LetterEmbedder
+from tests.local_servers import redis_server, redis_url
 
 TOY = ("--model", "demo", "--chunk-size", 64)
 Index = Callable[..., Any]

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag.bench.servers import redis_server
 from cacheblend_rag.kv import HostTier, TieredKVStore
 from cacheblend_rag.kv.seal import KeyedSeal
 from cacheblend_rag.kv.tiers import breaker
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.secret import Secret
 from tests.kv.samples import make_key, make_kv, same, taken
+from tests.local_servers import redis_server
 from tests.servers import Proxy, redis_place, s3_place, tier_at
 
 NEAR, FAR, NEW = (make_key(number) for number in range(3))
