@@ -96,6 +96,15 @@ class TierUrl(str):
         other.__dict__.update(self.__dict__, name=name)
         return other
 
+    def written_through(self) -> TierUrl:
+        """Return the same tier, written before a put returns where it was to be written behind."""
+        if self.options.get("write") != "behind":
+            return self
+        other = str.__new__(TierUrl, self.replace("write=behind", "write=through"))
+        options = {**self.options, "write": "through"}
+        other.__dict__.update(self.__dict__, options=options)
+        return other
+
     def __deepcopy__(self, memo: object) -> TierUrl:
         return self
 

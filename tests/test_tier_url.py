@@ -136,3 +136,13 @@ def test_a_worker_process_finds_the_password_in_its_environment(monkeypatch):
     again = pickle.loads(pickle.dumps(got))  # noqa: S301 - our own
     assert again == got
     assert [url.name for url in again.urls] == ["redis", "redis2"]
+
+
+def test_a_tier_written_behind_can_be_written_through() -> None:
+    url = TierUrl("redis://:secret@cache:6379/0?write=behind&name=far")
+    through = url.written_through()
+    assert (through.options["write"], through.name) == ("through", "far")
+    assert str(through) == "redis://cache:6379/0?write=through&name=far"
+    assert through.password == url.password
+    assert url.options["write"] == "behind"
+    assert TierUrl("host://").written_through() == "host://"

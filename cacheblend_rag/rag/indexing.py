@@ -12,7 +12,7 @@ import hashlib
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -54,6 +54,7 @@ from cacheblend_rag.rag.retrieval import Embedder, Vectors
 from cacheblend_rag.rag.storing_kv import KVStoring
 from cacheblend_rag.rag.watching import Watcher
 from cacheblend_rag.text.chunk import Document
+from cacheblend_rag.tier_url import TierUrl
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
@@ -91,7 +92,7 @@ class Indexing:
         self.report = IndexReport()
         self._folder = folder
         self._watcher = watcher
-        self._placement = placement or Placement()
+        self._placement = _written_through(placement or Placement())
         self._rebuild, self._register_only = rebuild, register_only
         self._reader = FileReader()
         self._collection: Collection | None = None
@@ -401,6 +402,15 @@ def _chosen_before(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
         if chosen["instruction"] == default_instruction(model):
             del chosen["instruction"]
     return chosen
+
+
+def _written_through(placement: Placement) -> Placement:
+    """Return where KV is kept, with nothing written behind: indexing says what was not stored."""
+    tiers = placement.store.tiers
+    if tiers is None:
+        return placement
+    through = tuple(TierUrl(url).written_through() for url in tiers)
+    return replace(placement, store=placement.store.with_changes(tiers=through))
 
 
 def _check_agreement(folder: Path, settings: CollectionSettings, asked: Mapping[str, Any]) -> None:
