@@ -375,8 +375,9 @@ class EngineConfig(Settings):
     Args:
         engine: ``transformers`` (embedded), ``vllm`` (in this process), the URL of a server that
             ``cacheblend-rag serve`` started, or ``auto``.
-        model: a hub name, a local folder, ``demo`` (the bundled model) or a loaded model (embedded
-            engine only). With a URL it names the tokenizer, and "" takes what the server loaded.
+        model: a name (``smollm2``, ``demo``, a GGUF file, a folder in hub format, a hub name) or a
+            loaded model (embedded engine only). With a URL it names the tokenizer, and "" takes
+            what the server loaded.
         tokenizer: the model's own by default; must be given with a loaded model.
         instruction: what prompts say before their first chunk; lead-ins compute chunks behind it.
             A function is given the model's tokenizer and returns it.

@@ -107,13 +107,13 @@ def report_lines(report: BlendReport) -> list[str]:
 
 
 def _rule(report: BlendReport) -> str:
-    """Say what was recomputed; and where nothing was on purpose, why that is good."""
+    """Say what was recomputed; and where nothing was on purpose, why."""
     from cacheblend_rag.observe.explain import keeps_context
 
     if keeps_context(report):
         return (
-            "nothing was recomputed, and nothing should be (each passage's KV was computed in its "
-            "own document, which recomputed KV would forget)"
+            "nothing is recomputed by this rule: each passage's KV was computed in its own "
+            "document, which recomputed KV would forget"
         )
     why = f" ({report.selector_reason})" if report.selector_reason else ""
     return f"{report.selector}{why}, ratio {report.recompute_ratio:g}"

@@ -11,7 +11,7 @@ import typer
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.config import check_namespace
 from cacheblend_rag.errors import CacheBlendError
-from cacheblend_rag.models import DEFAULT_MODEL
+from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
 from cacheblend_rag.observe import diagnosis
 from cacheblend_rag.secret import check_server_url
 
@@ -21,7 +21,7 @@ def doctor_command(
     model: Annotated[
         str | None,
         typer.Option(
-            help="'demo' (the bundled model) or a local hub-format model folder.",
+            help=f"{LOCAL_MODELS}.",
             show_default=DEFAULT_MODEL,
         ),
     ] = None,

@@ -11,7 +11,7 @@ import typer
 
 from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import ConfigError, ModelLoadError, StoreError
-from cacheblend_rag.models import check, is_local
+from cacheblend_rag.models import LOCAL_MODELS, check, is_local
 from cacheblend_rag.rag.checks import DTYPES
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
 
@@ -35,7 +35,7 @@ def above_zero(value: float | None) -> float | None:
 
 ModelOption = Annotated[
     str,
-    typer.Option("--model", help="'demo' (the bundled model) or a local hub-format model folder."),
+    typer.Option("--model", help=f"{LOCAL_MODELS}."),
 ]
 DeviceOption = Annotated[
     str | None, typer.Option("--device", help="cpu, cuda, mps, ...; the best one by default.")
@@ -165,7 +165,7 @@ def collection_store(given: Sequence[str] | None) -> StoreConfig:
 def local_model(name: str) -> str:
     """Let a model on this machine through; raises ModelLoadError when there is none."""
     if not is_local(name):
-        raise ModelLoadError(f"model={name!r}: there is no such folder; give one or 'demo'")
+        raise ModelLoadError(f"model={name!r}: there is no such folder; give {LOCAL_MODELS}")
     check(name)
     return name
 

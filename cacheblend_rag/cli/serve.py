@@ -25,7 +25,7 @@ from cacheblend_rag.engines.vllm.door import (
     STORE_KEY_VARIABLE,
 )
 from cacheblend_rag.errors import ConfigError, StoreError
-from cacheblend_rag.models import public_name, resolve
+from cacheblend_rag.models import LOCAL_MODELS, public_name, resolve
 from cacheblend_rag.rag import checks
 
 logger = logging.getLogger(__name__)
@@ -38,9 +38,7 @@ SOCKET_FLAG = "--uds"
 
 def serve_command(
     context: typer.Context,
-    model: Annotated[
-        str, typer.Argument(help="'demo' (the bundled model), a hub name or a folder.")
-    ],
+    model: Annotated[str, typer.Argument(help=f"{LOCAL_MODELS}, or a hub name.")],
     *,
     host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 is everywhere.")] = (
         serve.HOST
@@ -100,7 +98,7 @@ def serve_command(
     """Start a vLLM server that blends; every other option is handed to vLLM as it is.
 
     VLLM_API_KEY in the environment is the key that clients must give, on every path but /health;
-    CACHEBLEND_STORE_KEY is the one that is needed to store and to evict chunk KV.
+    CACHEBLEND_STORE_KEY is the one that is needed to store, evict and release chunk KV.
     """
     if model.startswith("-"):
         raise ConfigError(
@@ -138,8 +136,9 @@ def serve_command(
     has_key = serve.flag_value(context.args, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
     if not (has_key or _is_loopback(host)):
         output.warn(
-            f"whoever reaches {host}:{port} may ask, store and evict: set {KEY_VARIABLE}, and "
-            f"{STORE_KEY_VARIABLE} for who may store and evict"
+            f"whoever reaches {host}:{port} may ask, store, evict and release: set "
+            f"{KEY_VARIABLE}, and "
+            f"{STORE_KEY_VARIABLE} for who may store, evict and release"
         )
     logger.info("starting %s", shlex.join(command[: len(command) - len(context.args)]))
     environment = {**os.environ, **kept.environment(), BODY_VARIABLE: str(max_body_mib)}

@@ -85,7 +85,7 @@ class Engine(ABC):
         part_chunks: how many chunks are handed on to be stored at once, at least.
         model_name: the model's hub name, or its folder's own name.
         tokenizer: the model's.
-        encoder: how segments of prompts are tokenized by it.
+        encoder: encodes prompts with it, and finds chunks among their tokens.
         config: of requests that bring none.
         lead_in: what chunks are computed behind.
         registry: known chunks.

@@ -24,7 +24,7 @@ def generation_values(name: str | Path) -> dict[str, Any]:
     ignored, which is logged.
 
     Args:
-        name: a hub name, a local folder or ``demo``.
+        name: what ``models.resolve`` takes.
     """
     return _read(name, local_files_only=True) or {}
 

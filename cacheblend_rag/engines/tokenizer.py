@@ -6,21 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import ModelLoadError, first_line
-from cacheblend_rag.models import is_local, resolve
+from cacheblend_rag.models import is_local, tokenizer_source
 
 
 def load_tokenizer(name: str | Path) -> Any:
     """Return a model's tokenizer, without its weights.
 
     Args:
-        name: what models.resolve takes: a hub name, a folder, a GGUF file, ``smollm2``, ``demo``.
+        name: a hub name, a folder with a model or a tokenizer alone, a GGUF file, ``smollm2``,
+            ``demo``.
 
     Raises:
         ModelLoadError: when there is none, or it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
-    source = resolve(name)
+    source = tokenizer_source(name)
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, KeyError, ImportError) as error:

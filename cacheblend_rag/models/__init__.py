@@ -8,22 +8,26 @@ from cacheblend_rag.models.names import (
     DEFAULT_MODEL,
     DEMO_FOLDER,
     DEMO_MODEL,
+    LOCAL_MODELS,
     absolute,
     check,
     is_local,
     knows_only_the_demo,
     public_name,
     resolve,
+    tokenizer_source,
 )
 
 __all__ = [
     "DEFAULT_MODEL",
     "DEMO_FOLDER",
     "DEMO_MODEL",
+    "LOCAL_MODELS",
     "absolute",
     "check",
     "is_local",
     "knows_only_the_demo",
     "public_name",
     "resolve",
+    "tokenizer_source",
 ]

@@ -16,7 +16,7 @@ class KnownModel:
     """A model that has a name here.
 
     kind: bundled, packaged or gguf. source: what it is made from. nbytes: of its folder; None where
-    it was not fetched, as ``folder`` is. licence: None where nobody said.
+    it was not fetched, as ``folder`` is. licence: None where it is not known.
     """
 
     name: str

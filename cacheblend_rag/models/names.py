@@ -14,6 +14,8 @@ DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 """The bundled model, a folder in hub format."""
 DEFAULT_MODEL = "smollm2"
 """What commands take where no model is named: a packaged one, which has to be fetched."""
+LOCAL_MODELS = "'smollm2' (packaged), 'demo' (bundled), a .gguf file or a folder in hub format"
+"""What users may call a model that is on this machine, in the words of helps and errors."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 SCHEME = "://"
 """Marks the address of a storage that vLLM reads by itself."""
@@ -41,6 +43,22 @@ def resolve(name: str | Path) -> str:
         return str(gguf.converted(file, text))
     _check_folder(path, text)
     return os.path.expanduser(text)
+
+
+def tokenizer_source(name: str | Path) -> str:
+    """Return the folder or hub name that transformers loads a tokenizer from.
+
+    Args:
+        name: as for ``resolve``, or a folder that holds a tokenizer alone.
+
+    Raises:
+        ModelLoadError: as ``resolve`` does.
+    """
+    folder = Path(os.path.expanduser(name))
+    is_alone = (folder / "tokenizer_config.json").is_file() and _gguf_file(
+        folder, str(name)
+    ) is None
+    return str(folder) if is_alone else resolve(name)
 
 
 def check(name: str | Path) -> None:

@@ -63,9 +63,9 @@ CREATE TABLE IF NOT EXISTS unfinished (
 class CollectionSettings:
     """What a collection was indexed with, and so what it must be asked with.
 
-    model: ``demo``, a hub name or an absolute folder. lead_in: what prompts say before their first
-    chunk: ``instruction`` as the model's chat template renders it. dtype: the weights' precision.
-    fingerprint: what the engine stored the KV under. engine: as open_engine names it.
+    model: a name, absolute where it is a file or folder. lead_in: what prompts say before their
+    first chunk: ``instruction`` as the model's chat template renders it. dtype: the weights'
+    precision. fingerprint: what the engine stored the KV under. engine: as open_engine names it.
     """
 
     model: str

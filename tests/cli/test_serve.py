@@ -39,7 +39,7 @@ def executed(monkeypatch):
 def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch, options, warned):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
     outcome = cli("serve", "demo", *options)
-    assert ("may ask, store and evict: set VLLM_API_KEY" in outcome.stderr) == warned
+    assert ("may ask, store, evict and release: set VLLM_API_KEY" in outcome.stderr) == warned
     monkeypatch.setenv("VLLM_API_KEY", "sesame")
     assert "may ask" not in cli("serve", "demo", *options).stderr
 

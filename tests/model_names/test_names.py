@@ -8,6 +8,7 @@ import pytest
 
 from cacheblend_rag import TransformersEngine, load_tokenizer, models
 from cacheblend_rag.errors import ModelLoadError
+from tests.models import make_tokenizer
 
 
 def test_the_bundled_model_goes_by_its_name_and_by_its_folder() -> None:
@@ -58,3 +59,12 @@ def test_a_link_stays_the_link_when_its_name_is_made_absolute(
         assert models.absolute(name) == str(tmp_path / "model.gguf")
         assert models.public_name(models.absolute(name)) == "model"
     assert models.absolute("nobody/nothing") == "nobody/nothing"
+
+
+def test_a_folder_with_a_tokenizer_alone_is_enough_for_the_tokenizer(tmp_path: Path) -> None:
+    """An engine on a server needs no more than that here."""
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).get_vocab() == tokenizer.get_vocab()
+    with pytest.raises(ModelLoadError, match="the folder holds no config"):
+        TransformersEngine(tmp_path)

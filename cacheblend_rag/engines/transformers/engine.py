@@ -111,8 +111,8 @@ class TransformersEngine(Engine):
         """Load a model, and try whether it can be blended.
 
         Args:
-            model: a hub name, a local folder in hub format, ``demo`` (the bundled model), or a
-                loaded causal language model, also one in a wrapper (PEFT's, or what
+            model: a name (``smollm2``, ``demo``, a GGUF file, a folder in hub format, a hub name),
+                or a loaded causal language model, also one in a wrapper (PEFT's, or what
                 ``torch.compile`` gives). Adapters may be changed while the engine lives: KV is
                 stored apart for each. Whatever of it is compiled is run uncompiled.
             tokenizer: the model's own by default; must be given with a loaded model.

@@ -77,7 +77,7 @@ class _RecordedError(Exception):
 
 
 class _WatchedCache:
-    """A cache that takes nothing in, and tells on a layer that asks it for more.
+    """A cache that stores nothing; a layer that reads anything else of it raises an error.
 
     Such a layer goes by how much there is in the cache, so it cannot be driven on chosen rows.
     Only accelerate's hooks, which move whatever has a method ``to``, are told that it has none.

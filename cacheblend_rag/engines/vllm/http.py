@@ -38,7 +38,7 @@ class VLLMServer(Transport):
 
         Args:
             url: with or without ``/v1``.
-            model: hub name or folder of the tokenizer; also says which of several served models is
+            model: the name of the tokenizer's model; also says which of several served models is
                 meant. None takes what the server says that it loaded.
             api_key: what the server asks for, the environment's CACHEBLEND_API_KEY by default; it
                 is never logged.

@@ -64,7 +64,7 @@ class EngineOptions(_Stored):
     )
 
     model: Any = Field(default=None, repr=False, exclude=True)
-    """A hub name, a local folder, ``demo`` (the bundled model), or a loaded model."""
+    """A name (``smollm2``, ``demo``, a GGUF file, a folder, a hub name) or a loaded model."""
     engine_source: Any = Field(default="auto", alias="engine", repr=False, exclude=True)
     """An engine, or the kind to open: ``auto``, ``transformers``, ``vllm``, a server's URL."""
     tokenizer: Any = Field(default=None, repr=False, exclude=True)
