@@ -54,11 +54,10 @@ def tokenizer_source(name: str | Path) -> str:
     Raises:
         ModelLoadError: as ``resolve`` does.
     """
-    folder = Path(os.path.expanduser(name))
-    is_alone = (folder / "tokenizer_config.json").is_file() and _gguf_file(
-        folder, str(name)
-    ) is None
-    return str(folder) if is_alone else resolve(name)
+    text, folder = str(name), Path(os.path.expanduser(name))
+    if text in {DEMO_MODEL, *packaged.MODELS} or not (folder / "tokenizer_config.json").is_file():
+        return resolve(name)
+    return str(folder) if _gguf_file(folder, text) is None else resolve(name)
 
 
 def check(name: str | Path) -> None:
