@@ -231,8 +231,8 @@ class Jobs:
             computed=stored,
             skipped=len(keys) - counts["computed"],
             computed_tokens=counts["tokens"],
-            refused=writer.refused,
-            failed=writer.failed,
+            refused=dict(writer.refused),
+            failed=dict(writer.failed),
         )
 
     def _computed(self, allotted: Allotted, keys: Sequence[KVKey]) -> Computed:
