@@ -8,6 +8,8 @@ from typing import Final
 
 STORE_FULL: Final = "store full"
 """Why a chunk is not stored where no tier failed: none has, or makes, room for it."""
+NOT_FINITE: Final = "its KV holds NaN or infinity, the model overflows"
+"""Why a chunk is not stored though there was room: a model computed no numbers for it."""
 MOST_CHARACTERS = 200
 
 
@@ -19,10 +21,12 @@ class PutResult:
         stored: whether a tier took it.
         failure: the error that kept it from being stored, or, of a store with tiers that outlive
             the process, from being stored in any of those; "" when nothing failed.
+        is_finite: whether the KV holds numbers.
     """
 
     stored: bool
     failure: str = ""
+    is_finite: bool = True
 
     def __bool__(self) -> bool:
         return self.stored
@@ -30,6 +34,8 @@ class PutResult:
     @property
     def refusal(self) -> str | None:
         """Why the chunk will not be found by later processes, in one line; None when it will."""
+        if not self.is_finite:
+            return NOT_FINITE
         if self.failure:
             return self.failure
         return None if self.stored else STORE_FULL

@@ -19,7 +19,7 @@ import torch
 from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import AccessLog, FoundChunks
-from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NumbersCheck
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NotFiniteError, NumbersCheck
 from cacheblend_rag.kv.fetch import Found, LayerSource, Places, Room, miss_of
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup
@@ -364,6 +364,23 @@ class TieredKVStore:
             taken = _put_all(self.tiers, key, chunk)
         check()  # whether or not a tier has: what is asked for does not depend on the tiers
         return taken
+
+    def put_computed(self, key: KVKey, kv: ChunkKV) -> PutResult:
+        """Store what a model computed: as put, but NaN and infinity are refused, not an error.
+
+        A model whose activations overflow in 16 bits computes such.
+
+        Args:
+            key: the name it is stored under.
+            kv: the chunk KV; its tensors must not be written to afterwards.
+
+        Returns:
+            As put.
+        """
+        try:
+            return self.put(key, kv)
+        except NotFiniteError:
+            return PutResult(False, is_finite=False)
 
     def evict(self, key: KVKey) -> bool:
         """Remove a chunk from all tiers, pinned or not; returns whether it was stored.

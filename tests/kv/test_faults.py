@@ -383,6 +383,18 @@ def test_no_tier_keeps_what_is_no_number_whichever_looks_first(
     assert len(chunk_files(tmp_path)) == ("disk" in tiers)
 
 
+def test_what_a_model_computed_without_numbers_is_refused_by_name():
+    bad = make_kv()
+    bad.values[0] = torch.inf
+    with TieredKVStore([HostTier(None)]) as store:
+        put = store.put_computed(KEY, bad)
+        assert not put
+        assert put.refusal == "its KV holds NaN or infinity, the model overflows"
+        assert put.failure == "", "another call would not store it either"
+        assert not store.contains(KEY)
+        assert store.put_computed(KEY, make_kv())
+
+
 def test_what_is_no_number_is_told_though_no_tier_has_room():
     bad = make_kv()
     bad.keys[0] = torch.nan

@@ -417,7 +417,7 @@ class TransformersEngine(Engine):
             with working():
                 self._refresh()
                 is_current = plan.key.fingerprint == self._led.fingerprint
-                put = self.store.put(plan.key, kv) if is_current else None
+                put = self.store.put_computed(plan.key, kv) if is_current else None
             if put is None:
                 yield Stored(refused={MODEL_CHANGED: 1})
             else:

@@ -111,3 +111,14 @@ def test_ranks_wait_for_each_other() -> None:
     one, other = Ranks().run(of)
     assert one == other
     assert one[0] > 0
+
+
+def test_a_model_that_overflows_loses_that_chunk_alone() -> None:
+    writer = ChunkWriter(FakeStack(), TieredKVStore.open())
+    bad = make_kv()
+    bad.keys[0] = float("nan")
+    run(writer.put(KEYS[0], bad))
+    run(writer.put(KEYS[1], make_kv()))
+    assert run(writer.finish()) == 1
+    assert writer.refused == {"its KV holds NaN or infinity, the model overflows": 1}
+    assert writer.failed == {}
