@@ -6,8 +6,6 @@ import errno
 import gc
 from typing import Final
 
-import torch
-
 NO_ROOM: Final = "no room"
 """What reports say of a prompt, or of a chunk, for which there was no memory."""
 _SIGNS = (
@@ -23,6 +21,8 @@ _LONGEST = 200
 
 def lack_of_memory(error: BaseException) -> str | None:
     """Return one line about memory that could not be had; None for any other error."""
+    import torch  # here, so that a command that needs no model does not wait for it
+
     line = (str(error).splitlines() or [""])[0].strip()[:_LONGEST]
     is_enomem = isinstance(error, OSError) and error.errno == errno.ENOMEM
     if is_enomem or isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -37,6 +37,8 @@ def give_back_unused() -> None:
     An error's traceback keeps the frames that it went through, and the tensors in them: call this
     where the error is gone.
     """
+    import torch
+
     gc.collect()
     if not torch.accelerator.is_available():
         return

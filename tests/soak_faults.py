@@ -7,7 +7,8 @@ and cuts answers short; two chunks' values are exchanged in Redis itself, too.
 
 Ends with 1 when a request fails or takes longer than ``--bound``, an answer is not the one that a
 store without faults gives with the same chunks found, memory or threads grow, Redis is not used
-again once it is well, or KV is not complete after everything was precomputed again.
+again once it is well, or KV is not complete after a repair (`precompute(verify=True)`, as
+`index --repair` does it).
 """
 
 from __future__ import annotations
@@ -292,7 +293,7 @@ def check_recovery(load: Load, engine: TransformersEngine, seen: Seen) -> None:
         time.sleep(1.0)
     if seen.found_in["redis"] == before:
         seen.breach(f"Redis was not used again within {RECOVERY_SECONDS:.0f} s")
-    engine.precompute(load.documents, progress=False)
+    engine.precompute(load.documents, progress=False, verify=True)
     chunks = [chunk for one in load.documents for chunk in one.to_chunks()]
     lacking = engine.store.contains_many([engine.key(chunk) for chunk in chunks]).count(False)
     if lacking:
