@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
-from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.http import VLLMServer
 from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
@@ -58,8 +58,11 @@ class TestServer(EngineContract):
 
     def at_work(self, engine: VLLMEngine) -> int:
         # vLLM sets its gauges at the end of a step; a request that is aborted between two steps is
-        # counted until the next one.
-        engine.generate_full("a", SamplingParams.greedy(max_tokens=1))
+        # counted until the next one, so there has to be one.
+        step = json.dumps({"prompt": [0], "max_tokens": 1}).encode()
+        headers = {"Content-Type": "application/json"}
+        with urlopen(Request(f"{engine.address}/v1/completions", step, headers)) as answer:  # noqa: S310
+            answer.read()
         with urlopen(f"{engine.address}/metrics") as answer:  # noqa: S310
             lines = answer.read().decode().splitlines()
         running = [line for line in lines if line.startswith("vllm:num_requests_running{")]
