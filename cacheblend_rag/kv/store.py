@@ -11,8 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from threading import Thread
 from typing import Self
-from weakref import WeakSet, WeakValueDictionary
+from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
 
 import torch
 
@@ -149,6 +150,10 @@ class TieredKVStore:
         self._room = Room(ROOM_AHEAD_BYTES)
         self._closing = threading.Event()
         self._reading: WeakValueDictionary[tuple[KVKey, Way], SharedChunk] = WeakValueDictionary()
+        if any(self._sweeps(tier) for tier in self.tiers):
+            told = (ref(self), self._closing)
+            with suppress(RuntimeError):  # the system has no thread left: swept when it is used
+                Thread(target=_sweep_until, args=told, name="kv-sweep", daemon=True).start()
 
     def after_fork(self) -> None:
         """Begin anew in a forked process; nothing there waits for threads of its parent's.
@@ -603,8 +608,12 @@ class TieredKVStore:
             return
         self._swept_at = now
         for tier in self.tiers:
-            if self._ttl(tier) is not None and not tier.policy.read_only:
+            if self._sweeps(tier):
                 self._threads.submit(tier.name, partial(self._sweep, tier))
+
+    def _sweeps(self, tier: Tier) -> bool:
+        """Whether what is in a tier expires, and may be removed there."""
+        return self._ttl(tier) is not None and not tier.policy.read_only
 
     def _sweep(self, tier: Tier) -> None:
         for key, entry in tier.some_entries():
@@ -830,3 +839,13 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def _sweep_until(store: ReferenceType[TieredKVStore], closing: threading.Event) -> None:
+    """Remove what expires in a store that nobody uses, until it is closed, or gone."""
+    while not closing.wait(SWEEP_SECONDS):
+        there = store()
+        if there is None:
+            return
+        there._sweep_now_and_then()
+        del there

@@ -121,7 +121,7 @@ def test_a_time_that_cannot_be_is_past(written_at):
 
 def test_expired_files_go_while_the_store_is_open(tmp_path, clock, monkeypatch):
     """A part at a time, whoever uses the store, and without anybody's asking for them."""
-    monkeypatch.setattr(store_module, "SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(store_module, "SWEEP_SECONDS", 0.01)
     with TieredKVStore([DiskTier(tmp_path)], ttl_seconds=10) as store:
         for number in range(4):
             store.put(KEYS[number], make_kv(number))

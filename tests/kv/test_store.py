@@ -6,6 +6,7 @@ import pytest
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, Lookup, StoredChunk, TieredKVStore, codec
+from cacheblend_rag.kv import store as store_module
 
 from .samples import (
     FINGERPRINT,
@@ -558,6 +559,16 @@ def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
         assert sweeping.is_alive()
     sweeping.join(20)
     assert not sweeping.is_alive()
+
+
+def test_what_expires_is_removed_from_a_disk_that_nobody_uses(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_module, "SWEEP_SECONDS", 0.01)
+    with TieredKVStore.open(host_bytes=0, disk_path=tmp_path, ttl_seconds=0.5) as store:
+        store.put(make_key(1), make_kv())
+        assert [*tmp_path.rglob("*.safetensors")]
+        assert until(lambda: not [*tmp_path.rglob("*.safetensors")])
+        assert store.stats()["disk"]["expired"] == 1
+    assert until(lambda: not [one for one in threading.enumerate() if one.name == "kv-sweep"])
 
 
 def test_a_chunk_pinned_since_the_sweep_began_stays(open_store, clock):
