@@ -11,8 +11,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.arguments import Arguments, describe_errors
-from cacheblend_rag.config import BlendConfig, EngineConfig, LeadInConfig, StoreConfig, names_of
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -27,7 +25,9 @@ from cacheblend_rag.errors import (
     StoreError,
     UnsupportedModelError,
 )
-from cacheblend_rag.secret import Secret
+from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig, names_of
+from cacheblend_rag.settings.options import Arguments, describe_errors
+from cacheblend_rag.settings.secret import Secret
 from cacheblend_rag.text.chunk import BOUNDARY_KEY, Chunk, Document, read_boundary, read_hints
 from cacheblend_rag.text.prompt import BlendPrompt, Segment
 from cacheblend_rag.text.registry import ChunkRegistry

@@ -17,7 +17,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
 from cacheblend_rag.kv.tiers.urls import open_tier
-from cacheblend_rag.tier_url import TierUrl
+from cacheblend_rag.settings.tier_url import TierUrl
 from tests.local_servers import (
     HOST,
     free_port,

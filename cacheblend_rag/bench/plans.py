@@ -7,9 +7,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.bench.plan import ModelPlan, Plan, option
-from cacheblend_rag.config import BlendConfig, Precision, StoreConfig
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.tier_url import TierUrl
+from cacheblend_rag.settings import BlendConfig, Precision, StoreConfig
+from cacheblend_rag.settings.tier_url import TierUrl
 
 if TYPE_CHECKING:
     from cacheblend_rag.bench.vllm import VLLMSetting

@@ -35,7 +35,7 @@ from cacheblend_rag.kv import (
     fingerprint,
 )
 from cacheblend_rag.kv.tiers.urls import open_tier
-from cacheblend_rag.tier_url import TierUrl
+from cacheblend_rag.settings.tier_url import TierUrl
 
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
 """Of Llama 3.1 8B: 128 KiB a token in bfloat16."""

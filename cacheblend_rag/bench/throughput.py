@@ -21,11 +21,11 @@ from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.plans import ThroughputPlan
 from cacheblend_rag.bench.vllm import running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, draw_chunks, draw_words
-from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 

@@ -16,14 +16,14 @@ from cacheblend_rag.bench.interleave import Advance, Case, run_in_turns
 from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.plans import TtftPlan
 from cacheblend_rag.bench.workload import LEAD_IN, ONE_TOKEN, draw_chunks, draw_words
-from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.settings import Precision, StoreConfig
+from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
-from cacheblend_rag.tier_url import TierUrl
 
 DOCUMENT = "bench"
 """What all chunks belong to, so that their KV can be evicted at the end."""

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.selectors import Selector, make_selector
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings import BlendConfig
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """Upload and Download: KV on its way to a device, or from it, while the device computes.
 
-Neither makes the host wait: where there is no stage left, ``go_on`` says so, and is asked again.
+Neither makes the host wait: where there is no buffer left, ``go_on`` says so, and is asked again.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cacheblend_rag.blend.copy_stream import Event, PinnedBuffer, PinnedBuffers, pinned_buffers_of
 from cacheblend_rag.blend.fused import FusedKV
-from cacheblend_rag.blend.lane import Mark, Stage, Stages, stages_of
 from cacheblend_rag.blend.rotary import Rotation
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 
 PAUSE_SECONDS = 0.001
-"""How long a step sleeps for want of a stage before others have their turn."""
+"""How long a step sleeps for want of a buffer before others have their turn."""
 
 
 class Sendable(Protocol):
@@ -109,44 +109,49 @@ class Upload:
     """
 
     def __init__(
-        self, stages: Stages, fused: FusedKV, layer: int, parts: Iterable[LayerPart], after: Mark
+        self,
+        buffers: PinnedBuffers,
+        fused: FusedKV,
+        layer: int,
+        parts: Iterable[LayerPart],
+        after: Event,
     ) -> None:
-        self._stages, self._lane = stages, stages.lane
+        self._buffers, self._copy_stream = buffers, buffers.copy_stream
         self._fused, self._layer = fused, layer
         self._todo = deque(parts)
-        self._mark: Mark | None = None
-        self._lane.follow(after)
-        self._lane.share(fused.keys, fused.values)
+        self._event: Event | None = None
+        self._copy_stream.follow(after)
+        self._copy_stream.share(fused.keys, fused.values)
 
     def go_on(self) -> bool:
-        """Ask for what there are stages for; returns whether that is all."""
+        """Ask for what there are buffers for; returns whether that is all."""
         while self._todo:
-            stage = self._stages.take()
-            if stage is None:
+            buffer = self._buffers.take()
+            if buffer is None:
                 return False
             held: list[Tensor] = []
             try:
-                self._fill(stage, held)
+                self._fill(buffer, held)
             finally:  # also where there is no memory for what it asks
-                self._mark = self._lane.carried()
-                self._stages.give(stage, self._mark, held)
+                self._event = self._copy_stream.carried()
+                self._buffers.give(buffer, self._event, held)
         return True
 
     def arrive(self) -> None:
         """Have the pass's work wait for what was asked."""
-        if self._mark is not None:
-            self._lane.hold_work(self._mark)
+        if self._event is not None:
+            self._copy_stream.hold_work(self._event)
 
-    def _fill(self, stage: Stage, held: list[Tensor]) -> None:
-        """Ask for as many tokens as fit in a stage; adds to ``held`` what is copied as it lies."""
-        while self._todo and (rows := stage.rows(self._todo[0].kv.row_bytes)):
+    def _fill(self, buffer: PinnedBuffer, held: list[Tensor]) -> None:
+        """Ask for as many tokens as fit in a buffer; adds to ``held`` what is copied as it lies."""
+        while self._todo and (rows := buffer.rows(self._todo[0].kv.row_bytes)):
             part, rest = self._todo.popleft().cut(rows)
             if rest is not None:
                 self._todo.appendleft(rest)
-            sent = [self._sent(tensor, stage, held) for tensor in part.kv.tensors]
+            sent = [self._sent(tensor, buffer, held) for tensor in part.kv.tensors]
             if part.turn is not None:
-                self._lane.share(part.turn.cos, part.turn.sin)
-            self._lane.run(partial(self._lay, part.start, part.kv.arrived, sent, part.turn))
+                self._copy_stream.share(part.turn.cos, part.turn.sin)
+            self._copy_stream.run(partial(self._lay, part.start, part.kv.arrived, sent, part.turn))
 
     def _lay(
         self,
@@ -157,17 +162,17 @@ class Upload:
     ) -> None:
         self._fused.lay(self._layer, start, *arrived(sent), turn)
 
-    def _sent(self, tensor: Tensor, stage: Stage, held: list[Tensor]) -> Tensor:
+    def _sent(self, tensor: Tensor, buffer: PinnedBuffer, held: list[Tensor]) -> Tensor:
         """Ask for a tensor to be copied to the device; returns it as it will be there."""
-        if self._lane.has(tensor):
-            self._lane.share(tensor)
+        if self._copy_stream.has(tensor):
+            self._copy_stream.share(tensor)
             return tensor
-        host, device = stage.place(tensor)
-        if tensor.is_contiguous() and self._lane.is_pinned(tensor):
+        host, device = buffer.place(tensor)
+        if tensor.is_contiguous() and self._copy_stream.is_pinned(tensor):
             held.append(tensor)
         else:
             tensor = host.copy_(tensor)
-        self._lane.copy(device, tensor)
+        self._copy_stream.copy(device, tensor)
         return device
 
 
@@ -177,11 +182,11 @@ class Download:
     They are copied there on the thread that waits for them, which is not the one that asks.
     """
 
-    def __init__(self, stages: Stages) -> None:
-        self._stages, self._lane = stages, stages.lane
+    def __init__(self, buffers: PinnedBuffers) -> None:
+        self._buffers, self._copy_stream = buffers, buffers.copy_stream
         self._todo: deque[tuple[Tensor, Tensor]] = deque()
         self._coming: list[Future[None]] = []
-        self._mark: Mark | None = None
+        self._event: Event | None = None
 
     def add(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Fetch tensors, of any strides, each into one of the host's, (..., tokens, numbers).
@@ -189,52 +194,52 @@ class Download:
         Work that is asked for later may write over what was added before these.
         """
         self.leave()
-        self._lane.follow(self._lane.worked())
+        self._copy_stream.follow(self._copy_stream.worked())
         for into, tensor in pairs:
-            self._lane.share(tensor)
+            self._copy_stream.share(tensor)
             self._todo.append((into, tensor))
         self.go_on()
 
     def leave(self) -> None:
         """Have later work wait until what was asked for is read, so that it may write over it."""
-        if self._mark is not None:
-            self._lane.hold_work(self._mark)
+        if self._event is not None:
+            self._copy_stream.hold_work(self._event)
 
     def go_on(self) -> bool:
-        """Ask for what there are stages for; returns whether that is all."""
+        """Ask for what there are buffers for; returns whether that is all."""
         while self._todo:
-            stage = self._stages.take()
-            if stage is None:
+            buffer = self._buffers.take()
+            if buffer is None:
                 return False
             try:
-                filled = self._fill(stage)
+                filled = self._fill(buffer)
             except BaseException:  # no memory, say
-                self._stages.give(stage, self._lane.carried())
+                self._buffers.give(buffer, self._copy_stream.carried())
                 raise
-            self._mark = self._lane.carried()
-            write = partial(_write, self._stages, stage, self._mark, filled)
-            self._coming.append(self._stages.writer.submit(write))
+            self._event = self._copy_stream.carried()
+            write = partial(_write, self._buffers, buffer, self._event, filled)
+            self._coming.append(self._buffers.writer.submit(write))
         return True
 
     def is_done(self) -> bool:
-        """Whether all is in its place; asks for what there are stages for."""
+        """Whether all is in its place; asks for what there are buffers for."""
         has_all = self.go_on()
         for done in [future for future in self._coming if future.done()]:
             done.result()
             self._coming.remove(done)
         return has_all and not self._coming
 
-    def _fill(self, stage: Stage) -> list[tuple[Tensor, Tensor]]:
-        """Ask for as much as fits in a stage; returns where it goes, and where it will be."""
+    def _fill(self, buffer: PinnedBuffer) -> list[tuple[Tensor, Tensor]]:
+        """Ask for as much as fits in a buffer; returns where it goes, and where it will be."""
         filled = []
-        while self._todo and (rows := stage.rows(_row_bytes(self._todo[0][1]))):
+        while self._todo and (rows := buffer.rows(_row_bytes(self._todo[0][1]))):
             into, tensor = self._todo.popleft()
             if rows < tensor.shape[-2]:
                 self._todo.appendleft((into[..., rows:, :], tensor[..., rows:, :]))
                 into, tensor = into[..., :rows, :], tensor[..., :rows, :]
-            host, device = stage.place(tensor)
-            self._lane.run(partial(device.copy_, tensor))
-            self._lane.copy(host, device)
+            host, device = buffer.place(tensor)
+            self._copy_stream.run(partial(device.copy_, tensor))
+            self._copy_stream.copy(host, device)
             filled.append((into, host))
         return filled
 
@@ -244,15 +249,18 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 def _write(
-    stages: Stages, stage: Stage, mark: Mark, filled: Sequence[tuple[Tensor, Tensor]]
+    buffers: PinnedBuffers,
+    buffer: PinnedBuffer,
+    event: Event,
+    filled: Sequence[tuple[Tensor, Tensor]],
 ) -> None:
-    """Copy out of a stage once all is there; on the writer's thread."""
+    """Copy out of a buffer once all is there; on the writer's thread."""
     try:
-        mark.synchronize()
+        event.synchronize()
         for into, host in filled:
             into.copy_(host)
     finally:
-        stages.give(stage)
+        buffers.give(buffer)
 
 
 def until(stack: DecoderStack, is_done: Callable[[], bool]) -> Steps[None]:
@@ -264,10 +272,10 @@ def until(stack: DecoderStack, is_done: Callable[[], bool]) -> Steps[None]:
 
 def to_host(stack: DecoderStack, tensor: Tensor) -> Steps[Tensor]:
     """Bring (tokens,) numbers of the model's device to the host, where a thread is to read them."""
-    stages = stages_of(stack.geometry.device)
-    if stages is None:
+    buffers = pinned_buffers_of(stack.geometry.device)
+    if buffers is None:
         return tensor
-    into, download = torch.empty(tensor.shape, dtype=tensor.dtype), Download(stages)
+    into, download = torch.empty(tensor.shape, dtype=tensor.dtype), Download(buffers)
     download.add([(into[:, None], tensor[:, None])])
     yield from until(stack, download.is_done)
     return into

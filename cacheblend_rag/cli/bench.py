@@ -11,9 +11,9 @@ import typer
 from cacheblend_rag.bench.plans import ENGINES, SteadyPlan, StorePlan, ThroughputPlan, TtftPlan
 from cacheblend_rag.cli import output
 from cacheblend_rag.cli.plan_command import facts, measured, plan_command
-from cacheblend_rag.config import VLLM
-from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.rag import checks
+from cacheblend_rag.settings import VLLM
 
 if TYPE_CHECKING:
     from cacheblend_rag.bench.ttft import TtftRow

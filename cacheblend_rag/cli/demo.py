@@ -10,7 +10,7 @@ import typer
 from cacheblend_rag.cli import demo_passages, demo_toy, options, output
 from cacheblend_rag.demo.notes import draw_notes
 from cacheblend_rag.demo.passages import load_passages
-from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from cacheblend_rag.cli import output
-from cacheblend_rag.config import EMBEDDED
 from cacheblend_rag.demo.passages import PassageSample, load_passages
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.tokenizer import load_tokenizer
@@ -18,12 +17,13 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models import packaged
 from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt, Turn
 from cacheblend_rag.rag.retrieval import DocumentRetriever
+from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from cacheblend_rag.engines.answer import Generation
-    from cacheblend_rag.quality.side_by_side import Answered, SideBySide, Totals
+    from cacheblend_rag.quality.side_by_side import AnswerPair, SideBySide, Totals
 
 SHOWN_CHARACTERS = 100
 
@@ -93,7 +93,7 @@ def _described(model: str) -> str:
     return f"{model}: {known.title}, {known.weights} weights" if known else model
 
 
-def _print_answered(console: Console, found: Answered) -> None:
+def _print_answered(console: Console, found: AnswerPair) -> None:
     question = found.question
     console.print(
         f"\n[bold]{escape(question.question)}[/bold]  ({escape(question.answers[0])})",
@@ -113,7 +113,7 @@ def _print_answered(console: Console, found: Answered) -> None:
         )
 
 
-def _marked(found: Answered, generation: Generation) -> str:
+def _marked(found: AnswerPair, generation: Generation) -> str:
     text = escape(shorten(generation.text, SHOWN_CHARACTERS, placeholder=" ...") or "(nothing)")
     return f"[green]{text}[/green]" if found.right(generation) else f"[red]{text} *[/red]"
 

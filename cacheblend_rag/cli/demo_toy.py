@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from cacheblend_rag.cli import output
-from cacheblend_rag.config import EMBEDDED
 from cacheblend_rag.demo.corpus import INSTRUCTION
 from cacheblend_rag.demo.notes import draw_notes
 from cacheblend_rag.models import DEMO_MODEL
@@ -18,11 +17,12 @@ from cacheblend_rag.quality.dataset import lead_text
 from cacheblend_rag.quality.methods import METHODS, needed_lead_ins
 from cacheblend_rag.quality.questions import demo_documents
 from cacheblend_rag.rag.retrieval import DocumentRetriever
+from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from cacheblend_rag.quality.comparison import Answer, Answered, Comparison, Summary
+    from cacheblend_rag.quality.comparison import Answer, Comparison, SettingAnswers, Summary
 
 COLUMN = 14
 TITLE = (
@@ -73,7 +73,7 @@ def _set_up(questions: int, embedding_model: str) -> Iterator[Comparison]:
         yield Comparison(engines, INSTRUCTION, documents, asked)
 
 
-def _table(answered: Sequence[Answered], summaries: Sequence[Summary]) -> list[str]:
+def _table(answered: Sequence[SettingAnswers], summaries: Sequence[Summary]) -> list[str]:
     """Return lines of answers, and under them what each method adds up to; questions stand last."""
     rows = [[(method.label, "bold") for method in METHODS]]
     rows += [[_shown(found.answers[method.name]) for method in METHODS] for found in answered]

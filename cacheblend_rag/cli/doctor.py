@@ -9,11 +9,11 @@ from typing import Annotated, Any
 import typer
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.config import check_namespace
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.models import DEFAULT_MODEL, LOCAL_MODELS
 from cacheblend_rag.observe import diagnosis
-from cacheblend_rag.secret import check_server_url
+from cacheblend_rag.settings import check_namespace
+from cacheblend_rag.settings.secret import check_server_url
 
 
 def doctor_command(
@@ -82,7 +82,7 @@ def _model(name: str, device: str | None) -> dict[str, Any]:
 
 
 def _store(path: Path) -> dict[str, Any]:
-    from cacheblend_rag.observe.stored import examine_store
+    from cacheblend_rag.admin.inspect import examine_store
 
     return _finding({"path": str(path)}, lambda: examine_store(options.store_folder(path)))
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli import options, output
-from cacheblend_rag.config import EMBEDDED, BlendConfig
 from cacheblend_rag.models import DEMO_MODEL
 from cacheblend_rag.quality.dataset import EvalDataset, lead_text
 from cacheblend_rag.quality.questions import DEMO, choose_questions
 from cacheblend_rag.rag import checks
+from cacheblend_rag.settings import EMBEDDED, BlendConfig
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -25,7 +25,7 @@ from cacheblend_rag.rag.index_report import IndexReport, check_paths
 from cacheblend_rag.rag.indexing import Indexing
 from cacheblend_rag.rag.readers import EXTRA, find_files
 from cacheblend_rag.rag.retrieval import BUNDLED
-from cacheblend_rag.rag.units import size
+from cacheblend_rag.settings.sizes import size
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.estimating import IndexEstimate

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import ConfigError, ModelLoadError, StoreError
 from cacheblend_rag.models import LOCAL_MODELS, check, is_local
 from cacheblend_rag.rag.checks import DTYPES
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
+from cacheblend_rag.settings import StoreConfig
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.sampling import SamplingParams

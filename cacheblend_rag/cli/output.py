@@ -27,8 +27,8 @@ from rich.progress import (
 from rich.table import Column
 from rich.text import Text
 
-from cacheblend_rag.rag import watching
-from cacheblend_rag.rag.watching import Watcher
+from cacheblend_rag.rag import progress
+from cacheblend_rag.rag.progress import Watcher
 
 STDOUT, STDERR = 1, 2
 LINE_SECONDS = 15.0
@@ -131,11 +131,11 @@ class _ProgressBar(Watcher):
         finally:
             self._progress.remove_task(task)
 
-    def begin(self, name: str, steps: int) -> watching.Task:
+    def begin(self, name: str, steps: int) -> progress.Task:
         return _Bar(self._progress, self._progress.add_task(name, total=steps))
 
 
-class _Bar(watching.Task):
+class _Bar(progress.Task):
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress, self._task = progress, task
 
@@ -177,7 +177,7 @@ class _ProgressLines(Watcher):
         finally:
             doing.end()
 
-    def begin(self, name: str, steps: int) -> watching.Task:
+    def begin(self, name: str, steps: int) -> progress.Task:
         return self._add(name, steps)
 
     def _add(self, name: str, steps: int) -> _Doing:
@@ -194,7 +194,7 @@ class _ProgressLines(Watcher):
                 sys.stderr.flush()
 
 
-class _Doing(watching.Task):
+class _Doing(progress.Task):
     """A task or phase, and how far it is; ``others`` are those at work, this one among them."""
 
     def __init__(self, name: str, steps: int, others: list[_Doing]) -> None:

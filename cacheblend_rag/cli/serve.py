@@ -18,7 +18,7 @@ from cacheblend_rag.engines.vllm.connector.settings import (
     AttentionMode,
     ConnectorSettings,
 )
-from cacheblend_rag.engines.vllm.door import (
+from cacheblend_rag.engines.vllm.middleware.access import (
     BODY_VARIABLE,
     KEY_VARIABLE,
     MAX_BODY_MIB,

@@ -22,14 +22,14 @@ from cacheblend_rag.cli.options import (
 from cacheblend_rag.cli.output import print_json, print_rows, progress_bar
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
-from cacheblend_rag.rag.units import size
-from cacheblend_rag.rag.watching import Task
+from cacheblend_rag.rag.progress import Task
+from cacheblend_rag.settings.sizes import size
 
 if TYPE_CHECKING:
-    from cacheblend_rag.observe.choosing import Choice, Condition
-    from cacheblend_rag.observe.moving import MoveReport
-    from cacheblend_rag.observe.stored import OpenStore
-    from cacheblend_rag.rag.planning import StorePlan
+    from cacheblend_rag.admin.export_import import MoveReport
+    from cacheblend_rag.admin.inspect import OpenStore
+    from cacheblend_rag.admin.select import Choice, Condition
+    from cacheblend_rag.rag.planning import CapacityPlan
 
 store_app = typer.Typer(
     help="Look at, check, warm, move and empty a store of chunk KV.", no_args_is_help=True
@@ -215,12 +215,12 @@ def warm(
     as_json: JsonOption = False,
 ) -> None:
     """Bring the most used chunks into the fastest tier that outlives this command."""
-    from cacheblend_rag.observe import warming
+    from cacheblend_rag.admin import warm
 
     with _opened(path, store) as opened, _progress("warm", shown=not as_json) as progress:
         choice = _choice(namespace=namespace, model=model, document=document)
-        keys = warming.most_used(opened.store, choice.condition(path), log)
-        done = warming.warm(opened.store, keys, _bytes(max_gib), progress)
+        keys = warm.most_used(opened.store, choice.condition(path), log)
+        done = warm.warm(opened.store, keys, _bytes(max_gib), progress)
     result = {
         "warmed": done.warmed,
         "there": done.there,
@@ -246,7 +246,7 @@ def export_chunks(
     as_json: JsonOption = False,
 ) -> None:
     """Copy chunks that match every given condition; exits 1 when some cannot be read."""
-    from cacheblend_rag.observe import moving
+    from cacheblend_rag.admin import export_import
 
     with _opened(path, store, read_only=True) as opened:
         choice = _choice(
@@ -257,7 +257,7 @@ def export_chunks(
             model=model,
             document=document,
         )
-        report = moving.export(opened.store, choice.condition(path), target)
+        report = export_import.export(opened.store, choice.condition(path), target)
     _show_moved("exported", path, report, as_json)
 
 
@@ -271,10 +271,10 @@ def import_chunks(
     as_json: JsonOption = False,
 ) -> None:
     """Check and store chunks of a folder or a tar; exits 1 when some are not such."""
-    from cacheblend_rag.observe import moving
+    from cacheblend_rag.admin import export_import
 
     with _opened(path, store, make=True) as opened:
-        report = moving.import_chunks(opened.store, source, _bytes(max_gib))
+        report = export_import.import_chunks(opened.store, source, _bytes(max_gib))
     _show_moved("imported", path, report, as_json)
 
 
@@ -328,13 +328,13 @@ def gc(
 
     Two `index` runs over one collection at once, or one that is killed, can leave such KV.
     """
-    from cacheblend_rag.rag.sweeping import evict_unregistered
+    from cacheblend_rag.rag.gc import evict_unregistered
 
     evicted = evict_unregistered(folder)
     _show({"path": str(folder), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
 
 
-def _show_tiers(made: StorePlan) -> None:
+def _show_tiers(made: CapacityPlan) -> None:
     rows = [
         (
             of.precision,
@@ -352,21 +352,21 @@ def _show_tiers(made: StorePlan) -> None:
 
 
 def _choice(**given: Any) -> Choice:
-    from cacheblend_rag.observe.choosing import Choice
+    from cacheblend_rag.admin.select import Choice
 
     return Choice(**given)
 
 
 def _condition(keys: Sequence[str], everything: bool, choice: Choice, path: Path) -> Condition:
     """Return the test for chunks to evict; raises StoreError unless the choice is clear."""
-    from cacheblend_rag.observe import choosing
+    from cacheblend_rag.admin import select
 
     if bool(keys) + everything + (not choice.is_open) != 1:
         raise StoreError(
             "give keys, or --all, or some of --document, --namespace, --model, --fingerprint, "
             "--older-than and --newer-than"
         )
-    return choosing.named(keys) if keys else choice.sparing().condition(path)
+    return select.named(keys) if keys else choice.sparing().condition(path)
 
 
 @contextmanager
@@ -379,10 +379,10 @@ def _opened(
 ) -> Iterator[OpenStore]:
     """Open a store, which is there already unless ``make``; raises StoreError when it is none."""
     store_folder(path)
-    from cacheblend_rag.observe import stored
+    from cacheblend_rag.admin import inspect
 
     settings = store_settings(given, read_only=read_only or None)
-    with stored.opened(path, settings, make=make) as found:
+    with inspect.opened(path, settings, make=make) as found:
         yield found
 
 

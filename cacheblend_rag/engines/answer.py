@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.report import BlendReport, PrefillReport
+from cacheblend_rag.settings import BlendConfig
 
 FinishReason = Literal["stop", "length", "cancelled"]
 FULL_PREFILL = "full prefill was asked for"

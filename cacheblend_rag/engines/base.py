@@ -32,25 +32,18 @@ from weakref import WeakSet, ref
 from tqdm import tqdm
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.config import (
-    BlendConfig,
-    LeadInConfig,
-    check_namespace,
-    check_request,
-    settle,
-)
 from cacheblend_rag.engines.answer import Delta, FinishReason, Generation, Request
 from cacheblend_rag.engines.background import CLOSED
-from cacheblend_rag.engines.exiting import working
+from cacheblend_rag.engines.batch_order import grouped
 from cacheblend_rag.engines.filling import Filling
-from cacheblend_rag.engines.grouping import grouped
+from cacheblend_rag.engines.first_miss import FirstMiss
 from cacheblend_rag.engines.known_chunks import Item, KnownChunks, whole_documents
-from cacheblend_rag.engines.misses import FirstMiss
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.storing import Stored, Tally
+from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import Cancellation, Stream
+from cacheblend_rag.engines.tally import Stored, Tally
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import READ_ONLY
@@ -63,8 +56,15 @@ from cacheblend_rag.report import (
     PrefillReport,
     reused_and_recomputed,
 )
+from cacheblend_rag.settings import (
+    BlendConfig,
+    LeadInConfig,
+    check_namespace,
+    check_request,
+    settle,
+)
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import SegmentEncoder, Tokenizer
+from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class Engine(ABC):
     def _settle(self, lead_in: LeadInConfig, registry: ChunkRegistry) -> None:
         """Make what depends on the lead-in and on the registry."""
         self.lead_in, self.registry = lead_in, registry
-        self.encoder = SegmentEncoder(
+        self.encoder = PromptEncoder(
             self.tokenizer, split_special_tokens=lead_in.split_special_tokens
         )
         self._led = LeadIn(

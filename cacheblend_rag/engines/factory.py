@@ -8,10 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.config import AUTO, EMBEDDED, VLLM, BlendConfig, EngineConfig
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import ConfigError, MissingExtraError
-from cacheblend_rag.secret import Secret
+from cacheblend_rag.settings import AUTO, EMBEDDED, VLLM, BlendConfig, EngineConfig
+from cacheblend_rag.settings.secret import Secret
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 

@@ -16,7 +16,7 @@ from itertools import islice
 from threading import Lock, Thread
 
 from cacheblend_rag.engines.prepare import PreparedPrompt
-from cacheblend_rag.engines.storing import Stored, Tally
+from cacheblend_rag.engines.tally import Stored, Tally
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.report import ChunkReport, FillReport, MissReason

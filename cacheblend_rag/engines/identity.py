@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
-from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import ModelLoadError
+from cacheblend_rag.settings import Precision
 
 SAMPLES_PER_WEIGHT = 16
 LONGEST_HEADER_BYTES = 1 << 28

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from cacheblend_rag.config import LeadInConfig
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings import LeadInConfig
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 
 from pydantic import Field, ValidatorFunctionWrapHandler, WrapValidator
 
-from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings import StoreConfig
 
 
 def store_fields(told: Collection[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, place_chunks
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.chat import Message
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import SegmentEncoder
+from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -55,7 +55,7 @@ class PromptPreparer:
     """
 
     tokenizer: Any
-    encoder: SegmentEncoder
+    encoder: PromptEncoder
     registry: ChunkRegistry
     lead_in: LeadIn
     context_window: int

@@ -10,11 +10,11 @@ from threading import Lock
 from typing import Any, Self
 from weakref import WeakValueDictionary
 
-from cacheblend_rag.arguments import check_engine_name
-from cacheblend_rag.config import ENGINES, EngineConfig, StoreConfig, names_of
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings import ENGINES, EngineConfig, StoreConfig, names_of
+from cacheblend_rag.settings.options import check_engine_name
 
 OF_REQUESTS = frozenset({"engine", "blend", "api_key"})
 """Fields of EngineConfig that may stand beside an engine that was given."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cacheblend_rag.config import Precision, check_namespace
+from cacheblend_rag.settings import Precision, check_namespace
 
 FORMAT_VERSION = 1
 NAMESPACE_DIGITS = 32

@@ -4,7 +4,7 @@ Layout of format 2: the safetensors header (8 bytes of length, JSON), then ``pri
 one, ``scales`` where numbers are stored in a byte, then ``kv``: (layers, 2, kv_heads, tokens,
 head_dim), keys before values, so that a layer is one range of bytes. The header's metadata carries
 format, key, fingerprint, position, token count, precision (``native``, or ``fp8`` or ``int8`` and
-what type it stands for), ``seal`` (the kind of digests, see kv/seal.py), ``written`` (when the
+what type it stands for), ``seal`` (the kind of digests, see kv/mac.py), ``written`` (when the
 chunk was first stored, a Unix time; where a key vouches for it), ``layers`` (a digest of each
 layer's bytes) and ``head``: one over all of these, the tensors' dtypes and shapes, the prior
 and the scales. So a layer can be read, checked and used before the others are there. Format 1
@@ -30,10 +30,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, UnsealedChunkError
-from cacheblend_rag.kv.beside import BESIDE_BYTES, begin
+from cacheblend_rag.kv.background import BESIDE_BYTES, begin
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, is_finite
+from cacheblend_rag.kv.mac import CHECKSUM, SEALS, VARIABLE, Mac
 from cacheblend_rag.kv.packed_kv import (
     LayerKV,
     PackedKV,
@@ -43,7 +43,7 @@ from cacheblend_rag.kv.packed_kv import (
     unpacked,
 )
 from cacheblend_rag.kv.precision import CODES, are_finite, are_written, scales
-from cacheblend_rag.kv.seal import CHECKSUM, SEALS, VARIABLE, Seal
+from cacheblend_rag.settings import Precision
 
 OLD_FORMAT = "cacheblend-rag/1"
 FORMAT = "cacheblend-rag/2"
@@ -116,7 +116,7 @@ class Head:
     checksums: tuple[str, ...]
     precision: Precision = "native"
     scales: Tensor | None = None
-    seal: Seal = CHECKSUM
+    seal: Mac = CHECKSUM
     written_at: float | None = None
 
     @property
@@ -177,7 +177,7 @@ class Head:
             self.layer(index, raw[index * size : (index + 1) * size])
 
 
-class Encoding:
+class EncodedChunk:
     """A chunk as one safetensors object, whose digests are taken when its head is asked for.
 
     So whoever can writes the body at its place meanwhile. Layers that are on the CPU, contiguous
@@ -193,7 +193,7 @@ class Encoding:
         self,
         key: KVKey,
         kv: StoredKV,
-        seal: Seal = CHECKSUM,
+        seal: Mac = CHECKSUM,
         *,
         check: Callable[[], None] = lambda: None,
         written_at: float | None = None,
@@ -237,13 +237,13 @@ class Encoding:
         return _header({**self._metadata, "layers": layers, "head": head}, self._spans)
 
 
-def encode(key: KVKey, kv: ChunkKV, seal: Seal = CHECKSUM) -> bytes:
+def encode(key: KVKey, kv: ChunkKV, seal: Mac = CHECKSUM) -> bytes:
     """Return ``kv`` as one safetensors object; raises ValueError on malformed tensors."""
     kv.validate()
-    return b"".join(Encoding(key, kv, seal).parts())
+    return b"".join(EncodedChunk(key, kv, seal).parts())
 
 
-def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Seal = CHECKSUM) -> ChunkKV:
+def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Mac = CHECKSUM) -> ChunkKV:
     """Read what ``encode`` wrote, unpacked. The tensors share ``data`` where they can.
 
     Raises DamagedChunkError, or ForeignChunkError when it is another key's or format's.
@@ -255,7 +255,7 @@ def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Seal = CHECKS
     return unpacked(decode_raw(torch.frombuffer(writable, dtype=torch.uint8), key, seal))
 
 
-def decode_raw(raw: Tensor, key: KVKey, seal: Seal = CHECKSUM) -> StoredKV:
+def decode_raw(raw: Tensor, key: KVKey, seal: Mac = CHECKSUM) -> StoredKV:
     """As decode, of raw: (bytes,) uint8, on the CPU, as it is kept; the tensors are views of it."""
     if not raw.numel():
         raise DamagedChunkError("empty")
@@ -266,7 +266,7 @@ def decode_raw(raw: Tensor, key: KVKey, seal: Seal = CHECKSUM) -> StoredKV:
 
 
 def read_head(
-    read: Callable[[int, int], Tensor], nbytes: int, key: KVKey, seal: Seal = CHECKSUM
+    read: Callable[[int, int], Tensor], nbytes: int, key: KVKey, seal: Mac = CHECKSUM
 ) -> Head | None:
     """Read and check the head of an object of ``nbytes``; None where it is of format 1.
 
@@ -351,7 +351,7 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 
 def _head_digest(
-    seal: Seal, metadata: Mapping[str, str], spans: Mapping[str, _Span], *tensors: memoryview
+    seal: Mac, metadata: Mapping[str, str], spans: Mapping[str, _Span], *tensors: memoryview
 ) -> str:
     """Return the digest of the metadata, the tensors' types, and the tensors that are no layers."""
     essential = {name: text for name, text in sorted(metadata.items()) if name != "head"}
@@ -408,7 +408,7 @@ def _check_scales(span: _Span | None, precision: Precision, shape: tuple[int, ..
         raise DamagedChunkError(f"scales are {found}, {precision} has {wanted or 'none'}")
 
 
-def _check_seal(metadata: Mapping[str, str], seal: Seal) -> None:
+def _check_seal(metadata: Mapping[str, str], seal: Mac) -> None:
     """Check that an object is vouched for in the way that is asked for."""
     found = metadata.get("seal", CHECKSUM.name)
     if found not in SEALS:
@@ -421,7 +421,7 @@ def _check_seal(metadata: Mapping[str, str], seal: Seal) -> None:
 
 
 def _checked_head(
-    header: _Header, own: Mapping[str, Tensor], nbytes: int, key: KVKey, seal: Seal
+    header: _Header, own: Mapping[str, Tensor], nbytes: int, key: KVKey, seal: Mac
 ) -> Head:
     metadata, span = header.metadata, header.spans["kv"]
     tensors = [_bytes_of(own[name]) for name in ("prior", "scales") if name in own]

@@ -48,15 +48,15 @@ class Found:
         return self.failed if self.chunk is None else self.chunk.tier
 
 
-class Taken:
-    """Room that is taken until it is given back, or until nobody holds on to this any more.
+class Reservation:
+    """ByteBudget that is taken until it is given back, or until nobody holds on to this any more.
 
     So whoever is interrupted, wherever that is, gives back what it had taken.
     """
 
     __slots__ = ("_of", "size")
 
-    def __init__(self, of: Room) -> None:
+    def __init__(self, of: ByteBudget) -> None:
         self._of, self.size = of, 0
 
     def give_back(self, _: object = None) -> None:
@@ -67,18 +67,18 @@ class Taken:
         self.give_back()
 
 
-class Room:
+class ByteBudget:
     """What may be read before it is used, of all prompts on their way: bytes, or places."""
 
     def __init__(self, size: int) -> None:
         self._left, self._lock = size, threading.RLock()
 
-    def take(self, size: int, *, anyway: bool = False) -> Taken | None:
+    def take(self, size: int, *, anyway: bool = False) -> Reservation | None:
         """Take so much of it; None where there is less.
 
         anyway: also where there is less, since it is needed now.
         """
-        taken = Taken(self)
+        taken = Reservation(self)
         with self._lock:
             if size > self._left and not anyway:
                 return None
@@ -87,15 +87,15 @@ class Room:
             taken.size = size
         return taken
 
-    def regain(self, taken: Taken) -> None:
+    def regain(self, taken: Reservation) -> None:
         """Have back what was taken."""
         with self._lock:
             self._left += taken.size
             taken.size = 0
 
 
-class Places(Room):
-    """Places for chunks whose heads are read before they are handed out."""
+class Slots(ByteBudget):
+    """Slots for chunks whose heads are read before they are handed out."""
 
     @property
     def _value(self) -> int:
@@ -143,9 +143,9 @@ class _Place:
     opened: Future[Found] | None = None
     is_settled: bool = False
     chunk: SharedChunk | None = None
-    ahead: Taken | None = None
+    ahead: Reservation | None = None
     parts: dict[int, Future[Part]] = field(default_factory=dict)
-    taken: dict[int, Taken] = field(default_factory=dict)
+    taken: dict[int, Reservation] = field(default_factory=dict)
 
 
 @dataclass
@@ -176,8 +176,8 @@ class LayerSource:
         keys: Iterable[KVKey],
         open: Callable[[KVKey], Future[Found]],
         submit: Callable[[str, Callable[[], Part]], Future[Part]],
-        places: Places,
-        room: Room,
+        places: Slots,
+        room: ByteBudget,
     ) -> None:
         self._keys = list(keys)
         self._places = [_Place() for _ in self._keys]
@@ -319,7 +319,7 @@ class LayerSource:
         if self._begun == self._given:
             self._begin_open(None)
 
-    def _begin_open(self, ahead: Taken | None) -> None:
+    def _begin_open(self, ahead: Reservation | None) -> None:
         index, me = self._begun, ref(self)
         place = self._places[index]
         place.ahead = ahead

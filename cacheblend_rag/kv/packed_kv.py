@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cacheblend_rag.config import Precision
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.precision import pack, part, unpack_parts
+from cacheblend_rag.settings import Precision
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +62,7 @@ class PackedLayer:
         return self.codes, self.of_keys, self.of_values
 
     def cut(self, start: int, end: int) -> PackedLayer:
-        """Return some of its tokens: views, since a device's lane would not wait for a copy."""
+        """Return some of its tokens: views, since a copy stream would not wait for a copy."""
         here = slice(start, end)
         of_keys, of_values = (
             own[:, here] if own.shape[1] == self.tokens else own

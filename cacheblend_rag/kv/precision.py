@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from cacheblend_rag.config import Precision
+from cacheblend_rag.settings import Precision
 
 CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _LARGEST = {"fp8": 448.0, "int8": 127.0}

@@ -10,12 +10,12 @@ from typing import ClassVar, cast, overload
 import torch
 from torch import Tensor
 
-from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import DamagedChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
+from cacheblend_rag.kv.mac import CHECKSUM, Mac
 from cacheblend_rag.kv.packed_kv import LayerKV, PackedKV, PackedLayer, StoredKV, unpacked_layer
-from cacheblend_rag.kv.seal import CHECKSUM, Seal
+from cacheblend_rag.settings import Precision
 
 UNPACKED_BYTES = 1 << 20
 """Numbers that are worth unpacking together, of a chunk in memory."""
@@ -170,7 +170,7 @@ class RangeReader(ChunkReader):
 
 
 def open_ranges(
-    key: KVKey, start: StoredBytes, read_range: ReadRange, *, least: int, seal: Seal = CHECKSUM
+    key: KVKey, start: StoredBytes, read_range: ReadRange, *, least: int, seal: Mac = CHECKSUM
 ) -> ChunkReader:
     """Open an object that is read by ranges.
 

@@ -17,23 +17,23 @@ from weakref import ReferenceType, WeakSet, WeakValueDictionary, ref
 
 import torch
 
-from cacheblend_rag.config import Precision, StoreConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.access_log import AccessLog, FoundChunks
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, NotFiniteError, NumbersCheck
-from cacheblend_rag.kv.fetch import Found, LayerSource, Places, Room, miss_of
+from cacheblend_rag.kv.fetch import ByteBudget, Found, LayerSource, Slots, miss_of
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup
+from cacheblend_rag.kv.mac import CHECKSUM, Mac, seal_of
 from cacheblend_rag.kv.opening import Opening, Search, TierThreads, Way
 from cacheblend_rag.kv.packed_kv import StoredKV, packed, unpacked
 from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
-from cacheblend_rag.kv.seal import CHECKSUM, Seal, seal_of
 from cacheblend_rag.kv.shared_chunk import SharedChunk
 from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.urls import open_tier
+from cacheblend_rag.settings import Precision, StoreConfig
 
 PREFETCH_THREADS = 2
 FETCH_THREADS = 16
@@ -101,7 +101,7 @@ class TieredKVStore:
         ttl_seconds: age since it was first stored at which a chunk is gone, None is never; a tier's
             own policy may say less.
         precision: to which the numbers of what is put are rounded, see kv/precision.py.
-        seal: what vouches for stored bytes, see kv/seal.py.
+        seal: what vouches for stored bytes, see kv/mac.py.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
@@ -118,7 +118,7 @@ class TieredKVStore:
         *,
         ttl_seconds: float | None = None,
         precision: Precision = "native",
-        seal: Seal = CHECKSUM,
+        seal: Mac = CHECKSUM,
     ) -> None:
         if not tiers:
             raise StoreError("a store needs at least one tier")
@@ -146,8 +146,8 @@ class TieredKVStore:
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
         self._threads = TierThreads(self.tiers, FETCH_THREADS)
         self._opening = Opening(self.tiers, self._threads, self._open_in)
-        self._room_ahead = Places(FETCHED_AHEAD)
-        self._room = Room(ROOM_AHEAD_BYTES)
+        self._room_ahead = Slots(FETCHED_AHEAD)
+        self._room = ByteBudget(ROOM_AHEAD_BYTES)
         self._closing = threading.Event()
         self._reading: WeakValueDictionary[tuple[KVKey, Way], SharedChunk] = WeakValueDictionary()
         if any(self._sweeps(tier) for tier in self.tiers):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cacheblend_rag.errors import ModelLoadError
-from cacheblend_rag.models import cache, packaged
+from cacheblend_rag.models import converted, packaged
 from cacheblend_rag.models.names import DEMO_FOLDER, DEMO_MODEL
 
 
@@ -51,7 +51,7 @@ def remove(name: str) -> int:
     }
     if not folders:
         raise ModelLoadError(f"no model called {name!r} is here to remove: see models ls")
-    return sum(cache.remove(folder) for folder in folders)
+    return sum(converted.remove(folder) for folder in folders)
 
 
 def _bundled() -> KnownModel:
@@ -61,7 +61,7 @@ def _bundled() -> KnownModel:
         title="the demo's own model, which reads nothing but its corpus",
         licence="Apache-2.0",
         source="cacheblend-rag",
-        nbytes=cache.size_of(DEMO_FOLDER),
+        nbytes=converted.size_of(DEMO_FOLDER),
         folder=DEMO_FOLDER,
     )
 
@@ -74,7 +74,7 @@ def _packaged(model: packaged.PackagedModel) -> KnownModel:
         title=f"{model.title}, weights {model.weights}",
         licence=model.licence,
         source=model.source,
-        nbytes=None if folder is None else cache.size_of(folder),
+        nbytes=None if folder is None else converted.size_of(folder),
         folder=folder,
     )
 
@@ -88,9 +88,9 @@ def _from_files() -> list[KnownModel]:
             title=f"made from {record.source}",
             licence=None,
             source=record.source,
-            nbytes=cache.size_of(folder),
+            nbytes=converted.size_of(folder),
             folder=folder,
         )
-        for folder, record in cache.converted_models()
+        for folder, record in converted.converted_models()
         if folder not in packages
     ]

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from cacheblend_rag.errors import ModelLoadError
-from cacheblend_rag.models import cache, gguf, packaged
+from cacheblend_rag.models import converted, gguf, packaged
 
 DEMO_MODEL = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
@@ -40,7 +40,7 @@ def resolve(name: str | Path) -> str:
         return str(packaged.fetched_folder(text))
     path = Path(os.path.expanduser(name))
     if (file := _gguf_file(path, text)) is not None:
-        return str(gguf.converted(file, text))
+        return str(gguf.converted_folder(file, text))
     _check_folder(path, text)
     return os.path.expanduser(text)
 
@@ -83,8 +83,8 @@ def public_name(name: str) -> str:
         return name
     if path.resolve() == DEMO_FOLDER.resolve():
         return DEMO_MODEL
-    if (converted := cache.read_record(path)) is not None:
-        return converted.name
+    if (record := converted.read_record(path)) is not None:
+        return record.name
     return gguf.stem(path.name) or path.resolve().name or name
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cacheblend_rag.errors import ModelLoadError, first_line
-from cacheblend_rag.models import cache, gguf
+from cacheblend_rag.models import converted, gguf
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class PackagedModel:
     @property
     def folder(self) -> Path:
         """Where it lies once it was fetched."""
-        return cache.models_folder() / f"{self.name}-{self.sha256[:16]}-{cache.FORMAT}"
+        return converted.models_folder() / f"{self.name}-{self.sha256[:16]}-{converted.FORMAT}"
 
 
 MODELS = {
@@ -102,7 +102,7 @@ def fetch(name: str, say: Callable[[str], None] = logger.info) -> Path:
             gguf.convert(file, folder, name)
 
     try:
-        return cache.make_once(model.folder, cache.Record(name, model.source), write)
+        return converted.make_once(model.folder, converted.Record(name, model.source), write)
     except OSError as error:  # of the folder for temporary files
         raise ModelLoadError(
             f"{name} could not be fetched: {first_line(error)}: free space for temporary files or "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.prefill.blended import CONTEXT_KEPT
+from cacheblend_rag.prefill.prompt_pass import CONTEXT_KEPT
 from cacheblend_rag.report import BlendReport
 
 

@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import asdict
 from typing import Any
 
-from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.kv.chunk_kv import namespace_id
 
@@ -34,7 +34,7 @@ def examine_server(url: str, model: str | None, namespace: str) -> dict[str, Any
 
 async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, Any]:
     from cacheblend_rag.engines.vllm.http import check_vocabulary, names_at_server
-    from cacheblend_rag.engines.vllm.jobs import status_request
+    from cacheblend_rag.engines.vllm.job_client import status_request
     from cacheblend_rag.engines.vllm.protocol import status_of
 
     served = await connection.find_model(names_at_server(model))

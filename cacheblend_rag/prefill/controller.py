@@ -26,9 +26,9 @@ from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.forecast import Forecast
 from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.schedule import plan_schedule
-from cacheblend_rag.config import AUTO, PRESET_RATIOS, BlendConfig
 from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.timings import Estimate, Timings
+from cacheblend_rag.settings import AUTO, PRESET_RATIOS, BlendConfig
 
 Kind = Literal["prefill", "blend"]
 

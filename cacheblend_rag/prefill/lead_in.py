@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from cacheblend_rag.config import LeadInConfig
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.report import ChunkReport, MissReason
+from cacheblend_rag.settings import LeadInConfig
 from cacheblend_rag.text.chat import begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk, Context
-from cacheblend_rag.text.encoder import SegmentEncoder, TokenIds
+from cacheblend_rag.text.encoder import PromptEncoder, TokenIds
 from cacheblend_rag.text.prompt import ChunkSpan
 
 CACHED_KEYS = 200_000
@@ -74,7 +74,7 @@ class LeadIn:
 
     def __init__(
         self,
-        encoder: SegmentEncoder,
+        encoder: PromptEncoder,
         config: LeadInConfig,
         *,
         instruction: str,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
-from cacheblend_rag.blend.lane import stages_of
+from cacheblend_rag.blend.copy_stream import pinned_buffers_of
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
 from cacheblend_rag.blend.stack import DecoderStack, Geometry, on_all_ranks
@@ -28,7 +28,7 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import give_back_unused, lack_of_memory
-from cacheblend_rag.prefill.laying import Laying, LostChunkError, Place, begin_reading
+from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LostChunkError, Place, begin_reading
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.prior import context_deviation, keys_of_prior_layer, prior_layer
 
@@ -193,7 +193,7 @@ def _cut_out(
     Those are the missing ones and those that were not there after all.
     """
     fused = RingKV(stack.geometry, ids.numel())
-    laying = Laying(stack, fused, [Place(*_span(member)) for member in earlier], source)
+    laying = ChunkLoader(stack, fused, [Place(*_span(member)) for member in earlier], source)
     yield from laying.heads()
     while True:
         cached = torch.zeros(ids.numel(), dtype=torch.bool)
@@ -251,8 +251,8 @@ class Cut:
             torch.empty(layers, 2, kv_heads, end - start, head_dim, dtype=geometry.dtype)
             for start, end in spans
         ]
-        stages = stages_of(geometry.device)
-        self._download = None if stages is None else Download(stages)
+        buffers = pinned_buffers_of(geometry.device)
+        self._download = None if buffers is None else Download(buffers)
 
     def take(self, layer: int, fused: FusedKV) -> None:
         """Copy a layer's part of each chunk."""
@@ -291,7 +291,7 @@ class Cut:
 
 
 def _run(
-    stack: DecoderStack, ids: Tensor, cached: Tensor, cut: Cut, laying: Laying | None = None
+    stack: DecoderStack, ids: Tensor, cached: Tensor, cut: Cut, laying: ChunkLoader | None = None
 ) -> Steps[None]:
     """Compute all tokens that are not ``cached``, (tokens,) bool on the host."""
     candidates = Candidates(cached, cached, torch.zeros(ids.numel(), dtype=torch.long))

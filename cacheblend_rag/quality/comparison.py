@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
-from cacheblend_rag.config import LeadIn
 from cacheblend_rag.demo.corpus import DemoQuestion
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.base import Engine
@@ -16,6 +15,7 @@ from cacheblend_rag.quality.dataset import EvalQuestion
 from cacheblend_rag.quality.methods import METHODS, Method
 from cacheblend_rag.quality.metrics import exact_match
 from cacheblend_rag.report import BlendReport
+from cacheblend_rag.settings import LeadInKind
 from cacheblend_rag.text.chunk import Document
 
 RETRIEVED = 5
@@ -47,7 +47,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Answered:
+class SettingAnswers:
     """One question and each method's answer, by the method's name."""
 
     question: EvalQuestion
@@ -101,7 +101,7 @@ class Comparison:
     with; the engines' own is its lead_text. documents: the collection.
     """
 
-    engines: Mapping[LeadIn, Engine]
+    engines: Mapping[LeadInKind, Engine]
     instruction: str
     documents: Sequence[Document]
     questions: Sequence[EvalQuestion]
@@ -111,14 +111,14 @@ class Comparison:
         reports = [engine.precompute(self.documents) for engine in self.engines.values()]
         return reports[0].computed + reports[0].skipped
 
-    def answer_all(self) -> Iterator[Answered]:
+    def answer_all(self) -> Iterator[SettingAnswers]:
         """Answer every question by every method, after one untimed answer by each."""
         for method in METHODS:
             self._generate(self.questions[0], method)
         for question in self.questions:
             answers = {m.name: self._answer(question, m) for m in METHODS}
             prompt_tokens = next(iter(answers.values())).report.prompt_tokens
-            yield Answered(question, prompt_tokens, answers)
+            yield SettingAnswers(question, prompt_tokens, answers)
 
     def _answer(self, question: EvalQuestion, method: Method) -> Answer:
         generation = self._generate(question, method)
@@ -154,7 +154,7 @@ def with_retrieved(
     return tuple(asked)
 
 
-def summarize(method: Method, answered: Sequence[Answered]) -> Summary:
+def summarize(method: Method, answered: Sequence[SettingAnswers]) -> Summary:
     """Sum up one method's answers, beside those of full prefill."""
     answers = [found.answers[method.name] for found in answered]
     full = median(found.answers["full"].first_token_seconds for found in answered)

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.config import EMBEDDED, VLLM, BlendConfig, LeadIn, StoreConfig
-from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.models import resolve
+from cacheblend_rag.settings import EMBEDDED, VLLM, BlendConfig, LeadInKind, StoreConfig
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
@@ -24,13 +24,13 @@ CPU_KV_SPACE, SERVED_KV_GIB = "VLLM_CPU_KVCACHE_SPACE", "2"
 def opened_engines(
     engine: str,
     model: str,
-    lead_ins: Sequence[LeadIn],
+    lead_ins: Sequence[LeadInKind],
     *,
     instruction: str,
     store: StoreConfig | None = None,
     device: str | None = None,
     dtype: str | None = None,
-) -> Iterator[Mapping[LeadIn, Engine]]:
+) -> Iterator[Mapping[LeadInKind, Engine]]:
     """Yield one engine a lead-in, all around the same loaded model, until the block is left.
 
     engine: ``transformers``, ``vllm`` (a server that runs meanwhile) or the URL of a server. model:

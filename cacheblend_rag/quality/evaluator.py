@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cacheblend_rag.config import BlendConfig, LeadIn
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.metrics import bootstrap_interval, exact_match, rouge_l, token_f1
+from cacheblend_rag.settings import BlendConfig, LeadInKind
 
 FULL = "full"
 
@@ -22,12 +22,12 @@ FULL = "full"
 class Rule:
     """One way to fuse: which KV is cached, and which share of it which selector recomputes."""
 
-    lead_in: LeadIn
+    lead_in: LeadInKind
     selector: str
     ratio: float
 
     @classmethod
-    def reuse(cls, lead_in: LeadIn) -> Rule:
+    def reuse(cls, lead_in: LeadInKind) -> Rule:
         """Return plain reuse: nothing is recomputed."""
         return cls(lead_in, "none", 0.0)
 
@@ -74,7 +74,7 @@ class Evaluator:
     options: selector options by selector name.
     """
 
-    engines: Mapping[LeadIn, Engine]
+    engines: Mapping[LeadInKind, Engine]
     instruction: str
     base: BlendConfig
     sampling: SamplingParams
@@ -138,7 +138,7 @@ class Evaluator:
                 engine.evict_document(document.document_id)
 
 
-def used_lead_ins(plans: Mapping[str, Sequence[Rule]]) -> list[LeadIn]:
+def used_lead_ins(plans: Mapping[str, Sequence[Rule]]) -> list[LeadInKind]:
     """Return the lead-ins that rules by setting need an engine for, in order of appearance."""
     return list(dict.fromkeys(rule.lead_in for rules in plans.values() for rule in rules))
 
@@ -146,7 +146,7 @@ def used_lead_ins(plans: Mapping[str, Sequence[Rule]]) -> list[LeadIn]:
 def evaluate_settings(
     data: EvalDataset,
     plans: Mapping[str, Sequence[Rule]],
-    engines: Mapping[LeadIn, Engine],
+    engines: Mapping[LeadInKind, Engine],
     *,
     base: BlendConfig,
     sampling: SamplingParams,

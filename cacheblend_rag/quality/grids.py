@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from typing import get_args
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.config import BlendConfig, LeadIn
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalQuestion
 from cacheblend_rag.quality.evaluator import Rule
+from cacheblend_rag.settings import BlendConfig, LeadInKind
 
 DEFAULT_RATIOS = (0.05, 0.1, 0.15)
 DEFAULT_SELECTORS = ("hkvd", "prior", "random")
-DEFAULT_LEAD_INS: tuple[LeadIn, ...] = ("instruction", "document")
+DEFAULT_LEAD_INS: tuple[LeadInKind, ...] = ("instruction", "document")
 
-Cell = tuple[LeadIn, str, tuple[float, ...]]
+Cell = tuple[LeadInKind, str, tuple[float, ...]]
 _WHOLE_DOCUMENTS: tuple[Cell, ...] = (
     ("instruction", "hkvd", (0.15,)),
     ("instruction", "prior", (0.05, 0.1, 0.15, 0.2, 0.25)),
@@ -83,8 +83,8 @@ def _rules(cells: Sequence[Cell]) -> list[Rule]:
     return list(rules)
 
 
-def _lead_ins(names: Sequence[str]) -> tuple[LeadIn, ...]:
-    known = {str(name): name for name in get_args(LeadIn)}
+def _lead_ins(names: Sequence[str]) -> tuple[LeadInKind, ...]:
+    known = {str(name): name for name in get_args(LeadInKind)}
     for name in names:
         if name not in known:
             raise ConfigError(f"lead_in={name!r} must be one of {', '.join(known)}")

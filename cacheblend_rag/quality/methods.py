@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cacheblend_rag.config import LeadIn
+from cacheblend_rag.settings import LeadInKind
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Method:
 
     name: str
     label: str
-    lead_in: LeadIn | None
+    lead_in: LeadInKind | None
     selector: str = "none"
     ratio: float = 0.0
 
@@ -26,6 +26,6 @@ METHODS = (
 )
 
 
-def needed_lead_ins() -> list[LeadIn]:
+def needed_lead_ins() -> list[LeadInKind]:
     """Return the lead-ins that the methods need an engine for, in order of appearance."""
     return list(dict.fromkeys(m.lead_in for m in METHODS if m.lead_in is not None))

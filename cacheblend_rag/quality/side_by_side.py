@@ -21,7 +21,7 @@ MAX_TOKENS = 16
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnswerPair:
     """A question and both of its greedy answers, generated from the same prompt.
 
     titles: of the retrieved passages, in the order of the prompt.
@@ -79,7 +79,7 @@ class Totals:
         return self.full_seconds / self.blend_seconds
 
     @classmethod
-    def of(cls, answered: Sequence[Answered]) -> Totals:
+    def of(cls, answered: Sequence[AnswerPair]) -> Totals:
         """Add up at least one answer."""
         blends = [one.blend.report for one in answered]
         return cls(
@@ -128,20 +128,20 @@ class SideBySide:
         """Compute and store the KV of every passage, once."""
         return self.engine.precompute(self.documents, progress=False)
 
-    def answer_all(self, questions: Sequence[PassageQuestion]) -> Iterator[Answered]:
+    def answer_all(self, questions: Sequence[PassageQuestion]) -> Iterator[AnswerPair]:
         """Answer every question both ways, after one untimed answer each way."""
         self._answer(questions[0], max_tokens=1)
         for question in questions:
             yield self._answer(question, MAX_TOKENS)
 
-    def _answer(self, question: PassageQuestion, max_tokens: int) -> Answered:
+    def _answer(self, question: PassageQuestion, max_tokens: int) -> AnswerPair:
         found = self.retrieve(question.question, RETRIEVED)
         chunks = [chunk for document in found for chunk in document.to_chunks()]
         prompt = self.render(question.question, tuple(chunk.text for chunk in chunks))
         greedy = SamplingParams.greedy(max_tokens=max_tokens, stop=("\n",))
         # Without the cost model, a busy machine does not turn a blend into ordinary prefill.
         config = self.engine.config.with_changes(cost_model=False)
-        return Answered(
+        return AnswerPair(
             question,
             tuple(document.document_id for document in found),
             full=self.engine.generate_full(prompt, greedy, hints=chunks),

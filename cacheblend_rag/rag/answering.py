@@ -10,18 +10,18 @@ from threading import Event
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, cast
 
-from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.models import knows_only_the_demo
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import Collection, CollectionSettings
 from cacheblend_rag.rag.collection_engine import Placement, open_known
-from cacheblend_rag.rag.foreign import first_foreign, foreign_warning
 from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
+from cacheblend_rag.rag.progress import Watcher
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from cacheblend_rag.rag.readers import EXTRA
 from cacheblend_rag.rag.retrieval import Embedder, Vectors, VectorSearch
-from cacheblend_rag.rag.watching import Watcher
+from cacheblend_rag.rag.toy_vocabulary import first_foreign, foreign_warning
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.prompt import BlendPrompt
 

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cacheblend_rag.config import EMBEDDED, VLLM, BlendConfig
-from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.models import check, is_local
 from cacheblend_rag.rag.retrieval import BUNDLED
-from cacheblend_rag.secret import check_server_url
+from cacheblend_rag.settings import EMBEDDED, VLLM, BlendConfig
+from cacheblend_rag.settings.secret import check_server_url
 
 CONFIG = "config.json"
 HUB_SECONDS = 10.0

@@ -22,9 +22,9 @@ from typing import Self
 import numpy as np
 from filelock import FileLock, Timeout
 
-from cacheblend_rag.config import EMBEDDED
 from cacheblend_rag.errors import CacheBlendError, ConfigError, StoreError
 from cacheblend_rag.rag.retrieval import Vectors
+from cacheblend_rag.settings import EMBEDDED
 from cacheblend_rag.text.chunk import Document
 
 DEFAULT_FOLDER = Path(".cacheblend")

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.config import EMBEDDED, EngineConfig, StoreConfig, check_namespace
 from cacheblend_rag.demo import corpus as demo_corpus
 from cacheblend_rag.engines.factory import open_engine
-from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import DEFAULT_MODEL, absolute, knows_only_the_demo
 from cacheblend_rag.rag.collection import KV_NAME, CollectionSettings
 from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt
 from cacheblend_rag.rag.retrieval import BUNDLED
+from cacheblend_rag.settings import EMBEDDED, EngineConfig, StoreConfig, check_namespace
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag.config import EMBEDDED, LeadInConfig
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -29,8 +28,9 @@ from cacheblend_rag.rag.index_report import IndexReport
 from cacheblend_rag.rag.model_config import kv_bytes_per_token, served_dtype, text_config
 from cacheblend_rag.rag.readers import EXTRA, make_splitter
 from cacheblend_rag.rag.retrieval import Embedder
+from cacheblend_rag.settings import EMBEDDED, LeadInConfig
 from cacheblend_rag.text.chunk import Document
-from cacheblend_rag.text.encoder import SegmentEncoder
+from cacheblend_rag.text.encoder import PromptEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Estimator:
 
     def __init__(self, settings: CollectionSettings, device: str | None) -> None:
         config = LeadInConfig()
-        encoder = SegmentEncoder(
+        encoder = PromptEncoder(
             load_tokenizer(settings.model), split_special_tokens=config.split_special_tokens
         )
         self._settings, self._device = settings, device

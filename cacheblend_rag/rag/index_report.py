@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.rag.units import size
+from cacheblend_rag.settings.sizes import size
 
 if TYPE_CHECKING:
     from cacheblend_rag.rag.readers import FoundFiles

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from cacheblend_rag.config import EMBEDDED, VLLM
-from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models import knows_only_the_demo
 from cacheblend_rag.rag import checks
@@ -40,9 +39,9 @@ from cacheblend_rag.rag.collection_engine import (
     open_known,
     open_new,
 )
-from cacheblend_rag.rag.foreign import foreign_warning, is_foreign
 from cacheblend_rag.rag.index_report import IndexReport
 from cacheblend_rag.rag.model_config import kv_bytes_per_token, served_dtype, text_config
+from cacheblend_rag.rag.progress import Watcher
 from cacheblend_rag.rag.readers import (
     EXTRA,
     FileReader,
@@ -52,9 +51,10 @@ from cacheblend_rag.rag.readers import (
 )
 from cacheblend_rag.rag.retrieval import Embedder, Vectors
 from cacheblend_rag.rag.storing_kv import KVStoring
-from cacheblend_rag.rag.watching import Watcher
+from cacheblend_rag.rag.toy_vocabulary import foreign_warning, is_foreign
+from cacheblend_rag.settings import EMBEDDED, VLLM
+from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.chunk import Document
-from cacheblend_rag.tier_url import TierUrl
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine

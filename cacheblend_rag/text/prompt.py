@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.chat import Message, render_messages
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import SegmentEncoder, Tokenizer
+from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.runs import Run
 
@@ -133,11 +133,11 @@ class BlendPrompt:
         """The whole prompt."""
         return "".join(s.text for s in self.segments)
 
-    def encode(self, tokenizer: Tokenizer | SegmentEncoder) -> EncodedPrompt:
+    def encode(self, tokenizer: Tokenizer | PromptEncoder) -> EncodedPrompt:
         """Tokenize the prompt as its tokenizer does a text, and find its chunks in the tokens.
 
         Args:
-            tokenizer: is tried for each call; give its SegmentEncoder where that costs too much.
+            tokenizer: is tried for each call; give its PromptEncoder where that costs too much.
 
         Returns:
             The tokens, and where chunks stand. A chunk that has no token (its characters
@@ -146,7 +146,7 @@ class BlendPrompt:
         Raises:
             PromptError: when a text holds an unpaired surrogate.
         """
-        encoder = tokenizer if isinstance(tokenizer, SegmentEncoder) else SegmentEncoder(tokenizer)
+        encoder = tokenizer if isinstance(tokenizer, PromptEncoder) else PromptEncoder(tokenizer)
         parts = [(s.text, s.chunk is not None) for s in self.segments]
         done = encoder.encode(parts, opens=not self.is_rendered)
         spans: list[ChunkSpan] = []

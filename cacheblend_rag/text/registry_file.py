@@ -86,7 +86,7 @@ def bounded(column: str) -> str:
     return f"CASE WHEN {column} IS NULL OR {is_bytes} THEN {column} ELSE 0 END"
 
 
-class Rows:
+class RegistryRows:
     """What one look at a file finds of texts and contexts, each read once.
 
     Args:

@@ -24,7 +24,7 @@ from cacheblend_rag.text.registry_file import (
     TABLES,
     VERSION,
     BadRowError,
-    Rows,
+    RegistryRows,
     bounded,
     check_schema,
     decoded,
@@ -257,7 +257,7 @@ class SharedChunkRegistry(ChunkRegistry):
 
     def _take_in(self, added: Sequence[tuple[int, object, object, object, object]]) -> None:
         """Add rows of chunks; those that cannot be are left out, with one warning."""
-        rows, bad = Rows(self._file, self._contexts), list[tuple[int, str]]()
+        rows, bad = RegistryRows(self._file, self._contexts), list[tuple[int, str]]()
         for row, text, document, context, collection in added:
             self._last_chunk = row
             try:

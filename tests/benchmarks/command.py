@@ -10,7 +10,7 @@ import typer
 
 from cacheblend_rag.cli.main import errors_in_one_line
 from cacheblend_rag.cli.plan_command import Measure, Show, measured, plan_command
-from cacheblend_rag.engines.quiet import quiet_libraries
+from cacheblend_rag.engines.quiet_import import quiet_libraries
 
 
 def benchmark_app(plan: type[Any], measure: Measure, show: Show) -> typer.Typer:

@@ -24,11 +24,11 @@ from cacheblend_rag.bench.ttft import check_blend, draw_texts
 from cacheblend_rag.bench.vllm import running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, draw_words
 from cacheblend_rag.cli.plan_command import facts
-from cacheblend_rag.config import VLLM, StoreConfig
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.rag import checks
+from cacheblend_rag.settings import VLLM, StoreConfig
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.benchmarks.command import benchmark_app
 

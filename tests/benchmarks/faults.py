@@ -25,10 +25,10 @@ from cacheblend_rag.bench.workload import (
     draw_words,
 )
 from cacheblend_rag.cli import output
-from cacheblend_rag.config import BlendConfig, StoreConfig
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.settings import BlendConfig, StoreConfig
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.benchmarks.command import benchmark_app

@@ -27,7 +27,7 @@ from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore, chunk_id, codec, fi
 from cacheblend_rag.kv.lookup import Lookup
 from cacheblend_rag.kv.tiers.disk import file_of
 from cacheblend_rag.kv.tiers.urls import open_tier
-from cacheblend_rag.tier_url import TierUrl
+from cacheblend_rag.settings.tier_url import TierUrl
 from tests.benchmarks.command import benchmark_app
 from tests.local_servers import own_redis, own_s3
 
@@ -47,7 +47,7 @@ class LookupPlan(Plan):
     few: int = option(1000, "Chunks in the smaller tier.", least=1)
     many: int = option(100_000, "Chunks in the larger one.", least=1)
     asked: int = option(100, "Chunks asked for a turn.", least=1)
-    repeat: int = option(5, "Turns; medians are shown.", least=1)
+    repeat: int = option(5, "PriorityLock; medians are shown.", least=1)
     tiers: tuple[str, ...] = option(
         USUAL_TIERS,
         "host, disk, redis or s3 (servers started here); repeatable. Filling S3 takes many "

@@ -19,10 +19,10 @@ from cacheblend_rag.bench.plan import ModelPlan, option
 from cacheblend_rag.bench.vllm import VLLMSetting, running_vllm
 from cacheblend_rag.bench.workload import ONE_TOKEN, draw_words
 from cacheblend_rag.cli.plan_command import facts
-from cacheblend_rag.config import VLLM
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.rag import checks
+from cacheblend_rag.settings import VLLM
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.benchmarks.command import benchmark_app
 

@@ -14,9 +14,9 @@ import torch
 from cacheblend_rag.bench.interleave import Advance, run_in_turns
 from cacheblend_rag.bench.plan import ModelPlan, option
 from cacheblend_rag.cli import output
-from cacheblend_rag.config import Precision
 from cacheblend_rag.kv import ChunkKV, DiskTier, KVKey, StoredChunk, chunk_id, fingerprint
 from cacheblend_rag.kv.packed_kv import packed, unpacked
+from cacheblend_rag.settings import Precision
 from tests.benchmarks.command import benchmark_app
 from tests.benchmarks.demo_kv import demo_kv
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cacheblend_rag.cli.asking import report_lines
-from cacheblend_rag.prefill.blended import CONTEXT_KEPT
+from cacheblend_rag.prefill.prompt_pass import CONTEXT_KEPT
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
 from cacheblend_rag.rag.ordering import PassageOrder

@@ -20,9 +20,9 @@ from cacheblend_rag.rag import indexing
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME, Collection, sole_writer
 from cacheblend_rag.rag.collection_engine import Placement, open_known
 from cacheblend_rag.rag.indexing import Indexing
+from cacheblend_rag.rag.progress import Task, Watcher
 from cacheblend_rag.rag.prompt import INSTRUCTION
 from cacheblend_rag.rag.readers import find_files
-from cacheblend_rag.rag.watching import Task, Watcher
 from tests.cli.documents import pdf_bytes, write_notes
 from tests.kv.samples import until
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, TieredKVStore
 from cacheblend_rag.kv.tiers.urls import open_tier
@@ -18,8 +17,9 @@ from cacheblend_rag.rag.collection import KV_NAME, Collection
 from cacheblend_rag.rag.index_report import IndexReport
 from cacheblend_rag.rag.storing_kv import KVStoring
 from cacheblend_rag.report import PrecomputeReport
+from cacheblend_rag.settings import StoreConfig
+from cacheblend_rag.settings.tier_url import TierUrl
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.tier_url import TierUrl
 from tests.cli.documents import write_notes
 from tests.cli.test_index import LetterEmbedder
 from tests.local_servers import redis_server, redis_url

@@ -28,7 +28,7 @@ from cacheblend_rag import (
 from cacheblend_rag.engines import base
 from cacheblend_rag.engines import filling as filling_module
 from cacheblend_rag.engines.answer import Delta, Request
-from cacheblend_rag.engines.storing import Stored, Tally
+from cacheblend_rag.engines.tally import Stored, Tally
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import ChunkPlan

@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from cacheblend_rag import BlendConfig, Engine, EngineConfig, EngineSource, StoreConfig, open_engine
-from cacheblend_rag.config import names_of
 from cacheblend_rag.engines.source import SETTLED
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings import names_of
 
 DEMO = EngineConfig(engine="transformers", model="demo", store=StoreConfig(host_bytes=1 << 20))
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import Engine
-from cacheblend_rag.engines.storing import Stored
 from cacheblend_rag.engines.stream import PulledStream, Stream
+from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little

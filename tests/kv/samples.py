@@ -87,7 +87,7 @@ class SlowBytes(HostTier):
 
     def fill(self, kvs):
         for key, kv in kvs.items():
-            self.objects[key] = bytearray(b"".join(codec.Encoding(key, kv).parts()))
+            self.objects[key] = bytearray(b"".join(codec.EncodedChunk(key, kv).parts()))
 
     def _entry(self, key):
         return Entry(len(self.objects[key]), 0, 0) if key in self.objects else None

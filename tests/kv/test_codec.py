@@ -14,8 +14,8 @@ from safetensors.torch import save
 import cacheblend_rag.kv
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import ChunkKV, KVKey, chunk_id, codec
-from cacheblend_rag.kv.seal import CHECKSUM, KeyedSeal
-from cacheblend_rag.secret import Secret
+from cacheblend_rag.kv.mac import CHECKSUM, KeyedMac
+from cacheblend_rag.settings.secret import Secret
 
 from . import format1
 from .samples import OTHER_FINGERPRINT, make_key, make_kv, rounded, same
@@ -453,19 +453,19 @@ def test_layers_that_lie_together_are_written_without_a_copy(together):
     keys, values = kv.unbind(1)
     if not together:
         keys, values = keys.contiguous(), values.contiguous()
-    parts = codec.Encoding(KEY, ChunkKV(keys, values, 0)).body
+    parts = codec.EncodedChunk(KEY, ChunkKV(keys, values, 0)).body
     assert len(parts) == (3 if together else 6)
     written = kv[0, 0, 0, 0, 0].item()
     keys[0, 0, 0, 0] = 7.0
     assert torch.frombuffer(parts[0], dtype=torch.float32)[0].item() == 7.0 != written
 
 
-@pytest.mark.parametrize("seal", [CHECKSUM, KeyedSeal(Secret("a key of sixteen or more"))])
+@pytest.mark.parametrize("seal", [CHECKSUM, KeyedMac(Secret("a key of sixteen or more"))])
 @pytest.mark.parametrize("precision", ["native", "fp8", "int8"])
 @pytest.mark.parametrize("prior", [True, False])
 def test_the_place_of_the_body_is_known_before_the_digests(seal, precision, prior):
     kv = rounded(make_kv(prior=prior), precision)
-    data = codec.Encoding(KEY, kv, seal)
+    data = codec.EncodedChunk(KEY, kv, seal)
     head = data.head()
     assert data.head_bytes == len(head)
     assert data.nbytes == len(codec.encode(KEY, kv, seal))

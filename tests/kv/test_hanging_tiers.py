@@ -7,7 +7,7 @@ import pytest
 
 from cacheblend_rag.kv import HostTier, StoredChunk, TieredKVStore
 from cacheblend_rag.kv import store as store_module
-from cacheblend_rag.kv.fetch import Room
+from cacheblend_rag.kv.fetch import ByteBudget
 
 from .samples import SlowTier, make_key, make_kv, same, taken, until
 
@@ -131,7 +131,7 @@ def test_an_interrupt_anywhere_gives_all_places_and_room_back(monkeypatch, at):
     with TieredKVStore([filled("host", *keys)], precision="int8") as store:
         for number, key in enumerate(keys):
             store.put(key, make_kv(number))
-        monkeypatch.setattr(Room, "take", interrupted(Room.take))
+        monkeypatch.setattr(ByteBudget, "take", interrupted(ByteBudget.take))
         monkeypatch.setattr(store._opening, "begin", interrupted(store._opening.begin))
         try:
             with store.fetch(keys) as source:

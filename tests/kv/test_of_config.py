@@ -10,11 +10,11 @@ import torch
 
 from cacheblend_rag import StoreConfig, TieredKVStore, TransformersEngine, open_engine
 from cacheblend_rag.cli.options import store_settings
-from cacheblend_rag.config import names_of
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.kv import HostTier, ObjectTier, RedisTier, TierPolicy
 from cacheblend_rag.kv.tiers.urls import open_tier
-from cacheblend_rag.tier_url import TierUrl
+from cacheblend_rag.settings import names_of
+from cacheblend_rag.settings.tier_url import TierUrl
 from tests.kv.samples import make_key, make_kv
 
 URLS = ("host://?capacity=1MiB", "redis://cache:6380/2?ttl=1h&prefix=a:", "s3://bucket/kv")

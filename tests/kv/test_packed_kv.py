@@ -279,10 +279,10 @@ def test_codes_that_are_no_numbers_are_damage_though_their_checksums_hold():
         (replace(sound, exponents=torch.full_like(sound.exponents, 127)), "scales are beyond"),
         (replace(sound, exponents=torch.full_like(sound.exponents, -121)), "scales are beyond"),
     ):
-        data = b"".join(codec.Encoding(KEY, bad).parts())
+        data = b"".join(codec.EncodedChunk(KEY, bad).parts())
         with pytest.raises(DamagedChunkError, match=said):
             codec.decode(data, KEY)
-    codec.decode(b"".join(codec.Encoding(KEY, sound).parts()), KEY)
+    codec.decode(b"".join(codec.EncodedChunk(KEY, sound).parts()), KEY)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -336,7 +336,7 @@ class OnlyViews(TorchDispatchMode):
 
 @every_precision
 def test_nothing_is_computed_on_the_way_to_a_device(precision):
-    """Its lane does not wait for what other streams compute then."""
+    """Its copy_stream does not wait for what other streams compute then."""
     kv = packed(chunk(), precision)
     with OnlyViews():
         layer = WholeReader(kv, 0.0).read(1, 3)[1].cut(3, 40)

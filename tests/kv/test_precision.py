@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cacheblend_rag.config import StoreConfig
 from cacheblend_rag.errors import ConfigError, DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import ChunkKV, TieredKVStore, codec
 from cacheblend_rag.kv.precision import pack, scales, unpack
+from cacheblend_rag.settings import StoreConfig
 
 from .samples import make_key, rounded, same
 from .test_codec import header_of, with_header

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.kv import HostTier, TieredKVStore
-from cacheblend_rag.kv.seal import KeyedSeal
+from cacheblend_rag.kv.mac import KeyedMac
 from cacheblend_rag.kv.tiers import breaker
 from cacheblend_rag.kv.tiers import disk as disk_module
-from cacheblend_rag.secret import Secret
+from cacheblend_rag.settings.secret import Secret
 from tests.kv.samples import make_key, make_kv, same, taken
 from tests.local_servers import redis_server
 from tests.servers import Proxy, redis_place, s3_place, tier_at
@@ -200,7 +200,7 @@ def begin(state, place, store, monkeypatch):
 def test_what_a_request_gets(state, tier, tmp_path, request, monkeypatch, caplog):
     reason, words = PROMISES[state, tier]
     place = PLACES[tier](tmp_path, request)
-    seal = KeyedSeal(Secret("a key of the store's"))
+    seal = KeyedMac(Secret("a key of the store's"))
     store = TieredKVStore([HostTier(None), place.tier], seal=seal)
     long_ago = time.time() - 3600 if state in ("replayed", "expired") else None
     assert store.put(FAR, make_kv(1), written_at=long_ago)

@@ -336,13 +336,13 @@ def test_disk_keeps_chunks_between_runs(tmp_path):
 
 def test_disk_takes_a_large_chunks_digests_beside_its_writing(tmp_path, monkeypatch):
     tier, took = DiskTier(tmp_path), []
-    head = codec.Encoding.head
+    head = codec.EncodedChunk.head
 
     def watched(data):
         took.append(threading.current_thread())
         return head(data)
 
-    monkeypatch.setattr(codec.Encoding, "head", watched)
+    monkeypatch.setattr(codec.EncodedChunk, "head", watched)
     chunk = stored()
     for least, beside in [(1 << 30, False), (0, True)]:
         monkeypatch.setattr(disk_module, "BESIDE_BYTES", least)
@@ -383,7 +383,7 @@ def test_disk_takes_digests_itself_where_no_thread_is_started_any_more(tmp_path,
 def test_disk_keeps_nothing_of_a_chunk_whose_digests_fail(tmp_path, monkeypatch):
     tier = DiskTier(tmp_path)
     monkeypatch.setattr(disk_module, "BESIDE_BYTES", 0)
-    monkeypatch.setattr(codec.Encoding, "head", lambda _: _raise(OSError("no memory")))
+    monkeypatch.setattr(codec.EncodedChunk, "head", lambda _: _raise(OSError("no memory")))
     assert not tier.put(KEYS[0], stored())
     assert [path for path in tmp_path.glob("?/?/*") if path.is_file()] == []
     assert tier.usage() == Usage(0, 0)

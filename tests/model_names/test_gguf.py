@@ -332,7 +332,7 @@ def test_a_conversion_that_fails_is_told_in_a_line(
 def test_the_cache_is_where_the_user_keeps_caches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cacheblend_rag.models.cache import models_folder
+    from cacheblend_rag.models.converted import models_folder
 
     monkeypatch.delenv("CACHEBLEND_MODELS", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -12,8 +12,8 @@ from torch import Tensor
 from cacheblend_rag import BlendConfig, TieredKVStore
 from cacheblend_rag.blend.stack import Reduction
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
-from cacheblend_rag.prefill.blended import FusedPrompt, PromptPass
 from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
 from tests.blend.fake_stack import VOCABULARY, FakeStack, plain_kv
 
 T = TypeVar("T")

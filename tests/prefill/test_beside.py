@@ -16,25 +16,25 @@ import pytest
 import torch
 
 from cacheblend_rag import BlendConfig, TieredKVStore
-from cacheblend_rag.blend.lane import Stages, stages_of
+from cacheblend_rag.blend.copy_stream import PinnedBuffers, pinned_buffers_of
 from cacheblend_rag.blend.transfer import Upload
-from cacheblend_rag.config import Precision
 from cacheblend_rag.kv import DeviceTier, HostTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.packed_kv import packed, unpacked
 from cacheblend_rag.kv.tiers import StoredChunk, Tier
-from cacheblend_rag.prefill import laying
-from cacheblend_rag.prefill.blended import FusedPrompt, PromptPass
-from tests.blend.fake_lane import FakeLane, use
+from cacheblend_rag.prefill import chunk_loader
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
+from cacheblend_rag.settings import Precision
+from tests.blend.fake_copy_stream import FakeCopyStream, use
 from tests.blend.fake_stack import LAYERS, Event, FakeStack
 from tests.kv.samples import SlowBytes
 from tests.prefill import test_precompute as documents
 from tests.prefill.prompts import Ranks, chunk_kv, placed, prompt_ids, run
-from tests.prefill.test_laying import NAMES, Told, assert_same, over, slow_tier, spans_of
+from tests.prefill.test_chunk_loader import NAMES, Told, assert_same, over, slow_tier, spans_of
 
 CPU = torch.device("cpu")
-STAGE_BYTES = 700
+BUFFER_BYTES = 700
 """Of which a layer of these chunks takes about four."""
 GPU = pytest.param(
     "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -46,13 +46,13 @@ Result = tuple[FusedPrompt, Told]
 class Beside:
     """Has passes copy beside their work, or plainly."""
 
-    lane: FakeLane | None
-    stages: Stages
+    copy_stream: FakeCopyStream | None
+    buffers: PinnedBuffers
     monkeypatch: pytest.MonkeyPatch
 
     @property
     def device(self) -> torch.device:
-        return CPU if self.lane else torch.device("cuda", 0)
+        return CPU if self.copy_stream else torch.device("cuda", 0)
 
     def stack(self, **options: Any) -> FakeStack:
         return FakeStack(device=self.device, **options)
@@ -62,33 +62,33 @@ class Beside:
         try:
             return call()
         finally:
-            use(self.monkeypatch, self.stages)
+            use(self.monkeypatch, self.buffers)
 
     def check(self) -> None:
         """What should be so at the end of every test."""
-        if self.lane is None:
+        if self.copy_stream is None:
             torch.cuda.synchronize()
         else:
-            self.lane.finish()
-            assert self.lane.errors == []
-            assert all(name.startswith("kv-cut") for name in self.lane.waited_in)
-        found = [self.stages.take() for _ in range(2)]
-        assert len({id(stage) for stage in found if stage is not None}) == 2
-        assert self.stages.take() is None
+            self.copy_stream.finish()
+            assert self.copy_stream.errors == []
+            assert all(name.startswith("kv-cut") for name in self.copy_stream.waited_in)
+        found = [self.buffers.take() for _ in range(2)]
+        assert len({id(buffer) for buffer in found if buffer is not None}) == 2
+        assert self.buffers.take() is None
 
 
 @pytest.fixture(params=["fake", GPU])
 def beside(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Beside]:
     monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 10)
     if request.param == "fake":
-        lane = FakeLane(patience=1)
-        lane.watch(monkeypatch)
-        found = Beside(lane, Stages(lane, 2, STAGE_BYTES), monkeypatch)
+        copy_stream = FakeCopyStream(patience=1)
+        copy_stream.watch(monkeypatch)
+        found = Beside(copy_stream, PinnedBuffers(copy_stream, 2, BUFFER_BYTES), monkeypatch)
     else:
-        real = stages_of(torch.device("cuda", 0))
+        real = pinned_buffers_of(torch.device("cuda", 0))
         assert real is not None
-        found = Beside(None, Stages(real.lane, 2, STAGE_BYTES), monkeypatch)
-    use(monkeypatch, found.stages)
+        found = Beside(None, PinnedBuffers(real.copy_stream, 2, BUFFER_BYTES), monkeypatch)
+    use(monkeypatch, found.buffers)
     yield found
     found.check()
 
@@ -101,7 +101,7 @@ def host_tier(names: str = "abc") -> HostTier:
 
 
 def both(beside: Beside, tiers: Callable[[], list[Tier]], **options: Any) -> tuple[Result, Result]:
-    """What a pass comes to with the lane and without it."""
+    """What a pass comes to with the copy stream and without it."""
     plain = beside.plainly(lambda: over([host_tier()], stack=beside.stack(), **options))
     return over(tiers(), stack=beside.stack(), **options), plain
 
@@ -135,8 +135,8 @@ def test_a_pass_over_packed_chunks_is_that_over_their_numbers(
             return slow
         made = HostTier(None) if kind == "host" else DeviceTier(beside.device, None)
         for key, kv in kvs.items():
-            if kind == "device" and beside.lane is not None:
-                kv.mapped(beside.lane.put_here)
+            if kind == "device" and beside.copy_stream is not None:
+                kv.mapped(beside.copy_stream.put_here)
             kept = replace(unpacked(kv), precision="native") if native else kv
             assert made.put(key, StoredChunk(kept, 0.0))
         return made
@@ -148,7 +148,7 @@ def test_a_pass_over_packed_chunks_is_that_over_their_numbers(
     for unpack in (True, False):
         found = over([filled(tier)], stack=beside.stack(), unpack=unpack, **options)
         assert_same(found, wanted)
-        if beside.lane is not None:
+        if beside.copy_stream is not None:
             there = beside.plainly(
                 lambda unpack=unpack: over(
                     [filled(tier)], stack=beside.stack(), unpack=unpack, **options
@@ -161,9 +161,9 @@ def test_chunks_of_a_device_are_laid_from_there(beside: Beside) -> None:
     tier = DeviceTier(beside.device, None)
     for chunk in placed():
         kv = chunk_kv(FakeStack(), chunk)
-        if beside.lane is not None:
-            beside.lane.put_here(kv.keys)
-            beside.lane.put_here(kv.values)
+        if beside.copy_stream is not None:
+            beside.copy_stream.put_here(kv.keys)
+            beside.copy_stream.put_here(kv.values)
         tier.put(chunk.key, StoredChunk(kv, 0.0))
     assert_same(*both(beside, lambda: [tier], ring=True, recompute_ratio=0.3))
 
@@ -200,7 +200,7 @@ def test_all_chunks_may_be_lost_while_others_are_on_their_way(beside: Beside) ->
 @pytest.mark.parametrize("rank", [0, 1])
 def test_what_one_rank_loses_midway_both_do_without(beside: Beside, rank: int, names: str) -> None:
     """Also where it was all there was: the other rank's rows of it are on their way then."""
-    if beside.lane is None:
+    if beside.copy_stream is None:
         pytest.skip("ranks of one process share no GPU")
     tiers = [slow_tier(names), slow_tier(names)]
     data = tiers[rank].objects[NAMES["b"].key]
@@ -222,11 +222,11 @@ def test_a_layer_is_on_its_way_while_the_one_before_is_computed(
     stack = beside.stack()
 
     class Noted(Upload):
-        def __init__(self, stages: Stages, fused: Any, layer: int, *rest: Any) -> None:
+        def __init__(self, buffers: PinnedBuffers, fused: Any, layer: int, *rest: Any) -> None:
             stack.log.append(Event("upload", layer, ()))
-            super().__init__(stages, fused, layer, *rest)
+            super().__init__(buffers, fused, layer, *rest)
 
-    monkeypatch.setattr(laying, "Upload", Noted)
+    monkeypatch.setattr(chunk_loader, "Upload", Noted)
     over([host_tier()], stack=stack, ring=True, selector="none")
     steps = [event[:2] for event in stack.log if event[0] in {"upload", "run"}]
     runs = [("run", layer) for layer in range(LAYERS) if ("run", layer) in steps]
@@ -353,12 +353,12 @@ def test_a_computation_that_is_given_up_gives_everything_back(beside: Beside) ->
                 next(running)
             running.close()
     test_chunks_are_computed_one_by_one_alike(beside)
-    if beside.lane is not None:
-        beside.lane.finish()
-    assert run(_all_written(beside.stages)) is None
+    if beside.copy_stream is not None:
+        beside.copy_stream.finish()
+    assert run(_all_written(beside.buffers)) is None
 
 
-def _all_written(stages: Stages) -> Iterator[None]:
+def _all_written(buffers: PinnedBuffers) -> Iterator[None]:
     """The writer's thread takes one after the other: what follows is behind all of them."""
-    stages.writer.submit(lambda: None).result(20)
+    buffers.writer.submit(lambda: None).result(20)
     yield

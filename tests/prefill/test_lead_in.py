@@ -21,7 +21,7 @@ from cacheblend_rag.prefill.lead_in import (
     place_chunks,
 )
 from cacheblend_rag.text.chat import render_messages
-from cacheblend_rag.text.encoder import SegmentEncoder
+from cacheblend_rag.text.encoder import PromptEncoder
 from tests.models import make_tokenizer, words
 from tests.tokenizer_kinds import CORPUS, KINDS, tokenizer_of
 
@@ -38,7 +38,7 @@ def make_lead_in(
     namespace: str = "default",
 ) -> LeadIn:
     return LeadIn(
-        SegmentEncoder(make_tokenizer()),
+        PromptEncoder(make_tokenizer()),
         LeadInConfig(name, document_window=window),  # type: ignore[arg-type]
         instruction=instruction,
         identity={"model": model},
@@ -77,7 +77,7 @@ def test_a_chunk_with_its_lead_in_and_its_key(name: str, instruction: str, lead:
 
 def test_the_lead_in_begins_as_a_prompt_does() -> None:
     """Of a tokenizer that puts a token in front; ``none`` leaves that one out, too."""
-    encoder = SegmentEncoder(make_tokenizer())
+    encoder = PromptEncoder(make_tokenizer())
     encoder.opening = (1,)
     leads = {
         name: LeadIn(
@@ -97,7 +97,7 @@ def test_the_lead_in_begins_as_a_prompt_does() -> None:
 def test_the_lead_in_has_bos_where_prompts_have_it(kind: str, is_rendered: bool) -> None:
     """A chat template without BOS makes prompts without BOS, also where the tokenizer adds it."""
     tokenizer = tokenizer_of(kind)
-    encoder = SegmentEncoder(tokenizer)
+    encoder = PromptEncoder(tokenizer)
     content = f"Read this.\n\n{CORPUS[1]}"
     text = f"Instruction: {content}"
     if is_rendered:

@@ -11,9 +11,9 @@ from cacheblend_rag.blend import FusedKV, RingKV
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id
-from cacheblend_rag.prefill.blended import PromptPass
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.precompute import DocumentPlan, compute_document
+from cacheblend_rag.prefill.prompt_pass import PromptPass
 from tests.blend.fake_stack import HEAD_DIM, HIDDEN, KV_HEADS, VOCABULARY, FakeStack
 from tests.memory import PeakBytes
 from tests.prefill.prompts import FINGERPRINT, run

@@ -6,12 +6,12 @@ from statistics import median
 
 import pytest
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.demo.corpus import DemoQuestion
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.quality.comparison import RETRIEVED, Comparison, summarize, with_retrieved
 from cacheblend_rag.quality.methods import METHODS, needed_lead_ins
 from cacheblend_rag.report import BlendReport, PhaseSeconds, PrecomputeReport
+from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.text.chunk import Document
 
 DOCUMENTS = tuple(Document(name, (f"{name} one.", f"{name} two.")) for name in "abcdefg")

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.evaluator import Evaluator, Rule, evaluate_settings, used_lead_ins
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
+from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.text.chunk import Document
 
 DOCUMENTS = (Document("a", ("One.", "Two.")), Document("b", ("Three.",)))

@@ -7,7 +7,7 @@ import pytest
 from cacheblend_rag.demo.passages import PassageQuestion
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.quality.metrics import holds_answer
-from cacheblend_rag.quality.side_by_side import RETRIEVED, Answered, SideBySide, Totals
+from cacheblend_rag.quality.side_by_side import RETRIEVED, AnswerPair, SideBySide, Totals
 from cacheblend_rag.text.chunk import Document
 
 
@@ -37,7 +37,7 @@ def generation(text, seconds, reused=0):
 def test_totals_are_medians_and_counts():
     asked = PassageQuestion("Which moon?", ("Triton",), "Neptune")
     answered = [
-        Answered(asked, (), generation(f" {full}", seconds), generation(blend, 1.0, reused))
+        AnswerPair(asked, (), generation(f" {full}", seconds), generation(blend, 1.0, reused))
         for full, blend, seconds, reused in [
             ("Triton", "Triton", 2.0, 90),
             ("Triton.", "Nereid", 4.0, 80),

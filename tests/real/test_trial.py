@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from cacheblend_rag.engines.transformers import compatibility
 from cacheblend_rag.engines.transformers.compatibility import open_stack
 from cacheblend_rag.engines.transformers.loading import prepare
-from cacheblend_rag.engines.transformers.ordinary import find_ordinary_prefill
+from cacheblend_rag.engines.transformers.ordinary_prefill import find_ordinary_prefill
 from cacheblend_rag.errors import UnsupportedModelError
 from tests.faulty_stacks import FAULTS
 

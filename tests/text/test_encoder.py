@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import SegmentEncoder, _opening_tokens
+from cacheblend_rag.text.encoder import PromptEncoder, _opening_tokens
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.special_tokens import Markers, special_tokens
@@ -45,8 +45,8 @@ spelled = texts | st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 marked = st.lists(texts | st.sampled_from(MARKERS), max_size=5).map("".join)
 
 
-def encoder_of(kind: str) -> SegmentEncoder:
-    return SegmentEncoder(tokenizer_of(kind))
+def encoder_of(kind: str) -> PromptEncoder:
+    return PromptEncoder(tokenizer_of(kind))
 
 
 def prompts(text: st.SearchStrategy[str], chunk: st.SearchStrategy[str]) -> Any:
@@ -191,7 +191,7 @@ def test_texts_keep_theirs_beside_a_chunk_that_is_read_as_text(kind: str) -> Non
 @every_kind
 def test_special_tokens_are_kept_when_it_is_asked_for(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
-    encoder = SegmentEncoder(tokenizer, split_special_tokens=False)
+    encoder = PromptEncoder(tokenizer, split_special_tokens=False)
     assert tokenizer.convert_tokens_to_ids(END) in encoder.chunk(f"The lamp{END}")
 
 
@@ -246,7 +246,7 @@ class Normalizing:
 @pytest.mark.parametrize("kind", SPELLS_EVERYTHING)
 def test_a_control_token_that_normalizing_makes_of_a_passage_is_taken_apart(kind: str) -> None:
     tokenizer: Any = Normalizing(kind)
-    encoder = SegmentEncoder(tokenizer)
+    encoder = PromptEncoder(tokenizer)
     parts = ("The lamp", Chunk(" was [[END]] burning"), f" and{END} so")
     encoded = BlendPrompt.of(*parts).encode(encoder)
     assert [token for token in encoded.token_ids if token in encoder.special_ids] == [
@@ -318,7 +318,7 @@ def test_a_template_of_special_tokens_is_told(kind: str) -> None:
 def test_roles_told_apart_by_text_are_told(template: str | None, markers: str | None) -> None:
     tokenizer = copy.deepcopy(tokenizer_of("tiktoken"))
     tokenizer.chat_template = template
-    assert SegmentEncoder(tokenizer).role_markers() == markers
+    assert PromptEncoder(tokenizer).role_markers() == markers
 
 
 # What is inside
@@ -346,7 +346,7 @@ def test_markers_are_cut_where_they_reach_into_a_chunk_and_only_there(kind: str)
 
 
 def test_a_chunk_that_no_anchor_can_be_cut_from_is_encoded_alone() -> None:
-    encoder = SegmentEncoder(tokenizer_of("tiktoken"))
+    encoder = PromptEncoder(tokenizer_of("tiktoken"))
     encoder._anchors = (("\n", (-1,)),)
     assert encoder.chunk("The lamp") == tuple(
         tokenizer_of("tiktoken").encode("The lamp", add_special_tokens=False)
@@ -367,7 +367,7 @@ def test_a_text_broken_up_holds_no_special_token_and_reads_the_same(kind: str) -
 def test_a_special_token_of_two_characters_is_broken_up() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("byte-level"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["|>"]})
-    encoder = SegmentEncoder(tokenizer)
+    encoder = PromptEncoder(tokenizer)
     assert not encoder.special_ids.isdisjoint(encoder._plain("|>"))
     assert encoder._broken("|>") == encoder._plain("|") + encoder._plain(">")
 
@@ -407,7 +407,7 @@ def test_a_tokenizer_that_names_no_roles_is_taken_as_it_is(kind: str) -> None:
                 raise AttributeError(name)
             return getattr(tokenizer_of(kind), name)
 
-    assert SegmentEncoder(Nameless()).role_markers() == "special tokens"  # type: ignore[arg-type]
+    assert PromptEncoder(Nameless()).role_markers() == "special tokens"  # type: ignore[arg-type]
 
 
 def test_a_text_that_cannot_be_encoded_is_named_by_its_beginning() -> None:
@@ -429,7 +429,7 @@ def test_a_template_is_asked_with_turns_of_both_roles() -> None:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages)
 
     tokenizer.apply_chat_template = template
-    assert SegmentEncoder(tokenizer).role_markers() == "text"
+    assert PromptEncoder(tokenizer).role_markers() == "text"
     ((messages, options),) = asked
     assert [m["role"] for m in messages] == ["user", "assistant", "user"]
     assert all(set(m) == {"role", "content"} for m in messages)

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text.chunk import Chunk, Document
-from cacheblend_rag.text.encoder import SegmentEncoder
+from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.prompt import (
     BlendPrompt,
     EncodedPrompt,
@@ -153,7 +153,7 @@ def test_explicit_parts_keep_text_and_chunks(parts: list[str | Chunk]) -> None:
 def test_spans_hold_the_chunk_tokenized_alone(name: str, prompt: BlendPrompt) -> None:
     tokenizer = TOKENIZERS[name]
     encoded = prompt.encode(tokenizer)
-    encoder = SegmentEncoder(tokenizer)
+    encoder = PromptEncoder(tokenizer)
     alone = [(s.chunk, encoder.chunk(s.text)) for s in prompt.segments if s.chunk]
     expected = [(chunk, ids) for chunk, ids in alone if ids]
     found = [span.chunk for span in encoded.spans]
@@ -191,7 +191,7 @@ def test_bos_is_not_doubled(name: str) -> None:
 def test_an_empty_prompt_is_the_opening_alone(name: str) -> None:
     tokenizer = TOKENIZERS[name]
     opening = (tokenizer.bos_token_id,) if name in ADDS_BOS else ()
-    assert SegmentEncoder(tokenizer).opening == opening
+    assert PromptEncoder(tokenizer).opening == opening
     assert BlendPrompt.of("").encode(tokenizer) == EncodedPrompt(opening, ())
 
 
@@ -231,7 +231,7 @@ def test_the_text_is_the_plain_rendering(
         messages, registry, tokenizer, add_generation_prompt=generation
     )
     assert prompt.text == plain_rendering(tokenizer, messages, generation)
-    encoder = SegmentEncoder(tokenizer)
+    encoder = PromptEncoder(tokenizer)
     encoded = prompt.encode(encoder)
     assert encoded.token_ids.count(tokenizer.bos_token_id) == (template == WITH_BOS)
     assert span_tokens(encoded) == [encoder.chunk(s.chunk.text) for s in encoded.spans]

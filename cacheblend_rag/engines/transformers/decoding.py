@@ -56,7 +56,7 @@ class Sampler:
 
 
 class TextStream:
-    """Turns tokens into text piece by piece, holding back what may still change.
+    """PriorityLock tokens into text piece by piece, holding back what may still change.
 
     Held back are incomplete characters and any ending that may grow into a stop string.
     """

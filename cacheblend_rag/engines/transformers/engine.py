@@ -18,17 +18,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import plan_schedule
+from cacheblend_rag.blend.copy_stream import release_pinned
 from cacheblend_rag.blend.cost import prefill_cost
-from cacheblend_rag.blend.lane import release_stages
 from cacheblend_rag.blend.sdpa_backends import without_cudnn
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.config import BlendConfig, LeadInConfig
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import UNSUPPORTED, Engine, settled
-from cacheblend_rag.engines.exiting import working
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
-from cacheblend_rag.engines.storing import Stored
+from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import PulledStream, Stream
+from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches
@@ -40,18 +39,17 @@ from cacheblend_rag.engines.transformers.prefill import (
     blended_prefill,
     ordinary_prefill,
 )
+from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.engines.transformers.turns import Turns
-from cacheblend_rag.engines.transformers.watched import TriedModel, WatchedModel
+from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
 from cacheblend_rag.engines.transformers.wrappers import model_in, without_compiling
 from cacheblend_rag.errors import ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.kv.verifying import unreadable
+from cacheblend_rag.kv.verify import unreadable
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
-from cacheblend_rag.prefill.blended import NotWorthLoading
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import (
@@ -61,8 +59,10 @@ from cacheblend_rag.prefill.precompute import (
     compute_chunks,
     compute_one_by_one,
 )
+from cacheblend_rag.prefill.prompt_pass import NotWorthLoading
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import MissReason, PrefillReport
+from cacheblend_rag.settings import BlendConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -74,7 +74,7 @@ MODEL_CHANGED = "the model changed meanwhile"
 PATIENCE_SECONDS = 0.05
 """Between two looks at whether a request that waits for its chunks was cancelled."""
 
-_turns: WeakKeyDictionary[PreTrainedModel, Turns] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[PreTrainedModel, PriorityLock] = WeakKeyDictionary()
 _turns_lock = threading.Lock()
 
 T = TypeVar("T")
@@ -464,7 +464,7 @@ class TransformersEngine(Engine):
         return len({(key.chunk_id, key.context_id) for key in dropped})
 
     def _release(self) -> int:
-        freed = self.store.release() + release_stages(self.model.device)
+        freed = self.store.release() + release_pinned(self.model.device)
         give_back_unused()
         return freed
 
@@ -492,10 +492,10 @@ def _inference() -> Iterator[None]:
         yield
 
 
-def _turns_of(model: PreTrainedModel) -> Turns:
+def _turns_of(model: PreTrainedModel) -> PriorityLock:
     """The turns of all engines around a model: driving its layers alters it for a moment."""
     with _turns_lock:
-        return _turns.setdefault(model, Turns())
+        return _turns.setdefault(model, PriorityLock())
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

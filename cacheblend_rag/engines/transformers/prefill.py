@@ -12,21 +12,21 @@ from transformers.cache_utils import Cache
 
 from cacheblend_rag.blend.stack import DecoderStack
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.config import BlendConfig
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.offloading import run_device
-from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import NO_ROOM
-from cacheblend_rag.prefill.blended import NotWorthLoading, PromptPass, absent
+from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.controller import Controller
-from cacheblend_rag.prefill.laying import begin_reading
 from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass, absent
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
+from cacheblend_rag.settings import BlendConfig
 
 
 @dataclass

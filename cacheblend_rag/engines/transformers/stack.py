@@ -30,8 +30,8 @@ from cacheblend_rag.blend.stack import (
     Reduction,
     probe_layer,
 )
+from cacheblend_rag.engines.transformers.attention_window import AttentionWindow, record_sight
 from cacheblend_rag.engines.transformers.offloading import run_device
-from cacheblend_rag.engines.transformers.sight import Sight, record_sight
 from cacheblend_rag.errors import UnsupportedModelError
 
 IMPLEMENTATION = "cacheblend_rag"
@@ -327,7 +327,7 @@ class TransformersStack:
         windows: list[int | None] = []
         for layer, arguments in enumerate(handed):
             mask = arguments.get("attention_mask")
-            if flash or not isinstance(mask, Sight):
+            if flash or not isinstance(mask, AttentionWindow):
                 windows.append(named[layer])  # kernels of that kind go by the layer's own word
             else:
                 windows.append(mask.window(layer))

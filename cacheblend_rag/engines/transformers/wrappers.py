@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from cacheblend_rag.blend.trial import trial_tokens
 from cacheblend_rag.engines.transformers.loading import is_quantized
-from cacheblend_rag.engines.transformers.noise import model_noise, same_logits
+from cacheblend_rag.engines.transformers.rounding_noise import model_noise, same_logits
 from cacheblend_rag.errors import ConfigError, first_line
 
 logger = logging.getLogger(__name__)

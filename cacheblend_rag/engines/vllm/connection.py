@@ -16,7 +16,7 @@ from cacheblend_rag.errors import (
     EngineUnavailableError,
     MissingExtraError,
 )
-from cacheblend_rag.secret import Secret, check_server_url
+from cacheblend_rag.settings.secret import Secret, check_server_url
 
 REPLICA_HEADER = "X-data-parallel-rank"
 KEY_VARIABLE = "CACHEBLEND_API_KEY"

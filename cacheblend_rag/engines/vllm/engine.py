@@ -20,13 +20,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, cast
 
-from cacheblend_rag.config import BlendConfig, LeadInConfig
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import Engine, settled
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
-from cacheblend_rag.engines.storing import Stored
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
-from cacheblend_rag.engines.vllm.jobs import Jobs, ask_status
+from cacheblend_rag.engines.tally import Stored
+from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
@@ -48,6 +47,7 @@ from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
+from cacheblend_rag.settings import BlendConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -143,7 +143,7 @@ class VLLMEngine(Engine):
         led = self._led
         window = led.window if led.name == "document" else 0
         self._sent_lead_in = SentLeadIn(led.name, chunk_id(led.tokens), window)
-        self._jobs = Jobs(self.transport, self._sent_lead_in, self.status)
+        self._jobs = JobClient(self.transport, self._sent_lead_in, self.status)
 
     # Facts
 

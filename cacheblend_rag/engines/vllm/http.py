@@ -14,7 +14,7 @@ from cacheblend_rag.engines.vllm.connection import ServedModel, ServerConnection
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import ConfigError, ModelLoadError
 from cacheblend_rag.models import public_name, resolve
-from cacheblend_rag.secret import Secret
+from cacheblend_rag.settings.secret import Secret
 from cacheblend_rag.text.encoder import encode_plainly
 
 VOCABULARY_SAMPLE = "The vocabulary of 2024: naïve, Größe, 漢字 🙂\n\t{'x': [0.5]}"

@@ -22,7 +22,7 @@ from typing import Any
 from urllib.request import urlopen
 
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.door import MIDDLEWARE
+from cacheblend_rag.engines.vllm.middleware.access import MIDDLEWARE
 from cacheblend_rag.engines.vllm.versions import (
     check_version,
     installed_version,

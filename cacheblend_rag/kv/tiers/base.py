@@ -21,15 +21,15 @@ from cacheblend_rag.errors import (
     UnsealedChunkError,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey, NotFiniteError
+from cacheblend_rag.kv.mac import CHECKSUM
 from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV
 from cacheblend_rag.kv.put_result import PutResult, told
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
-from cacheblend_rag.kv.seal import CHECKSUM
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.tiers.admission import Admission, RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.breaker import Breaker, OutError
 from cacheblend_rag.kv.tiers.policy import TierPolicy
-from cacheblend_rag.kv.writing import WriteQueue
+from cacheblend_rag.kv.write_queue import WriteQueue
 from cacheblend_rag.memory import lack_of_memory
 
 logger = logging.getLogger(__name__)

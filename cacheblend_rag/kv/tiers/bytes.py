@@ -18,7 +18,7 @@ from torch import Tensor
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import codec
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.codec import Encoding
+from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
 from cacheblend_rag.kv.tiers.admission import RefusedError
 from cacheblend_rag.kv.tiers.base import StoredChunk, Tier
@@ -50,7 +50,7 @@ class BytesTier(Tier):
         """
 
     @abstractmethod
-    def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
+    def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
         """Store or replace an object, evicting others; raises RefusedError."""
 
     @abstractmethod
@@ -89,7 +89,9 @@ class BytesTier(Tier):
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         # Whoever has no key cannot make a chunk younger than it is.
         written_at = chunk.written_at if self.seal.by_key else None
-        data = codec.Encoding(key, chunk.kv, self.seal, check=chunk.check, written_at=written_at)
+        data = codec.EncodedChunk(
+            key, chunk.kv, self.seal, check=chunk.check, written_at=written_at
+        )
         if self.capacity_bytes is not None and data.nbytes > self.capacity_bytes:
             raise RefusedError(f"{data.nbytes} bytes, capacity is {self.capacity_bytes}")
         self._write(key, data, chunk.written_at)

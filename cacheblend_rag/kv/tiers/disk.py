@@ -29,9 +29,9 @@ from filelock import FileLock
 from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
-from cacheblend_rag.kv.beside import BESIDE_BYTES, begin
+from cacheblend_rag.kv.background import BESIDE_BYTES, begin
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.codec import Encoding
+from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
@@ -201,7 +201,7 @@ class DiskTier(BytesTier):
             times = time.time_ns(), os.lstat(path).st_mtime_ns
             os.utime(path, ns=times, follow_symlinks=False)
 
-    def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
+    def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
         path = self._file(key)
         if self._admission.would_reject(key) and not os.path.exists(path):
             raise RejectedError("another chunk seen as often was turned away just now")
@@ -269,7 +269,7 @@ class DiskTier(BytesTier):
                 os.mkdir(folder, mode=0o700)
             _check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
 
-    def _create(self, path: str, data: Encoding) -> None:
+    def _create(self, path: str, data: EncodedChunk) -> None:
         """Write a chunk's file, whose digests are taken beside the writing where that pays."""
         with _new_file(path, fsync=self._fsync) as file:
             if data.nbytes < BESIDE_BYTES:

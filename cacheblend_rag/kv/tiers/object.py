@@ -22,7 +22,7 @@ from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, MissingExtraError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.codec import Encoding
+from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
@@ -148,7 +148,7 @@ class ObjectTier(BytesTier):
     def _mark_used(self, key: KVKey, written_at: float) -> None:
         self._note(key, written_at, time.time())
 
-    def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
+    def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
         attributes = {WRITTEN_AT: repr(written_at)} if self._keeps_metadata else None
         parts = data.parts()
         # One after the other in a bounded tier: two must not fill the room made for one.

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from cacheblend_rag.errors import DamagedChunkError, MissingExtraError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.codec import Encoding, Parts
+from cacheblend_rag.kv.codec import EncodedChunk, Parts
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
 from cacheblend_rag.kv.tiers.base import Entry, Usage
@@ -36,7 +36,7 @@ from cacheblend_rag.kv.tiers.redis_index import (
     total_of,
     used_at,
 )
-from cacheblend_rag.secret import Secret
+from cacheblend_rag.settings.secret import Secret
 
 logger = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class RedisTier(BytesTier):
         with suppress(OSError), self._asking():
             self.client.zadd(self._used, {str(key): time.time()}, xx=True)
 
-    def _write(self, key: KVKey, data: Encoding, written_at: float) -> None:
+    def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
         if data.nbytes > VALUE_BYTES:
             raise RefusedError(
                 f"{data.nbytes} bytes: Redis keeps at most {VALUE_BYTES} under a key"

@@ -13,7 +13,7 @@ from cacheblend_rag.kv.tiers.host import HostTier
 from cacheblend_rag.kv.tiers.object import ObjectTier, open_store
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.redis import PREFIX, RedisTier
-from cacheblend_rag.tier_url import OBJECT_SCHEMES, REDIS_SCHEMES, TierUrl
+from cacheblend_rag.settings.tier_url import OBJECT_SCHEMES, REDIS_SCHEMES, TierUrl
 
 MEMORY_BYTES = {"device": 1 << 30, "host": 4 << 30}
 """Capacities of memory where a URL tells none."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cacheblend_rag.errors import ModelLoadError, first_line
-from cacheblend_rag.models import cache
+from cacheblend_rag.models import converted
 from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
 
 logger = logging.getLogger(__name__)
@@ -36,22 +36,22 @@ def stem(file_name: str) -> str | None:
     return file_name[: -len(SUFFIX)] if file_name.lower().endswith(SUFFIX) else None
 
 
-def converted(file: Path, name: str) -> Path:
+def converted_folder(file: Path, name: str) -> Path:
     """Return the folder that a GGUF file was converted into; converts it the first time.
 
     name: what the user called it, for messages. The same content is converted once, wherever it
     lies. Raises ModelLoadError when it cannot be converted.
     """
-    state = cache.FileState.of(file)
-    for folder, record in cache.converted_models():
+    state = converted.FileState.of(file)
+    for folder, record in converted.converted_models():
         if state in record.files:
             return folder
-    folder = cache.models_folder() / f"gguf-{_digest(file)[:32]}-{cache.FORMAT}"
+    folder = converted.models_folder() / f"gguf-{_digest(file)[:32]}-{converted.FORMAT}"
     if not folder.is_dir():
         logger.info("converting %s, once", file.name)
-    record = cache.Record(stem(file.name) or file.name, state.path, (state,))
-    cache.make_once(folder, record, lambda target: convert(file, target, name))
-    cache.add_file(folder, state)
+    record = converted.Record(stem(file.name) or file.name, state.path, (state,))
+    converted.make_once(folder, record, lambda target: convert(file, target, name))
+    converted.add_file(folder, state)
     return folder
 
 
@@ -74,7 +74,7 @@ def convert(file: Path, folder: Path, name: str) -> None:
     except OSError as error:
         raise ModelLoadError(
             f"model={name!r}: the converted model cannot be written: {first_line(error)}: free "
-            f"space or set {cache.VARIABLE} to another folder"
+            f"space or set {converted.VARIABLE} to another folder"
         ) from error
     except Exception as error:  # of transformers and safetensors, of many kinds
         raise ModelLoadError(

@@ -9,8 +9,8 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from cacheblend_rag import BlendConfig, Chunk, TieredKVStore, TransformersEngine
-from cacheblend_rag.config import LeadInConfig, names_of
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id
+from cacheblend_rag.settings import LeadInConfig, names_of
 from tests.models import make_model, make_tokenizer
 
 EngineFactory = Callable[..., TransformersEngine]

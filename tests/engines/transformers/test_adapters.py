@@ -17,7 +17,7 @@ from torch import nn
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.labels import labels_in
-from cacheblend_rag.engines.transformers import watched
+from cacheblend_rag.engines.transformers import watched_model
 from cacheblend_rag.engines.transformers.engine import MODEL_CHANGED
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import make_model, make_tokenizer, prompt_of, words
@@ -229,11 +229,11 @@ def test_the_model_is_looked_at_once_however_much_is_stored(
     engine = make_engine()
     looks, needed = [0], []
 
-    def counted(model: nn.Module, look: Any = watched.ModelState.of) -> Any:
+    def counted(model: nn.Module, look: Any = watched_model.ModelState.of) -> Any:
         looks[-1] += 1
         return look(model)
 
-    monkeypatch.setattr(watched.ModelState, "of", counted)
+    monkeypatch.setattr(watched_model.ModelState, "of", counted)
     for more in ([Chunk("w1 w2")], [Chunk(words(3, seed)) for seed in range(9)]):
         engine.precompute(more, progress=False)
         looks.append(0)
@@ -271,7 +271,7 @@ def test_a_model_that_stays_is_tried_once(
     make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
-    monkeypatch.setattr(watched, "open_stack", None)
+    monkeypatch.setattr(watched_model, "open_stack", None)
     engine.precompute(CHUNKS, progress=False)
     assert isinstance(engine, TransformersEngine)
     assert engine.generate(PROMPT, GREEDY).report.blended

@@ -9,9 +9,12 @@ import torch
 from transformers import PreTrainedModel
 
 from cacheblend_rag.blend.rotary import Layout
-from cacheblend_rag.engines.transformers import compatibility, ordinary, stack
+from cacheblend_rag.engines.transformers import compatibility, ordinary_prefill, stack
 from cacheblend_rag.engines.transformers.compatibility import open_stack
-from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill, find_ordinary_prefill
+from cacheblend_rag.engines.transformers.ordinary_prefill import (
+    OrdinaryPrefill,
+    find_ordinary_prefill,
+)
 from cacheblend_rag.errors import UnsupportedModelError
 from tests.families import Family, with_outliers
 from tests.faulty_stacks import FAULTS
@@ -80,9 +83,9 @@ def test_a_model_goes_on_from_what_was_kept_in_every_precision(
     model = make_model("llama", dtype)
     opened = open_stack(model)
     assert find_ordinary_prefill(model, opened).cache_name == "past_key_values"
-    monkeypatch.setattr(ordinary, "OrdinaryPrefill", WrongPositions)
+    monkeypatch.setattr(ordinary_prefill, "OrdinaryPrefill", WrongPositions)
     assert not find_ordinary_prefill(model, opened).positioned, "it finds them by itself"
-    monkeypatch.setattr(ordinary, "OrdinaryPrefill", Forgetful)
+    monkeypatch.setattr(ordinary_prefill, "OrdinaryPrefill", Forgetful)
     with pytest.raises(UnsupportedModelError, match="does not go on from KV"):
         find_ordinary_prefill(model, opened)
 

@@ -31,7 +31,7 @@ from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from cacheblend_rag.kv.tiers.breaker import Breaker
 from cacheblend_rag.kv.tiers.urls import open_tier
-from cacheblend_rag.tier_url import TierUrl
+from cacheblend_rag.settings.tier_url import TierUrl
 from tests.engines.transformers.conftest import EngineFactory, keys_of
 from tests.kv.test_breaker import Dead, Ticks, recovered
 from tests.local_servers import redis_server, redis_url

@@ -13,7 +13,7 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.prefill import precompute
-from cacheblend_rag.prefill.blended import CONTEXT_KEPT
+from cacheblend_rag.prefill.prompt_pass import CONTEXT_KEPT
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 from tests.engines.transformers.conftest import EngineFactory, keys_of
 from tests.engines.transformers.test_exactness import ordinary_kv

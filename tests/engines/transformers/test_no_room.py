@@ -25,7 +25,7 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.transformers import engine as engine_module
-from cacheblend_rag.engines.transformers.ordinary import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import blended_prefill
 from cacheblend_rag.kv import DiskTier
 from tests.engines.transformers.conftest import EngineFactory

@@ -24,7 +24,7 @@ WITHOUT_VLLM = {
     "protocol/test_job.py",
     "protocol/test_result.py",
     "test_connection.py",
-    "test_door.py",
+    "middleware/test_access.py",
     "test_serve.py",
 }
 if find_spec("vllm") is None:

@@ -12,7 +12,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.connector.jobs import evict, prefetch
+from cacheblend_rag.engines.vllm.connector.job_runner import evict, prefetch
 from cacheblend_rag.engines.vllm.connector.scheduler import read_job
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX, BlendJob, SentChunk, SentLeadIn
 from cacheblend_rag.engines.vllm.transport import VLLMRequest

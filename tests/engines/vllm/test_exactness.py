@@ -22,7 +22,7 @@ from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import _sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
-from cacheblend_rag.prefill import blended
+from cacheblend_rag.prefill import prompt_pass
 from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.one_family import save_family
@@ -253,14 +253,14 @@ def test_both_engines_choose_the_same_rows_and_tokens(
     monkeypatch: pytest.MonkeyPatch,
     selector: str,
 ) -> None:
-    passes: list[blended.BlendPass] = []
+    passes: list[prompt_pass.BlendPass] = []
 
-    class Seen(blended.BlendPass):
+    class Seen(prompt_pass.BlendPass):
         def __post_init__(self) -> None:
             super().__post_init__()
             passes.append(self)
 
-    monkeypatch.setattr(blended, "BlendPass", Seen)
+    monkeypatch.setattr(prompt_pass, "BlendPass", Seen)
     config = llama.config.with_changes(selector=selector, recompute_ratio=SOME)
     embedded = TransformersEngine(model_folder("llama"), tokenizer=make_tokenizer(), config=config)
     answers = []

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from cacheblend_rag.engines.vllm import door, serve, versions
+from cacheblend_rag.engines.vllm import serve, versions
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.middleware import access
 from cacheblend_rag.engines.vllm.serve import running_server, server_command
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, MissingExtraError
 
@@ -41,7 +42,7 @@ def test_options_reach_the_connector_and_flags_vllm() -> None:
     assert settings(command)["namespace"] == "a"
     plain = server_command("org/model", connector=False)
     assert "--kv-transfer-config" not in plain
-    assert command[command.index("--middleware") + 1] == door.MIDDLEWARE
+    assert command[command.index("--middleware") + 1] == access.MIDDLEWARE
 
 
 @pytest.mark.parametrize(

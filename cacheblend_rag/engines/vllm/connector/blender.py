@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from cacheblend_rag.engines.vllm.connector.jobs import Jobs, Work, WorkResult
+from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, Work, WorkResult
 from cacheblend_rag.engines.vllm.connector.metadata import RANK_FAILED, Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices
 from cacheblend_rag.engines.vllm.connector.paged import paged_cache
@@ -66,7 +66,7 @@ class Blender:
         on_cpu = vllm_config.device_config.device_type == "cpu"
         self.stack = VLLMStack(attention, vllm_config, min(ROW_BLOCK, most) if on_cpu else most)
         self.cache = paged_cache(vllm_config, kv_cache_config, self.stack)
-        self.jobs = Jobs(self.stack, self.cache, store, namespace=namespace, mode=mode)
+        self.jobs = JobRunner(self.stack, self.cache, store, namespace=namespace, mode=mode)
         self.timer = PrefillTimer.of(self.stack.geometry.device, self.stack.costs, self.jobs.rates)
         self.trial = Trial(
             self.stack,
@@ -135,7 +135,7 @@ class Blender:
     ) -> Iterator[tuple[str, WorkResult]]:
         """Work for so long, oldest job first; yields jobs that are done, with their results.
 
-        Jobs for idle time have it once no other is left, which all ranks see alike.
+        JobRunner for idle time have it once no other is left, which all ranks see alike.
         """
         until = math.inf if seconds is None else time.perf_counter() + seconds
         idle = self.is_idle

@@ -39,7 +39,7 @@ def computed_spans(step: SchedulerOutput) -> Spans:
     return tuple((firsts[name], firsts[name] + count) for name, count in counts.items())
 
 
-class Mark(Protocol):
+class Event(Protocol):
     """A moment of a device's work, as ``torch.Event`` is."""
 
     def record(self) -> None:
@@ -52,7 +52,7 @@ class Mark(Protocol):
         """Return the milliseconds from this to another one; both have come."""
 
 
-class HostMark:
+class HostEvent:
     """A moment of the host."""
 
     def record(self) -> None:
@@ -63,7 +63,7 @@ class HostMark:
         """It has come."""
         return True
 
-    def elapsed_time(self, end: HostMark, /) -> float:
+    def elapsed_time(self, end: HostEvent, /) -> float:
         """Return the milliseconds from this to another one."""
         return (end._at - self._at) * 1000
 
@@ -71,17 +71,20 @@ class HostMark:
 class PrefillTimer:
     """Records the rate of vLLM's own prefill.
 
-    costs: of each layer. make_mark: for a moment of the device. A device is never waited for: what
+    costs: of each layer. make_event: for a moment of the device. A device is never waited for: what
     a step took is noted once it is known.
     """
 
     def __init__(
-        self, costs: tuple[LayerCost, ...], rates: Rates, make_mark: Callable[[], Mark] = HostMark
+        self,
+        costs: tuple[LayerCost, ...],
+        rates: Rates,
+        make_event: Callable[[], Event] = HostEvent,
     ) -> None:
-        self._costs, self._rates, self._make_mark = costs, rates, make_mark
+        self._costs, self._rates, self._make_event = costs, rates, make_event
         self._spans: Spans = ()
-        self._marks: list[Mark] = []
-        self._steps: deque[tuple[Spans, list[Mark]]] = deque(maxlen=KEPT_STEPS)
+        self._marks: list[Event] = []
+        self._steps: deque[tuple[Spans, list[Event]]] = deque(maxlen=KEPT_STEPS)
 
     @classmethod
     def of(cls, device: torch.device, costs: tuple[LayerCost, ...], rates: Rates) -> PrefillTimer:
@@ -99,7 +102,7 @@ class PrefillTimer:
     def mark(self) -> None:
         """Note that work other than the model's begins, or that it has ended."""
         if self._spans:
-            mark = self._make_mark()
+            mark = self._make_event()
             mark.record()
             self._marks.append(mark)
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
-from cacheblend_rag.arguments import Arguments
-from cacheblend_rag.config import Settings, StoreConfig, check_namespace, names_of
 from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings import Settings, StoreConfig, check_namespace, names_of
+from cacheblend_rag.settings.options import Arguments
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

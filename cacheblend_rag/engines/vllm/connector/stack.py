@@ -29,9 +29,9 @@ from vllm.forward_context import (
 )
 
 from cacheblend_rag.blend.attention import attention_bytes
+from cacheblend_rag.blend.copy_stream import COPY_STREAM_BYTES
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.fused import FusedKV, RingKV
-from cacheblend_rag.blend.lane import LANE_BYTES
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
 from cacheblend_rag.blend.stack import Attend, AttentionCall, Geometry, Reduction
 from cacheblend_rag.engines.vllm.connector.compatibility import check_attention
@@ -241,7 +241,7 @@ class VLLMStack:
         one = replace(shape, layers=1)
         copied = FusedKV.bytes_for(one, min(tokens, WRITTEN_AT_ONCE))
         fused = RingKV.bytes_for(shape, tokens) + copied
-        fused += LANE_BYTES if shape.device.type == "cuda" else 0
+        fused += COPY_STREAM_BYTES if shape.device.type == "cuda" else 0
         if checks:
             wide = FusedKV.bytes_for(replace(one, dtype=torch.float32), tokens)
             fused += 3 * FusedKV.bytes_for(one, tokens) + 3 * wide // 2

@@ -16,9 +16,9 @@ from itertools import pairwise
 from typing import Any, Literal, get_args
 
 from cacheblend_rag.blend.selectors import make_selector
-from cacheblend_rag.config import BlendConfig, LeadIn
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
+from cacheblend_rag.settings import BlendConfig, LeadInKind
 
 PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
@@ -203,7 +203,7 @@ def _report_id(sent: Any, *, required: bool) -> str:
 
 def _lead_in(sent: Any) -> SentLeadIn:
     name, tokens, window = _row(sent, "lead_in", (str, str, int))
-    if name not in get_args(LeadIn):
+    if name not in get_args(LeadInKind):
         raise ConfigError(f"{PARAMETER}.lead_in={name!r:.100} is none")
     if not _HASH.fullmatch(tokens):
         raise ConfigError(f"{PARAMETER}.lead_in tokens must be 32 hex digits")

@@ -14,10 +14,10 @@ import torch
 
 from cacheblend_rag import BlendConfig, Document, SamplingParams, memory
 from cacheblend_rag.blend import RingKV
-from cacheblend_rag.engines.vllm.connector import jobs as jobs_module
-from cacheblend_rag.engines.vllm.connector.jobs import Jobs
-from cacheblend_rag.prefill.blended import PromptPass
+from cacheblend_rag.engines.vllm.connector import job_runner as jobs_module
+from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner
 from cacheblend_rag.prefill.precompute import compute_document
+from cacheblend_rag.prefill.prompt_pass import PromptPass
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.test_exactness import DOCUMENTS, retrieved
 from tests.models import words
@@ -68,13 +68,13 @@ def test_wherever_a_pass_finds_no_memory_vllm_answers(
     monkeypatch.setattr(RingKV, "__init__", watched)
     monkeypatch.setattr(memory.gc, "collect", lambda: 0)  # nothing is freed but by being let go of
     left: list[int] = []
-    empty = Jobs.no_room
+    empty = JobRunner.no_room
 
-    def at_end(jobs: Jobs, *arguments: Any) -> Any:
+    def at_end(jobs: JobRunner, *arguments: Any) -> Any:
         left.append(sum(one() is not None for one in made))
         return empty(jobs, *arguments)
 
-    monkeypatch.setattr(Jobs, "no_room", at_end)
+    monkeypatch.setattr(JobRunner, "no_room", at_end)
     for seed, part in enumerate(range(FAULTS), start=1):
         device = RefusingDevice(1 + part * (counted.allocations - 20) // FAULTS)
         refuse(monkeypatch, device)

@@ -22,7 +22,7 @@ from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.stack import probe_layer
-from cacheblend_rag.engines.vllm.connector import jobs
+from cacheblend_rag.engines.vllm.connector import job_runner
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices
 from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
@@ -280,7 +280,7 @@ def test_too_little_memory_is_a_miss_with_a_reason(
     engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.precompute(DOCUMENTS, progress=False)
-    monkeypatch.setattr(jobs, "free_bytes", lambda _: 1 << 20)
+    monkeypatch.setattr(job_runner, "free_bytes", lambda _: 1 << 20)
     config = CONFIG.with_changes(recompute_ratio=0.5)
     answer = engine.generate(retrieved(), SHORT, config=config)
     assert not answer.report.blended

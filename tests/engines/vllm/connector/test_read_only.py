@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from cacheblend_rag import TieredKVStore
-from cacheblend_rag.engines.vllm.connector.jobs import Jobs, verify
+from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, verify
 from cacheblend_rag.engines.vllm.protocol import BlendJob, Failed, SentLeadIn, VerifyResult
 from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.store import READ_ONLY
@@ -43,7 +43,7 @@ def test_jobs_that_change_the_store_are_refused(kind: Any, tmp_path: Path) -> No
         writer.put(key, make_kv(1))
         with TieredKVStore.open(disk_path=tmp_path, read_only=True) as store:
             nothing = cast("Any", None)
-            jobs = Jobs(nothing, nothing, store, namespace="default", mode="auto")
+            jobs = JobRunner(nothing, nothing, store, namespace="default", mode="auto")
             job = BlendJob(kind, SentLeadIn("none", "", 0), keys=((key.chunk_id, ""),))
             with pytest.raises(StopIteration) as ended:
                 next(jobs.work(cast("Any", SimpleNamespace(job=job)), nothing))

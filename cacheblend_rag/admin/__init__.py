@@ -1,0 +1,1 @@
+"""Administration of stores and collections: select, inspect, move, warm."""

@@ -1,0 +1,127 @@
+"""Opens a store from outside of any engine and counts what it holds."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cacheblend_rag.admin.select import Condition
+from cacheblend_rag.engines.labels import Label, labels_in
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore
+from cacheblend_rag.settings import StoreConfig
+
+USAGE_NAME = "usage"
+"""The file in which every store counts what it holds."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """So many chunks of so many bytes."""
+
+    entries: int = 0
+    nbytes: int = 0
+
+    def with_entry(self, entry: Entry) -> Holding:
+        """Return one chunk more."""
+        return Holding(self.entries + 1, self.nbytes + entry.nbytes)
+
+
+@dataclass(frozen=True)
+class StoreCount:
+    """What a store holds: in all and by fingerprint, of older versions, and in quarantine.
+
+    labels: what is known of fingerprints' models. tiers: each tier's own numbers.
+    """
+
+    total: Holding
+    fingerprints: Mapping[str, Holding]
+    old: int
+    quarantined: int
+    labels: Mapping[str, Label]
+    tiers: Mapping[str, Mapping[str, int | None]]
+
+
+def check_is_store(path: Path) -> None:
+    """Raise StoreError unless a folder is one that chunk KV was kept in."""
+    if not path.is_dir():
+        raise StoreError(f"{path} is no folder: give --path or set CACHEBLEND_STORE")
+    if not (path / USAGE_NAME).exists() and not any(path.glob("?/?/*.safetensors")):
+        raise StoreError(f"{path} is no store of chunk KV: give --path or set CACHEBLEND_STORE")
+
+
+@dataclass(frozen=True)
+class OpenStore:
+    """A store that is open, and the folder in which its known chunks and models are noted."""
+
+    store: TieredKVStore
+    folder: Path
+
+    def count(self) -> StoreCount:
+        """Count what the store holds."""
+        held = self.store.entries()
+        total, by_fingerprint = Holding(), defaultdict[str, Holding](Holding)
+        for key, entry in held.items():
+            total = total.with_entry(entry)
+            by_fingerprint[key.fingerprint] = by_fingerprint[key.fingerprint].with_entry(entry)
+        return StoreCount(
+            total,
+            dict(by_fingerprint),
+            old=sum(key.is_old for key in held),
+            quarantined=sum(
+                len(t.quarantined()) for t in self.store.tiers if isinstance(t, DiskTier)
+            ),
+            labels=labels_in(self.folder),
+            tiers=self.store.stats(),
+        )
+
+    def by_use(self, condition: Condition | None = None) -> list[tuple[KVKey, Entry]]:
+        """Return the chunks for which a condition holds, least recently used first."""
+        held = self.store.entries().items()
+        chosen = [one for one in held if condition is None or condition(*one)]
+        return sorted(chosen, key=lambda item: item[1].used_at)
+
+
+@contextmanager
+def opened(
+    path: Path, settings: StoreConfig | None = None, *, make: bool = False
+) -> Iterator[OpenStore]:
+    """Open a store without this process' memory; raises StoreError when it cannot be.
+
+    path: where it is, or where its known chunks are where settings tell of tiers. make: a folder
+    need not be there already.
+    """
+    config = (settings or StoreConfig()).with_changes(access_log=None)
+    if config.tiers is not None:
+        config = config.with_changes(tiers=tuple(url for url in config.urls if url.outlives))
+    else:
+        if not make:
+            check_is_store(path)
+        config = config.with_changes(kv_path=str(path), host_bytes=0)
+    try:
+        with TieredKVStore.of(config) as store:
+            yield OpenStore(store, path)
+    except OSError as error:
+        raise StoreError(f"{path}: {error}") from error
+
+
+def examine_store(path: Path) -> dict[str, Any]:
+    """Read every object of a store; damaged ones are counted and left in place.
+
+    Returns plain JSON values. Raises StoreError when the folder is no store or cannot be used.
+    """
+    check_is_store(path)
+    with TieredKVStore.open(host_bytes=0, disk_path=path) as store:
+        report = store.verify()
+        stored = sum(tier.stats()["bytes"] or 0 for tier in store.tiers)
+    return {
+        "path": str(path),
+        "problem": None,
+        "entries": report.checked,
+        "bytes": stored,
+        "damaged": [{"key": str(d.key), "reason": d.reason} for d in report.damaged],
+    }

@@ -1,0 +1,179 @@
+"""Selects stored chunks by key, document, namespace, model or age."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cacheblend_rag.engines.labels import Label, labels_in
+from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv import Entry, KVKey, chunk_id
+from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.models import public_name
+from cacheblend_rag.prefill.lead_in import LeadIn
+from cacheblend_rag.settings import LeadInConfig
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
+from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
+
+Condition = Callable[[KVKey, Entry], bool]
+
+ChunkNames = frozenset[tuple[str, str]]
+"""Chunk and context ids: what keys have in common over models and their shards."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Chunks that match all that is given; all do where nothing is.
+
+    older_than, newer_than: seconds since they were written. model: a name or a folder, whose
+    tokenizer is asked where a document is named. spare: leave out what other documents share.
+    """
+
+    fingerprint: str | None = None
+    older_than: float | None = None
+    newer_than: float | None = None
+    namespace: str | None = None
+    model: str | None = None
+    document: str | None = None
+    spare: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing is given."""
+        return self == Choice(spare=self.spare)
+
+    def sparing(self) -> Choice:
+        """Return the same choice, but for what other documents share."""
+        return replace(self, spare=True)
+
+    def condition(self, store: Path | None) -> Condition:
+        """Return the test for the chunks.
+
+        store: the folder where known chunks and models are noted.
+        Raises StoreError when a fingerprint is none, or the folder does not tell what is asked.
+        """
+        tests = [*self._by_entry(), *self._by_name(), *self._by_folder(store)]
+        return lambda key, entry: all(test(key, entry) for test in tests)
+
+    def _by_entry(self) -> Iterator[Condition]:
+        now = time.time()
+        if (oldest := self.older_than) is not None:
+            yield lambda _, entry: entry.written_at < now - oldest
+        if (newest := self.newer_than) is not None:
+            yield lambda _, entry: entry.written_at >= now - newest
+
+    def _by_name(self) -> Iterator[Condition]:
+        if (fingerprint := self.fingerprint) is not None:
+            _check_fingerprint(fingerprint)
+            yield lambda key, _: key.fingerprint == fingerprint
+        if self.namespace is not None:
+            digits = namespace_id(self.namespace)
+            yield lambda key, _: key.fingerprint.startswith(digits) and not key.is_old
+
+    def _by_folder(self, store: Path | None) -> Iterator[Condition]:
+        if self.model is None and self.document is None:
+            return
+        if store is None:
+            raise StoreError("documents and models are noted in a folder: give --path")
+        labels = labels_in(store)
+        if self.model is not None:
+            named = _of_model(labels, self.model)
+            if self.document is None and not named:
+                raise StoreError(
+                    f"no chunk in {store} is known to be of model {self.model!r}: `store stats` "
+                    "prints models and fingerprints"
+                )
+            if named:
+                yield lambda key, _: key.fingerprint in named
+        if self.document is not None:
+            names = self._names_of_document(store, self.document, labels)
+            every = ChunkNames().union(*names.values())
+
+            def is_of_document(key: KVKey, _: Entry) -> bool:
+                label = labels.get(key.fingerprint)
+                return (key.chunk_id, key.context_id) in (names[label.lead_in] if label else every)
+
+            yield is_of_document
+
+    def _names_of_document(
+        self, store: Path, document: str, labels: dict[str, Label]
+    ) -> dict[LeadInConfig, ChunkNames]:
+        """Return what each lead-in that the store knows calls the document's chunks."""
+        if self.model is None:
+            raise StoreError("--document asks a tokenizer for its chunks: give --model, too")
+        tokenizer = load_tokenizer(self.model)
+        settings = {label.lead_in for label in labels.values()} | {LeadInConfig()}
+        registries = [*_registries(store, self.namespace)]
+        if not any(registry.document(document) for registry in registries):
+            raise StoreError(f"{store} knows no document {document!r}")
+        found = {}
+        for config in settings:
+            lead_in = _lead_in(tokenizer, config)
+            names = (self._named(registry, lead_in, document) for registry in registries)
+            found[config] = ChunkNames().union(*names)
+        for registry in registries:
+            registry.close()
+        return found
+
+    def _named(
+        self, registry: SharedChunkRegistry, lead_in: LeadIn, document: str
+    ) -> set[tuple[str, str]]:
+        chunks = registry.document(document)
+        own = {_name(lead_in, chunk) for chunk in chunks}
+        return own - _others(registry, lead_in, chunks) if self.spare else own
+
+
+def named(keys: Iterable[str]) -> Condition:
+    """Return the test for chunks of these keys; raises StoreError when one is no key."""
+    wanted = {_canonical(text) for text in keys}
+    return lambda key, entry: str(key) in wanted
+
+
+def _of_model(labels: dict[str, Label], model: str) -> Collection[str]:
+    """Return the fingerprints of a model, given by its name or its folder."""
+    names = {model, public_name(model)}
+    return {fingerprint for fingerprint, label in labels.items() if label.model in names}
+
+
+def _registries(store: Path, namespace: str | None) -> Iterator[SharedChunkRegistry]:
+    name = "*" if namespace is None else namespace_id(namespace)
+    for path in sorted(store.glob(f"chunks-{name}.sqlite")):
+        yield SharedChunkRegistry(path, read_only=True)
+
+
+def _lead_in(tokenizer: Tokenizer, config: LeadInConfig) -> LeadIn:
+    """Return what names chunks as engines do, but for the fingerprint."""
+    encoder = PromptEncoder(tokenizer, split_special_tokens=config.split_special_tokens)
+    return LeadIn(encoder, config, instruction="", identity={}, namespace="")
+
+
+def _name(lead_in: LeadIn, chunk: Chunk) -> tuple[str, str]:
+    key = lead_in.key(chunk)
+    return key.chunk_id, key.context_id
+
+
+def _others(
+    registry: SharedChunkRegistry, lead_in: LeadIn, chunks: Iterable[Chunk]
+) -> set[tuple[str, str]]:
+    """Return the names of chunks with the same texts in other documents."""
+    own = set(chunks)
+    variants = (one for chunk in own for one in registry.variants(chunk.text))
+    return {_name(lead_in, one) for one in variants if one not in own}
+
+
+def _check_fingerprint(text: str) -> None:
+    try:
+        KVKey(chunk_id([]), text)
+    except ValueError as error:
+        raise StoreError(f"{text!r} is no fingerprint: `store stats` prints them") from error
+
+
+def _canonical(text: str) -> str:
+    try:
+        return str(KVKey.parse(text))
+    except ValueError as error:
+        raise StoreError(f"{text!r} is no KV key: `store ls` prints them") from error

@@ -1,0 +1,77 @@
+"""Warns once per engine when a prompt reuses nothing although it should, and says why."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from itertools import islice
+
+from cacheblend_rag.engines.answer import FULL_PREFILL, Generation
+from cacheblend_rag.engines.filling import BEING_FILLED
+from cacheblend_rag.report import MissReason
+from cacheblend_rag.text.registry import ChunkRegistry
+
+logger = logging.getLogger(__name__)
+
+WHITE_SPACE = (
+    "it holds them with other white space than was indexed: chunks are found word for word, so "
+    "index the texts as prompts show them"
+)
+CAUSES: Mapping[MissReason | None, str] = {
+    "unknown": "its passages were never given to precompute (CacheBlendPrecompute in LlamaIndex, "
+    "CacheBlendTransformer in LangChain) of an engine with this registry: kv_path, namespace",
+    "altered text": "it holds them otherwise than they were indexed: cut, or changed by a template",
+    "not stored": "their KV was never computed, or was evicted: precompute them, or give the "
+    "engine fill_on_miss=True",
+    "other model": "their KV was computed behind another instruction, or by another model or "
+    "tokenizer: precompute them with what answers now",
+}
+MOST_COMPARED = 10_000
+MOST_LOOKS = 3
+
+
+class FirstMiss:
+    """Warns once: of the first prompt of which nothing was reused though chunks were expected.
+
+    They are when hints were given or known chunks stand in it. Of the first few other prompts, it
+    is found out whether known chunks stand there but for white space.
+    """
+
+    def __init__(self, registry: ChunkRegistry) -> None:
+        self._registry = registry
+        self._looks = MOST_LOOKS
+        self._said = False
+
+    def see(self, text: str, expected: bool, answer: Generation) -> None:
+        """Look at what became of a prompt.
+
+        text: the prompt. expected: whether it was to hold chunks.
+        """
+        report = answer.report
+        uncalled = report.reason == FULL_PREFILL or answer.finish_reason == "cancelled"
+        is_healing = any(chunk.reason == BEING_FILLED for chunk in report.chunks)
+        if self._said or report.blended or uncalled or is_healing:
+            return
+        cause = self._cause(text, expected, answer)
+        if cause:
+            self._said = True
+            logger.warning("nothing was reused of a prompt with retrieved passages: %s", cause)
+
+    def _cause(self, text: str, expected: bool, answer: Generation) -> str:
+        reasons = Counter(chunk.reason for chunk in answer.report.chunks)
+        reason = reasons.most_common(1)[0][0] if reasons else None
+        found = reason not in {None, "unknown", "altered text"}
+        if not found and self._may_look() and self._stands_otherwise_spaced(text):
+            return WHITE_SPACE
+        return CAUSES.get(reason, answer.report.reason or "") if expected else ""
+
+    def _may_look(self) -> bool:
+        self._looks -= 1
+        return self._looks >= 0
+
+    def _stands_otherwise_spaced(self, text: str) -> bool:
+        """Whether a known chunk that does not stand in the prompt would, without white space."""
+        bare = "".join(text.split())
+        known = (chunk.text for chunk in islice(self._registry.chunks(), MOST_COMPARED))
+        return any(one not in text and "".join(one.split()) in bare for one in known)

@@ -1,0 +1,36 @@
+"""Imports transformers quickly and silences its messages on the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import cast
+
+
+def quiet_libraries() -> None:
+    """Import transformers, and keep its loading bars and advice off the terminal.
+
+    Where they are installed, transformers imports scikit-learn for a way to decode and SciPy for a
+    loss, neither of them used here, and waits for a second.
+    """
+    with _left_out("sklearn"), _left_out("scipy"):
+        from transformers import AutoModelForCausalLM  # noqa: F401 (imports what generates)
+        from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+@contextmanager
+def _left_out(module: str) -> Iterator[None]:
+    """Let a module look as if it were not installed, unless it is imported already."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = cast("ModuleType", None)
+    try:
+        yield
+    finally:
+        del sys.modules[module]

@@ -1,0 +1,73 @@
+"""Counts what became of chunks whose KV was to be stored."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from cacheblend_rag.kv.put_result import PutResult
+from cacheblend_rag.report import PrecomputeReport
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What became of some chunks that were to be stored; every one is counted once.
+
+    computed_tokens: of the computed ones. refused: how many were not stored, by reason. failed:
+    those of them that could be stored another time.
+    """
+
+    computed: int = 0
+    skipped: int = 0
+    computed_tokens: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def failure(cls, reason: str, chunks: int = 1) -> Stored:
+        """Return that some chunks were not stored for a reason that may pass."""
+        return cls(refused={reason: chunks}, failed={reason: chunks})
+
+    @classmethod
+    def after_put(cls, result: PutResult, tokens: int) -> Stored:
+        """Return what became of a computed chunk of so many tokens that was put into a store."""
+        if result.failure:
+            return cls.failure(result.failure)
+        if result.refusal:
+            return cls(refused={result.refusal: 1})
+        return cls(computed=1, computed_tokens=tokens)
+
+    @property
+    def chunks(self) -> int:
+        """How many chunks this tells of."""
+        return self.computed + self.skipped + sum(self.refused.values())
+
+
+class Tally:
+    """Adds up what became of chunks that were to be stored."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.failed: Counter[str] = Counter()
+
+    def add(self, done: Stored) -> None:
+        """Count some more chunks."""
+        self._counts.update(
+            computed=done.computed, skipped=done.skipped, tokens=done.computed_tokens
+        )
+        self.refused.update(done.refused)
+        self.failed.update(done.failed)
+
+    def report(self, seconds: float, replaced: int) -> PrecomputeReport:
+        """Return the totals."""
+        return PrecomputeReport(
+            computed=self._counts["computed"],
+            skipped=self._counts["skipped"],
+            computed_tokens=self._counts["tokens"],
+            seconds=seconds,
+            refused=dict(+self.refused),
+            replaced=replaced,
+            failed=dict(+self.failed),
+        )

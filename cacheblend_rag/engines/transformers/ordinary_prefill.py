@@ -1,0 +1,148 @@
+"""Ordinary prefill: the model's own forward, first over a prompt, then token by token.
+
+Models keep what they have read in different ways, and some swallow a cache of another kind without
+a word. So each is tried when it is loaded: continued from what it keeps, it must say what it says
+of the whole text.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from cacheblend_rag.blend import FusedKV
+from cacheblend_rag.blend.trial import trial_tokens
+from cacheblend_rag.engines.transformers.cache import FusedCache
+from cacheblend_rag.engines.transformers.loading import is_quantized
+from cacheblend_rag.engines.transformers.offloading import run_device
+from cacheblend_rag.engines.transformers.rounding_noise import ModelNoise, model_noise, same_logits
+from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+CACHE_NAMES = ("past_key_values", "cache_params")
+CONTINUED_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class OrdinaryPrefill:
+    """How a model is run without blending.
+
+    stack: of a model that can be blended; its KV goes into a FusedCache. cache_name: the argument
+    that takes the cache of another model; "" where none of ours serves, so that each token costs
+    the whole text again. positioned: whether the model is told the tokens' positions.
+    """
+
+    model: PreTrainedModel
+    stack: TransformersStack | None = None
+    cache_name: str = "past_key_values"
+    positioned: bool = True
+
+    @cached_property
+    def parameters(self) -> frozenset[str]:
+        """Names of the arguments that the model takes."""
+        return frozenset(inspect.signature(self.model.forward).parameters)
+
+    def prefill(self, token_ids: Sequence[int], reserve: int) -> tuple[Cache | None, Tensor]:
+        """Return what the model keeps of a prompt, and the next token's logits.
+
+        reserve: tokens to be decoded for which there is to be room. Logits: (1, vocabulary)
+        float32.
+        """
+        cache: Cache | None = None
+        if self.stack is not None:
+            fused = FusedKV(self.stack.geometry, len(token_ids), reserve)
+            cache = FusedCache(fused, 0, self.stack.windows)
+        elif self.cache_name:
+            cache = DynamicCache(config=self.model.config)
+        return cache, self._run(token_ids, cache)[:, -1]
+
+    def decode(self, cache: Cache | None, token_ids: Sequence[int]) -> Tensor:
+        """Return the logits behind ``token_ids``, all but the last of which ``cache`` holds."""
+        if cache is None:
+            return self._run(token_ids, None)[:, -1]
+        return self._run(token_ids[-1:], cache, start=len(token_ids) - 1)[:, -1]
+
+    def last_logits(self, token_ids: Sequence[int], count: int) -> Tensor:
+        """Return the logits behind each of the last tokens, (count, vocabulary) float32.
+
+        Nothing is kept, so they are what the model says of the whole text.
+        """
+        return self._run(token_ids, None, keep=count)[0]
+
+    def _run(
+        self, token_ids: Sequence[int], cache: Cache | None, start: int = 0, keep: int = 1
+    ) -> Tensor:
+        """Return (1, keep, vocabulary) float32 logits, of the last tokens."""
+        ids = torch.tensor([token_ids], device=run_device(self.model))
+        options: dict[str, Any] = {}
+        if self.positioned and "position_ids" in self.parameters:
+            positions = torch.arange(start, start + len(token_ids), device=ids.device)
+            options["position_ids"] = positions[None]
+        if "logits_to_keep" in self.parameters:
+            options["logits_to_keep"] = keep
+        if cache is not None:
+            options[self.cache_name] = cache
+        out = self.model(input_ids=ids, use_cache=cache is not None, **options)
+        return cast(Tensor, out.logits[:, -keep:].float())
+
+
+@torch.no_grad()
+def find_ordinary_prefill(
+    model: PreTrainedModel, stack: TransformersStack | None
+) -> OrdinaryPrefill:
+    """Return how a model is run without blending; raises ConfigError when it cannot be.
+
+    stack: of a model that can be blended. Raises UnsupportedModelError when it cannot be, since it
+    does not continue from KV that was kept for it.
+    """
+    vocabulary = int(model.config.get_text_config().vocab_size)
+    ids = trial_tokens(vocabulary, torch.device("cpu")).tolist()
+    alone = OrdinaryPrefill(model, cache_name="", positioned=False)
+    try:
+        wanted = alone.last_logits(ids, CONTINUED_TOKENS + 1)
+    except Exception as error:
+        kind = f"{type(model).__name__} ({type(error).__name__}: {error})"
+        raise ConfigError(f"model cannot be run on text alone: {kind}") from error
+    noise = model_noise(model, lambda: alone.last_logits(ids, CONTINUED_TOKENS + 1))
+    for name, positioned in product(CACHE_NAMES, (True, False)):
+        way = OrdinaryPrefill(model, stack, name, positioned)
+        if name in way.parameters and _continues(way, ids, wanted, noise):
+            return way
+    if stack is not None:
+        raise UnsupportedModelError("it does not go on from KV that was kept for it")
+    logger.warning(
+        "%s keeps nothing of a text that could be continued from: each token of an answer costs "
+        "the whole text again",
+        type(model).__name__,
+    )
+    return alone
+
+
+def _continues(
+    way: OrdinaryPrefill, ids: list[int], wanted: Tensor, noise: ModelNoise | None
+) -> bool:
+    """Whether a text taken up again behind what was kept of it goes on as the whole text does.
+
+    wanted: (CONTINUED_TOKENS + 1, vocabulary), logits of the last tokens of the whole text. noise:
+    see ``model_noise``.
+    """
+    try:
+        cache, first = way.prefill(ids[:-CONTINUED_TOKENS], CONTINUED_TOKENS)
+        ends = range(len(ids) - CONTINUED_TOKENS + 1, len(ids) + 1)
+        found = [first, *(way.decode(cache, ids[:end]) for end in ends)]
+    except Exception as error:
+        logger.debug("%s does not take our cache", type(way.model).__name__, exc_info=error)
+        return False
+    return same_logits(torch.cat(found), wanted, noise, quantized=is_quantized(way.model))

@@ -1,0 +1,155 @@
+"""A model that is tested when it is loaded, and again whenever it changes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from cacheblend_rag.blend.sdpa_backends import without_cudnn
+from cacheblend_rag.blend.trial import key_traits, trial_tokens
+from cacheblend_rag.engines.identity import model_identity
+from cacheblend_rag.engines.transformers import loading
+from cacheblend_rag.engines.transformers.adapters import adapters_hash
+from cacheblend_rag.engines.transformers.compatibility import open_stack
+from cacheblend_rag.engines.transformers.model_state import ModelState
+from cacheblend_rag.engines.transformers.ordinary_prefill import (
+    OrdinaryPrefill,
+    find_ordinary_prefill,
+)
+from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
+from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.wrappers import changes_result
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.controller import Controller, Rates
+
+logger = logging.getLogger(__name__)
+
+KEPT_TRIALS = 32
+"""Combinations of adapters whose trials are remembered, so that changing back costs nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class TriedModel:
+    """What the trial of a model found.
+
+    identity: what its KV depends on. ordinary: how it is run without blending. stack: how it is
+    driven layer by layer, and controller: what decides how much of it is worth loading, None when
+    it cannot be blended. refusal: why not, or None.
+    """
+
+    identity: dict[str, Any]
+    ordinary: OrdinaryPrefill
+    stack: TransformersStack | None
+    controller: Controller | None
+    refusal: str | None
+
+
+class WatchedModel:
+    """A model, and what is known of it as it is now.
+
+    Engines that share the model's store share this.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        turns: PriorityLock,
+        store: TieredKVStore,
+        *,
+        name: str | Path | None = None,
+        wrapper: nn.Module | None = None,
+    ) -> None:
+        """Try the model.
+
+        turns: of all that drive the model. store: where its KV is kept. name: what it was loaded
+        by, if it was. wrapper: the module around it that its user has, if there is one.
+        Raises ConfigError when it cannot be run.
+        """
+        self.model = model
+        self._turns, self._wrapper = turns, wrapper
+        self._precision, self._speeds, self._rates = store.precision, store.speeds, Rates()
+        with turns.taken():
+            self._state = ModelState.of(model)
+            self._begin(name)
+
+    def tried(self) -> TriedModel:
+        """Return what is known of the model as it is now; tries it anew when it has changed.
+
+        Raises ConfigError when it can no longer be run.
+        """
+        now = ModelState.of(self.model)
+        if now.has_weights_of(self._state) and now.adapters == self._state.adapters:
+            return self._tried
+        # While a layer is run its weights may be loaded for a moment, so look again in a turn.
+        with self._turns.taken():
+            return self._look_again(ModelState.of(self.model))
+
+    def _look_again(self, now: ModelState) -> TriedModel:
+        if not now.has_weights_of(self._state):
+            loading.prepare(self.model)
+            self._state = ModelState.of(self.model)
+            self._begin(None)
+            logger.warning("the model's weights have changed: its KV is stored apart from now on")
+        elif now.adapters != self._state.adapters:
+            loading.prepare(self.model)
+            self._state = now
+            known = self._trials.pop(now.adapters, None)
+            self._tried = self._try() if known is None else known
+            self._remember()
+            logger.info("other adapters are in effect: KV is stored apart for them")
+        return self._tried
+
+    def _begin(self, name: str | Path | None) -> None:
+        """Forget all trials, since weights are others, and try the model."""
+        self._weights = loading.weights_identity(self.model, name)
+        self._trials: dict[Hashable, TriedModel] = {}
+        self._tried = self._try()
+        self._remember()
+
+    def _remember(self) -> None:
+        self._trials[self._state.adapters] = self._tried
+        while len(self._trials) > KEPT_TRIALS:
+            del self._trials[next(iter(self._trials))]
+
+    def _try(self) -> TriedModel:
+        """Find out how the model is run, and whether it can be blended."""
+        runs = self.model
+        with torch.no_grad(), without_cudnn():
+            try:
+                if self._wrapper is not None and changes_result(self._wrapper, self.model):
+                    runs = cast(PreTrainedModel, self._wrapper)
+                    raise UnsupportedModelError(
+                        f"its wrapper ({type(runs).__name__}) computes something else than the "
+                        f"{type(self.model).__name__} in it"
+                    )
+                stack = open_stack(self.model)
+                controller = Controller(stack.costs, self._rates, self._speeds)
+                ordinary = find_ordinary_prefill(self.model, stack)
+                return TriedModel(self._identity(stack), ordinary, stack, controller, None)
+            except UnsupportedModelError as error:
+                logger.warning("blending is off for this model: %s", error)
+                ordinary = find_ordinary_prefill(runs, None)
+                return TriedModel(self._identity(None), ordinary, None, None, str(error))
+
+    def _identity(self, stack: TransformersStack | None) -> dict[str, Any]:
+        """Return what KV of the model depends on."""
+        keys: list[int] = []
+        if stack is not None:
+            vocabulary = int(self.model.config.get_text_config().vocab_size)
+            keys = key_traits(stack, trial_tokens(vocabulary, stack.geometry.device))
+        return model_identity(
+            self._weights,
+            self.model.config,
+            self.model.dtype,
+            keys=keys,
+            precision=self._precision,
+            adapters=adapters_hash(self.model, self.model.dtype),
+        )

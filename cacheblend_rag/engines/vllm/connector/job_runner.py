@@ -1,0 +1,305 @@
+"""Runs each kind of job in a vLLM worker, over its model, paged cache and store."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cacheblend_rag.blend.copy_stream import release_pinned
+from cacheblend_rag.blend.schedule import plan_schedule
+from cacheblend_rag.blend.stack import on_all_ranks
+from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
+from cacheblend_rag.engines.vllm.connector.metadata import Allotted
+from cacheblend_rag.engines.vllm.connector.pace import OwnTime
+from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
+from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
+from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
+from cacheblend_rag.engines.vllm.protocol import (
+    BlendJob,
+    BlendResult,
+    Declined,
+    EvictResult,
+    Failed,
+    PrecomputeResult,
+    PrefetchResult,
+    ReleaseResult,
+    SentChunk,
+    VerifyResult,
+)
+from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
+from cacheblend_rag.kv.fetch import LayerSource
+from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
+from cacheblend_rag.kv.verify import unreadable
+from cacheblend_rag.memory import NO_ROOM, give_back_unused
+from cacheblend_rag.prefill.chunk_loader import begin_reading
+from cacheblend_rag.prefill.controller import Controller, Rates
+from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
+from cacheblend_rag.prefill.policy import too_little
+from cacheblend_rag.prefill.precompute import (
+    Computed,
+    DocumentPlan,
+    NoRoom,
+    compute_chunks,
+    compute_document,
+    compute_one_by_one,
+)
+from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass, absent
+
+WorkResult = (
+    BlendResult
+    | PrecomputeResult
+    | VerifyResult
+    | EvictResult
+    | PrefetchResult
+    | ReleaseResult
+    | Declined
+    | Failed
+)
+Work = Steps[WorkResult]
+WRITING = frozenset({"evict", "precompute", "verify"})
+"""Kinds of job that change what is stored."""
+
+
+class JobRunner:
+    """See the module.
+
+    identity: what this worker's KV depends on, without the lead-in. rates: of passes and of vLLM's
+    own prefill. own_time: runs while jobs are worked on.
+    """
+
+    def __init__(
+        self,
+        stack: VLLMStack,
+        cache: PagedCache,
+        store: TieredKVStore,
+        *,
+        namespace: str,
+        mode: AttentionMode,
+    ) -> None:
+        self.stack, self.cache, self.store = stack, cache, store
+        self.identity: dict[str, Any] = {}
+        self._namespace, self.mode = namespace, mode
+        self.rates, self.own_time = Rates(), OwnTime()
+
+    def source(self, allotted: Allotted) -> LayerSource:
+        """Begin to read the chunks that a job is to blend."""
+        keys = self._chunk_keys(allotted) if allotted.job.kind == "blend" else ()
+        return begin_reading(self.store, keys, self.stack)
+
+    def work(self, allotted: Allotted, source: LayerSource) -> Work:
+        """Do a job, a piece at a time; source: of the chunks that it is to blend."""
+        job = allotted.job
+        if self.store.read_only and job.kind in WRITING:
+            return Failed(READ_ONLY)
+        model = self._fingerprint(job)
+        named = [KVKey(chunk, model, context) for chunk, context in job.keys]
+        if job.kind == "evict":
+            return (yield from evict(self.store, named))
+        if job.kind == "verify":
+            return (yield from verify(self.store, named))
+        if job.kind == "prefetch":
+            return (yield from prefetch(self.store, named))
+        if job.kind == "release":
+            return self._release()
+        if job.kind == "precompute":
+            return (yield from self._precompute(allotted))
+        return (yield from self._blend(allotted, source))
+
+    def no_room(self, allotted: Allotted, lack: str) -> Declined | Failed:
+        """Say of a job that it found no memory and was given up; vLLM serves what it was to do."""
+        if allotted.job.kind != "blend":
+            return Failed(f"{NO_ROOM}: {lack}")
+        return _declined(lack, self._placed(allotted))
+
+    def _placed(self, allotted: Allotted) -> list[PlacedChunk]:
+        return [
+            PlacedChunk(key, c.start, c.end, c.protected, before=c.before, after=c.after)
+            for key, c in zip(self._chunk_keys(allotted), allotted.job.chunks, strict=True)
+        ]
+
+    def _release(self) -> ReleaseResult:
+        """Free the memory that chunk KV takes, but for vLLM's own cache."""
+        freed = self.store.release() + release_pinned(self.stack.geometry.device)
+        give_back_unused()
+        return ReleaseResult(freed)
+
+    def _chunk_keys(self, allotted: Allotted) -> list[KVKey]:
+        """Return the keys of the chunks that a job has tokens of."""
+        model = self._fingerprint(allotted.job)
+        return [
+            KVKey(chunk_id(c.own_tokens(allotted.tokens)), model, c.context_id)
+            for c in allotted.job.chunks
+        ]
+
+    def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
+        started = time.perf_counter()
+        placed = self._placed(allotted)
+        if refusal := self._too_little(placed, allotted.job.config.min_tokens):
+            return refusal
+        checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
+        if lack := self._lack_of_room(len(allotted.tokens), checks=bool(checks)):
+            return _declined(lack, placed)
+        done = yield from self._pass(allotted, placed, source).steps()
+        if isinstance(done, NotWorthLoading):
+            return Declined(done.why, tuple(done.chunks))
+        return BlendResult(
+            chunks=tuple(done.chunks),
+            selector=done.selector,
+            ratio=done.ratio,
+            compute_share=done.compute_share,
+            seconds=done.seconds,
+            wall_seconds=time.perf_counter() - started,
+            selector_reason=done.selector_reason,
+            ratio_reason=done.ratio_reason,
+        )
+
+    def _pass(
+        self, allotted: Allotted, placed: Sequence[PlacedChunk], source: LayerSource
+    ) -> PromptPass:
+        paged = PagedKV(self.cache, allotted.block_ids, allotted.first, allotted.until, self.mode)
+        return PromptPass(
+            self.stack,
+            torch.tensor(allotted.tokens, device=self.stack.geometry.device),
+            placed,
+            source,
+            allotted.job.config,
+            reserve=None,
+            needs_hidden=False,
+            until=allotted.until,
+            attention=paged.attend,
+            on_layer=paged.finish_layer,
+            on_restart=paged.forget,
+            own_seconds=self.own_time.seconds,
+            controller=Controller(self.stack.costs, self.rates, self.store.speeds),
+        )
+
+    def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Declined | None:
+        """Say why so few stored chunk tokens are not worth blending; None when they are."""
+        held = on_all_ranks(self.stack, self.store.contains_many(c.key for c in placed))
+        stored = sum(c.end - c.start for c, there in zip(placed, held, strict=True) if there)
+        refused = too_little(stored, least)
+        if refused is None:
+            return None
+        reason, miss = refused
+        missed = [
+            chunk.report(miss) if there and miss else absent(self.store, chunk)
+            for chunk, there in zip(placed, held, strict=True)
+        ]
+        return Declined(reason, tuple(missed))
+
+    def _lack_of_room(self, tokens: int, *, checks: bool = False) -> str | None:
+        """Say why a pass over so many tokens does not fit beside vLLM, on some rank, or None.
+
+        vLLM has profiled its own needs only. Its own failure to get memory would end the server.
+        """
+        needed = self.stack.pass_bytes(tokens, checks=checks)
+        free = free_bytes(self.stack.geometry.device)
+        if all(on_all_ranks(self.stack, [free is None or needed <= free])):
+            return None
+        there = "less" if free is None or needed <= free else f"{free >> 20:,} MiB"
+        return (
+            f"blending {tokens:,} tokens needs {needed >> 20:,} MiB of device memory beside "
+            f"vLLM's, there is {there}: serve with a smaller --gpu-memory-utilization"
+        )
+
+    def _precompute(self, allotted: Allotted) -> Work:
+        if lack := self._lack_of_room(len(allotted.tokens)):
+            return Failed(f"{NO_ROOM}: {lack}")
+        writer = ChunkWriter(self.stack, self.store)
+        try:
+            return (yield from self._written(allotted, writer))
+        finally:
+            writer.close()
+
+    def _written(self, allotted: Allotted, writer: ChunkWriter) -> Work:
+        """Compute chunks, while those before them are written."""
+        keys, counts = self._chunk_keys(allotted), Counter[str]()
+        for done in self._computed(allotted, keys):
+            if done is not None and not isinstance(done, NoRoom):
+                plan, kv = done
+                counts["computed"] += 1
+                counts["tokens"] += kv.tokens
+                yield from writer.put(plan.key, kv)
+            yield
+        stored = yield from writer.finish()
+        return PrecomputeResult(
+            computed=stored,
+            skipped=len(keys) - counts["computed"],
+            computed_tokens=counts["tokens"],
+            refused=dict(writer.refused),
+            failed=dict(writer.failed),
+        )
+
+    def _computed(self, allotted: Allotted, keys: Sequence[KVKey]) -> Computed:
+        """Compute the chunks of a document that are not stored, behind what the job says."""
+        job = allotted.job
+        plans = [_plan(allotted, chunk, key) for key, chunk in zip(keys, job.chunks, strict=True)]
+        if job.lead_in.name != "document":
+            return compute_chunks(
+                self.stack, plans, self.store, alone=self._compute_alone, in_document=False
+            )
+        starts = [chunk.start for chunk in job.chunks]
+        document = DocumentPlan(list(allotted.tokens), list(zip(plans, starts, strict=True)))
+        return compute_document(self.stack, document, self.store)
+
+    def _compute_alone(self, chunks: list[ChunkPlan]) -> Computed:
+        return compute_one_by_one(self.stack, chunks, self.store)
+
+    def _fingerprint(self, job: BlendJob) -> str:
+        lead = job.lead_in
+        parts = {"lead_in": lead.name, "lead_tokens": lead.tokens, "window": lead.window}
+        return fingerprint({**self.identity, **parts}, self._namespace)
+
+
+def verify(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
+    """Read stored KV through, a key at a time; damaged KV is set aside by that."""
+    lost: dict[str, str] = {}
+    for key in keys:
+        for _, reason in unreadable(store, [key]):
+            lost[f"{key.chunk_id}/{key.context_id}"] = reason
+        yield
+    return VerifyResult(len(keys), lost)
+
+
+def evict(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
+    """Drop chunk KV, a key at a time."""
+    evicted = 0
+    for key in keys:  # each may wait for a disk
+        evicted += store.evict(key)
+        yield
+    return EvictResult(evicted)
+
+
+def prefetch(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
+    """Ask the store for chunk KV, a key at a time."""
+    for key in keys:
+        store.prefetch([key])
+        yield
+    return PrefetchResult()
+
+
+def _declined(lack: str, placed: Sequence[PlacedChunk]) -> Declined:
+    """Say that a blend is not begun, or was given up, for want of memory."""
+    return Declined(f"{NO_ROOM}: {lack}", tuple(chunk.report(NO_ROOM) for chunk in placed))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes to be had of a device, PyTorch's caches included; None on a CPU."""
+    if device.type != "cuda":
+        return None
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + reserved
+
+
+def _plan(allotted: Allotted, chunk: SentChunk, key: KVKey) -> ChunkPlan:
+    return ChunkPlan(
+        token_ids=allotted.tokens[chunk.start : chunk.end],
+        lead=allotted.tokens[: chunk.context_start],
+        context=allotted.tokens[chunk.context_start : chunk.start],
+        key=key,
+    )

@@ -1,0 +1,196 @@
+"""Sends jobs to the connector, at every replica that has to run them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.vllm.protocol import (
+    BlendJob,
+    ConnectorStatus,
+    Declined,
+    EvictResult,
+    Failed,
+    PrecomputeResult,
+    ReleaseResult,
+    Result,
+    SentChunk,
+    SentLeadIn,
+    VerifyResult,
+    result_of,
+    status_of,
+)
+from cacheblend_rag.engines.vllm.protocol.job import MOST_KEYS, SALT_PREFIX, Kind
+from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
+from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
+from cacheblend_rag.engines.vllm.transport import Transport, VLLMRequest
+from cacheblend_rag.errors import EngineUnavailableError
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.precompute import DocumentPlan
+
+T = TypeVar("T")
+
+
+class JobClient:
+    """JobClient behind one lead-in.
+
+    status: what the connector says of itself; how many replicas there are, and whether they share
+    a folder.
+    """
+
+    def __init__(self, transport: Transport, lead_in: SentLeadIn, status: ConnectorStatus) -> None:
+        self._transport, self._lead_in, self.status = transport, lead_in, status
+
+    async def precompute(self, work: DocumentPlan, *, idle: bool = False) -> Result:
+        """Have a document's chunks computed and stored; idle: while vLLM does nothing else.
+
+        Replicas that share a folder find there what one of them computes.
+        """
+        chunks = tuple(
+            SentChunk(
+                start, start + len(plan.token_ids), plan.key.context_id, False, len(plan.lead)
+            )
+            for plan, start in work.members
+        )
+        tokens = tuple(work.tokens)
+        job = BlendJob("precompute", self._lead_in, chunks, tokens=tokens, idle=idle)
+        return await self._carry_out(carrier(job), everywhere=not self.status.shared)
+
+    async def verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+        """Have stored KV read through everywhere; returns what stays unreadable, and why.
+
+        Raises EngineUnavailableError when the connector does not do it.
+        """
+        lost = dict[str, str]()
+        for request in self._by_keys("verify", keys):
+            for one in self._to_replicas(request):
+                result = _outcome(await self._params(one))
+                if not isinstance(result, VerifyResult):
+                    why = result.error if isinstance(result, Failed) else "no result came"
+                    raise EngineUnavailableError(f"vLLM did not check the stored KV: {why}")
+                lost |= result.unreadable
+        names = {f"{key.chunk_id}/{key.context_id}": key for key in keys}
+        return {names[name]: why for name, why in lost.items() if name in names}
+
+    async def evict(self, keys: Sequence[KVKey]) -> int:
+        """Drop KV everywhere; returns of how many keys there was any."""
+        results = [
+            await self._carry_out(request, everywhere=True)
+            for request in self._by_keys("evict", keys)
+        ]
+        return sum(map(_done, results))
+
+    async def prefetch(self, keys: Sequence[KVKey]) -> None:
+        """Have KV brought into the fastest tier everywhere."""
+        for request in self._by_keys("prefetch", keys):
+            await self._carry_out(request, everywhere=True)
+
+    async def release(self) -> int:
+        """Free the memory that KV takes everywhere; returns the bytes of all replicas.
+
+        Raises EngineUnavailableError when one does not do it.
+        """
+        job = carrier(BlendJob("release", self._lead_in))
+        params = await all_of(self._params(one) for one in self._to_replicas(job))
+        return released_by(map(_outcome, params))
+
+    async def late_result(self, report_id: str) -> Result | None:
+        """Ask for the result of a finished request, of each replica: one of them served it."""
+        job = BlendJob("report", self._lead_in, report_id=report_id)
+        params = await all_of(self._params(one) for one in self._to_replicas(carrier(job)))
+        answers = [result_of(answer) for answer in params]
+        told = [answer for answer in answers if answer != NO_REPORT]
+        return (told or answers)[0]
+
+    def _by_keys(self, kind: Kind, keys: Sequence[KVKey]) -> Iterator[VLLMRequest]:
+        named = [(key.chunk_id, key.context_id) for key in keys]
+        for start in range(0, len(named), MOST_KEYS):
+            some = tuple(named[start : start + MOST_KEYS])
+            yield carrier(BlendJob(kind, self._lead_in, keys=some))
+
+    async def _carry_out(self, request: VLLMRequest, *, everywhere: bool) -> Result:
+        """Send a request for the sake of its job; returns the connector's result.
+
+        everywhere: to each replica, of which the one that did most, or failed, is heard.
+        """
+        asked = self._to_replicas(request) if everywhere else [request]
+        params = await all_of(self._params(one) for one in asked)
+        results = [_outcome(answer) for answer in params]
+        failed = [result for result in results if isinstance(result, Failed)]
+        return failed[0] if failed else max(results, key=_done)
+
+    def _to_replicas(self, request: VLLMRequest) -> list[VLLMRequest]:
+        """Return the request for each engine that is behind the address."""
+        if self.status.replicas == 1:
+            return [request]
+        return [replace(request, replica=index) for index in range(self.status.replicas)]
+
+    async def _params(self, request: VLLMRequest) -> Mapping[str, Any] | None:
+        return await params_of_last(self._transport, request)
+
+
+def ask_status(transport: Transport) -> ConnectorStatus:
+    """Return what the connector at the other end says of itself."""
+    return status_of(transport.run(params_of_last(transport, status_request())))
+
+
+def status_request() -> VLLMRequest:
+    """Return the request that asks a connector for its status."""
+    return carrier(BlendJob("status", SentLeadIn("none", "", 0)))
+
+
+async def params_of_last(transport: Transport, request: VLLMRequest) -> Mapping[str, Any] | None:
+    """Send a request; returns what its last piece brings of the connector."""
+    params: Mapping[str, Any] | None = None
+    async for piece in transport.send(request, stream=False):
+        params = piece.params or params
+    return params
+
+
+def carrier(job: BlendJob) -> VLLMRequest:
+    """Return the request that brings a job, and for the rest any two tokens."""
+    sampling = ResolvedSampling(max_tokens=2, ignore_eos=True)
+    return VLLMRequest((0, 0), sampling, f"{SALT_PREFIX}{uuid.uuid4().hex}", job)
+
+
+async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Await all; when one fails, the others are given up."""
+    tasks = [asyncio.ensure_future(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def released_by(results: Iterable[Result]) -> int:
+    """Return the bytes that replicas have freed together.
+
+    Raises EngineUnavailableError when one of them did not do it.
+    """
+    freed = 0
+    for result in results:
+        if not isinstance(result, ReleaseResult):
+            why = result.error if isinstance(result, Failed) else "it did not say that it was done"
+            raise EngineUnavailableError(f"vLLM's memory for chunk KV was not released: {why}")
+        freed += result.released
+    return freed
+
+
+def _outcome(params: Mapping[str, Any] | None) -> Result:
+    """Return what the connector says of a job that it was sent; Failed where it did nothing."""
+    result = result_of(params)
+    if result is None:
+        return Failed(NO_CONNECTOR)
+    return Failed(result.reason) if isinstance(result, Declined) else result
+
+
+def _done(result: Result) -> int:
+    """How much a job has changed in a replica's store."""
+    if isinstance(result, PrecomputeResult):
+        return result.computed
+    return result.evicted if isinstance(result, EvictResult) else 0

@@ -1,0 +1,1 @@
+"""ASGI middleware that a vLLM server runs in front of its own application."""

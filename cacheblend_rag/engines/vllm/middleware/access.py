@@ -1,0 +1,282 @@
+"""Access middleware: checks every request of a vLLM server before vLLM reads it.
+
+vLLM's own key guards some of its paths only, and it takes bodies of any size and depth; some depths
+end it. This ASGI middleware stands before all of that; ``cacheblend-rag serve`` adds it by itself,
+``vllm serve`` by ``--middleware`` with the name in ``MIDDLEWARE``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import os
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from cacheblend_rag.engines.vllm.middleware.release import (
+    RELEASE_PATH,
+    Application,
+    Event,
+    Receive,
+    Scope,
+    Send,
+    release_memory,
+)
+from cacheblend_rag.errors import CacheBlendError, ConfigError
+
+MIDDLEWARE = f"{__name__}.AccessMiddleware"
+KEY_VARIABLE = "VLLM_API_KEY"
+STORE_KEY_VARIABLE = "CACHEBLEND_STORE_KEY"
+BODY_VARIABLE = "CACHEBLEND_MAX_BODY_MIB"
+MAX_BODY_MIB = 16
+"""A question of a million tokens, sent as token ids, takes about 7."""
+MAX_DEPTH = 64
+BODY_SECONDS = 60.0
+OPEN_PATH = "/health"
+AUDIO_PATHS = "/v1/audio/"
+"""They take forms, in whose fields no order fits; all others take JSON, whatever it is called."""
+THROWN_AWAY = 4
+"""So many times the longest body is taken of one that is longer, at most."""
+POLICY_VIOLATION = 1008
+_STRING = re.compile(rb'"(?:[^"\\]|\\.)*+(?:"|\\?\Z)', re.DOTALL)
+_UNPAIRED = re.compile(
+    rb"(?:[^\\]|\\u[dD][89abAB]..\\u[dD][c-fC-F]|\\(?!u[dD][89a-fA-F]).)*+\\u[dD][89a-fA-F]",
+    re.DOTALL,
+)
+"""Up to the first half of a character that stands for none by itself, escaped."""
+_BRACKETS = bytes.maketrans(b"{}", b"[]")
+_NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+
+class RefusedRequestError(Exception):
+    """A request that goes no further. status: HTTP's."""
+
+    def __init__(self, status: HTTPStatus, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class AccessMiddleware:
+    """Lets through to ``app`` who has the key, and bodies that are small and flat enough.
+
+    The keys of vLLM (``--api-key``, or VLLM_API_KEY) open every path, and so does that in
+    CACHEBLEND_STORE_KEY; without a key of vLLM's nobody needs one. Where CACHEBLEND_STORE_KEY is
+    set, orders that change the store (see CHANGES) need it, and so does /cacheblend/release, which
+    is answered here. The path /health is always open, and so
+    are OPTIONS, which browsers send before they ask.
+
+    Raises ConfigError when CACHEBLEND_MAX_BODY_MIB is no positive number.
+    """
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+        self._store_key = os.environ.get(STORE_KEY_VARIABLE, "")
+        self._max_body = _max_body(os.environ)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer or pass on one request, as ASGI asks for."""
+        kind = scope["type"]
+        try:
+            if kind in {"http", "websocket"}:
+                scope, may_change = self._checked_key(scope)
+            if kind == "http" and _path(scope) == RELEASE_PATH:
+                await self._release(scope, may_change, send)
+                return
+            if kind == "http":
+                receive = await self._checked_body(scope, receive, may_change)
+        except RefusedRequestError as refusal:
+            await _refuse(kind, refusal, send)
+            return
+        await self._app(scope, receive, send)
+
+    async def _release(self, scope: Scope, may_change: bool, send: Send) -> None:
+        """Answer who asks to release memory; see release_memory."""
+        if scope["method"] != "POST":
+            raise RefusedRequestError(HTTPStatus.METHOD_NOT_ALLOWED, f"POST {RELEASE_PATH}")
+        if not may_change:
+            raise _lacks_store_key("release")
+        try:
+            freed = await release_memory(self._app, scope)
+        except CacheBlendError as error:
+            raise RefusedRequestError(HTTPStatus.SERVICE_UNAVAILABLE, str(error)) from error
+        await _answer(HTTPStatus.OK, {"released_bytes": freed}, send)
+
+    def _checked_key(self, scope: Scope) -> tuple[Scope, bool]:
+        """Return the request as vLLM may see it, and whether it may change the store."""
+        keys = _keys_of_vllm(scope)
+        given = _given_key(scope)
+        may_change = not self._store_key or _is_one_of(given, [self._store_key])
+        if not keys or _is_open(scope) or _is_one_of(given, keys):
+            return scope, may_change
+        if not (self._store_key and may_change):
+            raise RefusedRequestError(HTTPStatus.UNAUTHORIZED, "a key is needed (Bearer)")
+        others = [(name, value) for name, value in scope["headers"] if name != b"authorization"]
+        known = (b"authorization", f"Bearer {keys[0]}".encode())
+        return {**scope, "headers": [*others, known]}, True
+
+    async def _checked_body(self, scope: Scope, receive: Receive, may_change: bool) -> Receive:
+        body, last = await self._read(receive)
+        if not _path(scope).startswith(AUDIO_PATHS):
+            check_json(body)
+            if not may_change and body:
+                check_order(body)
+        events: deque[Event] = deque()
+        if last is None:
+            events.append({"type": "http.request", "body": body, "more_body": False})
+        else:
+            events.append(last)
+
+        async def replay() -> Event:
+            return events.popleft() if events else await receive()
+
+        return replay
+
+    async def _read(self, receive: Receive) -> tuple[bytes, Event | None]:
+        """Return the body, or the event that ended it too early.
+
+        Of a body that is too long, some more is taken and thrown away: who is still sending would
+        not read the answer.
+        """
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                more = True
+                while more:
+                    event = await receive()
+                    if event["type"] != "http.request":
+                        return b"", event
+                    parts.append(event.get("body", b""))
+                    size += len(parts[-1])
+                    if size > self._max_body:
+                        parts.clear()
+                    more = event.get("more_body", False) and size <= THROWN_AWAY * self._max_body
+        except TimeoutError:
+            raise RefusedRequestError(
+                HTTPStatus.REQUEST_TIMEOUT, f"the body took longer than {BODY_SECONDS:.0f} s"
+            ) from None
+        if size > self._max_body:
+            raise RefusedRequestError(
+                HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+                f"the body is longer than {self._max_body >> 20} MiB ({BODY_VARIABLE})",
+            )
+        return b"".join(parts), None
+
+
+def check_json(body: bytes) -> None:
+    """Raise RefusedRequestError when a body nests deeper than MAX_DEPTH, or holds what is no text.
+
+    Takes time in proportion to the body, whatever is in it; what is no JSON is vLLM's to refuse.
+    """
+    if b"\0" in body:
+        raise RefusedRequestError(HTTPStatus.BAD_REQUEST, "the body must be JSON in UTF-8")
+    if _UNPAIRED.match(body):
+        raise RefusedRequestError(HTTPStatus.BAD_REQUEST, "the body holds an unpaired surrogate")
+    left = _STRING.sub(b"", body).translate(_BRACKETS, _NO_BRACKET)
+    for _ in range(MAX_DEPTH):
+        before, left = len(left), left.replace(b"[]", b"")  # the innermost
+        if len(left) == before:
+            break
+    if left:
+        raise RefusedRequestError(
+            HTTPStatus.BAD_REQUEST,
+            f"the body is nested deeper than {MAX_DEPTH}, or its brackets do not match",
+        )
+
+
+def check_order(body: bytes) -> None:
+    """Raise RefusedRequestError when a body holds an order that changes the store."""
+    # Both with torch, which is not for `--help`.
+    from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER
+
+    try:
+        value = json.loads(body, object_pairs_hook=_without_twins)
+    except ValueError as error:
+        raise RefusedRequestError(
+            HTTPStatus.BAD_REQUEST, "the body must be JSON in UTF-8"
+        ) from error
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, dict):
+            order = value.get(PARAMETER)
+            if isinstance(order, dict) and order.get("kind") in CHANGES:
+                raise _lacks_store_key(order["kind"])
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(entry for entry in value if isinstance(entry, dict | list))
+
+
+def _lacks_store_key(kind: str) -> RefusedRequestError:
+    return RefusedRequestError(
+        HTTPStatus.FORBIDDEN, f"to {kind}, the key in the server's {STORE_KEY_VARIABLE} is needed"
+    )
+
+
+def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Make an object; with a name in it twice, two readers could see two different orders."""
+    pairs = list(pairs)
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        raise RefusedRequestError(HTTPStatus.BAD_REQUEST, "the body names a field twice")
+    return made
+
+
+def _max_body(environment: Mapping[str, str]) -> int:
+    given = environment.get(BODY_VARIABLE, str(MAX_BODY_MIB))
+    if not given.isdecimal() or int(given) < 1:
+        raise ConfigError(f"{BODY_VARIABLE}={given!r} must be a number of at least 1")
+    return int(given) << 20
+
+
+def _keys_of_vllm(scope: Scope) -> list[str]:
+    """Return the keys that vLLM was started with; its flag counts more than the environment."""
+    flags = getattr(scope["app"].state.args, "api_key", None)
+    return [key for key in (flags or [os.environ.get(KEY_VARIABLE)]) if key]
+
+
+def _is_open(scope: Scope) -> bool:
+    return _path(scope) == OPEN_PATH or scope.get("method") == "OPTIONS"
+
+
+def _path(scope: Scope) -> str:
+    return str(scope["path"]).removeprefix(scope.get("root_path", ""))
+
+
+def _given_key(scope: Scope) -> bytes:
+    scheme, _, key = _header(scope, b"authorization").partition(b" ")
+    return key if scheme.lower() == b"bearer" else b""
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
+
+
+def _is_one_of(given: bytes, keys: Iterable[str]) -> bool:
+    """Compare in a time that says nothing of the keys."""
+    return any(tuple(hmac.compare_digest(given, key.encode()) for key in keys))
+
+
+async def _refuse(kind: str, refusal: RefusedRequestError, send: Send) -> None:
+    if kind == "websocket":
+        await send({"type": "websocket.close", "code": POLICY_VIOLATION, "reason": str(refusal)})
+        return
+    error = {"message": str(refusal), "type": refusal.status.phrase, "code": refusal.status.value}
+    await _answer(refusal.status, {"error": error}, send, (b"connection", b"close"))
+
+
+async def _answer(
+    status: HTTPStatus, told: Mapping[str, Any], send: Send, *more: tuple[bytes, bytes]
+) -> None:
+    body = json.dumps(told).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        *more,
+    ]
+    await send({"type": "http.response.start", "status": status.value, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

@@ -1,0 +1,93 @@
+"""Message authentication of stored chunks: a checksum, or a MAC with a key that writers share.
+
+A checksum tells damage. It tells nothing of who wrote an object, since anybody can make one. With a
+key, given to every process by the environment, an object that was not written with it is not read.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Protocol
+
+import xxhash
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.secret import Secret
+
+VARIABLE = "CACHEBLEND_SEAL_KEY"
+"""The environment variable that holds a store's key."""
+DIGITS = 32
+"""Hex digits of a digest."""
+LEAST_CHARACTERS = 16
+
+
+class Mac(Protocol):
+    """Makes digests of bytes.
+
+    name: how headers tell which kind it is. by_key: whether only those who have a key can make it.
+    """
+
+    name: str
+    by_key: bool
+
+    def digest(self, *parts: bytes | memoryview) -> str:
+        """Return the digest of some bytes, in hex digits."""
+
+    def holds(self, digest: str, *parts: bytes | memoryview) -> bool:
+        """Whether a digest is that of these bytes."""
+
+
+class Checksum:
+    """An xxh3_128 checksum."""
+
+    name, by_key = "xxh3", False
+
+    def digest(self, *parts: bytes | memoryview) -> str:
+        """Return the digest of some bytes, in hex digits."""
+        found = xxhash.xxh3_128()
+        for part in parts:
+            found.update(part)
+        return str(found.hexdigest())
+
+    def holds(self, digest: str, *parts: bytes | memoryview) -> bool:
+        """Whether a digest is that of these bytes."""
+        return self.digest(*parts) == digest
+
+
+class KeyedMac:
+    """A keyed BLAKE2b digest (RFC 7693).
+
+    Raises ConfigError for a key that is too short.
+    """
+
+    name, by_key = "blake2b", True
+
+    def __init__(self, key: Secret) -> None:
+        if len(key.reveal()) < LEAST_CHARACTERS:
+            raise ConfigError(f"{VARIABLE} must have at least {LEAST_CHARACTERS} characters")
+        self._key = Secret(blake2b(key.reveal().encode(), digest_size=32).hexdigest())
+
+    def digest(self, *parts: bytes | memoryview) -> str:
+        """Return the digest of some bytes, in hex digits."""
+        found = blake2b(key=bytes.fromhex(self._key.reveal()), digest_size=DIGITS // 2)
+        for part in parts:
+            found.update(part)
+        return found.hexdigest()
+
+    def holds(self, digest: str, *parts: bytes | memoryview) -> bool:
+        """Whether a digest is that of these bytes."""
+        return hmac.compare_digest(self.digest(*parts), digest)
+
+
+CHECKSUM: Mac = Checksum()
+SEALS = (Checksum.name, KeyedMac.name)
+"""The kinds there are, as headers tell them."""
+
+
+def seal_of(environment: Mapping[str, str] = os.environ) -> Mac:
+    """Return the seal of an environment's key, a checksum without one. Raises ConfigError."""
+    key = Secret.of(environment.get(VARIABLE))
+    return CHECKSUM if key is None else KeyedMac(key)

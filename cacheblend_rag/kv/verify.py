@@ -1,0 +1,27 @@
+"""Reads stored chunks through and reports those that cannot be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.store import TieredKVStore
+
+
+def unreadable(store: TieredKVStore, keys: Iterable[KVKey]) -> Iterator[tuple[KVKey, str]]:
+    """Read chunks one by one, and yield those that stay in the store though they cannot be read.
+
+    What is damaged is set aside when it is read, so it is not stored any more and not yielded.
+
+    Args:
+        store: where they are read.
+        keys: chunks, stored or not.
+
+    Yields:
+        A key and why its chunk cannot be used: a tier fails to read it, or it needs another key.
+    """
+    for key in keys:
+        found = store.get(key, promote=False)
+        if found.kv is None and store.contains(key):
+            tier = f"{found.tier} tier: " if found.tier else ""
+            yield key, f"{tier}{found.reason}"

@@ -1,0 +1,143 @@
+"""Write-behind queue: chunks wait here until a thread writes them to their tier."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.compact import compact
+
+if TYPE_CHECKING:
+    from cacheblend_rag.kv.tiers.base import StoredChunk
+
+logger = logging.getLogger(__name__)
+
+ROOM_BYTES = 256 << 20
+"""What may wait at most, and so what is lost at most where the process is killed."""
+DRAIN_SECONDS = 60.0
+
+
+class WriteQueue:
+    """Chunks are held in memory until they are written, oldest first; a newer one replaces them.
+
+    The thread lives while there is something to write; the interpreter waits for it at its end.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[KVKey, StoredChunk], object],
+        name: str,
+        room_bytes: int = ROOM_BYTES,
+    ) -> None:
+        self._write, self._name, self._room_bytes = write, name, room_bytes
+        self._waiting: OrderedDict[KVKey, StoredChunk] = OrderedDict()
+        self._in_hand: tuple[KVKey, StoredChunk] | None = None
+        self._nbytes = 0
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_open = True
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._waiting) + (self._in_hand is not None)
+
+    def add(self, key: KVKey, chunk: StoredChunk) -> str | None:
+        """Have a chunk written soon; returns why it will not be, None when it will.
+
+        A chunk larger than all the room is taken when nothing else waits. Where no thread can be
+        started the chunk is not taken, and the next one is tried with a thread again.
+        """
+        chunk = replace(chunk, kv=compact(chunk.kv))
+        with self._changed:
+            older = self._waiting.get(key)
+            nbytes = self._nbytes + chunk.kv.nbytes - (older.kv.nbytes if older else 0)
+            if not self._is_open:
+                return "the store is closed"
+            if self._nbytes and nbytes > self._room_bytes:
+                return "too much waits to be written"
+            if self._thread is None and (refusal := self._start()) is not None:
+                return refusal
+            self._waiting[key], self._nbytes = chunk, nbytes
+        return None
+
+    def _start(self) -> str | None:
+        """Start the thread, under the lock, which it waits for; returns why it cannot be."""
+        thread = threading.Thread(target=self._run, name=f"kv-write-{self._name}")
+        try:
+            thread.start()
+        except RuntimeError as error:
+            return f"no thread to write it: {error}"
+        finally:
+            if thread.ident is not None:  # also where the wait for its start was interrupted
+                self._thread = thread
+        return None
+
+    def get(self, key: KVKey) -> StoredChunk | None:
+        """Return a chunk that is not written yet, or is just being written."""
+        with self._changed:
+            return self._get(key)
+
+    def keys(self) -> list[KVKey]:
+        """Return the keys of what is not written yet."""
+        with self._changed:
+            in_hand = [self._in_hand[0]] if self._in_hand else []
+            return list(dict.fromkeys([*in_hand, *self._waiting]))
+
+    def take_back(self, key: KVKey) -> bool:
+        """Never write a chunk that waits; returns whether one did.
+
+        Waits for one that is just being written: what is then removed is removed for good.
+        """
+        with self._changed:
+            older = self._waiting.pop(key, None)
+            self._nbytes -= older.kv.nbytes if older else 0
+            self._changed.wait_for(lambda: not self._in_hand or self._in_hand[0] != key)
+        return older is not None
+
+    def close(self, seconds: float = DRAIN_SECONDS) -> tuple[int, int]:
+        """Take no more, and wait so long for what is left to be written.
+
+        Returns the chunks and bytes that never will be.
+        """
+        with self._changed:
+            self._is_open = False
+            self._changed.wait_for(lambda: self._thread is None, seconds)
+            lost = len(self._waiting), sum(one.kv.nbytes for one in self._waiting.values())
+            self._waiting.clear()
+        return lost
+
+    def _get(self, key: KVKey) -> StoredChunk | None:
+        if self._in_hand and self._in_hand[0] == key:
+            return self._waiting.get(key, self._in_hand[1])
+        return self._waiting.get(key)
+
+    def _run(self) -> None:
+        while (taken := self._take()) is not None:
+            try:
+                self._write(*taken)
+            except BaseException:  # of one chunk: the thread goes on to the others
+                logger.exception("%s tier: %s is not stored", self._name, taken[0])
+            finally:
+                self._put_down(taken[1])
+
+    def _take(self) -> tuple[KVKey, StoredChunk] | None:
+        with self._changed:
+            if self._thread is not threading.current_thread():
+                return None  # its start was interrupted: another one is begun, or will be
+            if not self._waiting:
+                self._thread = None
+                self._changed.notify_all()
+                return None
+            self._in_hand = self._waiting.popitem(last=False)
+            return self._in_hand
+
+    def _put_down(self, chunk: StoredChunk) -> None:
+        with self._changed:
+            self._in_hand = None
+            self._nbytes -= chunk.kv.nbytes
+            self._changed.notify_all()

@@ -1,0 +1,262 @@
+"""Loads stored chunks into a blend pass, each layer just before it is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cacheblend_rag.blend.copy_stream import (
+    Event,
+    PinnedBuffers,
+    has_copy_stream,
+    pinned_buffers_of,
+)
+from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.rotary import Rotation
+from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
+from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.blend.transfer import LayerPart, Numbers, Sendable, Upload
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.fetch import Found, LayerSource, miss_of
+from cacheblend_rag.kv.packed_kv import LayerKV, PackedLayer
+from cacheblend_rag.kv.reader import ChunkReader
+from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.report import MissReason
+
+WAIT_SECONDS = 0.001
+"""How long a step waits for a layer before others have their turn."""
+
+
+def begin_reading(
+    store: TieredKVStore, keys: Iterable[KVKey], stack: DecoderStack, *, promote: bool = True
+) -> LayerSource:
+    """Begin to read chunks for a pass; what its device unpacks itself stays packed.
+
+    promote: see ``TieredKVStore.fetch``.
+    """
+    return store.fetch(keys, promote=promote, unpack=not has_copy_stream(stack.geometry.device))
+
+
+class LostChunkError(Exception):
+    """A chunk turned out unreadable on its way: the pass is to start anew, without it."""
+
+
+class Place(NamedTuple):
+    """Where a chunk, or a run of its tokens, is to be laid; see LaidChunk."""
+
+    start: int
+    end: int
+    skip: int = 0
+    beyond: int = 0
+
+
+@dataclass
+class LaidChunk:
+    """A chunk, or a run of its tokens, to be laid at positions [start, end).
+
+    skip, beyond: tokens of the chunk before and behind the run, whose KV is left out. tier, reason:
+    where it was found, why it is a miss on this rank, if so. is_used: whether all ranks have it.
+    turn: what moves its keys, None where they were computed at these positions.
+    """
+
+    start: int
+    end: int
+    skip: int = 0
+    beyond: int = 0
+    head: ChunkReader | None = None
+    tier: str | None = None
+    reason: MissReason | None = None
+    is_used: bool = False
+    turn: Rotation | None = None
+
+    @property
+    def whole_tokens(self) -> int:
+        """Number of the stored chunk's tokens."""
+        return self.skip + self.end - self.start + self.beyond
+
+    @property
+    def whole_start(self) -> int:
+        """Position of the stored chunk's first token, if it were laid."""
+        return self.start - self.skip
+
+    def part(self, kv: LayerKV) -> Sendable:
+        """Return what is laid of one layer of the chunk, not copied."""
+        part = kv if isinstance(kv, PackedLayer) else Numbers(*kv)
+        if not self.skip and not self.beyond:
+            return part
+        return part.cut(self.skip, self.skip + self.end - self.start)
+
+
+class ChunkLoader:
+    """Lays chunks into the buffer of a pass, all ranks alike.
+
+    places: where they stand, in the order in which ``source`` hands them out.
+
+
+    On a GPU a layer is copied beside the pass's work, which waits for it on the device; while a
+    layer is computed the next one is on its way, once it is read.
+    """
+
+    def __init__(
+        self,
+        stack: DecoderStack,
+        fused: FusedKV,
+        places: Sequence[Place],
+        source: LayerSource,
+    ) -> None:
+        self.stack, self.fused, self.source = stack, fused, source
+        self.chunks = [LaidChunk(*place) for place in places]
+        self._laid: set[int] = set()
+        self._seconds = self._sending = 0.0
+        self._buffers = pinned_buffers_of(stack.geometry.device)
+        self._parts: list[LayerKV | StoreError] | None = None
+        self._upload: Upload | None = None
+        self._free: Event | None = None
+
+    def heads(self) -> Steps[None]:
+        """Find out which chunks all ranks have; yields after each, and waits for them."""
+        for chunk in self.chunks:
+            self._take(chunk, self.source.take())
+            yield
+        self._agree([chunk.reason is None for chunk in self.chunks])
+
+    def _take(self, chunk: LaidChunk, found: Found) -> None:
+        head = found.head
+        chunk.tier, chunk.reason = found.tier, found.reason
+        if head is None:
+            return
+        if not self.fused.fits(head.shape, head.dtype, chunk.whole_tokens):
+            chunk.tier, chunk.reason = None, "damaged"
+            return
+        chunk.head = head
+        if chunk.whole_start != head.position:
+            chunk.turn = self.stack.rotation(chunk.whole_start - head.position)
+
+    def _agree(self, sound: Sequence[bool]) -> None:
+        """Use the chunks that are sound on all ranks."""
+        agreed = on_all_ranks(self.stack, sound)
+        for chunk, is_used in zip(self.chunks, agreed, strict=True):
+            chunk.is_used = is_used
+        self.source.keep(agreed)
+
+    def leave_out(self, unwanted: Sequence[LaidChunk]) -> None:
+        """Leave out chunks that are computed sooner than loaded, the same on all ranks."""
+        for chunk in unwanted:
+            chunk.reason = "slow"
+        self._agree_without(unwanted)
+
+    def _agree_without(self, gone: Sequence[LaidChunk]) -> None:
+        left = {id(chunk) for chunk in gone}
+        self._agree([chunk.is_used and id(chunk) not in left for chunk in self.chunks])
+
+    def lay(self, layer: int) -> Steps[None]:
+        """Lay one layer of all chunks in, unless it is there; yields while it is waited for.
+
+        Raises LostChunkError, on all ranks alike, when a chunk cannot be read any more.
+        """
+        used = [chunk for chunk in self.chunks if chunk.is_used]
+        if layer in self._laid or not used:
+            return
+        parts = yield from self._layer(layer, used)
+        if self._buffers is None:
+            for part in _placed(layer, used, parts):
+                self.fused.lay(layer, part.start, *part.kv.arrived(part.kv.tensors), part.turn)
+        else:
+            self._arrive()
+            self._look_ahead(self._buffers, layer + 1, used)
+        self._laid.add(layer)
+
+    def _layer(self, layer: int, used: Sequence[LaidChunk]) -> Steps[list[LayerKV]]:
+        """Wait for one layer of all chunks, which all ranks then have."""
+        started = time.perf_counter()
+        if self._parts is None:
+            self.source.want(layer)
+        while True:
+            if self._parts is None and self.source.wait(WAIT_SECONDS):
+                self._parts = self.source.layer(layer)
+            parts = self._parts
+            is_there = parts is not None and self._is_sent(layer, used, parts)
+            here = [is_there, *(not isinstance(p, StoreError) for p in parts or ())]
+            here += [True] * (1 + len(used) - len(here))
+            is_there, *sound = on_all_ranks(self.stack, here)
+            if is_there or not all(sound):
+                break
+            if parts is not None and not is_there:
+                time.sleep(WAIT_SECONDS)  # for a buffer
+            yield
+        self._parts = None
+        self._seconds += time.perf_counter() - started - self._sending
+        self._sending = 0.0
+        if not all(sound):
+            self._lose(used, parts or [], sound)
+        return [part for part in parts or () if not isinstance(part, StoreError)]
+
+    def _is_sent(
+        self, layer: int, used: Sequence[LaidChunk], parts: Sequence[LayerKV | StoreError]
+    ) -> bool:
+        """Whether the host has nothing left to do for a layer but to lay it, or have it awaited."""
+        sound = [part for part in parts if not isinstance(part, StoreError)]
+        if self._buffers is None or len(sound) < len(parts):
+            return True
+        started = time.perf_counter()
+        if self._upload is None:
+            free = self._free or self._buffers.copy_stream.worked()
+            placed = _placed(layer, used, sound)
+            self._upload = Upload(self._buffers, self.fused, layer, placed, free)
+        is_sent = self._upload.go_on()
+        self._sending += time.perf_counter() - started
+        return is_sent
+
+    def _arrive(self) -> None:
+        """Have the device's work wait for what is on its way."""
+        if self._upload is not None:
+            self._upload.arrive()
+        self._upload = None
+
+    def _look_ahead(self, buffers: PinnedBuffers, layer: int, used: Sequence[LaidChunk]) -> None:
+        """Begin to copy a layer beside what follows, if it is read; its place is free by now."""
+        self._free = buffers.copy_stream.worked()
+        if layer < self.stack.geometry.layers and self.source.is_read(layer):
+            self._parts = self.source.layer(layer)
+            self._is_sent(layer, used, self._parts)
+            self._sending = 0.0
+
+    def _lose(
+        self,
+        used: Sequence[LaidChunk],
+        parts: Sequence[LayerKV | StoreError],
+        sound: Sequence[bool],
+    ) -> None:
+        for chunk, part in zip(used, parts, strict=False):
+            if isinstance(part, StoreError):
+                chunk.reason = miss_of(part)
+        self._agree_without([c for c, is_sound in zip(used, sound, strict=True) if not is_sound])
+        self.rewind()
+        raise LostChunkError
+
+    def rewind(self) -> None:
+        """Lay the first layer in again next, over what the pass has made of the buffer."""
+        self._laid.clear()
+        self._arrive()  # late rows would fall on those of the next pass
+        self._parts = self._free = None
+        self.source.rewind()
+
+    def taken_seconds(self) -> float:
+        """Return the seconds spent waiting for layers since this was last asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+
+def _placed(layer: int, used: Sequence[LaidChunk], parts: Sequence[LayerKV]) -> list[LayerPart]:
+    """Return chunks' parts of a layer with where they go."""
+    return [
+        LayerPart(
+            chunk.start,
+            chunk.part(part),
+            None if chunk.turn is None else chunk.turn.of(layer),
+        )
+        for chunk, part in zip(used, parts, strict=True)
+    ]

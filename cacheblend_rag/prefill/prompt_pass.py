@@ -1,0 +1,295 @@
+"""PromptPass: choose rows of a prompt, recompute them, a step at a time, while its KV is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, Schedule, plan_schedule
+from cacheblend_rag.blend.passes import Attention, Candidates
+from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
+from cacheblend_rag.blend.rows import Mask
+from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
+from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.kv.fetch import LayerSource
+from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LaidChunk, LostChunkError, Place
+from cacheblend_rag.prefill.controller import Controller, StoredPart
+from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.stopwatch import Stopwatch
+from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.settings import AUTO, BlendConfig
+
+CONTEXT_KEPT = "nothing to recompute: the chunks know their own documents"
+"""Of a blend whose every chunk is contextual: fresh KV would forget its document."""
+
+
+@dataclass
+class FusedPrompt:
+    """A prompt's KV, and how it came to be.
+
+    hidden: the last token's final hidden state (1, 1, hidden), None when it was not asked for.
+    selector: the rule that chose rows. selector_reason: why not the one of the config, if so.
+    seconds: by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds.
+    """
+
+    fused: FusedKV
+    hidden: Tensor | None
+    selector: str
+    ratio: float
+    chunks: list[ChunkReport]
+    compute_share: float
+    seconds: dict[str, float]
+    selector_reason: str | None = None
+    ratio_reason: str | None = None
+
+    @property
+    def blended(self) -> bool:
+        """Whether any chunk could be reused."""
+        return any(chunk.hit for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class NotWorthLoading:
+    """A prompt whose chunks are computed sooner than loaded: why, and what to say of them."""
+
+    why: str
+    chunks: list[ChunkReport]
+
+
+@dataclass
+class PromptPass:
+    """The pass over one prompt.
+
+    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. source: their KV, on
+    its way in that order; whoever began it closes it. reserve: room in the buffer for tokens
+    decoded later; None when no layer is needed once it is final: the buffer is a ring.
+    needs_hidden: whether the last token's hidden state is wanted.
+    until: only so many of the first tokens are wanted, at least all chunks; None is all.
+    attention: see BlendPass. on_layer: called with each layer whose KV is final. on_restart: called
+    before the pass starts anew, since a chunk was lost on its way. controller: decides by measured
+    speeds what is loaded; without one everything is. own_seconds: a clock that stands still while
+    others have their turn between the steps: what the pass takes is measured by it.
+    """
+
+    stack: DecoderStack
+    token_ids: Tensor
+    placed: Sequence[PlacedChunk]
+    source: LayerSource
+    config: BlendConfig
+    reserve: int | None = 0
+    needs_hidden: bool = True
+    until: int | None = None
+    attention: Attention | None = None
+    on_layer: Callable[[int, FusedKV], None] | None = None
+    on_restart: Callable[[], None] | None = None
+    controller: Controller | None = None
+    own_seconds: Callable[[], float] = time.perf_counter
+    watch: Stopwatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = Stopwatch(self.stack.geometry.device)
+        self._began, self._own_began = time.perf_counter(), self.own_seconds()
+        self._work = 0.0
+        self._ratio_reason: str | None = None
+
+    def steps(self) -> Steps[FusedPrompt | NotWorthLoading]:
+        """Load, select, recompute: yields after each chunk, then after each block of rows.
+
+        The buffer is made in a step of its own: a rank that cannot have it says so before the
+        others wait for it in the midst of a layer. Chunks are found first; their layers are laid
+        in one by one, each just before it is run. Yields, too, while a layer is waited for.
+        """
+        laying = self._laying()
+        yield
+        yield from laying.heads()
+        self.watch.lap("load")
+        if why := self._decide(laying):
+            return NotWorthLoading(why, self._reports(laying))
+        while True:
+            try:
+                done = yield from self._blended(laying)
+            except LostChunkError:
+                self._charge(laying, "recompute")
+                if self.on_restart is not None:
+                    self.on_restart()
+            else:
+                hidden = self.source.busy.total - done.seconds["load"]
+                done.seconds["load_hidden"] = max(0.0, hidden)
+                self._measure(done)
+                return done
+
+    def _decide(self, laying: ChunkLoader) -> str | None:
+        """Choose by measured speeds what to load and recompute; why nothing is to be loaded, if so.
+
+        The first rank decides for all.
+        """
+        found = [chunk for chunk in laying.chunks if chunk.is_used]
+        if self.controller is None or not found:
+            return None
+        placed = [p for p, chunk in zip(self.placed, laying.chunks, strict=True) if chunk.is_used]
+        parts = [_stored_part(p, chunk) for p, chunk in zip(placed, found, strict=True)]
+        decided = self.controller.decide(self.token_ids.numel(), parts, self.config)
+        loaded = [part in decided.load for part in parts]
+        ratio, *kept = self.stack.broadcast(
+            torch.tensor([decided.config.ratio, *loaded], dtype=torch.float64)
+        ).tolist()
+        if self.config.recompute_ratio == AUTO:
+            self.config = self.config.with_ratio(ratio)
+        self._ratio_reason = decided.why
+        laying.leave_out([chunk for chunk, keep in zip(found, kept, strict=True) if not keep])
+        return None if any(kept) else decided.why or "ordinary prefill is faster"
+
+    def _measure(self, done: FusedPrompt) -> None:
+        """Note what reading and computing took; others' turns are spread over all of the pass."""
+        if self.controller is not None:
+            own, all_ = self.own_seconds() - self._own_began, time.perf_counter() - self._began
+            seconds = done.seconds["recompute"] * own / max(all_, own, 1e-9)
+            self.controller.rates.record("blend", self._work, seconds)
+            for tier, (nbytes, seconds) in self.source.measured().items():
+                self.controller.speeds.record(tier, nbytes, seconds)
+
+    def _laying(self) -> ChunkLoader:
+        geometry, tokens = self.stack.geometry, self.token_ids.numel()
+        fused = (
+            RingKV(geometry, tokens)
+            if self.reserve is None
+            else FusedKV(geometry, tokens, self.reserve)
+        )
+        places = [Place(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
+        return ChunkLoader(self.stack, fused, places, self.source)
+
+    def _blended(self, laying: ChunkLoader) -> Steps[FusedPrompt]:
+        """Run the pass over the chunks that are there; raises LostChunkError."""
+        schedule = plan_schedule(self.config, self.stack.geometry.layers)
+        candidates, has_prior = self._candidates(laying, schedule)
+        schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
+        if schedule.selector.needs_question and schedule.before:
+            candidates.question_attention = yield from self._probe(laying, candidates)
+            self._charge(laying, "selection")
+        run = BlendPass(
+            self.stack,
+            self.token_ids[: self.until],
+            laying.fused,
+            candidates.first(self.until or self.token_ids.numel()),
+            schedule,
+            needs_hidden=self.needs_hidden,
+            attention=self.attention,
+            before_layer=laying.lay,
+            on_layer=self.on_layer,
+        )
+        try:
+            yield from run.steps()
+        finally:
+            self._work += run.stats.work
+        self._charge(laying, "recompute")
+        self.watch.move(run.stats.selection_seconds, "recompute", "selection")
+        run.stats.work = self._work
+        return FusedPrompt(
+            fused=laying.fused,
+            hidden=run.hidden if self.needs_hidden else None,
+            selector=selector,
+            ratio=schedule.ratio,
+            chunks=[_with_recomputed(r, run.stats.recomputed) for r in self._reports(laying)],
+            compute_share=run.compute_share,
+            seconds=self.watch.seconds,
+            selector_reason=selector_reason,
+            ratio_reason=self._ratio_reason,
+        )
+
+    def _reports(self, laying: ChunkLoader) -> list[ChunkReport]:
+        pairs = zip(self.placed, laying.chunks, strict=True)
+        return [_report(placed, chunk) for placed, chunk in pairs]
+
+    def _charge(self, laying: ChunkLoader, phase: str) -> None:
+        """Charge the time since the last reading to a phase, but for that of loading in it."""
+        self.watch.lap(phase)
+        self.watch.move(laying.taken_seconds(), phase, "load")
+
+    def _candidates(self, laying: ChunkLoader, schedule: Schedule) -> tuple[Candidates, bool]:
+        """Return what is known of the prompt's tokens, and whether any has a prior."""
+        priors = [chunk.head.prior if chunk.head else None for chunk in laying.chunks]
+        ranked = on_all_ranks(self.stack, [prior is not None for prior in priors])
+        known = Candidates.none(self.token_ids.numel())
+        known.eligible, scores = known.cached.clone(), torch.zeros(self.token_ids.numel())
+        known.prior = scores
+        has_prior = False
+        for placed, chunk, prior, is_ranked in zip(
+            self.placed, laying.chunks, priors, ranked, strict=True
+        ):
+            if not chunk.is_used:
+                continue
+            here = slice(chunk.start, chunk.end)
+            known.cached[here] = True
+            known.eligible[here] = schedule.recomputes_all or not self._protects(placed)
+            own = slice(chunk.skip, chunk.skip + chunk.end - chunk.start)
+            known.offsets[here] = torch.arange(own.start, own.stop)
+            if prior is not None and is_ranked:
+                scores[here], has_prior = prior[own], True
+        return known, has_prior
+
+    def _protects(self, chunk: PlacedChunk) -> bool:
+        return chunk.protected and self.config.protect_context
+
+    def _workable(
+        self, schedule: Schedule, candidates: Candidates, has_prior: bool
+    ) -> tuple[Schedule, str, str | None]:
+        """Replace a schedule that this prompt gives nothing to go by.
+
+        Returns it with its selector's name, and why that is not the config's, if so.
+        """
+        name = self.config.selector
+        if schedule.recomputes_all:
+            return schedule, name, None
+        if not bool(candidates.eligible.any()):
+            return REUSE_ONLY, "none", CONTEXT_KEPT
+        if schedule.selector.needs_prior and not has_prior:
+            fallback = replace(self.config, selector="chunk_head", selector_options={})
+            planned = plan_schedule(fallback, self.stack.geometry.layers)
+            return planned, fallback.selector, f"no prior stored for {name}"
+        return schedule, name, None
+
+    def _probe(self, laying: ChunkLoader, candidates: Candidates) -> Steps[Tensor]:
+        question_start = max(chunk.end + len(chunk.after) for chunk in self.placed)
+        attention, work = yield from probe_question(
+            self.stack,
+            self.token_ids,
+            laying.fused,
+            candidates,
+            min(question_start, self.token_ids.numel() - 1),
+            before_layer=laying.lay,
+        )
+        self._work += work
+        if not laying.fused.keeps_layers:
+            laying.rewind()
+        return attention
+
+
+def _stored_part(placed: PlacedChunk, chunk: LaidChunk) -> StoredPart:
+    """What the controller is to know of a chunk; what is in memory takes no reading."""
+    nbytes = 0 if chunk.head is None else chunk.head.layers * chunk.head.layer_bytes
+    return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, placed.protected)
+
+
+def absent(store: TieredKVStore, chunk: PlacedChunk) -> ChunkReport:
+    """Report a chunk that the store does not hold, and why."""
+    found = store.absence(chunk.key)
+    return chunk.report(found.reason, found.tier)
+
+
+def _report(placed: PlacedChunk, chunk: LaidChunk) -> ChunkReport:
+    """Say what became of a chunk; of one that only other ranks lack, that it is not stored."""
+    if chunk.is_used or chunk.reason:
+        return placed.report(chunk.reason, chunk.tier)
+    return placed.report("not stored")
+
+
+def _with_recomputed(report: ChunkReport, recomputed: Mask) -> ChunkReport:
+    if not report.hit:
+        return report
+    part = recomputed[report.start : report.start + report.tokens]
+    return replace(report, recomputed=int(part.sum()))

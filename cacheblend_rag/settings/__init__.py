@@ -1,0 +1,43 @@
+"""Settings of requests, lead-ins, stores and engines, validated when they are made."""
+
+from cacheblend_rag.settings.config import (
+    AUTO,
+    EMBEDDED,
+    ENGINES,
+    PRESET_RATIOS,
+    RATIO_BOUNDS,
+    VLLM,
+    BlendConfig,
+    EngineConfig,
+    LeadInConfig,
+    LeadInKind,
+    Precision,
+    Preset,
+    Settings,
+    StoreConfig,
+    check_namespace,
+    check_request,
+    names_of,
+    settle,
+)
+
+__all__ = [
+    "AUTO",
+    "EMBEDDED",
+    "ENGINES",
+    "PRESET_RATIOS",
+    "RATIO_BOUNDS",
+    "VLLM",
+    "BlendConfig",
+    "EngineConfig",
+    "LeadInConfig",
+    "LeadInKind",
+    "Precision",
+    "Preset",
+    "Settings",
+    "StoreConfig",
+    "check_namespace",
+    "check_request",
+    "names_of",
+    "settle",
+]

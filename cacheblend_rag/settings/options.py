@@ -1,0 +1,136 @@
+"""Checks option names, and translates the names that other libraries use for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from difflib import get_close_matches
+from typing import Any
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.secret import check_server_url
+
+ALIASES: Mapping[str, str] = {
+    "model_name": "model",
+    "base_url": "engine",
+    "api_base": "engine",
+    "max_new_tokens": "max_tokens",
+    "max_completion_tokens": "max_tokens",
+    "stop_sequences": "stop",
+}
+"""What other libraries call these arguments."""
+KIND = "Input should be "
+"""How pydantic begins to say what it wants."""
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The names that something takes; ALIASES of known ones are taken, too.
+
+    Args:
+        kind: what each is, as in "x is no {kind}".
+        known: the names.
+        inside: names that belong inside of an argument that is a dict, each with that argument's.
+    """
+
+    kind: str
+    known: frozenset[str]
+    inside: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def holding(
+        cls, kind: str, known: Iterable[str], settings: Mapping[str, type[Any]]
+    ) -> Arguments:
+        """Return arguments of which some are settings.
+
+        Args:
+            kind: what each argument is.
+            known: their names.
+            settings: those that are settings, if they are known, each with its dataclass.
+        """
+        names = frozenset(known)
+        inside = {
+            one.name: outer
+            for outer in settings.keys() & names
+            for one in fields(settings[outer])
+            if one.name not in names
+        }
+        return cls(kind, names, inside)
+
+    def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by their own names. No error tells a value.
+
+        Raises:
+            ConfigError: for a name that is not known, and for two names of one argument.
+        """
+        for name in given:
+            if self._own(name) not in self.known:
+                raise ConfigError(self._refusal(name))
+        return self.renamed(given)
+
+    def told(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what ``read`` does but arguments that are None: they leave what is settled."""
+        return {name: value for name, value in self.read(given).items() if value is not None}
+
+    def renamed(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments by their own names, and unknown ones as they are.
+
+        An alias that holds None is left out: it is other libraries' way to say nothing.
+
+        Raises:
+            ConfigError: for two names of one argument.
+        """
+        names: dict[str, str] = {}
+        for name, value in given.items():
+            own = self._own(name)
+            if own != name and value is None:
+                continue
+            if own in names:
+                raise ConfigError(f"{names[own]} and {name} are one {self.kind}: give {own} alone")
+            names[own] = name
+        return {own: given[name] for own, name in names.items()}
+
+    def _own(self, name: str) -> str:
+        own = ALIASES.get(name, name)
+        return own if name not in self.known and own in self.known else name
+
+    def _refusal(self, name: str) -> str:
+        if outer := self.inside.get(name):
+            return f"{name} is no {self.kind}: give it as {outer}={{{name!r}: ...}}"
+        names = [*self.known, *(alias for alias in ALIASES if self._own(alias) in self.known)]
+        if close := get_close_matches(name.lower(), sorted(names), n=1):
+            return f"{name} is no {self.kind}: did you mean {self._own(close[0])}?"
+        return f"{name} is no {self.kind}; known: {', '.join(sorted(self.known))}"
+
+
+def check_engine_name(engine: str, kinds: Sequence[str]) -> None:
+    """Raise ConfigError unless ``engine`` is one of ``kinds`` or a server's URL without a secret.
+
+    Nothing is asked of the server.
+    """
+    if engine in kinds:
+        return
+    if "://" in engine:
+        check_server_url(engine)
+    elif any(mark in engine for mark in ":/@?"):
+        check_server_url(f"http://{engine}")
+        raise ConfigError(f"engine={engine!r} lacks a scheme: give http://{engine}")
+    else:
+        raise ConfigError(f"engine={engine!r} must be {', '.join(kinds)} or a server's URL")
+
+
+def describe_errors(errors: Iterable[Mapping[str, Any]]) -> str:
+    """Return in one line what pydantic finds wrong with arguments, without their values."""
+    found: dict[str, list[str]] = {}
+    for error in errors:
+        where = str(error["loc"][0]) if error["loc"] else ""
+        found.setdefault(where, []).append(" ".join(str(error["msg"]).split()))
+    return "; ".join(_described(where, told) for where, told in found.items())
+
+
+def _described(where: str, told: Sequence[str]) -> str:
+    kinds = [text.removeprefix(KIND) for text in told if text.startswith(KIND)]
+    if kinds:
+        return f"{where} must be {' or '.join(kinds)}"
+    text = "; ".join(text.removeprefix("Value error, ") for text in told)
+    return f"{where}: {text}" if where else text

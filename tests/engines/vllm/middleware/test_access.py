@@ -1,0 +1,345 @@
+"""Who comes through a server's door, and with what. No vLLM is needed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Iterable
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.engines.vllm.middleware import access
+from cacheblend_rag.engines.vllm.middleware.access import (
+    AccessMiddleware,
+    RefusedRequestError,
+    check_json,
+    check_order,
+)
+from cacheblend_rag.errors import ConfigError
+
+RELEASE = "/cacheblend/release"
+ASK, STORE = "sesame", "barley"
+PRECOMPUTE = {"kv_transfer_params": {"cacheblend": {"kind": "precompute"}}}
+
+
+class Asked:
+    """An application behind a door, and what came of one request to it.
+
+    status: None when the application was reached; then body is what it read and headers what it
+    was given.
+    """
+
+    def __init__(
+        self,
+        body: bytes | Iterable[bytes] = b"",
+        *,
+        path: str = "/v1/completions",
+        key: str | None = None,
+        keys: Iterable[str] = (),
+        kind: str = "http",
+        method: str = "POST",
+        headers: Iterable[tuple[bytes, bytes]] = (),
+    ) -> None:
+        self.status: int | None = None
+        self.sent: list[Any] = []
+        self.body = b""
+        self.headers: dict[bytes, bytes] = {}
+        pieces = [body] if isinstance(body, bytes) else list(body)
+        self._events: list[dict[str, Any]] = [
+            {"type": "http.request", "body": piece, "more_body": index < len(pieces) - 1}
+            for index, piece in enumerate(pieces)
+        ]
+        given = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+        scope = {
+            "type": kind,
+            "path": path,
+            "method": method,
+            "headers": [*given, *headers],
+            "app": SimpleNamespace(state=SimpleNamespace(args=SimpleNamespace(api_key=list(keys)))),
+        }
+        asyncio.run(AccessMiddleware(self._application)(scope, self._receive, self._send))
+
+    async def _application(self, scope: Any, receive: Any, send: Any) -> None:
+        self.headers = dict(scope["headers"])
+        more = scope["type"] == "http"
+        while more:
+            event = await receive()
+            self.body += event.get("body", b"")
+            more = event.get("more_body", False)
+        self.after = await receive()
+
+    async def _receive(self) -> Any:
+        return self._events.pop(0) if self._events else {"type": "http.disconnect"}
+
+    async def _send(self, event: Any) -> None:
+        self.sent.append(event)
+        self.status = event.get("status", self.status)
+
+    @property
+    def said(self) -> str:
+        return str(json.loads(self.sent[-1]["body"])["error"]["message"])
+
+
+@pytest.fixture(autouse=True)
+def _no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (access.KEY_VARIABLE, access.STORE_KEY_VARIABLE, access.BODY_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    "path", ["/invocations", "/metrics", "/tokenize", "/scale_elastic_ep", "/health/", "/healthy"]
+)
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_every_path_needs_the_key(monkeypatch: pytest.MonkeyPatch, path: str, by: str) -> None:
+    if by == "environment":
+        monkeypatch.setenv(access.KEY_VARIABLE, ASK)
+    keys = [ASK] if by == "flag" else []
+    for wrong in (None, "", "wrong", "s\u00e9same"):
+        assert Asked(path=path, keys=keys, key=wrong).status == 401
+    assert Asked(path=path, keys=keys, key=ASK).status is None
+    basic = [(b"authorization", b"Basic " + ASK.encode())]
+    assert Asked(path=path, keys=keys, headers=basic).status == 401
+    refused = Asked(path=path, keys=keys, kind="websocket")
+    assert [event["type"] for event in refused.sent] == ["websocket.close"]
+
+
+def test_what_is_open_to_all() -> None:
+    assert Asked(path="/health", keys=[ASK]).status is None
+    assert Asked(path="/v1/completions", keys=[ASK], method="OPTIONS").status is None
+    assert Asked(path="/v1/completions").status is None, "no key was set"
+    assert Asked(path="/v1/realtime", kind="lifespan", keys=[ASK]).status is None
+
+
+@pytest.mark.parametrize("kind", ["precompute", "evict"])
+def test_another_key_for_who_changes_the_store(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    order = json.dumps({"kv_transfer_params": {"cacheblend": {"kind": kind}}}).encode()
+    assert Asked(order, keys=[ASK], key=ASK).status is None
+    monkeypatch.setenv(access.STORE_KEY_VARIABLE, STORE)
+    refused = Asked(order, keys=[ASK], key=ASK)
+    assert refused.status == 403
+    assert refused.said == f"to {kind}, the key in the server's CACHEBLEND_STORE_KEY is needed"
+    assert Asked(order, key="wrong").status == 403, "whoever may ask may not store"
+    assert Asked(order, keys=[ASK], key="wrong").status == 401
+    passed = Asked(order, keys=[ASK], key=STORE)
+    assert (passed.status, passed.body) == (None, order)
+    assert passed.headers == {b"authorization": b"Bearer sesame"}, "all that vLLM knows of"
+    assert Asked(order, key=STORE).status is None
+    blend = json.dumps({"kv_transfer_params": {"cacheblend": {"kind": "blend"}}}).encode()
+    assert Asked(blend, keys=[ASK], key=ASK).status is None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"kv_transfer_params": {"cacheblend": {"kind": "blend", "kind": "precompute"}}}',
+        b'{"a": 1, "a": 2}',
+        b'{"\\u006bv_transfer_params": {"\\u0063acheblend": {"kind": "\\u0065vict"}}}',
+        json.dumps({"sampling_params": {"extra_args": PRECOMPUTE}}).encode(),
+        json.dumps([[{"requests": [PRECOMPUTE]}]]).encode(),
+        json.dumps(PRECOMPUTE).encode("utf-8-sig"),
+        json.dumps(PRECOMPUTE).encode("utf-16"),
+        b"no JSON",
+        b"\xff",
+    ],
+)
+def test_an_order_cannot_hide(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    monkeypatch.setenv(access.STORE_KEY_VARIABLE, STORE)
+    assert Asked(body).status in {400, 403}
+
+
+def test_a_form_is_read_as_one_where_forms_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(access.STORE_KEY_VARIABLE, STORE)
+    form = [(b"content-type", b"multipart/form-data; boundary=x")]
+    assert Asked(b"[" * 100, path="/v1/audio/transcriptions", headers=form).status is None
+    order = json.dumps(PRECOMPUTE).encode()
+    assert Asked(order, path="/invocations", headers=form).status == 403
+
+
+# Bodies
+
+
+def test_a_body_comes_through_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [b'{"prompt"', b': "a [ b { \\" ]', b'"}', b""]
+    asked = Asked(pieces)
+    assert asked.body == b"".join(pieces)
+    assert asked.after == {"type": "http.disconnect"}, "what comes after it, too"
+    monkeypatch.setenv(access.BODY_VARIABLE, "1")
+    long = Asked(b" " * (1 << 19) for _ in range(3))
+    assert (long.status, long.said) == (
+        413,
+        "the body is longer than 1 MiB (CACHEBLEND_MAX_BODY_MIB)",
+    )
+
+
+def test_a_client_that_leaves_is_not_waited_for() -> None:
+    asked = Asked([])
+    assert (asked.status, asked.body) == (None, b"")
+
+
+def test_a_body_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "BODY_SECONDS", 0.01)
+
+    async def wait(self: Asked) -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Asked, "_receive", wait)
+    assert Asked().status == 408
+
+
+@pytest.mark.parametrize(("pieces", "left"), [(3, 0), (4, 0), (9, 4)])
+def test_who_sends_too_much_is_heard_out_within_bounds(
+    monkeypatch: pytest.MonkeyPatch, pieces: int, left: int
+) -> None:
+    """While a client is sending, a connection that is closed takes the answer with it."""
+    monkeypatch.setenv(access.BODY_VARIABLE, "1")
+    asked = Asked([bytes(1 << 20)] * pieces)
+    assert (asked.status, len(asked._events)) == (413, left)
+
+
+@pytest.mark.parametrize("given", ["0", "many", "-1", "1.5", ""])
+def test_a_limit_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    monkeypatch.setenv(access.BODY_VARIABLE, given)
+    with pytest.raises(ConfigError, match="CACHEBLEND_MAX_BODY_MIB="):
+        Asked()
+
+
+def depth_of(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value
+    return 1 + max(map(depth_of, inner), default=0) if isinstance(value, dict | list) else 0
+
+
+def test_bodies_may_be_so_deep() -> None:
+    draw = random.Random(0)
+
+    def made(depth: int) -> Any:
+        if depth == 0 or draw.random() < 0.1:
+            return draw.choice([1, "[[[", '"', "\\", '\\"{', None, "\u00e9\u2200", True])
+        inner = [made(draw.randrange(depth)) for _ in range(draw.randrange(2))] + [made(depth - 1)]
+        return draw.choice([inner, {f"{{{i}": value for i, value in enumerate(inner)}])
+
+    for _ in range(500):
+        value = made(draw.randrange(9))
+        for _ in range(draw.randrange(50, 62)):
+            value = draw.choice([[value, "]"], {"}": value}])
+        body = json.dumps(value, ensure_ascii=draw.random() < 0.5).encode()
+        if depth_of(value) <= access.MAX_DEPTH:
+            check_json(body)
+        else:
+            with pytest.raises(RefusedRequestError, match="nested deeper than 64"):
+                check_json(body)
+
+
+def test_halves_of_characters_are_refused() -> None:
+    draw = random.Random(1)
+    units = ["a", "\\", "\\\\", "u", "\ud83d", "\ude00", "\U0001f600", "\ue000", "\\ud800", '"']
+    for _ in range(4000):
+        text = "".join(draw.choices(units, k=draw.randrange(6)))
+        try:
+            json.loads(json.dumps(text)).encode()
+            check_json(json.dumps({text: [text]}).encode())
+        except UnicodeEncodeError:
+            with pytest.raises(RefusedRequestError, match="unpaired surrogate"):
+                check_json(json.dumps({text: [text]}).encode())
+
+
+@pytest.mark.timeout(60)  # hours, where the square of its length counts
+@pytest.mark.parametrize(
+    "unit", ['"', '\\"', "[", "]", "{}", "[]", '"\\', '""', '"a":', "[[]", "\\", "\\ud83d\\ude00"]
+)
+def test_a_hostile_body_costs_what_its_length_does(unit: str) -> None:
+    body = (unit * ((4 << 20) // len(unit))).encode()
+    with suppress(RefusedRequestError):
+        check_json(body)
+        check_order(body)
+
+
+# Releasing memory
+
+
+class FakeVLLM:
+    """Answers completions as a vLLM with the connector does; replicas: engines behind it."""
+
+    def __init__(self, replicas: int = 1, says: dict[str, Any] | None = None) -> None:
+        self.replicas, self.says = replicas, says
+        self.orders: list[tuple[str, str | None]] = []
+        self.keys: set[bytes] = set()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        assert (scope["method"], scope["path"]) == ("POST", "/v1/completions")
+        headers = dict(scope["headers"])
+        self.keys.add(headers.get(b"authorization", b""))
+        body = json.loads((await receive())["body"])
+        order = body["kv_transfer_params"]["cacheblend"]
+        rank = headers.get(b"x-data-parallel-rank")
+        self.orders.append((order["kind"], rank and rank.decode()))
+        told = {"active": True, "replicas": self.replicas} if order["kind"] == "status" else None
+        params = {"cacheblend": told or self.says or {"released": 1000}}
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send(
+            {
+                "type": "http.response.body",
+                "body": json.dumps({"kv_transfer_params": params}).encode(),
+            }
+        )
+
+
+def released(
+    vllm: FakeVLLM, key: str | None = None, *, method: str = "POST", keys: Iterable[str] = ()
+) -> tuple[int, dict[str, Any]]:
+    sent: list[Any] = []
+
+    async def send(event: Any) -> None:
+        sent.append(event)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    given = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    args = SimpleNamespace(api_key=list(keys))
+    scope = {
+        "type": "http",
+        "path": RELEASE,
+        "method": method,
+        "headers": given,
+        "app": SimpleNamespace(state=SimpleNamespace(args=args)),
+    }
+    asyncio.run(AccessMiddleware(vllm)(scope, receive, send))
+    return sent[0]["status"], json.loads(sent[1]["body"])
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_memory_is_released_in_every_replica(replicas: int) -> None:
+    vllm = FakeVLLM(replicas)
+    assert released(vllm) == (200, {"released_bytes": 1000 * replicas})
+    ranks = [str(rank) for rank in range(replicas)] if replicas > 1 else [None]
+    assert vllm.orders == [("status", None), *(("release", rank) for rank in ranks)]
+
+
+def test_who_may_ask_may_not_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CACHEBLEND_STORE_KEY", STORE)
+    for key, status in ((None, 401), ("guess", 401), (ASK, 403), (STORE, 200)):
+        vllm = FakeVLLM()
+        got, told = released(vllm, key, keys=[ASK])
+        assert got == status
+        assert bool(vllm.orders) == (status == 200)
+        if status == 403:
+            assert "to release, the key" in told["error"]["message"]
+    assert vllm.keys == {f"Bearer {ASK}".encode()}, "vLLM is asked with its own key"
+    order = {"kv_transfer_params": {"cacheblend": {"kind": "release"}}}
+    assert Asked(json.dumps(order).encode(), key=ASK, keys=[ASK]).status == 403
+
+
+def test_release_is_a_post_and_says_what_went_wrong() -> None:
+    vllm = FakeVLLM()
+    assert released(vllm, method="GET")[0] == 405
+    assert vllm.orders == []
+    status, told = released(FakeVLLM(says={"reason": "no such thing"}))
+    assert status == 503
+    assert "not released: no such thing" in told["error"]["message"]

@@ -1,0 +1,259 @@
+"""Chunks that come layer by layer: late, in any order, lost on their way, hidden behind compute."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from cacheblend_rag import BlendConfig, TieredKVStore
+from cacheblend_rag.blend import BlendPass, FusedKV
+from cacheblend_rag.blend.selectors import SELECTORS
+from cacheblend_rag.kv import HostTier, KVKey, codec
+from cacheblend_rag.kv.fetch import LayerSource
+from cacheblend_rag.kv.tiers import Tier
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
+from cacheblend_rag.report import PhaseSeconds
+from tests.blend.fake_stack import LAYERS, FakeStack
+from tests.kv.samples import SlowBytes
+from tests.prefill.prompts import SPANS, Ranks, chunk_kv, placed, prompt_ids, run
+
+NAMES = dict(zip(SPANS, placed(), strict=True))
+
+
+@pytest.fixture(autouse=True)
+def short_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first bytes that are read of these small chunks are not all they have."""
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 10)
+
+
+def slow_tier(names: str = "abc", **options: Any) -> SlowBytes:
+    tier = SlowBytes(**options)
+    tier.fill({NAMES[name].key: chunk_kv(FakeStack(), NAMES[name]) for name in names})
+    return tier
+
+
+def layer_at(tier: SlowBytes, name: str, start: int) -> int:
+    """The layer whose range begins there."""
+    data = tier.objects[NAMES[name].key]
+    return (start - spans_of(data, name).start) // spans_of(data, name).layer_bytes
+
+
+def spans_of(data: bytearray, name: str) -> codec.Head:
+    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    head = codec.read_head(lambda a, b: raw[a:b], len(data), NAMES[name].key)
+    assert head is not None
+    return head
+
+
+class Told:
+    """The layers of a pass as they became final."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.restarts = 0
+
+    def note(self, layer: int, fused: FusedKV) -> None:
+        keys, values = fused.layer(layer)
+        self.layers[layer] = keys.clone(), values.clone()
+
+    def restart(self) -> None:
+        self.restarts += 1
+
+
+def over(
+    tiers: list[Tier],
+    *,
+    ring: bool = False,
+    stack: FakeStack | None = None,
+    unpack: bool = True,
+    **config: Any,
+) -> tuple[FusedPrompt, Told]:
+    """What a pass over a prompt comes to, whose chunks are in these tiers."""
+    told, stack = Told(), stack or FakeStack()
+    with (
+        TieredKVStore(tiers) as store,
+        store.fetch((chunk.key for chunk in placed()), unpack=unpack) as source,
+    ):
+        work = PromptPass(
+            stack, prompt_ids().to(stack.device), placed(), source, BlendConfig(**config),
+            reserve=None if ring else 0, on_layer=told.note, on_restart=told.restart,
+        )  # fmt: skip
+        return run(work.steps()), told
+
+
+def expected(names: str = "abc", **config: Any) -> tuple[FusedPrompt, Told]:
+    host = HostTier(None)
+    with TieredKVStore([host]) as store:
+        for name in names:
+            store.put(NAMES[name].key, chunk_kv(FakeStack(), NAMES[name]))
+        return over([host], **config)
+
+
+def assert_same(found: tuple[FusedPrompt, Told], wanted: tuple[FusedPrompt, Told]) -> None:
+    (one, told), (other, other_told) = found, wanted
+    assert list(told.layers) == list(range(LAYERS))
+    for layer in range(LAYERS):
+        for part, there in zip(told.layers[layer], other_told.layers[layer], strict=True):
+            assert torch.equal(part, there)
+    assert one.hidden is not None
+    assert other.hidden is not None
+    assert torch.equal(one.hidden, other.hidden)
+    assert [c.recomputed for c in one.chunks] == [c.recomputed for c in other.chunks]
+    assert (one.selector, one.ratio) == (other.selector, other.ratio)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("ratio", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_layers_that_are_read_give_what_those_in_memory_give(
+    selector: str, ratio: float, ring: bool
+) -> None:
+    config = {"selector": selector, "recompute_ratio": ratio}
+    found = over([slow_tier()], ring=ring, **config)
+    assert_same(found, expected(**config))
+    assert [chunk.tier for chunk in found[0].chunks] == ["bytes"] * 3
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("selector", ["hkvd", "question"])
+@pytest.mark.parametrize("seed", range(3))
+def test_layers_may_come_late_one_by_one_and_in_any_order(
+    seed: int, selector: str, ring: bool
+) -> None:
+    """Each read ends only when it is let go, one after the other, drawn of those under way."""
+    tier, waiting, over_with = slow_tier(), list[threading.Event](), threading.Event()
+
+    def gate(*_: Any) -> None:
+        mine = threading.Event()
+        waiting.append(mine)
+        mine.wait(10)
+
+    def let_go() -> None:
+        draw = random.Random(seed)
+        while not over_with.is_set():
+            if waiting:
+                waiting.pop(draw.randrange(len(waiting))).set()
+            time.sleep(0.001)
+
+    tier.gate = gate
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    try:
+        found = over([tier], ring=ring, selector=selector, recompute_ratio=0.3)
+    finally:
+        over_with.set()
+        thread.join()
+    assert_same(found, expected(selector=selector, recompute_ratio=0.3))
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("selector", ["hkvd", "question", "prior"])
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_a_chunk_that_is_damaged_midway_is_a_miss_and_the_answer_is_right(
+    layer: int, selector: str, ring: bool
+) -> None:
+    tier, config = slow_tier(), {"selector": selector, "recompute_ratio": 0.3}
+    data = tier.objects[NAMES["b"].key]
+    data[spans_of(data, "b").span(layer, layer + 1)[0] + 3] ^= 1
+    host = HostTier(None)
+    found = over([host, tier], ring=ring, **config)
+    wanted = expected("ac", **config)
+    assert_same(found, wanted)
+    assert found[1].restarts == 1
+    assert [chunk.hit for chunk in found[0].chunks] == [True, False, True]
+    assert [chunk.reason for chunk in found[0].chunks] == [None, "damaged", None]
+    assert [chunk.tier for chunk in found[0].chunks] == ["bytes"] * 3
+    assert tier.stats()["quarantined"] == 1
+    # What was done in vain is told as work, too.
+    assert found[0].compute_share >= wanted[0].compute_share
+
+
+def test_all_chunks_may_be_lost_one_after_the_other() -> None:
+    tier = slow_tier()
+    for layer, name in enumerate("cab"):
+        data = tier.objects[NAMES[name].key]
+        data[spans_of(data, name).span(layer + 1, layer + 2)[0]] ^= 1
+    found = over([tier], ring=True, recompute_ratio=0.3)
+    assert_same(found, expected("", recompute_ratio=0.3))
+    assert not found[0].blended
+    assert {chunk.reason for chunk in found[0].chunks} == {"damaged"}
+    assert 1 <= found[1].restarts <= 3  # what is read ahead is lost with what is asked for
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_loses_midway_both_do_without(rank: int) -> None:
+    tiers = [slow_tier(), slow_tier()]
+    data = tiers[rank].objects[NAMES["b"].key]
+    data[spans_of(data, "b").span(2, 3)[0]] ^= 1
+    delay = 0.002
+    tiers[1 - rank].gate = lambda *_: time.sleep(delay)
+
+    def of(rank: int, stack: FakeStack) -> tuple[FusedPrompt, Told]:
+        return over([tiers[rank]], stack=stack, ring=True, recompute_ratio=0.3)
+
+    both = Ranks().run(of)
+    for found in both:
+        assert_same(found, expected("ac", recompute_ratio=0.3))
+        assert found[1].restarts == 1
+    reasons = [[chunk.reason for chunk in found[0].chunks] for found in both]
+    assert reasons[rank] == [None, "damaged", None]
+    assert reasons[1 - rank] == [None, "not stored", None]
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_loading_that_takes_less_than_computing_is_hidden(
+    monkeypatch: pytest.MonkeyPatch, ring: bool
+) -> None:
+    """Of layers that are read in 2 ms while others are computed for 20, hardly one is awaited.
+
+    The last one's reading takes until half of them are computed.
+    """
+    depth = 20
+    stack = FakeStack(windows=(None,) * depth)
+    halfway = threading.Event()
+
+    def gate(key: KVKey, start: int) -> None:
+        time.sleep(0.002)
+        if (key, start) == last:
+            assert halfway.wait(10)
+
+    tier = SlowBytes(gate)
+    tier.fill({chunk.key: chunk_kv(stack, chunk) for chunk in placed()})
+    last = NAMES["b"].key, spans_of(tier.objects[NAMES["b"].key], "b").span(depth - 1, depth)[0]
+    ready: list[bool] = []
+    own_want, own_run = LayerSource.want, BlendPass._run
+
+    def want(source: LayerSource, layer: int) -> None:
+        own_want(source, layer)
+        if source._handed < layer and len(ready) <= layer:
+            ready.append(source.wait(0))
+
+    def slowly(work: BlendPass, layer: int) -> Iterator[None]:
+        time.sleep(0.02)
+        if layer == depth // 2:
+            halfway.set()
+        return own_run(work, layer)
+
+    monkeypatch.setattr(LayerSource, "want", want)
+    monkeypatch.setattr(BlendPass, "_run", slowly)
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 12)
+    found, _ = over([tier], ring=ring, stack=stack, recompute_ratio=0.3, selector="prior")
+    assert found.blended
+    assert len(tier.ranges) == 3 * depth
+    assert len(ready) == depth
+    assert sum(ready) >= 0.8 * depth
+    assert found.seconds["load_hidden"] > 0.1
+
+
+def test_seconds_that_are_hidden_are_no_part_of_the_first_tokens() -> None:
+    seconds = PhaseSeconds(prepare=1, load=2, selection=4, recompute=8, first_token=16, decode=32)
+    assert seconds.time_to_first_token == 31
+    assert replace(seconds, load_hidden=64.0).time_to_first_token == 31

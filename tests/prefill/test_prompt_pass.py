@@ -1,0 +1,456 @@
+"""The pass over a prompt's stored chunks, over the fake stack: hits, misses, rows, ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendConfig, TieredKVStore
+from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
+from cacheblend_rag.blend.passes import Candidates
+from cacheblend_rag.blend.question_probe import probe_question
+from cacheblend_rag.blend.rotary import rotated
+from cacheblend_rag.blend.selectors import SELECTORS
+from cacheblend_rag.blend.stack import on_all_ranks
+from cacheblend_rag.kv import DiskTier, codec
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
+from cacheblend_rag.kv.speed import Speeds
+from cacheblend_rag.prefill import stopwatch
+from cacheblend_rag.prefill.controller import Decision, Kind, Rates, StoredPart
+from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.prompt_pass import (
+    CONTEXT_KEPT,
+    FusedPrompt,
+    NotWorthLoading,
+    PromptPass,
+)
+from cacheblend_rag.prefill.stopwatch import Stopwatch
+from tests.blend.fake_stack import LAYERS, FakeStack, plain_kv
+from tests.prefill.prompts import (
+    LEAD,
+    QUESTION,
+    SPANS,
+    TOKENS,
+    Ranks,
+    chunk_kv,
+    filled,
+    finished,
+    placed,
+    prompt_ids,
+    prompt_pass,
+    run,
+)
+
+
+def by_hand(
+    config: BlendConfig,
+    hits: str = "abc",
+    protected: str = "",
+    lost: tuple[int, int] = (0, 0),
+    **options: Any,
+) -> Any:
+    """The same prompt put together here: chunks laid down, and one blend pass over them.
+
+    lost: tokens at each chunk's edges that are not taken from it.
+    """
+    stack, fused = FakeStack(), FusedKV(FakeStack().geometry, TOKENS)
+    known = Candidates.none(TOKENS)
+    known.eligible, known.prior = known.cached.clone(), torch.zeros(TOKENS)
+    for chunk, name in zip(placed(), SPANS, strict=True):
+        if name in hits:
+            kv, here = chunk_kv(stack, chunk), slice(chunk.start + lost[0], chunk.end - lost[1])
+            own = slice(lost[0], kv.tokens - lost[1])
+            moved = rotated(kv.keys, stack.rotation(chunk.start - LEAD))
+            fused.keys[:, :, here] = moved[:, :, own]
+            fused.values[:, :, here] = kv.values[:, :, own]
+            known.cached[here], known.eligible[here] = True, name not in protected
+            assert kv.prior is not None
+            known.offsets[here], known.prior[here] = torch.arange(kv.tokens)[own], kv.prior[own]
+    schedule, work = plan_schedule(config, LAYERS), 0.0
+    if schedule.selector.needs_question:
+        ids = prompt_ids()
+        known.question_attention, work = run(probe_question(stack, ids, fused, known, QUESTION))
+    done = BlendPass(stack, prompt_ids(), fused, known, schedule, **options)
+    done.run()
+    done.stats.work += work
+    return done
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("hits", ["abc", "ac"])
+def test_a_prompt_is_its_chunks_laid_down_and_one_pass(selector: str, hits: str) -> None:
+    config = BlendConfig(selector=selector, recompute_ratio=0.3)
+    found = finished(prompt_pass(filled(placed(names=hits)), placed(), **vars_of(config)))
+    wanted = by_hand(config, hits)
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert torch.equal(found.fused.values, wanted.fused.values)
+    assert found.hidden is not None
+    assert torch.equal(found.hidden, wanted.hidden)
+    assert found.compute_share == wanted.compute_share
+    assert (found.selector, found.ratio) == (selector, wanted.schedule.ratio)
+    assert found.blended
+    for report, name in zip(found.chunks, SPANS, strict=True):
+        start, end = SPANS[name]
+        assert (report.start, report.tokens, report.hit) == (start, end - start, name in hits)
+        assert report.tier == ("host" if report.hit else None)
+        assert report.reason == (None if report.hit else "not stored")
+        assert report.document_id == f"doc {name}"
+        assert report.recomputed == int(wanted.stats.recomputed[start:end].sum())
+
+
+def cut(chunks: list[PlacedChunk], lost: tuple[int, int]) -> list[PlacedChunk]:
+    """The chunks where a prompt has other tokens at their edges."""
+    ids = prompt_ids().tolist()
+    return [
+        replace(
+            chunk,
+            start=chunk.start + lost[0],
+            end=chunk.end - lost[1],
+            before=tuple(ids[chunk.start : chunk.start + lost[0]]),
+            after=tuple(ids[chunk.end - lost[1] : chunk.end]),
+        )
+        for chunk in chunks
+    ]
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+@pytest.mark.parametrize("lost", [(1, 0), (0, 1), (2, 3)])
+def test_of_a_run_the_inner_part_of_the_stored_chunk_is_used(
+    selector: str, lost: tuple[int, int]
+) -> None:
+    config = BlendConfig(selector=selector, recompute_ratio=0.3)
+    run_pass = prompt_pass(filled(placed()), cut(placed(), lost), **vars_of(config))
+    found, wanted = finished(run_pass), by_hand(config, lost=lost)
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert torch.equal(found.fused.values, wanted.fused.values)
+    told = [(c.hit, c.tokens + sum(lost), c.edge_tokens) for c in found.chunks]
+    assert told == [(True, end - start, sum(lost)) for start, end in SPANS.values()]
+
+
+@pytest.mark.parametrize("precision", ["fp8", "int8"])
+def test_a_run_of_packed_numbers_is_cut_as_plain_ones_are(precision: Any) -> None:
+    store, packed = TieredKVStore.open(), TieredKVStore.open(precision=precision)
+    for chunk in placed():
+        packed.put(chunk.key, chunk_kv(FakeStack(), chunk))
+        stored = packed.get(chunk.key).kv
+        assert stored is not None
+        store.put(chunk.key, replace(stored, precision="native"))
+    reuse = vars_of(BlendConfig(recompute_ratio=0.0))
+    plain, kept = (
+        finished(prompt_pass(s, cut(placed(), (2, 1)), **reuse)) for s in (store, packed)
+    )
+    assert torch.equal(plain.fused.keys, kept.fused.keys)
+    assert torch.equal(plain.fused.values, kept.fused.values)
+
+
+def vars_of(config: BlendConfig) -> dict[str, Any]:
+    return {"selector": config.selector, "recompute_ratio": config.recompute_ratio}
+
+
+def test_nothing_stored_is_ordinary_prefill() -> None:
+    found = finished(prompt_pass(TieredKVStore.open(), placed()))
+    keys, values, hidden = plain_kv(FakeStack(), prompt_ids())
+    torch.testing.assert_close(found.fused.keys, keys, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.fused.values, values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found.hidden[0, 0], hidden[-1], atol=1e-5, rtol=0)  # type: ignore[index]
+    assert not found.blended
+    assert [chunk.reason for chunk in found.chunks] == ["not stored"] * 3
+
+
+def test_only_the_first_tokens_are_computed_until_as_many_as_are_wanted() -> None:
+    """The scheduler of a server keeps the last token; its slot in the buffer stays untouched."""
+    stack, until = FakeStack(), TOKENS - 1
+    found = finished(
+        prompt_pass(
+            filled(placed()), placed(), stack,
+            {"until": until, "needs_hidden": False, "reserve": 5}, recompute_ratio=0.0,
+        )
+    )  # fmt: skip
+    assert found.hidden is None
+    assert max(row for event in stack.log for row in event.rows) == until - 1
+    assert found.fused.tokens == TOKENS
+    assert found.fused.keys.shape[2] == TOKENS + 5
+    whole = by_hand(BlendConfig(recompute_ratio=0.0), needs_hidden=False)
+    first = slice(0, until)
+    torch.testing.assert_close(
+        found.fused.keys[:, :, first], whole.fused.keys[:, :, first], atol=1e-5, rtol=0
+    )
+    share = BlendPass(
+        stack, prompt_ids()[:until], found.fused, Candidates.none(until),
+        plan_schedule(BlendConfig(recompute_ratio=1.0), LAYERS), needs_hidden=False,
+    )  # fmt: skip
+    share.run()
+    assert 0 < found.compute_share < share.compute_share
+
+
+# What is known of chunks
+
+
+def test_protected_chunks_are_never_recomputed_unless_all_is() -> None:
+    store, chunks = filled(placed()), placed(protected="b")
+    for config in ({"selector": "random"}, {"selector": "hkvd"}, {"selector": "prior"}):
+        found = finished(prompt_pass(store, chunks, recompute_ratio=0.6, **config))
+        wanted = by_hand(BlendConfig(recompute_ratio=0.6, **config), protected="b")
+        assert torch.equal(found.fused.keys, wanted.fused.keys)
+        assert [chunk.recomputed > 0 for chunk in found.chunks] == [True, False, True]
+    unprotected = finished(
+        prompt_pass(store, chunks, recompute_ratio=0.6, selector="random", protect_context=False)
+    )
+    assert unprotected.chunks[1].recomputed > 0
+    everything = finished(prompt_pass(store, chunks, recompute_ratio=1.0))
+    assert [chunk.recomputed for chunk in everything.chunks] == [7, 6, 8]
+    assert everything.selector == "hkvd"
+
+
+def test_where_every_chunk_knows_its_document_nothing_is_recomputed() -> None:
+    found = finished(prompt_pass(filled(placed()), placed(protected="abc"), selector="hkvd"))
+    wanted = by_hand(BlendConfig(recompute_ratio=0.0))
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert (found.selector, found.selector_reason) == ("none", CONTEXT_KEPT)
+    assert found.ratio == 0.0
+
+
+@pytest.mark.parametrize("selector", ["prior", "question_prior"])
+def test_without_a_prior_the_heads_of_chunks_are_taken(selector: str) -> None:
+    store, chunks = filled(placed(), prior=False), placed()
+    found = finished(prompt_pass(store, chunks, selector=selector, recompute_ratio=0.3))
+    wanted = by_hand(BlendConfig(selector="chunk_head", recompute_ratio=0.3))
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert found.selector == "chunk_head"
+    assert found.selector_reason == f"no prior stored for {selector}"
+    one = filled(placed(names="ac"), prior=False)
+    one.put(chunks[1].key, chunk_kv(FakeStack(), chunks[1]))
+    some = finished(prompt_pass(one, chunks, selector=selector, recompute_ratio=0.2))
+    assert (some.selector, some.selector_reason) == (selector, None)
+    assert [chunk.recomputed for chunk in some.chunks] == [0, 5, 0]
+
+
+def test_kv_of_another_shape_is_damage_and_that_of_another_model_is_named() -> None:
+    chunks = placed()
+    store = filled(chunks[2:])
+    cut = chunk_kv(FakeStack(), chunks[0])
+    store.put(chunks[0].key, ChunkKV(cut.keys[:, :, 1:], cut.values[:, :, 1:], LEAD))
+    other = KVKey(chunks[1].key.chunk_id, fingerprint({"model": "another"}))
+    store.put(other, cut)
+    found = finished(prompt_pass(store, chunks, recompute_ratio=0.3))
+    assert [chunk.reason for chunk in found.chunks] == ["damaged", "other model", None]
+    assert torch.equal(found.fused.keys, by_hand(BlendConfig(recompute_ratio=0.3), "c").fused.keys)
+
+
+def test_a_question_is_what_follows_the_last_chunk_or_the_last_token() -> None:
+    stack = FakeStack()
+    chunks = [*placed(names="ab"), replace(placed()[2], end=TOKENS)]
+    found = finished(prompt_pass(filled(placed(names="ab")), chunks, stack, selector="question"))
+    assert found.selector == "question"
+    assert found.chunks[2].reason == "not stored"
+
+
+# Steps
+
+
+def test_a_step_is_the_buffer_or_a_chunk_or_a_block() -> None:
+    stack, told = FakeStack(row_block=4), []
+    work = prompt_pass(
+        filled(placed()), placed(), stack,
+        {"on_layer": lambda layer, fused: told.append((layer, fused.keys[layer].clone()))},
+        selector="question", recompute_ratio=0.0001,
+    )  # fmt: skip
+    steps, before = work.steps(), 0
+    while not stack.log:
+        next(steps)
+        before += 1
+    assert before - 1 == 1 + len(SPANS)
+    done = run(steps)
+    assert [layer for layer, _ in told] == list(range(LAYERS))
+    for layer, keys in told:
+        assert torch.equal(keys, done.fused.keys[layer])
+
+
+def test_seconds_are_charged_to_phases(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter(range(10_000))
+    monkeypatch.setattr(stopwatch.time, "perf_counter", lambda: next(ticks))
+    watch = Stopwatch(torch.device("cpu"), {"load": 10.0})
+    watch.lap("load")
+    watch.skip()
+    watch.lap("recompute")
+    watch.move(0.25, "recompute", "selection")
+    assert watch.seconds == {"load": 11.0, "recompute": 0.75, "selection": 0.25}
+    assert Stopwatch(torch.device("cpu")).seconds == {}
+
+
+@pytest.mark.parametrize("selector", SELECTORS)
+def test_every_phase_of_a_prompt_is_timed(selector: str) -> None:
+    work = prompt_pass(filled(placed()), placed(), selector=selector, recompute_ratio=0.3)
+    found = finished(work)
+    assert found.seconds is work.watch.seconds
+    assert set(found.seconds) == {"load", "load_hidden", "recompute", "selection"}
+    chooses = SELECTORS[selector].fixed_ratio is None
+    assert (found.seconds["selection"] > 0) == chooses
+    assert min(found.seconds["load"], found.seconds["recompute"]) > 0
+
+
+# Ranks
+
+
+def test_what_one_rank_lacks_is_a_miss_on_both() -> None:
+    """Neither blends what the other has not: they would wait for each other in the midst."""
+    stores = [filled(placed(names="abc")), filled(placed(names="ac"))]
+
+    def of(rank: int, stack: FakeStack) -> FusedPrompt:
+        return finished(prompt_pass(stores[rank], placed(), stack, recompute_ratio=0.3))
+
+    both = Ranks().run(of)
+    wanted = by_hand(BlendConfig(recompute_ratio=0.3), "ac")
+    for found in both:
+        assert [chunk.hit for chunk in found.chunks] == [True, False, True]
+        assert [chunk.reason for chunk in found.chunks] == [None, "not stored", None]
+        assert [chunk.tier for chunk in found.chunks] == ["host", None, "host"]
+        assert torch.equal(found.fused.keys, wanted.fused.keys)
+    stores.reverse()
+    assert [chunk.hit for chunk in Ranks().run(of)[0].chunks] == [True, False, True]
+
+
+def test_a_prior_that_one_rank_lacks_is_none() -> None:
+    stores = [filled(placed()), filled(placed(names="ac"))]
+    stores[1].put(placed()[1].key, chunk_kv(FakeStack(), placed()[1], prior=False))
+
+    def of(rank: int, stack: FakeStack) -> FusedPrompt:
+        return finished(
+            prompt_pass(stores[rank], placed(), stack, selector="prior", recompute_ratio=0.3)
+        )
+
+    one, other = Ranks().run(of)
+    assert torch.equal(one.fused.keys, other.fused.keys)
+    assert [chunk.recomputed for chunk in one.chunks] == [c.recomputed for c in other.chunks]
+    assert one.chunks[1].recomputed == 0
+    stores[0] = filled(placed(), prior=False)
+    named = [(found.selector, found.selector_reason) for found in Ranks().run(of)]
+    assert named == [("chunk_head", "no prior stored for prior")] * 2
+
+
+def test_all_ranks_hold_what_each_holds() -> None:
+    held = [[True, True, False, False], [True, False, True, False]]
+    found = Ranks().run(lambda rank, stack: on_all_ranks(stack, held[rank]))
+    assert found == [[True, False, False, False]] * 2
+    assert on_all_ranks(FakeStack(), held[0]) == held[0]
+
+
+def test_a_prompt_pass_needs_no_more_than_its_parts() -> None:
+    work = PromptPass(FakeStack(), prompt_ids(), [], TieredKVStore.open().fetch(()), BlendConfig())
+    found = finished(work)
+    assert (found.chunks, found.blended) == ([], False)
+    assert found.hidden is not None
+
+
+# What is loaded by measured speeds
+
+
+class Recorded(Rates):
+    """Keeps what passes are told to have taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+
+    def record(self, kind: Kind, work: float, seconds: float) -> None:
+        self.seconds.append(seconds)
+
+
+class Decides:
+    """A controller that has decided already."""
+
+    def __init__(self, keep: str = "abc", ratio: float | None = None, why: str | None = None):
+        self.keep, self.ratio, self.why = keep, ratio, why
+        self.rates, self.speeds, self.parts = Rates(), Speeds(), list[StoredPart]()
+
+    def decide(self, tokens: int, parts: list[StoredPart], config: BlendConfig) -> Decision:
+        assert tokens == TOKENS
+        self.parts = parts
+        kept = [SPANS[name] for name in self.keep]
+        load = tuple(part for part in parts if (part.start, part.end) in kept)
+        return Decision(
+            load, config if self.ratio is None else config.with_ratio(self.ratio), self.why
+        )
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "prior"])
+def test_what_is_not_worth_loading_is_computed(selector: str) -> None:
+    controller = Decides("ac", why="too slow")
+    options = {"controller": controller}
+    found = finished(prompt_pass(filled(placed()), placed(), None, options, selector=selector))
+    wanted = by_hand(BlendConfig(selector=selector), "ac")
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert torch.equal(found.hidden, wanted.hidden)  # type: ignore[arg-type]
+    assert [chunk.reason for chunk in found.chunks] == [None, "slow", None]
+    assert found.ratio_reason == "too slow"
+    assert [(part.tier, part.nbytes) for part in controller.parts] == [("host", 0)] * 3
+    assert controller.rates.of("blend") is not None
+
+
+def test_what_others_do_meanwhile_is_no_time_of_the_pass() -> None:
+    controller, rates = Decides(), Recorded()
+    controller.rates = rates
+    options = {"controller": controller, "own_seconds": lambda: time.perf_counter() / 4}
+    found = finished(prompt_pass(filled(placed()), placed(), None, options))
+    assert rates.seconds == [pytest.approx(found.seconds["recompute"] / 4, rel=0.5)]
+
+
+def test_a_controller_knows_which_chunks_are_not_recomputed() -> None:
+    controller = Decides()
+    finished(prompt_pass(filled(placed()), placed(protected="b"), None, {"controller": controller}))
+    told = [(part.start, part.end, part.protected) for part in controller.parts]
+    assert told == [(*SPANS[name], name == "b") for name in "abc"]
+
+
+def test_a_ratio_that_was_left_open_is_the_controllers() -> None:
+    auto = {"recompute_ratio": "auto", "selector": "prior"}
+    options = {"controller": Decides(ratio=0.4, why="ratio 0.4")}
+    found = finished(prompt_pass(filled(placed()), placed(), None, options, **auto))
+    wanted = by_hand(BlendConfig(recompute_ratio=0.4, selector="prior"))
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert (found.ratio, found.ratio_reason) == (0.4, "ratio 0.4")
+    given = finished(prompt_pass(filled(placed()), placed(), None, options, recompute_ratio=0.2))
+    assert given.ratio == 0.2, "a ratio that was given is not replaced"
+    assert finished(prompt_pass(filled(placed()), placed(), **auto)).ratio == 0.3, "its upper bound"
+
+
+def test_where_nothing_is_worth_loading_nobody_has_computed_anything() -> None:
+    stack = FakeStack()
+    options = {"controller": Decides("", why="prefill is faster")}
+    refused = run(prompt_pass(filled(placed()), placed(), stack, options).steps())
+    assert isinstance(refused, NotWorthLoading)
+    assert refused.why == "prefill is faster"
+    assert [chunk.reason for chunk in refused.chunks] == ["slow"] * 3
+    assert not stack.log
+
+
+def test_ranks_do_what_the_first_one_decides() -> None:
+    store = filled(placed())
+
+    def of(rank: int, stack: FakeStack) -> tuple[float, list[str | None]]:
+        controller = Decides("ab" if rank == 0 else "c", ratio=0.1 if rank == 0 else 0.5)
+        options = {"controller": controller}
+        config = {"recompute_ratio": "auto", "selector": "prior"}
+        found = run(prompt_pass(store, placed(), stack, options, **config).steps())
+        assert isinstance(found, FusedPrompt)
+        return found.ratio, [chunk.reason for chunk in found.chunks]
+
+    assert Ranks().run(of) == [(0.1, [None, None, "slow"])] * 2
+
+
+def test_reading_a_tier_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DiskTier, "whole_bytes", 0)
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1024)
+    chunks, controller = placed(), Decides()
+    with TieredKVStore([DiskTier(tmp_path)]) as store:
+        for chunk in chunks:
+            store.put(chunk.key, chunk_kv(FakeStack(), chunk))
+        finished(prompt_pass(store, chunks, None, {"controller": controller}))
+    assert {part.tier for part in controller.parts} == {"disk"}
+    assert all(part.nbytes > 0 for part in controller.parts)
+    assert controller.speeds.of("disk") is not None

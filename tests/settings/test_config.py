@@ -1,0 +1,268 @@
+"""Settings: what they take, what they refuse, and what the message says."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
+from cacheblend_rag.settings import (
+    PRESET_RATIOS,
+    BlendConfig,
+    EngineConfig,
+    LeadInConfig,
+    StoreConfig,
+    check_request,
+    settle,
+)
+from cacheblend_rag.settings.secret import Secret
+from tests.engines.toy_engine import ToyEngine
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("recompute_ratio", -0.1),
+        ("recompute_ratio", 1.1),
+        ("recompute_ratio", float("nan")),
+        ("recompute_ratio", True),
+        ("recompute_ratio", "0.2"),
+        ("check_layers", ()),
+        ("check_layers", (-1,)),
+        ("check_layers", (1.5,)),
+        ("check_layers", (2, 1)),
+        ("check_layers", (1, 1)),
+        ("recompute_ratios", (0.2, 0.1)),
+        ("recompute_ratios", (2.0,)),
+        ("selector", ""),
+        ("selector", None),
+        ("min_tokens", -1),
+        ("min_tokens", 1.0),
+        ("min_tokens", True),
+        ("document_window", 0),
+        ("lead_in", "everything"),
+    ],
+)
+def test_a_bad_setting_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=field):
+        BlendConfig(**{field: value})
+
+
+def test_a_rising_schedule_is_refused() -> None:
+    with pytest.raises(ConfigError, match="must not rise"):
+        BlendConfig(check_layers=(1, 2), recompute_ratios=(0.1, 0.2))
+
+
+def test_config_errors_are_value_errors() -> None:
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        BlendConfig(recompute_ratio=7)
+
+
+@pytest.mark.parametrize("name", PRESET_RATIOS)
+def test_presets_set_the_ratio_and_yield_to_overrides(name: Any) -> None:
+    assert BlendConfig.preset(name).recompute_ratio == PRESET_RATIOS[name]
+    assert BlendConfig.preset(name, min_tokens=3).min_tokens == 3
+    assert BlendConfig.preset(name, recompute_ratio=0.5).recompute_ratio == 0.5
+
+
+def test_quality_recomputes_more_than_speed() -> None:
+    ratios = [BlendConfig.preset(name).recompute_ratio for name in ("quality", "balanced", "speed")]
+    assert ratios == sorted(ratios, reverse=True)
+    assert BlendConfig() == BlendConfig.preset("balanced")
+
+
+def test_an_unknown_preset_is_refused() -> None:
+    with pytest.raises(ConfigError, match="preset='fastest' must be one of"):
+        BlendConfig.preset("fastest")
+
+
+ratios = st.floats(0, 1)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> BlendConfig:
+    layers = sorted(draw(st.sets(st.integers(0, 40), min_size=1, max_size=4)))
+    schedule = sorted(
+        draw(st.lists(ratios, min_size=len(layers), max_size=len(layers))), reverse=True
+    )
+    return BlendConfig(
+        recompute_ratio=draw(ratios),
+        check_layers=tuple(layers),
+        recompute_ratios=draw(st.none() | st.just(tuple(schedule))),
+        min_tokens=draw(st.integers(0, 1000)),
+    )
+
+
+@given(configs())
+def test_plain_values_make_the_same_config(config: BlendConfig) -> None:
+    values = asdict(config)
+    lists = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+    assert BlendConfig.from_dict(values) == BlendConfig.from_dict(lists) == config
+    assert BlendConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@given(configs())
+def test_the_ratio_in_force_never_rises(config: BlendConfig) -> None:
+    in_force = [config.ratio_at(check) for check in range(len(config.check_layers))]
+    assert in_force == sorted(in_force, reverse=True)
+    if config.recompute_ratios is None:
+        assert set(in_force) == {config.recompute_ratio}
+
+
+def test_an_unknown_setting_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"recompute_rate is no setting: did you mean recompute_"):
+        BlendConfig.from_dict({"recompute_rate": 0.2})
+    with pytest.raises(ConfigError, match="settings are a str: give names with values"):
+        BlendConfig.from_dict("quality")  # type: ignore[arg-type]
+
+
+def test_changes_are_validated_and_leave_the_original() -> None:
+    config = BlendConfig(recompute_ratio=0.3)
+    assert config.with_changes(min_tokens=0) == BlendConfig(recompute_ratio=0.3, min_tokens=0)
+    with pytest.raises(ConfigError, match="recompute_ratio"):
+        config.with_changes(recompute_ratio=3)
+    assert config.recompute_ratio == 0.3
+
+
+def test_options_are_copied() -> None:
+    options = {"deviation": "k"}
+    config = BlendConfig(selector_options=options)
+    options["deviation"] = "v"
+    assert config.selector_options == {"deviation": "k"}
+
+
+def test_a_lead_in_given_with_a_blend_is_taken_over_and_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        blend, lead_in = settle(BlendConfig(recompute_ratio=0.5, lead_in="bos"), None)
+    assert (blend, lead_in) == (BlendConfig(recompute_ratio=0.5), LeadInConfig("bos"))
+    (line,) = caplog.messages
+    assert "LeadInConfig" in line
+    assert "\n" not in line
+
+
+def test_a_lead_in_in_its_own_settings_is_silent(caplog: pytest.LogCaptureFixture) -> None:
+    assert settle(None, "none") == (BlendConfig(), LeadInConfig("none"))
+    assert settle(BlendConfig(), {"kind": "bos"})[1] == LeadInConfig("bos")
+    assert not caplog.messages
+
+
+def test_two_lead_ins_that_differ_are_refused() -> None:
+    assert settle(BlendConfig(lead_in="bos"), "bos")[1] == LeadInConfig("bos")
+    with pytest.raises(ConfigError, match="differ"):
+        settle(BlendConfig(lead_in="bos"), "none")
+
+
+@pytest.mark.parametrize(
+    "given", [{"lead_in": "none"}, {"document_window": 64}, {"split_special_tokens": False}]
+)
+def test_a_request_tells_nothing_of_the_lead_in(given: dict[str, Any]) -> None:
+    config = BlendConfig(**given)
+    with pytest.raises(ConfigError, match=f"{next(iter(given))} in a request's config"):
+        check_request(config)
+    assert check_request(config.for_requests()) == BlendConfig()
+    assert config.with_changes(min_tokens=1).lead_in_config() == config.lead_in_config()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("host_bytes", -1, "at least 0"),
+        ("host_bytes", True, "integer"),
+        ("disk_bytes", "much", "a size, such as 8GiB"),
+        ("disk_bytes", "8 parsecs", "a size, such as 8GiB"),
+        ("kv_path", 3, "a folder"),
+        ("ttl_seconds", 0, "above 0"),
+        ("ttl_seconds", float("inf"), "above 0"),
+        ("ttl_seconds", "soon", "a time, such as 12h"),
+        ("kv_path", "", "a folder"),
+    ],
+)
+def test_a_bad_setting_of_a_store_is_refused_by_name(field: str, value: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{field}=.*{message}"):
+        StoreConfig(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("2gb", 2 * 10**9), ("512", 512), ("0", 0)],
+)
+def test_sizes_are_read_with_their_units(text: str, size: int) -> None:
+    assert StoreConfig(host_bytes=text).host_bytes == size  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("12h", 43200), ("1.5 m", 90), ("2d", 172800)])
+def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
+    assert StoreConfig(ttl_seconds=text).ttl_seconds == seconds  # type: ignore[arg-type]
+
+
+def test_a_store_is_the_same_again_from_plain_values(tmp_path: Path) -> None:
+    store = StoreConfig(kv_path=tmp_path, host_bytes=None, disk_bytes=7)  # type: ignore[arg-type]
+    assert store.kv_path == str(tmp_path)
+    assert StoreConfig.from_dict(json.loads(json.dumps(store.to_dict()))) == store
+    with pytest.raises(ConfigError, match="did you mean host_bytes"):
+        StoreConfig.from_dict({"host_byte": 1})
+
+
+def test_an_engine_is_the_same_again_from_plain_values_but_for_its_key() -> None:
+    config = EngineConfig(
+        engine="http://host:8000",
+        model="org/model",
+        instruction="Answer.",
+        namespace="tenant",
+        blend=BlendConfig(selector="prior", check_layers=(1, 3), recompute_ratios=(0.4, 0.2)),
+        lead_in=LeadInConfig("instruction", document_window=99),
+        store=StoreConfig(kv_path="kv", host_bytes=5),
+        dtype="bfloat16",
+        api_key=Secret("sesame"),
+    )
+    plain = json.dumps(config.to_dict())
+    assert "sesame" not in plain + repr(config)
+    assert EngineConfig.from_dict(json.loads(plain)) == config.with_changes(api_key=None)
+
+
+@pytest.mark.parametrize("what", ["model", "instruction", "tokenizer"])
+def test_what_is_no_text_is_not_serialized(what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        EngineConfig(**{"model": "demo", what: lambda _: ""}).to_dict()  # type: ignore[arg-type]
+
+
+def test_options_of_a_store_may_be_given_to_the_engine_by_name() -> None:
+    gathered = EngineConfig.gather(engine="transformers", model="demo", kv_path="kv", disk_bytes=9)
+    assert gathered.store == StoreConfig(kv_path="kv", disk_bytes=9)
+    assert EngineConfig.gather(store={"host_bytes": 3}).store == StoreConfig(host_bytes=3)
+    with pytest.raises(ConfigError, match="kv_path: "):
+        EngineConfig.gather(kv_path="kv", store=StoreConfig())
+    with pytest.raises(ConfigError, match="did you mean namespace"):
+        EngineConfig.gather(namespaces="a")
+
+
+def test_an_engine_that_is_none_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ConfigError, match="engine='tranformers' must be"):
+        EngineConfig(engine="tranformers")
+
+
+@pytest.mark.parametrize("namespace", ["\ud800", "tenant\udcff", 7, None, b"default"])
+def test_a_namespace_that_is_no_text_is_refused_wherever_it_enters(namespace):
+    told = "holds half of a character" if isinstance(namespace, str) else "must be a name"
+    for takes in (
+        lambda: EngineConfig(namespace=namespace),
+        lambda: ConnectorSettings(namespace=namespace),
+        lambda: namespace_id(namespace),
+        lambda: fingerprint({}, namespace),
+        lambda: ToyEngine(None, namespace=namespace),
+    ):
+        with pytest.raises(ConfigError, match=told) as raised:
+            takes()
+        assert "\n" not in str(raised.value)
+        str(raised.value).encode()

@@ -1,0 +1,136 @@
+"""Names of arguments: whose are taken, what is refused, and that no value is told."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.options import Arguments, check_engine_name, describe_errors
+
+TAKEN = Arguments(
+    "option of Model",
+    frozenset({"model", "engine", "max_tokens", "temperature", "device", "blend_config"}),
+    inside={"min_tokens": "blend_config"},
+)
+KINDS = ("auto", "transformers")
+
+
+def test_other_libraries_names_become_ours() -> None:
+    given = {"model_name": "demo", "base_url": "http://x", "max_new_tokens": 5, "temperature": 0}
+    assert TAKEN.read(given) == {
+        "model": "demo",
+        "engine": "http://x",
+        "max_tokens": 5,
+        "temperature": 0,
+    }
+
+
+def test_an_alias_of_what_is_not_taken_is_unknown() -> None:
+    with pytest.raises(ConfigError, match=r"base_url is no option of Tool; known: model$"):
+        Arguments("option of Tool", frozenset({"model"})).read({"base_url": "http://x"})
+
+
+def test_a_known_name_is_no_alias() -> None:
+    taken = Arguments("option", frozenset({"model", "model_name"}))
+    assert taken.read({"model": 1, "model_name": 2}) == {"model": 1, "model_name": 2}
+
+
+def test_none_by_another_name_says_nothing() -> None:
+    assert TAKEN.read({"model": "demo", "base_url": None, "device": None}) == {
+        "model": "demo",
+        "device": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({"model": 1, "model_name": 1}, "model and model_name are one option of Model: give model"),
+        ({"base_url": 1, "api_base": 1}, "base_url and api_base are one .*: give engine alone"),
+    ],
+)
+def test_two_names_of_one_argument_are_refused(given: dict[str, int], names: str) -> None:
+    with pytest.raises(ConfigError, match=names):
+        TAKEN.read(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("temprature", "did you mean temperature?"),
+        ("Temperature", "did you mean temperature?"),
+        ("device_map", "did you mean device?"),
+        ("bas_url", "did you mean engine?"),
+        ("min_tokens", "give it as blend_config={'min_tokens': ...}"),
+        ("retries", "known: blend_config, device, engine, max_tokens, model, temperature"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_what_to_do(name: str, answer: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        TAKEN.read({name: "s3cret"})
+    assert str(raised.value).startswith(f"{name} is no option of Model")
+    assert str(raised.value).endswith(answer)
+
+
+def test_renaming_refuses_nothing_but_doubles() -> None:
+    assert TAKEN.renamed({"max_new_tokens": 5, "tools": []}) == {"max_tokens": 5, "tools": []}
+    with pytest.raises(ConfigError, match="give max_tokens alone"):
+        TAKEN.renamed({"max_new_tokens": 5, "max_tokens": 5})
+
+
+def test_an_engine_is_a_kind_or_a_url() -> None:
+    for engine in (*KINDS, "http://localhost:8000", "https://gpu/v1"):
+        check_engine_name(engine, KINDS)
+
+
+@pytest.mark.parametrize(
+    ("engine", "told"),
+    [
+        ("warp", "engine='warp' must be auto, transformers or a server's URL"),
+        ("localhost:8000", "engine='localhost:8000' lacks a scheme: give http://localhost:8000"),
+        ("ftp://host", "must be like http://host:8000"),
+        ("me:s3cret@host:1", "give its key as api_key="),
+        ("s3cret@host", "give its key as api_key="),
+        ("host?key=s3cret", "give its key as api_key="),
+        ("http://host/?key=s3cret", "give its key as api_key="),
+    ],
+)
+def test_an_engine_that_is_none_is_refused(engine: str, told: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_engine_name(engine, KINDS)
+    assert told in str(raised.value)
+    assert "s3cret" not in str(raised.value)
+
+
+class Options(BaseModel):
+    number: int = 0
+    either: int | list[int] = 0
+    pair: tuple[int, ...] = Field(default=(1,), min_length=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Options:
+        if self.number < 0:
+            raise ConfigError("number must be at least 0")
+        return self
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"number": "s3cret"}, "number must be a valid integer, unable to parse string as an int"),
+        ({"either": {}, "number": "1"}, "either must be a valid integer or a valid list"),
+        ({"number": -1}, "number must be at least 0"),
+        ({"pair": ["s3cret"]}, "pair must be a valid integer, unable to parse"),
+        ({"number": 1.5, "either": ""}, "number must be a valid integer, got a .*; either must be"),
+    ],
+)
+def test_what_pydantic_finds_is_told_in_a_line(given: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError) as raised:
+        Options(**given)  # type: ignore[arg-type]
+    line = describe_errors(raised.value.errors())
+    assert re.match(told, line), line
+    assert "\n" not in line
+    assert "s3cret" not in line

@@ -1,0 +1,148 @@
+"""A tier's URL: what it says, what is wrong with it, and that no password is ever shown."""
+
+import copy
+import json
+import pickle
+import traceback
+
+import pytest
+
+from cacheblend_rag import EngineConfig, StoreConfig
+from cacheblend_rag.cli.options import store_settings
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.tier_url import TierUrl, read_tiers
+
+SECRET = "hun/ter#2"
+WITH_PASSWORD = "redis://reader:hun%2Fter%232@cache:6380/2?ttl=1h&prefix=a:"
+
+
+def test_a_url_says_where_and_how():
+    url = TierUrl("rediss://reader@cache:6380/2?capacity=2GiB&ttl=90m&watermark=0.9&promote=no")
+    assert (url.scheme, url.host, url.port, url.user, url.path) == (
+        "rediss", "cache", 6380, "reader", "/2",
+    )  # fmt: skip
+    assert url.options == {"capacity": 2 << 30, "ttl": 5400, "watermark": 0.9, "promote": False}
+    assert TierUrl("disk:///a%20b/c?fsync=yes").path == "/a b/c"
+    assert TierUrl("host://?capacity=none").options == {"capacity": None}
+
+
+def test_tiers_are_named_by_kind_and_told_apart():
+    urls = ["host://", "redis://a", "rediss://b", "s3://x/y", "s3://x/z?name=far", "s3://w"]
+    assert [url.name for url in read_tiers(urls)] == [
+        "host", "redis", "redis2", "s3", "far", "s32",
+    ]  # fmt: skip
+    assert [str(url) for url in read_tiers("host://, disk:///a")] == ["host://", "disk:///a"]
+    with pytest.raises(ConfigError, match="two are named a"):
+        read_tiers(["host://?name=a", "redis://x?name=a"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("cache:6379", "tiers: a text that is no URL must begin with one of device://, host://"),
+        ("ftp://x", "tiers: ftp://... must begin with one of device://"),
+        ("s3://", "tiers: s3://...: names no place: give it as s3://bucket/prefix"),
+        ("disk://", "tiers: disk://...: names no place: give it as disk:///folder"),
+        ("disk://kv/x", "tiers: disk://...: has no host: give it as disk:///folder"),
+        ("host://x", "tiers: host://...: has no host: give it as host://"),
+        ("redis://a/x", "tiers: redis://...: its path is the number of a database, as in /0"),
+        ("redis://a:b", "tiers: redis://...: host or port cannot be read"),
+        ("redis://a?ssl_ca_certs=/a", "redis://...: ssl_ca_certs is no option; known: name"),
+        ("host://?size=3", "tiers: host://...: size is no option; known: name, capacity, ttl"),
+        ("host://?capacity=much", "tiers: host://...: capacity='much' must be a size, such as"),
+        ("redis://a?ttl=0", "tiers: redis://...: ttl=0.0 must be a number above 0"),
+        ("redis://a?timeout=x", "tiers: redis://...: timeout='x' must be a time, such as 12h"),
+        ("host://?watermark=2", "tiers: host://...: watermark='2' must be a share above 0"),
+        ("host://?watermark=x", "tiers: host://...: watermark='x' must be a share above 0"),
+        ("disk:///a?write=never", "write='never' must be one of through, behind, none"),
+        ("host://?write=behind", "write=behind is for slower tiers: leave it out"),
+        ("host://?promote=1", "tiers: host://...: promote='1' must be one of yes, no"),
+        ("host://?name=a%20b", "tiers: host://...: name='a b' must be letters, digits"),
+        ("unix:///run/r.sock?db=x", "tiers: unix://...: db='x' must be a number"),
+        ("host://?ttl=1h&ttl=2h", "tiers: host://...: ttl is given twice: give it once"),
+        ("s3://key:secret@b/p", "takes no user: its credentials come from the environment"),
+        ("redis://:a#b@h", "host or port cannot be read|a part follows that has no meaning"),
+        ("redis://h?password=x", "tiers: redis://...: password is no option; known: name"),
+        (["host://", 3], "tiers must be a list of URLs"),
+        (7, "tiers must be a list of URLs"),
+        ([], "tiers=.. names no tier: give one, such as host://"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(text, said):
+    with pytest.raises(ConfigError, match=said.replace("?", "[?]")) as caught:
+        StoreConfig(tiers=text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["redis://:pa/ss@h/0", "redis://:pa#ss@h", "redis://:pa?ss@h", "redis://u:pass@h:ss/0",
+            "redis://u:pass@h/pass", "s3://pass:pass@b/p", "redis://h?pass=pass"],
+)  # fmt: skip
+def test_no_error_tells_a_password(url):
+    with pytest.raises(ConfigError) as caught:
+        StoreConfig(tiers=[url])
+    told = "".join(traceback.format_exception(caught.value)).split("ConfigError: ")[-1]
+    assert not {"pa/", "ss@", "pass:", "pass@"} & {
+        told[i : i + n] for n in (3, 5) for i in range(len(told))
+    }
+    assert caught.value.__cause__ is None
+
+
+def test_kv_path_is_the_registrys_place_and_memory_is_told_once(tmp_path):
+    assert StoreConfig(kv_path=tmp_path, tiers=["host://"]).kv_path == str(tmp_path)
+    for given, url in (({"host_bytes": 5}, "host://"), ({"disk_bytes": 5}, "disk:///folder")):
+        with pytest.raises(ConfigError, match=f"beside tiers: give {url}.capacity=... as one of"):
+            StoreConfig(tiers=["host://"], **given)
+
+
+def test_a_store_says_whether_it_outlives_its_process(tmp_path):
+    assert not StoreConfig().outlives
+    assert not StoreConfig(tiers=["host://", "device://"], kv_path=tmp_path).outlives
+    for url in ("redis://a", "disk:///a", "s3://a", "file:///a"):
+        assert StoreConfig(tiers=["host://", url]).outlives
+    assert StoreConfig(kv_path=tmp_path).outlives
+
+
+def test_a_password_is_shown_nowhere_and_handed_on_by_the_environment():
+    store = StoreConfig(tiers=["host://", WITH_PASSWORD])
+    engine = EngineConfig(model="demo", store=store)
+    settings = ConnectorSettings(store)
+    command = store_settings([f"tiers={WITH_PASSWORD}", "tiers=host://"])
+    assert [url.scheme for url in command.urls] == ["redis", "host"]
+    shown = [
+        repr(store), str(store.tiers), f"{store.urls[1]}", repr(store.urls[1].__dict__),
+        json.dumps(store.to_dict()), json.dumps(engine.to_dict()), repr(engine), repr(settings),
+        json.dumps(settings.to_transfer_config()), repr(command), repr(copy.deepcopy(store)),
+    ]  # fmt: skip
+    for text in shown:
+        assert "hun" not in text
+        assert "ter" not in text.replace("tiers", "").replace("filter", "").replace("register", "")
+    for kept in (store, store.with_changes(kv_path="x"), settings.store, engine.store, command):
+        assert kept.environment() == {"CACHEBLEND_REDIS_PASSWORD": SECRET}
+    with pytest.raises(TypeError, match="give it as CACHEBLEND_REDIS_PASSWORD"):
+        pickle.dumps(store)
+
+
+def test_a_worker_process_finds_the_password_in_its_environment(monkeypatch):
+    sent = ConnectorSettings(StoreConfig(tiers=[WITH_PASSWORD, "redis://b"]))
+    plain = json.loads(json.dumps(sent.to_extra_config()))
+    assert ConnectorSettings.from_extra_config(plain).store.urls[0].password is None
+    for name, value in sent.store.environment().items():
+        monkeypatch.setenv(name, value)
+    got = ConnectorSettings.from_extra_config(plain).store
+    assert got.urls[0].password.reveal() == SECRET
+    assert got.urls[1].password is None
+    again = pickle.loads(pickle.dumps(got))  # noqa: S301 - our own
+    assert again == got
+    assert [url.name for url in again.urls] == ["redis", "redis2"]
+
+
+def test_a_tier_written_behind_can_be_written_through() -> None:
+    url = TierUrl("redis://:secret@cache:6379/0?write=behind&name=far")
+    through = url.written_through()
+    assert (through.options["write"], through.name) == ("through", "far")
+    assert str(through) == "redis://cache:6379/0?write=through&name=far"
+    assert through.password == url.password
+    assert url.options["write"] == "behind"
+    assert TierUrl("host://").written_through() == "host://"
