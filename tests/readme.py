@@ -1,4 +1,4 @@
-"""The README's programs and commands, as they stand there."""
+"""The programs and commands on README and the pages of the docs, as they stand there."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ import shlex
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCS = ROOT / "docs"
 BIN = Path(sys.executable).parent
 BLOCKS = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def blocks(language: str) -> list[str]:
-    """Return the blocks of a language, in order; of a diff, what its new lines make."""
-    found = [body for name, body in BLOCKS.findall(README.read_text()) if name == language]
+def blocks(language: str, page: Path = README) -> list[str]:
+    """Return a page's blocks of a language, in order; of a diff, the program it results in."""
+    found = [body for name, body in BLOCKS.findall(page.read_text()) if name == language]
     return [_applied(body) for body in found] if language == "diff" else found
 
 
-def commands(program: str) -> list[list[str]]:
-    """Return the arguments of each of a program's calls, by its path below the checkout."""
-    lines = "".join(blocks("sh")).splitlines()
+def commands(program: str, page: Path = README) -> list[list[str]]:
+    """Return the words of each call of a program on a page."""
+    lines = "".join(blocks("sh", page)).splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))[:1] == [program]]
 
 

