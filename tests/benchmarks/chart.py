@@ -3,8 +3,9 @@
 ``python -m tests.benchmarks.chart`` writes ``docs/figures/ttft.svg``. The figures are what these
 commands printed:
 
-    cacheblend-rag bench ttft --tier host --ratio 0.15 --json > docs/figures/ttft.json
-    cacheblend-rag bench ttft --engine vllm --tier host --ratio 0.15 --json > docs/figures/ttft_vllm.json
+    cd docs/figures
+    cacheblend-rag bench ttft --tier host --ratio 0.15 --json > ttft.json
+    cacheblend-rag bench ttft --engine vllm --tier host --ratio 0.15 --json > ttft_vllm.json
 """
 
 from __future__ import annotations
