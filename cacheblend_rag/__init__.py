@@ -2,8 +2,8 @@
 
 The names below are the public interface; anything else may change without notice. The last of them
 are for components of other frameworks, such as those of ``integrations/``, which take options and
-open an engine by them. Names that need PyTorch are imported on first use, so that importing the
-package stays quick.
+open an engine by them. Names that need PyTorch or pydantic are imported on first use, so that
+importing the package stays quick.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from cacheblend_rag.errors import (
     StoreError,
     UnsupportedModelError,
 )
-from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig, names_of
-from cacheblend_rag.settings.options import Arguments, describe_errors
-from cacheblend_rag.settings.secret import Secret
+from cacheblend_rag.settings.options import Arguments, names_of
 from cacheblend_rag.text.chunk import BOUNDARY_KEY, Chunk, Document, read_boundary, read_hints
 from cacheblend_rag.text.prompt import BlendPrompt, Segment
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -35,8 +33,8 @@ from cacheblend_rag.text.registry import ChunkRegistry
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.engines.component import BlendOption, CheckedOptions, EngineComponent
     from cacheblend_rag.engines.factory import open_engine
-    from cacheblend_rag.engines.option_fields import store_fields
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.source import EngineSource
     from cacheblend_rag.engines.tokenizer import load_tokenizer
@@ -45,30 +43,37 @@ if TYPE_CHECKING:
     from cacheblend_rag.models import public_name
     from cacheblend_rag.rag.ordering import PassageOrder
     from cacheblend_rag.report import BlendReport, ChunkReport, FillReport, PrecomputeReport
+    from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
 
 _LAZY = {
+    "BlendConfig": "cacheblend_rag.settings.request",
+    "BlendOption": "cacheblend_rag.engines.component",
     "BlendReport": "cacheblend_rag.report",
+    "CheckedOptions": "cacheblend_rag.engines.component",
     "ChunkKV": "cacheblend_rag.kv",
     "ChunkReport": "cacheblend_rag.report",
     "Delta": "cacheblend_rag.engines.answer",
     "Engine": "cacheblend_rag.engines.base",
+    "EngineComponent": "cacheblend_rag.engines.component",
+    "EngineConfig": "cacheblend_rag.settings.engine",
     "EngineSource": "cacheblend_rag.engines.source",
     "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
     "KVKey": "cacheblend_rag.kv",
+    "LeadInConfig": "cacheblend_rag.settings.lead_in",
     "PassageOrder": "cacheblend_rag.rag.ordering",
     "PrecomputeReport": "cacheblend_rag.report",
     "SamplingParams": "cacheblend_rag.engines.sampling",
+    "StoreConfig": "cacheblend_rag.settings.store",
     "TieredKVStore": "cacheblend_rag.kv",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
     "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
     "public_name": "cacheblend_rag.models",
-    "store_fields": "cacheblend_rag.engines.option_fields",
 }
 
 __all__ = [
@@ -112,14 +117,14 @@ __all__ = [
     # For components of other frameworks:
     "BOUNDARY_KEY",
     "Arguments",
+    "BlendOption",
+    "CheckedOptions",
+    "EngineComponent",
     "EngineSource",
-    "Secret",
-    "describe_errors",
     "names_of",
     "public_name",
     "read_boundary",
     "read_hints",
-    "store_fields",
 ]
 
 

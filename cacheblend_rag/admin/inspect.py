@@ -49,9 +49,11 @@ class StoreCount:
 def check_is_store(path: Path) -> None:
     """Raise StoreError unless a folder is one that chunk KV was kept in."""
     if not path.is_dir():
-        raise StoreError(f"{path} is no folder: give --path or set CACHEBLEND_STORE")
+        raise StoreError(f"{path} is no folder: give --kv-path or set CACHEBLEND_KV_PATH")
     if not (path / USAGE_NAME).exists() and not any(path.glob("?/?/*.safetensors")):
-        raise StoreError(f"{path} is no store of chunk KV: give --path or set CACHEBLEND_STORE")
+        raise StoreError(
+            f"{path} is no store of chunk KV: give --kv-path or set CACHEBLEND_KV_PATH"
+        )
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def examine_store(path: Path) -> dict[str, Any]:
     Returns plain JSON values. Raises StoreError when the folder is no store or cannot be used.
     """
     check_is_store(path)
-    with TieredKVStore.open(host_bytes=0, disk_path=path) as store:
+    with TieredKVStore.open(host_bytes=0, kv_path=path) as store:
         report = store.verify()
         stored = sum(tier.stats()["bytes"] or 0 for tier in store.tiers)
     return {

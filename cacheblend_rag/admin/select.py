@@ -78,7 +78,7 @@ class Choice:
         if self.model is None and self.document is None:
             return
         if store is None:
-            raise StoreError("documents and models are noted in a folder: give --path")
+            raise StoreError("documents and models are noted in a folder: give --kv-path")
         labels = labels_in(store)
         if self.model is not None:
             named = _of_model(labels, self.model)

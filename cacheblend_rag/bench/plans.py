@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from cacheblend_rag.bench.plan import ModelPlan, Plan, option
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.settings import BlendConfig, Precision, StoreConfig
+from cacheblend_rag.settings import Precision
 from cacheblend_rag.settings.tier_url import TierUrl
 
 if TYPE_CHECKING:
     from cacheblend_rag.bench.vllm import VLLMSetting
+    from cacheblend_rag.settings import BlendConfig
 
 ENGINES = ("transformers", "vllm", "vllm-server")
 TIERS = ("host", "disk")
@@ -36,6 +37,7 @@ class BlendPlan(ModelPlan):
     def blend_config(self, ratio: float) -> BlendConfig:
         """Return the config of a blend at ``ratio``; raises ConfigError for what cannot be run."""
         from cacheblend_rag.blend import plan_schedule
+        from cacheblend_rag.settings import BlendConfig
 
         config = BlendConfig(
             recompute_ratio=ratio,
@@ -75,10 +77,11 @@ class TtftPlan(BlendPlan):
         super().__post_init__()
         if self.engine not in ENGINES:
             raise ConfigError(f"engine={self.engine!r} must be one of {', '.join(ENGINES)}")
-        from cacheblend_rag.engines.vllm.connector.settings import check_attention_mode
+        from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
-        StoreConfig(precision=self.precision)  # which raises where there is none of that name
-        check_attention_mode(self.attention)
+        ConnectorSettings.of(
+            {"store": {"precision": self.precision}, "attention": self.attention}
+        )  # raises for one that is none
         for tier in self.tiers:
             check_tier(tier)
         self.model_shape.check_prompt(self.prompt_tokens)

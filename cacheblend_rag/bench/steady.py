@@ -88,7 +88,7 @@ def measure_steady(plan: SteadyPlan, advance: Advance = lambda _: None) -> dict[
         selector=plan.selector, name="bench",
     )  # fmt: skip
     with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder:
-        store = TieredKVStore.open(host_bytes=plan.host_bytes, disk_path=Path(folder))
+        store = TieredKVStore.open(host_bytes=plan.host_bytes, kv_path=Path(folder))
         engine = TransformersEngine(
             model, tokenizer=shape.build_tokenizer(), lead_in=LEAD_IN, store=store
         )

@@ -124,7 +124,7 @@ class _Run:
         room = 2 * plan.model_shape.kv_bytes(
             (plan.chunks + plan.drawn) * plan.chunk_tokens, plan.torch_dtype
         )
-        settings, options = ConnectorSettings(StoreConfig(host_bytes=room)), self._options()
+        settings, options = ConnectorSettings(store=StoreConfig(host_bytes=room)), self._options()
         with running_vllm("vllm", self.folder, options=options, settings=settings) as engine:
             engine.precompute(self.warm_up.chunks, progress=False)
             report = engine.precompute(self.work.chunks, progress=False)

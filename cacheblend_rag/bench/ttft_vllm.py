@@ -63,7 +63,7 @@ def _engine(plan: TtftPlan, folder: Path, tier: str) -> Iterator[VLLMEngine]:
     options["max_num_batched_tokens"] = plan.step_tokens
     with tempfile.TemporaryDirectory(prefix="cacheblend-kv-") as kv:
         store = store_config(tier, kv, plan.precision)
-        settings = ConnectorSettings(store).with_changes(attention=plan.attention)
+        settings = ConnectorSettings(store=store).with_changes(attention=plan.attention)
         kind = cast("VLLMKind", plan.engine)
         with running_vllm(kind, folder, options=options, settings=settings) as engine:
             yield engine

@@ -32,7 +32,10 @@ def doctor_command(
     namespace: Annotated[
         str, typer.Option(help="With --url: the namespace that the server should have.")
     ] = "default",
-    store: Annotated[Path | None, typer.Option(help="A KV store's folder to check.")] = None,
+    kv_path: Annotated[
+        Path | None,
+        typer.Option(envvar=options.KV_PATH_VARIABLE, help="A folder of chunk KV to check."),
+    ] = None,
     device: options.DeviceOption = None,
     as_json: options.JsonOption = False,
 ) -> None:
@@ -51,7 +54,7 @@ def doctor_command(
             "devices": diagnosis.examine_devices(),
             "model": _model(model or DEFAULT_MODEL, device),
             "extras": diagnosis.examine_extras(),
-            "store": None if store is None else _store(store),
+            "store": None if kv_path is None else _store(kv_path),
         }
         found["usable"] = found["model"]["problem"] is None and not (
             found["store"] and found["store"]["problem"]

@@ -12,7 +12,7 @@ from cacheblend_rag.models import DEMO_MODEL
 from cacheblend_rag.quality.dataset import EvalDataset, lead_text
 from cacheblend_rag.quality.questions import DEMO, choose_questions
 from cacheblend_rag.rag import checks
-from cacheblend_rag.settings import EMBEDDED, BlendConfig
+from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,6 +70,8 @@ def evaluate_command(
         options.local_model(model)
         checks.check_engine(engine)
         checks.check_installed(("rouge_score",), "Rouge-L", "eval")
+        from cacheblend_rag.settings import BlendConfig
+
         base = BlendConfig(
             min_tokens=0, check_layers=options.layers(check_layers, "--check-layers")
         )

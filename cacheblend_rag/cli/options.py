@@ -13,10 +13,10 @@ from cacheblend_rag.errors import ConfigError, ModelLoadError, StoreError
 from cacheblend_rag.models import LOCAL_MODELS, check, is_local
 from cacheblend_rag.rag.checks import DTYPES
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
-from cacheblend_rag.settings import StoreConfig
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.settings import StoreConfig
 
 
 def finite(value: float | None) -> float | None:
@@ -64,6 +64,8 @@ StoreOption = Annotated[
         "to be given several times.",
     ),
 ]
+KV_PATH_VARIABLE = "CACHEBLEND_KV_PATH"
+"""Names the folder of chunk KV where no ``--kv-path`` does."""
 
 
 MaxTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
@@ -141,6 +143,8 @@ def store_settings(given: Sequence[str] | None, **flags: Any) -> StoreConfig:
 
     Raises ConfigError for a setting that is none, wrong or given twice.
     """
+    from cacheblend_rag.settings import StoreConfig
+
     settings = {name: value for name, value in flags.items() if value is not None}
     for text in given or ():
         name, is_setting, value = text.partition("=")
@@ -151,7 +155,7 @@ def store_settings(given: Sequence[str] | None, **flags: Any) -> StoreConfig:
         elif name in settings:
             raise ConfigError(f"--store {name} is given twice: give it once")
         settings[name] = None if value == "none" else value
-    return StoreConfig.from_dict(settings)
+    return StoreConfig.of(settings)
 
 
 def collection_store(given: Sequence[str] | None) -> StoreConfig:
@@ -173,7 +177,7 @@ def local_model(name: str) -> str:
 def store_folder(path: Path) -> Path:
     """Let a folder through unless it is a collection's; raises StoreError, naming its store."""
     if (path / FILE_NAME).exists():
-        raise StoreError(f"{path} is a collection: its store is --path {path / KV_NAME}")
+        raise StoreError(f"{path} is a collection: its store is --kv-path {path / KV_NAME}")
     return path
 
 

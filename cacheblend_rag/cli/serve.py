@@ -7,17 +7,12 @@ import os
 import shlex
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Any
 
 import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.engines.vllm import serve
-from cacheblend_rag.engines.vllm.connector.settings import (
-    STEP_TOKENS,
-    AttentionMode,
-    ConnectorSettings,
-)
 from cacheblend_rag.engines.vllm.middleware.access import (
     BODY_VARIABLE,
     KEY_VARIABLE,
@@ -46,7 +41,11 @@ def serve_command(
     port: Annotated[int, typer.Option(min=1, max=65535)] = serve.PORT,
     kv_path: Annotated[
         Path | None,
-        typer.Option(help="Folder that keeps chunk KV.", show_default="memory only"),
+        typer.Option(
+            envvar=options.KV_PATH_VARIABLE,
+            help="Folder of chunk KV.",
+            show_default="memory only",
+        ),
     ] = None,
     host_gib: Annotated[
         float | None,
@@ -67,15 +66,17 @@ def serve_command(
         ),
     ] = None,
     store: options.StoreOption = None,
-    namespace: Annotated[str, typer.Option(help="Of all KV here; clients name the same.")] = (
-        "default"
-    ),
+    namespace: Annotated[
+        str | None,
+        typer.Option(help="Of all KV here; clients name the same.", show_default="default"),
+    ] = None,
     attention: Annotated[
-        str,
+        str | None,
         typer.Option(
-            help="Of recomputed rows: auto, native (vLLM's own), sdpa or flex (FlexAttention)."
+            help="Of recomputed rows: auto, native (vLLM's own), sdpa or flex (FlexAttention).",
+            show_default="auto",
         ),
-    ] = "auto",
+    ] = None,
     synchronous: Annotated[
         bool, typer.Option("--synchronous", help="Blend while other requests wait.")
     ] = False,
@@ -89,8 +90,11 @@ def serve_command(
         ),
     ] = None,
     step_tokens: Annotated[
-        int, typer.Option(min=1, help="With --synchronous: tokens blended in one step.")
-    ] = STEP_TOKENS,
+        int | None,
+        typer.Option(
+            min=1, help="With --synchronous: tokens blended in one step.", show_default="8192"
+        ),
+    ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
@@ -100,6 +104,8 @@ def serve_command(
     VLLM_API_KEY in the environment is the key that clients must give, on every path but /health;
     CACHEBLEND_STORE_KEY is the one that is needed to store, evict and release chunk KV.
     """
+    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+
     if model.startswith("-"):
         raise ConfigError(
             f"{model!r} stands before the model: give serve MODEL first, options after"
@@ -111,25 +117,26 @@ def serve_command(
         raise ConfigError("--disk-gib is room in a folder: give --kv-path too")
     if kept.kv_path is None and kept.tiers is None and kept.host_bytes == 0:
         raise ConfigError("--host-gib 0 keeps no KV anywhere: give --kv-path, or more memory")
+    given: dict[str, Any] = {
+        "namespace": namespace,
+        "slice_seconds": slice_seconds,
+        "step_tokens": step_tokens,
+        "attention": attention,
+    }
+    told = {name: value for name, value in given.items() if value is not None}
     if serve.flag_value(context.args, (SOCKET_FLAG,)) is None:
         serve.check_port(host, port)
     checks.check_model(model)
     if kept.kv_path is not None:
         kept = kept.with_changes(kv_path=_made(Path(kept.kv_path)))
+    connector = ConnectorSettings(store=kept, asynchronous=not synchronous, **told)
     command = serve.server_command(
         resolve(model),
         served_name=public_name(model),
         host=host,
         port=port,
         flags=context.args,
-        settings=ConnectorSettings(
-            kept,
-            namespace=namespace,
-            asynchronous=not synchronous,
-            slice_seconds=slice_seconds,
-            step_tokens=step_tokens,
-            attention=cast(AttentionMode, attention),
-        ),
+        settings=connector,
     )
     if not kept.outlives:
         output.warn("chunk KV is kept in memory only, until the server ends: --kv-path keeps it")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cacheblend_rag.cli.options import (
+    KV_PATH_VARIABLE,
     DtypeOption,
     JsonOption,
     ModelOption,
@@ -37,8 +38,8 @@ store_app = typer.Typer(
 
 DEFAULT_STORE = DEFAULT_FOLDER / KV_NAME
 
-StorePath = Annotated[
-    Path, typer.Option("--path", envvar="CACHEBLEND_STORE", help="Folder of chunk KV.")
+KvPathOption = Annotated[
+    Path, typer.Option("--kv-path", envvar=KV_PATH_VARIABLE, help="Folder of chunk KV.")
 ]
 FingerprintOption = Annotated[
     str | None, typer.Option(help="Chunks of this fingerprint: of one model and its settings.")
@@ -66,7 +67,7 @@ MaxGibOption = Annotated[
 
 @store_app.command()
 def stats(
-    path: StorePath = DEFAULT_STORE, store: StoreOption = None, as_json: JsonOption = False
+    path: KvPathOption = DEFAULT_STORE, store: StoreOption = None, as_json: JsonOption = False
 ) -> None:
     """Count chunks and bytes, in all, by tier and by fingerprint."""
     with _opened(path, store, read_only=True) as found:
@@ -101,7 +102,7 @@ def stats(
 
 @store_app.command("ls")
 def list_chunks(
-    path: StorePath = DEFAULT_STORE,
+    path: KvPathOption = DEFAULT_STORE,
     *,
     store: StoreOption = None,
     fingerprint: FingerprintOption = None,
@@ -141,7 +142,7 @@ def list_chunks(
 
 @store_app.command()
 def verify(
-    path: StorePath = DEFAULT_STORE,
+    path: KvPathOption = DEFAULT_STORE,
     store: StoreOption = None,
     as_json: JsonOption = False,
     repair: Annotated[bool, typer.Option("--repair", help="Quarantine what is damaged.")] = False,
@@ -167,7 +168,7 @@ def verify(
 def evict(
     keys: Annotated[list[str] | None, typer.Argument(metavar="[KEY]...", help="Keys.")] = None,
     *,
-    path: StorePath = DEFAULT_STORE,
+    path: KvPathOption = DEFAULT_STORE,
     store: StoreOption = None,
     everything: Annotated[bool, typer.Option("--all", help="All chunks.")] = False,
     fingerprint: FingerprintOption = None,
@@ -202,7 +203,7 @@ def evict(
 
 @store_app.command()
 def warm(
-    path: StorePath = DEFAULT_STORE,
+    path: KvPathOption = DEFAULT_STORE,
     *,
     store: StoreOption = None,
     log: Annotated[
@@ -235,7 +236,7 @@ def warm(
 def export_chunks(
     target: Annotated[Path, typer.Argument(help="A new folder, or a new file ending in .tar.")],
     *,
-    path: StorePath = DEFAULT_STORE,
+    path: KvPathOption = DEFAULT_STORE,
     store: StoreOption = None,
     fingerprint: FingerprintOption = None,
     older_than: OlderOption = None,
@@ -265,7 +266,7 @@ def export_chunks(
 def import_chunks(
     source: Annotated[Path, typer.Argument(help="What `store export` wrote.")],
     *,
-    path: StorePath = DEFAULT_STORE,
+    path: KvPathOption = DEFAULT_STORE,
     store: StoreOption = None,
     max_gib: MaxGibOption = None,
     as_json: JsonOption = False,

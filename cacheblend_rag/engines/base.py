@@ -56,13 +56,7 @@ from cacheblend_rag.report import (
     PrefillReport,
     reused_and_recomputed,
 )
-from cacheblend_rag.settings import (
-    BlendConfig,
-    LeadInConfig,
-    check_namespace,
-    check_request,
-    settle,
-)
+from cacheblend_rag.settings import BlendConfig, LeadInConfig, check_namespace
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -846,18 +840,15 @@ class Engine(ABC):
 def settled(
     config: BlendConfig | None, lead_in: LeadInConfig | str | None
 ) -> tuple[BlendConfig, LeadInConfig]:
-    """Return an engine's settings, as ``settle`` does; raises ConfigError for a wrong selector."""
-    config, lead_in = settle(config, lead_in)
-    return checked(config), lead_in
+    """Return an engine's settings; raises ConfigError for a wrong selector."""
+    return checked(BlendConfig.of(config)), LeadInConfig.of(lead_in)
 
 
 def checked(config: BlendConfig) -> BlendConfig:
-    """Return a request's config.
+    """Return a request's config; raises ConfigError when its selector is none.
 
-    Of what a config holds, the rest is checked when it is made. Raises ConfigError when its
-    selector is none, or when it tells what is an engine's.
+    The rest of it is checked when it is made.
     """
-    check_request(config)
     make_selector(config.selector, config.selector_options)
     return config
 

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import ConfigError, MissingExtraError
-from cacheblend_rag.settings import AUTO, EMBEDDED, VLLM, BlendConfig, EngineConfig
+from cacheblend_rag.settings import AUTO, EMBEDDED, VLLM
 from cacheblend_rag.settings.secret import Secret
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.settings import BlendConfig, EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ def open_engine(
         ModelLoadError: when the model cannot be loaded.
         StoreError: when ``kv_path`` cannot be used.
     """
+    from cacheblend_rag.settings import EngineConfig
+
     if "api_key" in options:  # tracebacks may show this frame
         options["api_key"] = Secret.of(options["api_key"])
     if not isinstance(engine, EngineConfig):
@@ -107,8 +110,8 @@ def _open_vllm(config: EngineConfig) -> Engine:
     common["tokenizer"] = config.tokenizer or load_tokenizer(config.model)  # before vLLM starts
     transport = InProcessVLLM(
         config.model,
-        ConnectorSettings(config.store, config.namespace),
-        dtype="auto" if config.dtype is None else str(config.dtype).removeprefix("torch."),
+        ConnectorSettings(store=config.store, namespace=config.namespace),
+        dtype=config.dtype or "auto",
     )
     return VLLMEngine(transport, **common)
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -40,7 +40,7 @@ def put_label(store: Path, engine: Engine, fingerprint: str) -> None:
             return
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with os.fdopen(os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            json.dump(asdict(label), file)
+            json.dump({**vars(label), "lead_in": label.lead_in.to_dict()}, file)
         begun.replace(path)
     except OSError as error:
         logger.info("%s goes without a label: %s", path.parent, error)
@@ -64,4 +64,4 @@ def _label(told: Any) -> Label:
         raise ValueError("no label")
     if not (isinstance(told["model"], str) and isinstance(told["dtype"], str)):
         raise ValueError("no label")
-    return Label(told["model"], told["dtype"], LeadInConfig.from_dict(told["lead_in"]))
+    return Label(told["model"], told["dtype"], LeadInConfig.of(told["lead_in"]))

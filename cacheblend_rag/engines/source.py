@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from threading import Lock
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -157,5 +156,5 @@ def _open(config: EngineConfig, shared: bool) -> Engine:
 def _key(config: EngineConfig) -> tuple[object, ...]:
     """What two must agree on to share an engine; a forked process opens its own."""
     changing = {"blend", "fill_on_miss"}
-    kept = (getattr(config, one.name) for one in fields(config) if one.name not in changing)
+    kept = (value for name, value in config if name not in changing)
     return (os.getpid(), *kept)

@@ -172,7 +172,7 @@ class TieredKVStore:
         cls,
         *,
         host_bytes: int | None = 4 << 30,
-        disk_path: str | os.PathLike[str] | None = None,
+        kv_path: str | os.PathLike[str] | None = None,
         disk_bytes: int | None = None,
         ttl_seconds: float | None = None,
         read_only: bool = False,
@@ -182,7 +182,7 @@ class TieredKVStore:
 
         Args:
             host_bytes: memory for chunk KV; None is without limit, 0 keeps nothing in memory.
-            disk_path: folder shared between processes and runs; None keeps nothing on disk.
+            kv_path: folder shared between processes and runs; None keeps nothing on disk.
             disk_bytes: room for chunk KV there; None is without limit.
             ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
             read_only: whether the folder is only read; memory is used as ever.
@@ -194,9 +194,9 @@ class TieredKVStore:
         tiers: list[Tier] = []
         if host_bytes != 0:
             tiers.append(HostTier(host_bytes))
-        if disk_path is not None:
+        if kv_path is not None:
             policy = TierPolicy(disk_bytes, read_only=read_only)
-            tiers.append(DiskTier(disk_path, policy=policy))
+            tiers.append(DiskTier(kv_path, policy=policy))
         return cls(tiers, ttl_seconds=ttl_seconds, precision=precision, seal=seal_of())
 
     @classmethod
@@ -229,7 +229,7 @@ class TieredKVStore:
             )
         return cls.open(
             host_bytes=config.host_bytes,
-            disk_path=config.kv_path,
+            kv_path=config.kv_path,
             disk_bytes=config.disk_bytes,
             ttl_seconds=config.ttl_seconds,
             read_only=config.read_only,

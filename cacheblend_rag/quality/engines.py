@@ -74,5 +74,5 @@ def _server(
 
     environment = {} if CPU_KV_SPACE in os.environ else {CPU_KV_SPACE: SERVED_KV_GIB}
     flags = ["--dtype", dtype or "auto"]
-    settings = ConnectorSettings(store)
+    settings = ConnectorSettings(store=store)
     return running_server(model, flags=flags, settings=settings, environment=environment)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.engines.quiet_import import quiet_libraries
 from cacheblend_rag.errors import ConfigError, MissingExtraError, ModelLoadError
 from cacheblend_rag.models import check, is_local
 from cacheblend_rag.rag.retrieval import BUNDLED
-from cacheblend_rag.settings import EMBEDDED, VLLM, BlendConfig
+from cacheblend_rag.settings import EMBEDDED, VLLM
 from cacheblend_rag.settings.secret import check_server_url
+
+if TYPE_CHECKING:
+    from cacheblend_rag.settings import BlendConfig
 
 CONFIG = "config.json"
 HUB_SECONDS = 10.0
@@ -98,6 +101,8 @@ def check_placement(device: str | None, dtype: str | None = None) -> None:
 def check_blend(ratio: float | None, selector: str | None) -> None:
     """Raise ConfigError when prompts cannot be blended so."""
     if ratio is not None:
+        from cacheblend_rag.settings import BlendConfig
+
         BlendConfig(recompute_ratio=ratio)
     if selector is not None:
         check_selector(selector)

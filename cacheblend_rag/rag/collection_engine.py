@@ -16,12 +16,19 @@ from cacheblend_rag.models import DEFAULT_MODEL, absolute, knows_only_the_demo
 from cacheblend_rag.rag.collection import KV_NAME, CollectionSettings
 from cacheblend_rag.rag.prompt import INSTRUCTION, RagPrompt
 from cacheblend_rag.rag.retrieval import BUNDLED
-from cacheblend_rag.settings import EMBEDDED, EngineConfig, StoreConfig, check_namespace
+from cacheblend_rag.settings import EMBEDDED, check_namespace
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.settings import StoreConfig
 
 CHUNK_SIZE = 256
+
+
+def _store() -> StoreConfig:
+    from cacheblend_rag.settings import StoreConfig
+
+    return StoreConfig()
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ class Placement:
     """
 
     device: str | None = None
-    store: StoreConfig = field(default_factory=StoreConfig)
+    store: StoreConfig = field(default_factory=_store)
     fill_on_miss: bool = False
 
 
@@ -125,6 +132,8 @@ def open_known(folder: Path, settings: CollectionSettings, placement: Placement)
 
 
 def _open(folder: Path, settings: CollectionSettings, placement: Placement) -> Engine:
+    from cacheblend_rag.settings import EngineConfig
+
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return open_engine(
         EngineConfig(

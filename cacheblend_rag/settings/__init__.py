@@ -1,25 +1,40 @@
-"""Settings of requests, lead-ins, stores and engines, validated when they are made."""
+"""Settings of requests, lead-ins, stores and engines, validated when they are made.
 
-from cacheblend_rag.settings.config import (
+Those that are pydantic models are imported on first use: importing the package builds no model.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.settings.choices import (
     AUTO,
     EMBEDDED,
     ENGINES,
     PRESET_RATIOS,
     RATIO_BOUNDS,
     VLLM,
-    BlendConfig,
-    EngineConfig,
-    LeadInConfig,
     LeadInKind,
     Precision,
     Preset,
-    Settings,
-    StoreConfig,
-    check_namespace,
-    check_request,
-    names_of,
-    settle,
 )
+from cacheblend_rag.settings.options import check_namespace, names_of
+
+if TYPE_CHECKING:
+    from cacheblend_rag.settings.base import Settings
+    from cacheblend_rag.settings.engine import EngineConfig
+    from cacheblend_rag.settings.lead_in import LeadInConfig
+    from cacheblend_rag.settings.request import BlendConfig
+    from cacheblend_rag.settings.store import StoreConfig
+
+_LAZY = {
+    "BlendConfig": "cacheblend_rag.settings.request",
+    "EngineConfig": "cacheblend_rag.settings.engine",
+    "LeadInConfig": "cacheblend_rag.settings.lead_in",
+    "Settings": "cacheblend_rag.settings.base",
+    "StoreConfig": "cacheblend_rag.settings.store",
+}
 
 __all__ = [
     "AUTO",
@@ -37,7 +52,11 @@ __all__ = [
     "Settings",
     "StoreConfig",
     "check_namespace",
-    "check_request",
     "names_of",
-    "settle",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_LAZY[name]), name)

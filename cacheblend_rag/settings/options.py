@@ -1,9 +1,9 @@
-"""Checks option names, and translates the names that other libraries use for them."""
+"""Checks names of options, engines and namespaces; knows what other libraries call options."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -21,6 +21,13 @@ ALIASES: Mapping[str, str] = {
 """What other libraries call these arguments."""
 KIND = "Input should be "
 """How pydantic begins to say what it wants."""
+
+
+def names_of(settings: type[Any]) -> frozenset[str]:
+    """Return the names of the fields of some settings, be they a pydantic model or a dataclass."""
+    if is_dataclass(settings):
+        return frozenset(one.name for one in fields(settings))
+    return frozenset(settings.model_fields)
 
 
 @dataclass(frozen=True)
@@ -46,14 +53,14 @@ class Arguments:
         Args:
             kind: what each argument is.
             known: their names.
-            settings: those that are settings, if they are known, each with its dataclass.
+            settings: those that are settings, if they are known, each with its class.
         """
         names = frozenset(known)
         inside = {
-            one.name: outer
+            name: outer
             for outer in settings.keys() & names
-            for one in fields(settings[outer])
-            if one.name not in names
+            for name in names_of(settings[outer])
+            if name not in names
         }
         return cls(kind, names, inside)
 
@@ -117,6 +124,22 @@ def check_engine_name(engine: str, kinds: Sequence[str]) -> None:
         raise ConfigError(f"engine={engine!r} lacks a scheme: give http://{engine}")
     else:
         raise ConfigError(f"engine={engine!r} must be {', '.join(kinds)} or a server's URL")
+
+
+def check_namespace(namespace: object) -> None:
+    """Raise ConfigError unless a namespace is a text that can be hashed and stored.
+
+    Half of a character (a lone surrogate) cannot be: it stands for bytes of a command line that
+    are no UTF-8, for instance.
+    """
+    if not isinstance(namespace, str):
+        raise ConfigError(f"namespace={namespace!r:.100} must be a name")
+    try:
+        namespace.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"namespace={namespace!r:.100} holds half of a character: give text in UTF-8"
+        ) from error
 
 
 def describe_errors(errors: Iterable[Mapping[str, Any]]) -> str:

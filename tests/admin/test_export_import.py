@@ -24,7 +24,7 @@ ALL = Choice().condition(None)
 
 @pytest.fixture
 def store(tmp_path: Path) -> TieredKVStore:
-    store = TieredKVStore.open(host_bytes=0, disk_path=tmp_path / "from")
+    store = TieredKVStore.open(host_bytes=0, kv_path=tmp_path / "from")
     for number, key in enumerate(KEYS):
         store.put(key, make_kv(number), written_at=time.time() - 1000)
     return store
@@ -32,7 +32,7 @@ def store(tmp_path: Path) -> TieredKVStore:
 
 @pytest.fixture
 def other(tmp_path: Path) -> TieredKVStore:
-    return TieredKVStore.open(host_bytes=0, disk_path=tmp_path / "to")
+    return TieredKVStore.open(host_bytes=0, kv_path=tmp_path / "to")
 
 
 @pytest.mark.parametrize("name", ["moved", "moved.tar"])
@@ -158,7 +158,7 @@ def test_a_tar_that_ends_early_is_one_error(store: TieredKVStore, tmp_path: Path
     tar = tmp_path / "moved.tar"
     export_import.export(store, ALL, tar)
     tar.write_bytes(tar.read_bytes()[:1000])
-    with TieredKVStore.open(host_bytes=0, disk_path=tmp_path / "to") as other:
+    with TieredKVStore.open(host_bytes=0, kv_path=tmp_path / "to") as other:
         try:
             report = export_import.import_chunks(other, tar)
         except StoreError as error:

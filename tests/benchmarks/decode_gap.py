@@ -136,7 +136,7 @@ def measure_gaps(gaps: GapPlan, advance: Advance = lambda _: None) -> dict[str, 
     options = plan.setting.options(plan.prompt_tokens, CACHED_PROMPTS, engines=2)
     whole = {**options, "max_num_batched_tokens": plan.prompt_tokens + NEIGHBOUR_PROMPT}
     room = 2 * plan.model_shape.kv_bytes(plan.prompt_tokens, plan.torch_dtype)
-    settings = ConnectorSettings(StoreConfig(host_bytes=room))
+    settings = ConnectorSettings(store=StoreConfig(host_bytes=room))
 
     def blended(engine: VLLMEngine, turn: int) -> Generation:
         config = plan.blend_config(ratio).with_changes(min_tokens=turn)  # changes only the salt

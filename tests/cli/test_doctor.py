@@ -58,20 +58,20 @@ def test_a_missing_extra_says_how_to_install_it(cli, small_model, monkeypatch):
 
 
 def test_a_store_is_read_through(cli, small_model, tmp_path):
-    outcome = cli("doctor", "--model", small_model, "--store", tmp_path, "--json")
+    outcome = cli("doctor", "--model", small_model, "--kv-path", tmp_path, "--json")
     assert "is no store" in outcome.json["store"]["problem"]
     assert not any(tmp_path.iterdir())
     DiskTier(tmp_path)
-    outcome = cli("doctor", "--model", small_model, "--store", tmp_path, "--json")
+    outcome = cli("doctor", "--model", small_model, "--kv-path", tmp_path, "--json")
     assert outcome.json["store"]["entries"] == 0
     assert outcome.json["store"]["damaged"] == []
-    outcome = cli("doctor", "--model", small_model, "--store", tmp_path / "none", "--json")
+    outcome = cli("doctor", "--model", small_model, "--kv-path", tmp_path / "none", "--json")
     assert (outcome.code, outcome.json["usable"]) == (1, False)
 
 
 @pytest.mark.parametrize("model", [None, "/nowhere"])
 def test_report_without_json(cli, small_model, model, tmp_path):
-    outcome = cli("doctor", "--model", model or small_model, "--store", tmp_path)
+    outcome = cli("doctor", "--model", model or small_model, "--kv-path", tmp_path)
     assert ("not usable" in outcome.stdout) == (outcome.code == 1)
     assert "transformers" in outcome.stdout
 

@@ -366,7 +366,7 @@ def test_after_a_kill_the_same_command_goes_on(cli, tmp_path, into):
     assert (found["unchanged"], found["added"]) == (len(finished), len(left[:3]))
     assert texts(into).items() >= finished.items()
     assert kv <= stored_kv(into)
-    assert cli("store", "verify", "--path", into / KV_NAME).code == 0
+    assert cli("store", "verify", "--kv-path", into / KV_NAME).code == 0
 
 
 def test_other_settings_are_refused_until_rebuilt(cli, index, notes, into, small_model):

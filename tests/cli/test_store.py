@@ -27,8 +27,8 @@ def folder(tmp_path):
 
 @pytest.fixture
 def store(folder):
-    """Run ``store ARGUMENTS --path FOLDER``."""
-    return lambda *arguments, **options: run(*arguments, "--path", str(folder), **options)
+    """Run ``store ARGUMENTS --kv-path FOLDER``."""
+    return lambda *arguments, **options: run(*arguments, "--kv-path", str(folder), **options)
 
 
 def run(*arguments, **options):
@@ -160,7 +160,7 @@ def test_an_unclear_choice_is_one_line_and_exit_2(store, folder, arguments):
 @pytest.mark.parametrize("command", ["stats", "ls", "verify", "evict"])
 def test_a_missing_folder_is_one_line_and_exit_2_and_is_not_made(tmp_path, command):
     extra = ["--all", "--yes"] if command == "evict" else []
-    result = run(command, *extra, "--path", str(tmp_path / "none"), "--json")
+    result = run(command, *extra, "--kv-path", str(tmp_path / "none"), "--json")
     assert result.exit_code == 2
     assert result.stdout == ""
     assert result.stderr.count("\n") == 1
@@ -169,9 +169,9 @@ def test_a_missing_folder_is_one_line_and_exit_2_and_is_not_made(tmp_path, comma
 
 
 def test_the_folder_may_come_from_the_environment(folder):
-    result = run("stats", "--json", env={"CACHEBLEND_STORE": str(folder)})
+    result = run("stats", "--json", env={"CACHEBLEND_KV_PATH": str(folder)})
     assert printed(result)["entries"] == 3
-    assert run("stats", env={"CACHEBLEND_STORE": None}).exit_code == 2
+    assert run("stats", env={"CACHEBLEND_KV_PATH": None}).exit_code == 2
 
 
 def test_the_folder_is_the_default_collections_otherwise(folder, monkeypatch, tmp_path_factory):
@@ -179,14 +179,14 @@ def test_the_folder_is_the_default_collections_otherwise(folder, monkeypatch, tm
     (project / ".cacheblend").mkdir()
     (project / ".cacheblend" / "kv").symlink_to(folder)
     monkeypatch.chdir(project)
-    monkeypatch.delenv("CACHEBLEND_STORE", raising=False)
+    monkeypatch.delenv("CACHEBLEND_KV_PATH", raising=False)
     assert printed(run("verify", "--json"))["checked"] == 3
 
 
 def test_what_is_no_store_is_left_as_it_is(tmp_path):
     (tmp_path / "report.txt").write_text("A report.")
     for command in (["stats"], ["ls"], ["verify"], ["evict", "--all", "--yes"]):
-        result = run(*command, "--path", str(tmp_path))
+        result = run(*command, "--kv-path", str(tmp_path))
         assert result.exit_code == 2
         assert "is no store of chunk KV" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["report.txt"]
@@ -232,7 +232,7 @@ def test_export_and_import_move_chunks(store, folder, tmp_path_factory, name):
     base = tmp_path_factory.mktemp("moved")
     out = printed(store("export", str(base / name), "--fingerprint", ONE, "--json"))
     assert (out["exported"], out["skipped"]) == (2, [])
-    arguments = ["import", str(base / name), "--path", str(base / "kv")]
+    arguments = ["import", str(base / name), "--kv-path", str(base / "kv")]
     assert printed(run(*arguments, "--json"))["imported"] == 2
     assert remaining(base / "kv") == set(KEYS[:2])
     assert "2 imported" in run(*arguments).stdout
@@ -242,7 +242,7 @@ def test_export_and_import_move_chunks(store, folder, tmp_path_factory, name):
 def test_an_import_names_what_it_leaves_out(tmp_path):
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "x.pkl").write_bytes(b"\x80\x04.")
-    result = run("import", str(tmp_path / "in"), "--path", str(tmp_path / "kv"), "--json")
+    result = run("import", str(tmp_path / "in"), "--kv-path", str(tmp_path / "kv"), "--json")
     assert result.exit_code == 1
     (skipped,) = printed(result)["skipped"]
     assert skipped == {"name": "x.pkl", "reason": "its name is no key"}

@@ -147,7 +147,7 @@ def test_repair_computes_what_was_lost_or_damaged_and_nothing_else(
     assert found.code == 0, found.stderr
     assert (found.json["computed_chunks"], found.json["stored_chunks"]) == (3, chunks - 3)
     assert len(files(into)) == chunks
-    with TieredKVStore.of(StoreConfig(into / KV_NAME)) as store:
+    with TieredKVStore.of(StoreConfig(kv_path=into / KV_NAME)) as store:
         assert all(store.get(key).kv is not None for key in store.entries())
     again = index("--repair").json
     assert (again["computed_chunks"], again["stored_chunks"]) == (0, chunks)

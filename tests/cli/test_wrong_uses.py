@@ -69,7 +69,7 @@ WRONG = {
     # namespaces of half a character: of bytes on a command line that are no UTF-8
     (*INDEX, "--namespace", "a\udcff"): "namespace='a\\udcff' holds half of a character",
     ("serve", "demo", "--namespace", "\ud800"): "namespace='\\ud800' holds half of a character",
-    ("store", "ls", "--path", "{store}", "--namespace", "\udcff"): "holds half of a character",
+    ("store", "ls", "--kv-path", "{store}", "--namespace", "\udcff"): "holds half of a character",
     ("doctor", "--url", "http://host:1", "--namespace", "\udcff"): "holds half of a character",
     # selectors
     (*ASK, "--selector", "guess"): "selector='guess' must be one of",
@@ -133,16 +133,16 @@ WRONG = {
     ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",
     ("ask", "Who?", "--from", "{collection}", "--store", "disk_bytes=-1"): "disk_bytes='-1'",
     ("serve", "--dtype", "float32", "demo"): "stands before the model",
-    ("store", "stats", "--path", "{nothing}"): "is no folder",
-    ("store", "verify", "--path", "{notes}"): "is no store of chunk KV",
-    ("store", "stats", "--path", "{notes}"): "is no store of chunk KV",
-    ("store", "evict", "--all", "--yes", "--path", "{notes}"): "is no store of chunk KV",
-    ("store", "ls", "--path", "{collection}"): "is a collection: its store is --path",
+    ("store", "stats", "--kv-path", "{nothing}"): "is no folder",
+    ("store", "verify", "--kv-path", "{notes}"): "is no store of chunk KV",
+    ("store", "stats", "--kv-path", "{notes}"): "is no store of chunk KV",
+    ("store", "evict", "--all", "--yes", "--kv-path", "{notes}"): "is no store of chunk KV",
+    ("store", "ls", "--kv-path", "{collection}"): "is a collection: its store is --kv-path",
     ("store", "gc", "--collection", "{notes}"): "holds no collection",
-    ("store", "evict", "--path", "{store}"): "give keys, or --all",
-    ("store", "evict", "x", "--path", "{store}"): "is no KV key",
-    ("store", "evict", "--fingerprint", "x", "--path", "{store}"): "'x' is no fingerprint",
-    ("store", "evict", "--older-than", "-1", "--path", "{store}"): "'--older-than'",
+    ("store", "evict", "--kv-path", "{store}"): "give keys, or --all",
+    ("store", "evict", "x", "--kv-path", "{store}"): "is no KV key",
+    ("store", "evict", "--fingerprint", "x", "--kv-path", "{store}"): "'x' is no fingerprint",
+    ("store", "evict", "--older-than", "-1", "--kv-path", "{store}"): "'--older-than'",
 }
 
 

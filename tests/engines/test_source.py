@@ -65,7 +65,6 @@ def test_sources_that_share_agree_on_all_but_requests(monkeypatch: pytest.Monkey
         {"namespace": "tenant"},
         {"instruction": "Read:"},
         {"lead_in": "bos"},
-        {"blend": BlendConfig(lead_in="none")},
         {"store": {"host_bytes": 1 << 21}},
         {"dtype": "bfloat16"},
     ]

@@ -205,7 +205,7 @@ def test_a_kernel_that_stops_a_write_is_a_failed_put(tmp_path):
     process = run_python(
         """
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        store = TieredKVStore.open(disk_path=folder)
+        store = TieredKVStore.open(kv_path=folder)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         print(store.put(make_key(0), make_kv(tokens=100)).stored, store.stats()["disk"]["errors"])
         print(store.get(make_key(0)).tier, list(Path(folder).rglob("*.tmp")))

@@ -20,7 +20,7 @@ LONG_AGO = 10_000.0
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A store of four chunks, one of them damaged, and what a killed writer left."""
-    with TieredKVStore.open(disk_path=tmp_path) as writer:
+    with TieredKVStore.open(kv_path=tmp_path) as writer:
         for number, key in enumerate(KEYS):
             assert writer.put(key, make_kv(number))
     damaged = next(path for path in chunk_files(tmp_path) if str(KEYS[3]) in path.name)
@@ -46,7 +46,7 @@ def seen(folder: Path) -> dict[str, tuple[int, int, bytes]]:
 
 
 def test_a_read_only_store_reads_and_keeps_in_memory(folder: Path) -> None:
-    with TieredKVStore.open(disk_path=folder, read_only=True) as store:
+    with TieredKVStore.open(kv_path=folder, read_only=True) as store:
         assert store.read_only
         assert [store.get(KEYS[0]).tier for _ in range(2)] == ["disk", "host"]
         store.prefetch(KEYS[1:2])
@@ -58,7 +58,7 @@ def test_a_read_only_store_reads_and_keeps_in_memory(folder: Path) -> None:
 
 def test_nothing_in_the_folder_changes(folder: Path) -> None:
     before = seen(folder)
-    with TieredKVStore.open(disk_path=folder, read_only=True, ttl_seconds=LONG_AGO * 2) as store:
+    with TieredKVStore.open(kv_path=folder, read_only=True, ttl_seconds=LONG_AGO * 2) as store:
         store.get_many(KEYS, promote=False)
         assert store.get(KEYS[3]).reason == "damaged"
         assert store.get(KEYS[3]).reason == "damaged"  # it is still where it was
@@ -76,7 +76,7 @@ def test_nothing_in_the_folder_changes(folder: Path) -> None:
 
 def test_reading_is_no_use_of_a_chunk(folder: Path) -> None:
     marked = list[object]()
-    with TieredKVStore.open(host_bytes=0, disk_path=folder, read_only=True) as store:
+    with TieredKVStore.open(host_bytes=0, kv_path=folder, read_only=True) as store:
         disk = store.tiers[0]
         disk._mark_used = lambda *told: marked.append(told)  # type: ignore[attr-defined]
         assert store.get(KEYS[0]).kv is not None
@@ -85,14 +85,14 @@ def test_reading_is_no_use_of_a_chunk(folder: Path) -> None:
 
 def test_what_is_past_its_time_is_not_served_and_not_removed(folder: Path) -> None:
     before = seen(folder)
-    with TieredKVStore.open(disk_path=folder, read_only=True, ttl_seconds=LONG_AGO / 2) as store:
+    with TieredKVStore.open(kv_path=folder, read_only=True, ttl_seconds=LONG_AGO / 2) as store:
         assert store.contains_many(KEYS) == [False] * 4
         assert [found.reason for found in store.get_many(KEYS)] == ["not stored"] * 4
     assert seen(folder) == before
 
 
 def test_what_cannot_be_done_is_said(folder: Path, tmp_path: Path) -> None:
-    with TieredKVStore.open(disk_path=folder, read_only=True) as store:
+    with TieredKVStore.open(kv_path=folder, read_only=True) as store:
         for refused in (
             lambda: store.evict(KEYS[0]),
             lambda: store.evict_where(lambda key, entry: True),
@@ -101,14 +101,14 @@ def test_what_cannot_be_done_is_said(folder: Path, tmp_path: Path) -> None:
                 refused()
         assert len(store.keys()) == 4
     with pytest.raises(StoreError, match="no chunk KV to read"):
-        TieredKVStore.open(disk_path=tmp_path / "none", read_only=True)
+        TieredKVStore.open(kv_path=tmp_path / "none", read_only=True)
     assert not (tmp_path / "none").exists()
 
 
 def test_chunks_that_are_stored_later_are_read(folder: Path) -> None:
     with (
-        TieredKVStore.open(disk_path=folder, read_only=True) as replica,
-        TieredKVStore.open(disk_path=folder) as writer,
+        TieredKVStore.open(kv_path=folder, read_only=True) as replica,
+        TieredKVStore.open(kv_path=folder) as writer,
     ):
         assert replica.get(make_key(7)).reason == "not stored"
         writer.put(make_key(7), make_kv(7))

@@ -73,7 +73,7 @@ def test_what_waits_to_be_written_is_not_lost(
 
 def test_a_store_that_is_only_read_releases_its_memory(tmp_path: Path) -> None:
     filled(DiskTier(tmp_path)).close()
-    store = TieredKVStore.open(disk_path=tmp_path, read_only=True)
+    store = TieredKVStore.open(kv_path=tmp_path, read_only=True)
     assert store.get(KEYS[0]).tier == "disk"
     assert store.get(KEYS[0]).tier == "host"
     assert store.release() > 0

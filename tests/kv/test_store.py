@@ -30,7 +30,7 @@ def open_store(tmp_path):
     stores = []
 
     def open_(**options):
-        stores.append(TieredKVStore.open(**{"disk_path": tmp_path, **options}))
+        stores.append(TieredKVStore.open(**{"kv_path": tmp_path, **options}))
         return stores[-1]
 
     yield open_
@@ -180,7 +180,7 @@ def test_many_are_read_as_one_by_one(open_store, tmp_path, clock):
     lookups, stats = [], []
     many = [KEYS[0], KEYS[2], KEYS[1], KEYS[5], KEYS[3], KEYS[4]]
     for name in ("one by one", "at once"):
-        store = open_store(disk_path=tmp_path / name, ttl_seconds=100)
+        store = open_store(kv_path=tmp_path / name, ttl_seconds=100)
         store.put(KEYS[1], make_kv(1))
         clock.advance(60)
         for number in (0, 2, 3, 4):
@@ -527,7 +527,7 @@ def test_malformed_chunk_kv_is_an_error_and_is_stored_nowhere(store):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"host_bytes": 0, "disk_path": None}, "at least one tier"),
+        ({"host_bytes": 0, "kv_path": None}, "at least one tier"),
         ({"ttl_seconds": 0}, "ttl_seconds=0"),
         ({"host_bytes": -1}, "capacity_bytes=-1"),
     ],
@@ -545,7 +545,7 @@ def test_tiers_need_names_of_their_own():
 def test_a_path_that_is_a_file_is_an_error(open_store, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot keep chunk KV"):
-        open_store(disk_path=tmp_path / "file")
+        open_store(kv_path=tmp_path / "file")
 
 
 def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
@@ -563,7 +563,7 @@ def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
 
 def test_what_expires_is_removed_from_a_disk_that_nobody_uses(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "SWEEP_SECONDS", 0.01)
-    with TieredKVStore.open(host_bytes=0, disk_path=tmp_path, ttl_seconds=0.5) as store:
+    with TieredKVStore.open(host_bytes=0, kv_path=tmp_path, ttl_seconds=0.5) as store:
         store.put(make_key(1), make_kv())
         assert [*tmp_path.rglob("*.safetensors")]
         assert until(lambda: not [*tmp_path.rglob("*.safetensors")])

@@ -39,7 +39,7 @@ def make_lead_in(
 ) -> LeadIn:
     return LeadIn(
         PromptEncoder(make_tokenizer()),
-        LeadInConfig(name, document_window=window),  # type: ignore[arg-type]
+        LeadInConfig(kind=name, document_window=window),  # type: ignore[arg-type]
         instruction=instruction,
         identity={"model": model},
         namespace=namespace,
@@ -82,7 +82,7 @@ def test_the_lead_in_begins_as_a_prompt_does() -> None:
     leads = {
         name: LeadIn(
             encoder,
-            LeadInConfig(name),
+            LeadInConfig(kind=name),
             instruction="",
             identity={},
             namespace="",  # type: ignore[arg-type]

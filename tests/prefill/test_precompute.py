@@ -182,9 +182,9 @@ def test_stored_kv_that_does_not_fit_is_computed_anew_and_stored_again() -> None
 
 
 def test_reading_for_a_document_brings_nothing_into_memory(tmp_path: Any) -> None:
-    with TieredKVStore.open(disk_path=tmp_path) as first:
+    with TieredKVStore.open(kv_path=tmp_path) as first:
         first.put(DOCUMENT[0].key, wanted(DOCUMENT[0]))
-    with TieredKVStore.open(disk_path=tmp_path) as store:
+    with TieredKVStore.open(kv_path=tmp_path) as store:
         compute(DOCUMENT[:2], store)
         assert store.tiers[0].usage().entries == 0
 

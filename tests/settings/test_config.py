@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import logging
-from dataclasses import asdict
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,8 +22,6 @@ from cacheblend_rag.settings import (
     EngineConfig,
     LeadInConfig,
     StoreConfig,
-    check_request,
-    settle,
 )
 from cacheblend_rag.settings.secret import Secret
 from tests.engines.toy_engine import ToyEngine
@@ -48,8 +47,6 @@ from tests.engines.toy_engine import ToyEngine
         ("min_tokens", -1),
         ("min_tokens", 1.0),
         ("min_tokens", True),
-        ("document_window", 0),
-        ("lead_in", "everything"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(field: str, value: Any) -> None:
@@ -104,10 +101,10 @@ def configs(draw: st.DrawFn) -> BlendConfig:
 
 @given(configs())
 def test_plain_values_make_the_same_config(config: BlendConfig) -> None:
-    values = asdict(config)
+    values = dict(config)
     lists = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-    assert BlendConfig.from_dict(values) == BlendConfig.from_dict(lists) == config
-    assert BlendConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert BlendConfig.of(values) == BlendConfig.of(lists) == config
+    assert BlendConfig.of(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @given(configs())
@@ -119,10 +116,12 @@ def test_the_ratio_in_force_never_rises(config: BlendConfig) -> None:
 
 
 def test_an_unknown_setting_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"recompute_rate is no setting: did you mean recompute_"):
-        BlendConfig.from_dict({"recompute_rate": 0.2})
+    with pytest.raises(
+        ConfigError, match=r"recompute_rate is no setting of a request: did you mean recompute_"
+    ):
+        BlendConfig.of({"recompute_rate": 0.2})
     with pytest.raises(ConfigError, match="settings are a str: give names with values"):
-        BlendConfig.from_dict("quality")  # type: ignore[arg-type]
+        BlendConfig.of("quality")  # type: ignore[arg-type]
 
 
 def test_changes_are_validated_and_leave_the_original() -> None:
@@ -140,38 +139,18 @@ def test_options_are_copied() -> None:
     assert config.selector_options == {"deviation": "k"}
 
 
-def test_a_lead_in_given_with_a_blend_is_taken_over_and_named(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        blend, lead_in = settle(BlendConfig(recompute_ratio=0.5, lead_in="bos"), None)
-    assert (blend, lead_in) == (BlendConfig(recompute_ratio=0.5), LeadInConfig("bos"))
-    (line,) = caplog.messages
-    assert "LeadInConfig" in line
-    assert "\n" not in line
+def test_a_request_tells_nothing_of_the_lead_in() -> None:
+    for name, value in (("lead_in", "none"), ("document_window", 64)):
+        with pytest.raises(ConfigError, match=f"{name} is no setting of a request; known: check_l"):
+            BlendConfig(**{name: value})
 
 
-def test_a_lead_in_in_its_own_settings_is_silent(caplog: pytest.LogCaptureFixture) -> None:
-    assert settle(None, "none") == (BlendConfig(), LeadInConfig("none"))
-    assert settle(BlendConfig(), {"kind": "bos"})[1] == LeadInConfig("bos")
-    assert not caplog.messages
-
-
-def test_two_lead_ins_that_differ_are_refused() -> None:
-    assert settle(BlendConfig(lead_in="bos"), "bos")[1] == LeadInConfig("bos")
-    with pytest.raises(ConfigError, match="differ"):
-        settle(BlendConfig(lead_in="bos"), "none")
-
-
-@pytest.mark.parametrize(
-    "given", [{"lead_in": "none"}, {"document_window": 64}, {"split_special_tokens": False}]
-)
-def test_a_request_tells_nothing_of_the_lead_in(given: dict[str, Any]) -> None:
-    config = BlendConfig(**given)
-    with pytest.raises(ConfigError, match=f"{next(iter(given))} in a request's config"):
-        check_request(config)
-    assert check_request(config.for_requests()) == BlendConfig()
-    assert config.with_changes(min_tokens=1).lead_in_config() == config.lead_in_config()
+def test_a_lead_in_may_be_given_by_its_kind() -> None:
+    assert LeadInConfig.of("bos") == LeadInConfig.of({"kind": "bos"}) == LeadInConfig(kind="bos")
+    with pytest.raises(ConfigError, match=r"^lead_in='everything' must be one of none, bos, instr"):
+        LeadInConfig.of("everything")
+    with pytest.raises(ConfigError, match=r"^document_window=0 must be an integer of at least 1$"):
+        LeadInConfig(document_window=0)
 
 
 @pytest.mark.parametrize(
@@ -209,9 +188,9 @@ def test_times_are_read_with_their_units(text: str, seconds: float) -> None:
 def test_a_store_is_the_same_again_from_plain_values(tmp_path: Path) -> None:
     store = StoreConfig(kv_path=tmp_path, host_bytes=None, disk_bytes=7)  # type: ignore[arg-type]
     assert store.kv_path == str(tmp_path)
-    assert StoreConfig.from_dict(json.loads(json.dumps(store.to_dict()))) == store
+    assert StoreConfig.of(json.loads(json.dumps(store.to_dict()))) == store
     with pytest.raises(ConfigError, match="did you mean host_bytes"):
-        StoreConfig.from_dict({"host_byte": 1})
+        StoreConfig.of({"host_byte": 1})
 
 
 def test_an_engine_is_the_same_again_from_plain_values_but_for_its_key() -> None:
@@ -221,14 +200,14 @@ def test_an_engine_is_the_same_again_from_plain_values_but_for_its_key() -> None
         instruction="Answer.",
         namespace="tenant",
         blend=BlendConfig(selector="prior", check_layers=(1, 3), recompute_ratios=(0.4, 0.2)),
-        lead_in=LeadInConfig("instruction", document_window=99),
+        lead_in=LeadInConfig(kind="instruction", document_window=99),
         store=StoreConfig(kv_path="kv", host_bytes=5),
         dtype="bfloat16",
         api_key=Secret("sesame"),
     )
     plain = json.dumps(config.to_dict())
     assert "sesame" not in plain + repr(config)
-    assert EngineConfig.from_dict(json.loads(plain)) == config.with_changes(api_key=None)
+    assert EngineConfig.of(json.loads(plain)) == config.with_changes(api_key=None)
 
 
 @pytest.mark.parametrize("what", ["model", "instruction", "tokenizer"])
@@ -266,3 +245,32 @@ def test_a_namespace_that_is_no_text_is_refused_wherever_it_enters(namespace):
             takes()
         assert "\n" not in str(raised.value)
         str(raised.value).encode()
+
+
+@pytest.mark.parametrize("module", ["cacheblend_rag", "cacheblend_rag.cli.main"])
+def test_importing_the_package_builds_no_model(module: str) -> None:
+    code = f"import sys, {module}; raise SystemExit('pydantic' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_secret_is_in_no_error_and_not_in_its_context() -> None:
+    with pytest.raises(ConfigError) as raised:
+        EngineConfig(api_key="sesame", namespace=3)
+    assert str(raised.value) == "namespace=3 must be a name"
+    assert raised.value.__context__ is None
+    assert "sesame" not in repr(EngineConfig(api_key="sesame").model_dump())
+
+
+def test_settings_are_frozen() -> None:
+    config = BlendConfig()
+    with pytest.raises(ValueError, match="frozen"):
+        config.min_tokens = 3  # type: ignore[misc]
+    assert config.min_tokens == BlendConfig().min_tokens
+
+
+def test_devices_and_dtypes_are_told_by_their_names() -> None:
+    config = EngineConfig(device=torch.device("cpu"), dtype=torch.bfloat16)  # type: ignore[arg-type]
+    assert (config.device, config.dtype) == ("cpu", "bfloat16")
+    for wrong in ({"device": 3}, {"dtype": 3}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=3 must be a d.*'s name, such"):
+            EngineConfig(**wrong)

@@ -107,7 +107,7 @@ def test_a_store_says_whether_it_outlives_its_process(tmp_path):
 def test_a_password_is_shown_nowhere_and_handed_on_by_the_environment():
     store = StoreConfig(tiers=["host://", WITH_PASSWORD])
     engine = EngineConfig(model="demo", store=store)
-    settings = ConnectorSettings(store)
+    settings = ConnectorSettings(store=store)
     command = store_settings([f"tiers={WITH_PASSWORD}", "tiers=host://"])
     assert [url.scheme for url in command.urls] == ["redis", "host"]
     shown = [
@@ -125,7 +125,7 @@ def test_a_password_is_shown_nowhere_and_handed_on_by_the_environment():
 
 
 def test_a_worker_process_finds_the_password_in_its_environment(monkeypatch):
-    sent = ConnectorSettings(StoreConfig(tiers=[WITH_PASSWORD, "redis://b"]))
+    sent = ConnectorSettings(store=StoreConfig(tiers=[WITH_PASSWORD, "redis://b"]))
     plain = json.loads(json.dumps(sent.to_extra_config()))
     assert ConnectorSettings.from_extra_config(plain).store.urls[0].password is None
     for name, value in sent.store.environment().items():

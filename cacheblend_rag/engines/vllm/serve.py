@@ -18,10 +18,9 @@ from http.client import HTTPException
 from itertools import pairwise
 from pathlib import Path
 from threading import current_thread, main_thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.request import urlopen
 
-from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.middleware.access import MIDDLEWARE
 from cacheblend_rag.engines.vllm.versions import (
     check_version,
@@ -30,6 +29,9 @@ from cacheblend_rag.engines.vllm.versions import (
 )
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError
 from cacheblend_rag.models import public_name
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
 SERVER = "vllm.entrypoints.openai.api_server"
 KV_FLAG = "--kv-transfer-config"
@@ -63,6 +65,8 @@ def server_command(
     Raises MissingExtraError without vLLM, EngineUnavailableError when it is too old, ConfigError
     when the flags bring a KV connector of their own.
     """
+    from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+
     check_version(installed_version())
     if connector and flag_value(flags, (KV_FLAG,)) is not None:
         raise ConfigError(f"{KV_FLAG} is set by cacheblend-rag: leave it out, or use vllm serve")

@@ -241,7 +241,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
     def _blend_config(self) -> BlendConfig:
         """Return the config of calls that change nothing; opens nothing."""
         if self.blend_config is not None:
-            return self.blend_config.for_requests()
+            return self.blend_config
         return self.engine.config if self.is_open else BlendConfig()
 
     def _call(

@@ -3,52 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
-from copy import copy
-from functools import cache, partial
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from cacheblend_rag import (
-    Arguments,
-    BlendConfig,
-    ConfigError,
-    Engine,
-    EngineConfig,
-    EngineSource,
-    LeadInConfig,
-    Secret,
-    StoreConfig,
-    describe_errors,
-    names_of,
-    public_name,
-    store_fields,
-)
+from cacheblend_rag import ConfigError, Engine, EngineComponent, EngineSource, public_name
 from langchain_core.prompts import BasePromptTemplate
 from langchain_core.utils import secret_from_env
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    PrivateAttr,
-    SecretStr,
-    ValidationError,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, InstanceOf, SecretStr, model_validator
 
 from langchain_cacheblend.instruction import prompt_instruction
 
-INSIDE = {"blend_config": BlendConfig, "lead_in": LeadInConfig}
-"""Options that are settings themselves."""
-
 if TYPE_CHECKING:
-    _Stored = BaseModel
+    _Stored = EngineComponent
 else:
     # What else a store may be told (a folder, say) is nobody's business.
-    _Stored = create_model("_Stored", **store_fields(told={"host_bytes", "disk_bytes"}))
+    _Stored = EngineComponent.storing(shown={"host_bytes", "disk_bytes"})
 
 
 class EngineOptions(_Stored):
@@ -69,43 +40,12 @@ class EngineOptions(_Stored):
     """An engine, or the kind to open: ``auto``, ``transformers``, ``vllm``, a server's URL."""
     tokenizer: Any = Field(default=None, repr=False, exclude=True)
     """The model's own by default; must be given with a loaded model."""
-    blend_config: InstanceOf[BlendConfig] | None = None
-    """How stored KV is fused, or a dict of its fields; the engine's own by default."""
     instruction: str | InstanceOf[BasePromptTemplate[Any]] | None = Field(default=None, repr=False)
     """What prompts say before their first passage, or the prompt template, which tells it."""
-    namespace: str = "default"
-    """Tenants with different namespaces share neither KV nor known chunks."""
-    lead_in: InstanceOf[LeadInConfig] | None = None
-    """What passages are computed behind: a LeadInConfig, its fields or its kind."""
-    fill_on_miss: bool = Field(default=False, exclude=True)
-    """Whether known passages whose KV was missed are computed while no request waits."""
-    device: str | None = None
-    """Where the model runs."""
-    dtype: str | None = None
-    """Precision of the model's weights."""
     api_key: SecretStr | None = Field(
         default_factory=secret_from_env("CACHEBLEND_API_KEY", default=None), exclude=True
     )
     """What a server asks for; the environment variable CACHEBLEND_API_KEY by default."""
-
-    _source: EngineSource = PrivateAttr(default_factory=EngineSource)
-
-    def __init__(self, **options: Any) -> None:
-        named = StoreConfig.spread(_arguments(type(self)).read(options))
-        try:
-            super().__init__(**named)
-        except ValidationError as error:
-            raise ConfigError(describe_errors(error.errors(include_input=False))) from None
-
-    @field_validator("blend_config", mode="before")
-    @classmethod
-    def _read_config(cls, given: Any) -> Any:
-        return BlendConfig.from_dict(given) if isinstance(given, Mapping) else given
-
-    @field_validator("lead_in", mode="before")
-    @classmethod
-    def _read_lead_in(cls, given: Any) -> Any:
-        return LeadInConfig.of(given) if isinstance(given, str | Mapping) else given
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -115,17 +55,6 @@ class EngineOptions(_Stored):
         defaults = {name: field.default for name, field in type(self).model_fields.items()}
         self._source.check_settled({name: getattr(self, name) for name in defaults}, defaults)
         return self
-
-    def __getstate__(self) -> dict[Any, Any]:
-        """Leave key and engine out of pickles; where they are opened, both are had anew."""
-        self._source.check_portable()
-        state = super().__getstate__()
-        return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
-
-    def __copy__(self) -> Self:
-        copied = super().__copy__()
-        copied._source = copy(self._source)
-        return copied
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         """Copy everything but the engine and a loaded model, which copies share."""
@@ -143,16 +72,6 @@ class EngineOptions(_Stored):
             ConfigError: when options do not suit each other, or a server.
         """
         return self._source.open(self._engine_config)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the engine is there already, so that its instruction is settled."""
-        return self._source.is_open
-
-    @property
-    def store(self) -> StoreConfig:
-        """Where an engine that is opened here keeps KV."""
-        return StoreConfig(**{name: getattr(self, name) for name in names_of(StoreConfig)})
 
     @property
     def model_name(self) -> str:
@@ -178,38 +97,22 @@ class EngineOptions(_Stored):
             self.namespace,
             repr(self.instruction),
             repr(self.blend_config),
-            *(() if self.lead_in is None else (repr(self.lead_in),)),
+            repr(self.lead_in),
         )
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
-    def _engine_config(self) -> EngineConfig:
+    def _own_options(self) -> dict[str, Any]:
         instruction: str | Callable[[Any], str] = ""
         if isinstance(self.instruction, BasePromptTemplate):
             instruction = partial(prompt_instruction, self.instruction)
         elif self.instruction:
             instruction = self.instruction
-        return EngineConfig(
-            engine=self.engine_source,
-            model=self.model or "",
-            tokenizer=self.tokenizer,
-            instruction=instruction,
-            namespace=self.namespace,
-            blend=BlendConfig.of(self.blend_config),
-            lead_in=LeadInConfig.of(self.lead_in),
-            store=self.store,
-            fill_on_miss=self.fill_on_miss,
-            device=self.device,
-            dtype=self.dtype,
-            api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),
-        )
-
-
-@cache
-def _arguments(options: type[EngineOptions]) -> Arguments:
-    """Return the names that a class takes, by field and by alias."""
-    names = {name for field, info in options.model_fields.items() for name in (field, info.alias)}
-    known = {"store", *(name for name in names if name)}
-    return Arguments.holding(f"option of {options.__name__}", known, INSIDE)
+        return {
+            "engine": self.engine_source,
+            "model": self.model or "",
+            "tokenizer": self.tokenizer,
+            "instruction": instruction,
+        }
 
 
 def _source_of(engine: Any) -> EngineSource:

@@ -232,7 +232,7 @@ def test_a_full_disk_does_not_keep_a_document(
 ) -> None:
     """The registry needs room to forget, so KV goes before it."""
     registry = SharedChunkRegistry(tmp_path / "registry.sqlite")
-    store = TieredKVStore.open(host_bytes=0, disk_path=tmp_path)
+    store = TieredKVStore.open(host_bytes=0, kv_path=tmp_path)
     engine = make_engine(store=store, registry=registry)
     engine.precompute([Document("report", ("w1 w2", "w3 w4"))], progress=False)
     discard = registry.discard_many

@@ -49,7 +49,7 @@ DAMAGES = {
 
 
 def on_disk(folder: Path) -> TieredKVStore:
-    return TieredKVStore.open(host_bytes=0, disk_path=folder)
+    return TieredKVStore.open(host_bytes=0, kv_path=folder)
 
 
 def files(folder: Path) -> list[Path]:

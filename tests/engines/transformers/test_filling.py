@@ -149,8 +149,8 @@ def test_what_a_full_store_refuses_is_not_computed_at_each_miss(
 def test_a_store_that_is_only_read_is_not_filled(
     make_filling: EngineFactory, tmp_path: Path
 ) -> None:
-    TieredKVStore.of(StoreConfig(tmp_path)).close()
-    store = TieredKVStore.of(StoreConfig(tmp_path, read_only=True))
+    TieredKVStore.of(StoreConfig(kv_path=tmp_path)).close()
+    store = TieredKVStore.of(StoreConfig(kv_path=tmp_path, read_only=True))
     engine, chunk = make_filling(store=store), Chunk(words(40, 3))
     engine.registry.add(chunk)
     report = engine.generate(asking([chunk]), SHORT).report

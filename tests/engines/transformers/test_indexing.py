@@ -137,10 +137,10 @@ def test_stored_kv_of_another_shape_is_no_part_of_a_document_pass(
 def test_what_is_stored_is_skipped_in_the_next_process(
     make_engine: EngineFactory, tmp_path
 ) -> None:
-    first = make_engine(store=TieredKVStore.open(disk_path=tmp_path))
+    first = make_engine(store=TieredKVStore.open(kv_path=tmp_path))
     first.precompute([DOCUMENT], progress=False)
     first.close()
-    second = make_engine(store=TieredKVStore.open(disk_path=tmp_path))
+    second = make_engine(store=TieredKVStore.open(kv_path=tmp_path))
     report = second.precompute([DOCUMENT], progress=False)
     assert (report.computed, report.skipped) == (0, 4)
     text = f"{DOCUMENT.separator.join(PIECES)} w9"
@@ -148,8 +148,8 @@ def test_what_is_stored_is_skipped_in_the_next_process(
 
 
 def test_prefetch_brings_chunks_into_host_memory(make_engine: EngineFactory, tmp_path) -> None:
-    make_engine(store=TieredKVStore.open(disk_path=tmp_path)).precompute([DOCUMENT], progress=False)
-    engine = make_engine(store=TieredKVStore.open(disk_path=tmp_path))
+    make_engine(store=TieredKVStore.open(kv_path=tmp_path)).precompute([DOCUMENT], progress=False)
+    engine = make_engine(store=TieredKVStore.open(kv_path=tmp_path))
     engine.register([DOCUMENT])
     chunks = DOCUMENT.to_chunks()
     engine.prefetch([chunks[0]])
@@ -317,7 +317,7 @@ def test_two_writers_leave_no_kv_that_no_document_knows(
     """The second one replaces the document while the first is storing its older version."""
     here, there = (
         make_engine(
-            store=TieredKVStore.open(host_bytes=0, disk_path=tmp_path),
+            store=TieredKVStore.open(host_bytes=0, kv_path=tmp_path),
             registry=SharedChunkRegistry(tmp_path / "registry.sqlite"),
             lead_in="document",
         )

@@ -241,7 +241,7 @@ def test_reading_without_memory_is_no_fault_of_the_tier(
     small: PreTrainedModel, make_engine: EngineFactory, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    store = TieredKVStore.open(host_bytes=0, disk_path=tmp_path)
+    store = TieredKVStore.open(host_bytes=0, kv_path=tmp_path)
     engine = make_engine(with_model=small, store=store, recompute_ratio=0.0)
     engine.precompute(CHUNKS, progress=False)
 

@@ -15,7 +15,7 @@ SHORT = SamplingParams(max_tokens=8, ignore_eos=True)
 
 
 def opened(folder: Path, precision: str) -> TransformersEngine:
-    config = StoreConfig.from_dict({"kv_path": str(folder), "precision": precision})
+    config = StoreConfig.of({"kv_path": str(folder), "precision": precision})
     return TransformersEngine(
         make_model("llama"), tokenizer=make_tokenizer(), store=TieredKVStore.of(config)
     )

@@ -58,7 +58,7 @@ def main() -> int:
         running_server(
             MODEL_FOLDER,
             served_name="demo",
-            settings=ConnectorSettings(StoreConfig(folder)),
+            settings=ConnectorSettings(store=StoreConfig(kv_path=folder)),
             flags=FLAGS,
         ) as server,
     ):

@@ -36,14 +36,14 @@ def question() -> BlendPrompt:
 def test_smollm2_by_name_shares_chunks_with_the_embedded_engine(
     smollm2_folder: Path, tmp_path: Path
 ) -> None:
-    store = TieredKVStore.open(host_bytes=0, disk_path=tmp_path)
+    store = TieredKVStore.open(host_bytes=0, kv_path=tmp_path)
     embedded = TransformersEngine("smollm2", dtype="float32", config=CONFIG, store=store)
     with closing(embedded):
         assert embedded.precompute([FACTS], progress=False).computed == 2
         here = embedded.generate(question(), SHORT)
     vllm = vllm_in_process(
         "smollm2",
-        settings=ConnectorSettings(StoreConfig(tmp_path)),
+        settings=ConnectorSettings(store=StoreConfig(kv_path=tmp_path)),
         config=CONFIG,
         dtype="float32",
         enforce_eager=True,

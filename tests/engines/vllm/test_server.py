@@ -73,7 +73,9 @@ def start(start_server: ServerFactory, kv_path: Path) -> Start:
             MODEL_FOLDER,
             served_name="demo",
             port=port,
-            settings=ConnectorSettings(StoreConfig(kv_path, host_bytes=0), namespace=NAMESPACE),
+            settings=ConnectorSettings(
+                store=StoreConfig(kv_path=kv_path, host_bytes=0), namespace=NAMESPACE
+            ),
             environment={"VLLM_API_KEY": KEY, "CACHEBLEND_STORE_KEY": STORE_KEY},
         )
 

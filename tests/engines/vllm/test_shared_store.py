@@ -23,13 +23,13 @@ REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
 def test_both_engines_use_one_store(
     open_vllm: EngineFactory, model_folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    settings = ConnectorSettings(StoreConfig(tmp_path))
+    settings = ConnectorSettings(store=StoreConfig(kv_path=tmp_path))
     vllm = open_vllm(settings=settings, config=REUSE)
     embedded = TransformersEngine(
         model_folder("llama"),
         tokenizer=make_tokenizer(),
         config=REUSE,
-        store=TieredKVStore.open(host_bytes=0, disk_path=tmp_path),
+        store=TieredKVStore.open(host_bytes=0, kv_path=tmp_path),
     )
     assert embedded.precompute(DOCUMENTS[:1], progress=False).computed == 2
     assert vllm.precompute(DOCUMENTS[:1], progress=False).skipped == 2
@@ -48,7 +48,7 @@ def pair(
 ) -> Iterator[tuple[str, VLLMEngine, VLLMEngine]]:
     """Two engines, each with a process of its own, on one store of a real server and no other."""
     url = PLACES[request.param](request.getfixturevalue(request.param))
-    settings = ConnectorSettings(StoreConfig(tiers=[url]))
+    settings = ConnectorSettings(store=StoreConfig(tiers=[url]))
     one, other = (open_vllm(settings=settings, config=REUSE) for _ in range(2))
     assert one.precompute(DOCUMENTS[:1], progress=False).computed == 2
     assert other.precompute(DOCUMENTS[1:], progress=False).computed == 2

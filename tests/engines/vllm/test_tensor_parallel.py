@@ -62,7 +62,8 @@ def two_ranks(
             enforce_eager=request.param != "compiled",
             config=BY_SHARE,
             settings=ConnectorSettings(
-                StoreConfig(folder, host_bytes=0), asynchronous=request.param != "sync"
+                store=StoreConfig(kv_path=folder, host_bytes=0),
+                asynchronous=request.param != "sync",
             ),
         )
     engine.precompute(DOCUMENTS, progress=False)
@@ -156,7 +157,7 @@ def test_two_ranks_share_one_redis(
 ) -> None:
     share_cores(monkeypatch)
     url = redis_place(redis)
-    settings = ConnectorSettings(StoreConfig(tiers=[url]))
+    settings = ConnectorSettings(store=StoreConfig(tiers=[url]))
     engine = open_vllm(tensor_parallel_size=2, config=BY_SHARE, settings=settings)
     assert engine.precompute(DOCUMENTS, progress=False).computed == 4
     chunks = engine.generate(retrieved(), SHORT).report.chunks

@@ -182,7 +182,7 @@ class BlendJob:
             _chunks(sent.get("chunks"), room, needed=kind in {"blend", "precompute"}),
             own,
             _keys(sent.get("keys", ())),
-            BlendConfig.from_dict(config),
+            BlendConfig.of(config),
             _report_id(sent.get("report_id", ""), required=kind == "report"),
             kind == "precompute" and sent.get("idle") is True,
         )

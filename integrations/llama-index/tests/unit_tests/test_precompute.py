@@ -202,7 +202,7 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
         {"dtype": "bfloat16"},
         {"variants": ("bare",)},
         {"register_only": True},
-        {"blend_config": {"lead_in": "bos"}},
+        {"blend_config": {"min_tokens": 3}},
         {"lead_in": "none"},
         {"lead_in": {"document_window": 512}},
     ]
@@ -210,24 +210,26 @@ def test_what_changes_the_kv_changes_the_ingestion_key(random_model: Path) -> No
     assert key(show_progress=False, host_bytes=1 << 20, device="cpu") == plain
     assert key(fill_on_miss=True) == plain
     assert key(store=StoreConfig(host_bytes=5, disk_bytes=6)) == plain
-    assert key(store=StoreConfig("kv")) == key(kv_path="kv")
+    assert key(store=StoreConfig(kv_path="kv")) == key(kv_path="kv")
 
 
-def test_the_ingestion_key_is_as_it_was() -> None:
+def test_the_ingestion_key_holds_what_the_kv_depends_on_and_nothing_else() -> None:
     told = CacheBlendPrecompute(model="demo", kv_path="kv", instruction="Read:").to_dict()
-    assert [*told] == [
+    assert {*told} == {
         "model",
         "engine",
         "kv_path",
         "instruction",
         "namespace",
         "blend_config",
+        "lead_in",
         "is_chat_model",
         "dtype",
         "variants",
         "collection",
+        "register_only",
         "class_name",
-    ]
+    }
 
 
 def test_what_the_llm_has_settled_is_refused(random_model: Path) -> None:

@@ -90,7 +90,10 @@ def engine(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[InProcessEngine]:
     folder = tmp_path_factory.mktemp("kv")
-    settings = {"asynchronous": request.param, **StoreConfig(folder, host_bytes=0).to_dict()}
+    settings = {
+        "asynchronous": request.param,
+        **StoreConfig(kv_path=folder, host_bytes=0).to_dict(),
+    }
     with pytest.MonkeyPatch.context() as patch:
         # So small a chunk would be read at once, and the passes of so small a model are slow.
         patch.setattr(DiskTier, "whole_bytes", 0)

@@ -20,7 +20,7 @@ from tests.prefill.prompts import run
 def test_a_job_reads_stored_kv_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is damaged is not stored any more; what cannot be read is named."""
     keys = [make_key(number) for number in range(3)]
-    with TieredKVStore.open(host_bytes=0, disk_path=tmp_path) as store:
+    with TieredKVStore.open(host_bytes=0, kv_path=tmp_path) as store:
         for number, key in enumerate(keys[:2]):
             store.put(key, make_kv(number))
         damaged = next(tmp_path.glob(f"?/?/{keys[0]}*"))
@@ -39,9 +39,9 @@ def test_a_job_reads_stored_kv_through(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("kind", ["evict", "precompute", "verify"])
 def test_jobs_that_change_the_store_are_refused(kind: Any, tmp_path: Path) -> None:
     key = make_key(1)
-    with TieredKVStore.open(host_bytes=0, disk_path=tmp_path) as writer:
+    with TieredKVStore.open(host_bytes=0, kv_path=tmp_path) as writer:
         writer.put(key, make_kv(1))
-        with TieredKVStore.open(disk_path=tmp_path, read_only=True) as store:
+        with TieredKVStore.open(kv_path=tmp_path, read_only=True) as store:
             nothing = cast("Any", None)
             jobs = JobRunner(nothing, nothing, store, namespace="default", mode="auto")
             job = BlendJob(kind, SentLeadIn("none", "", 0), keys=((key.chunk_id, ""),))

@@ -33,7 +33,7 @@ def test_settings_are_checked(given: dict[str, Any], said: str) -> None:
 
 
 ALL = ConnectorSettings(
-    StoreConfig("kv", host_bytes=1 << 20, disk_bytes=1 << 30),
+    store=StoreConfig(kv_path="kv", host_bytes=1 << 20, disk_bytes=1 << 30),
     namespace="tenant",
     asynchronous=False,
     slice_seconds=0.5,
@@ -66,7 +66,7 @@ def test_a_stores_settings_stand_beside_the_others() -> None:
     assert "store" not in told
     older = {"kv_path": "kv", "host_bytes": 0, "namespace": "tenant"}
     assert ConnectorSettings.from_extra_config(older) == ConnectorSettings(
-        StoreConfig("kv", host_bytes=0), namespace="tenant"
+        store=StoreConfig(kv_path="kv", host_bytes=0), namespace="tenant"
     )
 
 

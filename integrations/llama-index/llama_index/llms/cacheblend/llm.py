@@ -246,7 +246,7 @@ class CacheBlendLLM(EngineSettings, LLM):
         return _Call(
             prompt=prompt,
             sampling=SamplingParams(**{**defaults, **sampling}),
-            config=_config(self.blend_config.for_requests(), **wanted),
+            config=_config(self.blend_config, **wanted),
             hints=tuple(hints_in(_text(prompt))) if hints is None else read_hints(hints),
         )
 

@@ -3,54 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
-from dataclasses import asdict
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-from llama_index.core.bridge.pydantic import (
-    Field,
-    PrivateAttr,
-    SecretStr,
-    SerializationInfo,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    create_model,
-    field_serializer,
-    field_validator,
-    model_serializer,
-)
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
 from llama_index.core.prompts import BasePromptTemplate
 from llama_index.core.schema import BaseComponent
 
 from cacheblend_rag import (
-    Arguments,
     BlendConfig,
+    BlendOption,
+    CheckedOptions,
     ConfigError,
     Engine,
-    EngineConfig,
+    EngineComponent,
     EngineSource,
-    LeadInConfig,
     ModelLoadError,
     SamplingParams,
-    Secret,
-    StoreConfig,
-    describe_errors,
     load_tokenizer,
-    names_of,
-    store_fields,
 )
 from llama_index.llms.cacheblend.instruction import text_before_context
-
-INSIDE = {
-    "blend_config": BlendConfig,
-    "lead_in": LeadInConfig,
-    "additional_kwargs": SamplingParams,
-}
-"""Options that are settings themselves."""
-LATER = {"lead_in", "register_only"}
-"""Options that older keys of components do not hold."""
 
 
 def is_url(engine: object) -> TypeGuard[str]:
@@ -58,49 +30,23 @@ def is_url(engine: object) -> TypeGuard[str]:
     return isinstance(engine, str) and engine.startswith(("http://", "https://"))
 
 
-class CheckedComponent(BaseComponent):
-    """A component that raises ConfigError, in one line, for an option that is wrong or none."""
-
-    def __init__(self, **options: Any) -> None:
-        try:
-            super().__init__(**self._read(options))
-        except ValidationError as error:
-            raise ConfigError(describe_errors(error.errors(include_input=False))) from None
+class CheckedComponent(CheckedOptions, BaseComponent):
+    """A component that raises ConfigError, in one line, for an option that is wrong or unknown."""
 
     @classmethod
     def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Return options by their own names, without the class' name, which serialization adds."""
-        return _arguments(cls).read({n: v for n, v in options.items() if n != "class_name"})
-
-
-@cache
-def _arguments(component: type[BaseComponent]) -> Arguments:
-    known = {*component.model_fields}
-    if issubclass(component, EngineSettings):
-        known.add("store")
-    return Arguments.holding(f"option of {component.__name__}", known, INSIDE)
-
-
-class _Chosen(CheckedComponent):
-    """Which engine is opened on which model."""
-
-    model: str | None = Field(
-        default=None, description="Hub name, local folder, or 'demo' for the bundled model."
-    )
-    engine: str = Field(
-        default="auto",
-        description="'auto', 'transformers', 'vllm' or a server's URL; or give an open Engine.",
-    )
+        """Leave out the class' name, which serialization adds."""
+        return super()._read({n: v for n, v in options.items() if n != "class_name"})
 
 
 if TYPE_CHECKING:
-    _Stored = _Chosen
+    _Stored = EngineComponent
 else:
     # The folder alone changes what is found: sizes and the like are no part of a component's key.
-    _Stored = create_model("_Stored", __base__=_Chosen, **store_fields(told={"kv_path"}))
+    _Stored = EngineComponent.storing(shown={"kv_path"})
 
 
-class EngineSettings(_Stored):
+class EngineSettings(CheckedComponent, _Stored):
     """What an engine is opened with.
 
     Components with equal settings share one engine in a process; how KV is fused may differ, since
@@ -112,33 +58,30 @@ class EngineSettings(_Stored):
     own names (kv_path, host_bytes, ...) or as a whole, ``store=StoreConfig(...)`` or a dict.
     """
 
+    _inside: ClassVar[Mapping[str, type[Any]]] = {
+        **EngineComponent._inside,
+        "additional_kwargs": SamplingParams,
+    }
+
+    model: str | None = Field(
+        default=None, description="Hub name, local folder, or 'demo' for the bundled model."
+    )
+    engine: str = Field(
+        default="auto",
+        description="'auto', 'transformers', 'vllm' or a server's URL; or give an open Engine.",
+    )
     instruction: str | None = Field(
         default=None,
         description="What prompts say before their first chunk; "
         "by default the head of LlamaIndex's question template.",
     )
-    namespace: str = Field(
-        default="default", description="Tenants with different namespaces never share KV."
-    )
-    blend_config: BlendConfig = Field(
+    blend_config: BlendOption = Field(
         default_factory=BlendConfig, description="How cached chunk KV is fused."
-    )
-    lead_in: LeadInConfig | None = Field(
-        default=None,
-        description="What chunks are computed behind: a LeadInConfig, its fields or its kind.",
     )
     is_chat_model: bool | None = Field(
         default=None,
         description="Whether prompts are chat messages; by default, if the model has a template.",
     )
-    dtype: str | None = Field(default=None, description="Precision of the model's weights.")
-    fill_on_miss: bool = Field(
-        default=False,
-        description="Compute known chunks whose KV was missed, while no request waits.",
-        exclude=True,
-    )
-    device: str | None = Field(default=None, description="Where the model runs.", exclude=True)
-    api_key: SecretStr | None = Field(default=None, description="A server's key.", exclude=True)
 
     _source: EngineSource = PrivateAttr(default_factory=lambda: EngineSource(shared=True))
     _resolved: str | None = PrivateAttr(default=None)
@@ -156,51 +99,9 @@ class EngineSettings(_Stored):
         super().__init__(**_plain(named))
         self._source = source
 
-    @classmethod
-    def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return StoreConfig.spread(super()._read(options))
-
-    @field_validator("lead_in", mode="before")
-    @classmethod
-    def _read_lead_in(cls, given: Any) -> Any:
-        return LeadInConfig.of(given) if isinstance(given, str | Mapping) else given
-
-    @field_serializer("blend_config")
-    def _plain_config(self, config: BlendConfig) -> dict[str, Any]:
-        return {**asdict(config), "check_layers": list(config.check_layers)}
-
-    @model_serializer(mode="wrap")
-    def custom_model_dump(
-        self, handler: SerializerFunctionWrapHandler, info: SerializationInfo
-    ) -> dict[str, Any]:
-        """Name some options only where they were given: all are part of a component's key."""
-        told = {**handler(self), "class_name": self.class_name()}
-        return {name: value for name, value in told.items() if name not in LATER or value}
-
-    def __copy__(self) -> Self:
-        copied = super().__copy__()
-        copied._source = copy(self._source)
-        return copied
-
-    def __getstate__(self) -> dict[Any, Any]:
-        """Refuse to pickle what another process could not open again, and leave out the key."""
-        self._source.check_portable()
-        state = super().__getstate__()
-        return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
-
     def __repr_args__(self) -> Any:
         """Show what is serialized: no secret, no engine."""
         return self.model_dump().items()
-
-    @property
-    def store(self) -> StoreConfig:
-        """Where the engine keeps KV."""
-        return StoreConfig(**{name: getattr(self, name) for name in names_of(StoreConfig)})
-
-    @property
-    def is_open(self) -> bool:
-        """Whether ``open()`` has nothing left to load."""
-        return self._source.is_open
 
     def open(self) -> Engine:
         """Return the engine, opened on first use.
@@ -238,20 +139,9 @@ class EngineSettings(_Stored):
             self._resolved = instruction
         return instruction
 
-    def _engine_config(self) -> EngineConfig:
-        return EngineConfig(
-            engine=self.engine,
-            model=self.model or "",
-            instruction=self.resolve_instruction(),
-            namespace=self.namespace,
-            blend=self.blend_config,
-            lead_in=LeadInConfig.of(self.lead_in),
-            store=self.store,
-            fill_on_miss=self.fill_on_miss,
-            device=self.device,
-            dtype=self.dtype,
-            api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),
-        )
+    def _own_options(self) -> dict[str, Any]:
+        instruction = self.resolve_instruction()
+        return {"engine": self.engine, "model": self.model or "", "instruction": instruction}
 
 
 def checked_llm(llm: Any) -> Any:
@@ -282,12 +172,9 @@ def _check_model(model: Any, engine: str) -> None:
 
 def _plain(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return options as fields hold them."""
-    blend, model = named.get("blend_config"), named.get("model")
-    return {
-        **named,
-        "blend_config": BlendConfig.of(blend) if isinstance(blend, Mapping | None) else blend,
-        "model": str(model) if isinstance(model, Path) else model,
-    }
+    plain = {name: value for name, value in named.items() if name != "blend_config" or value}
+    model = plain.get("model")
+    return {**plain, "model": str(model) if isinstance(model, Path) else model}
 
 
 def _tokenizer(model: str | None) -> Any:

@@ -1,0 +1,199 @@
+"""EngineComponent: what components of other frameworks, which open an engine, have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from functools import cache
+from typing import Annotated, Any, ClassVar, Self, cast, get_args
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    PrivateAttr,
+    SecretStr,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    create_model,
+)
+
+from cacheblend_rag.engines.source import EngineSource
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings import (
+    BlendConfig,
+    EngineConfig,
+    LeadInConfig,
+    Settings,
+    StoreConfig,
+    names_of,
+)
+from cacheblend_rag.settings.options import Arguments, describe_errors
+from cacheblend_rag.settings.secret import Secret
+
+
+def _plain(config: Settings) -> dict[str, Any]:
+    return config.to_dict()
+
+
+def _blend_config(given: Any) -> Any:
+    return BlendConfig.of(given) if isinstance(given, Mapping) else given
+
+
+def _lead_in(given: Any) -> Any:
+    return LeadInConfig.of(given) if isinstance(given, Mapping | str) else given
+
+
+BlendOption = Annotated[
+    InstanceOf[BlendConfig], BeforeValidator(_blend_config), PlainSerializer(_plain)
+]
+"""A BlendConfig, or a dict of its fields."""
+LeadInOption = Annotated[
+    InstanceOf[LeadInConfig], BeforeValidator(_lead_in), PlainSerializer(_plain)
+]
+"""A LeadInConfig, a dict of its fields, or its kind."""
+
+
+class CheckedOptions(BaseModel):
+    """Options whose errors are one line, which tells no value.
+
+    Raises:
+        ConfigError: for an option that is wrong or unknown.
+    """
+
+    _inside: ClassVar[Mapping[str, type[Any]]] = {
+        "blend_config": BlendConfig,
+        "lead_in": LeadInConfig,
+    }
+    """Options that are settings themselves, whose fields do not stand beside them."""
+
+    def __init__(self, **options: Any) -> None:
+        try:
+            super().__init__(**self._read(options))
+        except ValidationError as error:
+            raise ConfigError(describe_errors(error.errors(include_input=False))) from None
+
+    @classmethod
+    def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Return options by their own names; raises ConfigError for unknown ones."""
+        return _arguments(cls).read(options)
+
+
+class EngineComponent(CheckedOptions):
+    """What an engine is opened with, and the engine, opened on first use.
+
+    A subclass names the kind of engine, the model and the instruction in its own way
+    (``_own_options``) and sets ``_source``. A store's settings are fields of what ``storing``
+    returns; ``store=`` gives them all at once.
+    """
+
+    namespace: str = Field(
+        default="default", description="Tenants with different namespaces never share KV."
+    )
+    blend_config: BlendOption | None = Field(
+        default=None,
+        description="How stored KV is fused: a BlendConfig or its fields; the engine's by default.",
+    )
+    lead_in: LeadInOption | None = Field(
+        default=None,
+        description="What chunks are computed behind: a LeadInConfig, its fields or its kind.",
+    )
+    dtype: str | None = Field(default=None, description="Precision of the model's weights.")
+    fill_on_miss: bool = Field(
+        default=False,
+        description="Compute known chunks whose KV was missed, while no request waits.",
+        exclude=True,
+    )
+    device: str | None = Field(default=None, description="Where the model runs.", exclude=True)
+    api_key: SecretStr | None = Field(default=None, description="A server's key.", exclude=True)
+
+    _source: EngineSource = PrivateAttr(default_factory=EngineSource)
+
+    @classmethod
+    def storing(cls, shown: Collection[str]) -> type[Self]:
+        """Return this class with the fields of StoreConfig, read as a store reads them.
+
+        Args:
+            shown: the names of those that are serialized and shown. The others may hold what is
+                nobody's business, or are no matter elsewhere.
+        """
+        fields = {name: _store_field(name, name in shown) for name in StoreConfig.model_fields}
+        return create_model(f"{cls.__name__}WithStore", __base__=cls, **cast("Any", fields))
+
+    @classmethod
+    def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
+        return StoreConfig.spread(super()._read(options))
+
+    @property
+    def store(self) -> StoreConfig:
+        """Where an engine that is opened here keeps KV."""
+        return StoreConfig(**{name: getattr(self, name) for name in names_of(StoreConfig)})
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the engine is there already, so that nothing is left to load."""
+        return self._source.is_open
+
+    def _own_options(self) -> dict[str, Any]:
+        """Return the options of EngineConfig that a framework has fields of its own for."""
+        raise NotImplementedError
+
+    def _engine_config(self) -> EngineConfig:
+        """Return what the engine is opened with."""
+        return EngineConfig(
+            namespace=self.namespace,
+            blend=BlendConfig.of(self.blend_config),
+            lead_in=LeadInConfig.of(self.lead_in),
+            store=self.store,
+            fill_on_miss=self.fill_on_miss,
+            device=self.device,
+            dtype=self.dtype,
+            api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),
+            **self._own_options(),
+        )
+
+    def __copy__(self) -> Self:
+        copied = super().__copy__()
+        copied._source = copy(self._source)
+        return copied
+
+    def __getstate__(self) -> dict[Any, Any]:
+        """Refuse to pickle what another process could not open again, and leave out the key."""
+        self._source.check_portable()
+        state = super().__getstate__()
+        return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
+
+
+@cache
+def _arguments(options: type[CheckedOptions]) -> Arguments:
+    """Return the names that a class takes, by field and by alias."""
+    named = {name for field, info in options.model_fields.items() for name in (field, info.alias)}
+    known = {name for name in named if name}
+    if issubclass(options, EngineComponent):
+        known.add("store")
+    return Arguments.holding(f"option of {options.__name__}", known, options._inside)
+
+
+def _store_field(name: str, shown: bool) -> tuple[Any, Any]:
+    """Return a field of StoreConfig as one of a component, for ``create_model``."""
+    own = StoreConfig.model_fields[name]
+    is_number = not {int, float}.isdisjoint(get_args(own.annotation))
+    bounded = Annotated[own.annotation, Field(ge=0)] if is_number else own.annotation
+    field = Field(default=own.default, description=own.description, exclude=not shown, repr=shown)
+    return Annotated[bounded, WrapValidator(_reader(name))], field
+
+
+def _reader(name: str) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
+    """Return what reads a field as StoreConfig does, and refuses it in pydantic's words."""
+
+    def read(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return getattr(StoreConfig(**{name: value}), name)
+        except ConfigError:
+            validate(value)
+            raise
+
+    return read

@@ -1,0 +1,106 @@
+"""Settings: a frozen pydantic model whose validation errors are one-line ConfigErrors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, ValidationError
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.options import Arguments, names_of
+
+
+@dataclass(frozen=True)
+class Must:
+    """What a field must be, for its error: ``NAME=VALUE must be WANTED``.
+
+    Args:
+        wanted: such as "a number from 0 to 1".
+        name: what users call the field where that is not its own name.
+    """
+
+    wanted: str
+    name: str = ""
+
+    @classmethod
+    def choose(cls, choices: Any, name: str = "") -> Must:
+        """Return what a field of a Literal type must be."""
+        return cls(f"one of {', '.join(get_args(choices))}", name)
+
+
+Flag = Annotated[bool, Strict(), Must("true or false")]
+Ratio = Annotated[float, Field(strict=True, ge=0, le=1, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=0), Must("an integer of at least 0")]
+Positive = Annotated[int, Field(strict=True, ge=1), Must("an integer of at least 1")]
+
+
+def as_tuple(value: Any) -> Any:
+    """Return a list as a tuple; texts, sets and the like stay what they are."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return tuple(value) if is_list else value
+
+
+class Settings(BaseModel):
+    """What all settings can do. Sizes and times may be given as text, as in ``"8GiB"``, ``"12h"``.
+
+    Raises:
+        ConfigError: for a name that is none of them, or a value out of range.
+    """
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        arbitrary_types_allowed=True,
+        hide_input_in_errors=True,
+        use_attribute_docstrings=True,
+        protected_namespaces=(),
+    )
+    _noun: ClassVar[str] = "setting"
+    """What a field is, as an error calls it."""
+
+    def __init__(self, /, **values: Any) -> None:
+        known = Arguments(self._noun, names_of(type(self))).read(values)
+        if problem := self._validate(known):
+            raise ConfigError(problem)  # outside of except: no error in its context holds a value
+
+    def _validate(self, values: dict[str, Any]) -> str:
+        """Set the fields; return what is wrong, or an empty text."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            return self._problem(error, values)
+        return ""
+
+    def _problem(self, error: ValidationError, values: Mapping[str, Any]) -> str:
+        first = error.errors(include_url=False)[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, ConfigError):
+            return str(cause)
+        name = str(first["loc"][0])
+        field = type(self).model_fields[name]
+        must = next(one for one in field.metadata if isinstance(one, Must))
+        return f"{must.name or name}={values[name]!r:.100} must be {must.wanted}"
+
+    @classmethod
+    def of(cls, value: Self | Mapping[str, Any] | None) -> Self:
+        """Return settings as they are, from plain values (JSON, TOML), or the defaults for None.
+
+        Raises:
+            ConfigError: for a name that is none of them, or a value out of range.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping | None):
+            raise ConfigError(f"settings are a {type(value).__name__}: give names with values")
+        return cls(**(value or {}))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return self.model_dump(mode="json")
+
+    def with_changes(self, **changes: Any) -> Self:
+        """Return a copy with some fields replaced, validated again."""
+        return type(self)(**{**dict(self), **changes})

@@ -1,0 +1,16 @@
+"""Names that settings choose among: engines, lead-ins, precisions, presets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+LeadInKind = Literal["none", "bos", "instruction", "document"]
+Preset = Literal["quality", "balanced", "speed"]
+Precision = Literal["native", "fp8", "int8"]
+
+PRESET_RATIOS: Mapping[str, float] = {"quality": 0.25, "balanced": 0.16, "speed": 0.10}
+RATIO_BOUNDS = (0.05, 0.30)
+AUTO, EMBEDDED, VLLM = "auto", "transformers", "vllm"
+ENGINES = (AUTO, EMBEDDED, VLLM)
+"""Kinds of engine that go by a name; a server goes by its URL."""

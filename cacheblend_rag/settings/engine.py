@@ -1,0 +1,123 @@
+"""EngineConfig: which engine serves, and all that is settled when it is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.base import Flag, Must, Settings
+from cacheblend_rag.settings.choices import AUTO, ENGINES
+from cacheblend_rag.settings.lead_in import LeadInConfig
+from cacheblend_rag.settings.options import (
+    Arguments,
+    check_engine_name,
+    check_namespace,
+    names_of,
+)
+from cacheblend_rag.settings.request import BlendConfig
+from cacheblend_rag.settings.secret import Secret
+from cacheblend_rag.settings.store import StoreConfig
+
+
+def _engine(name: str) -> str:
+    check_engine_name(name, ENGINES)
+    return name
+
+
+def _namespace(name: Any) -> Any:
+    check_namespace(name)
+    return name
+
+
+def _own_name(value: Any) -> Any:
+    """Return PyTorch's devices and dtypes by their names."""
+    is_torch = type(value).__module__ == "torch"
+    return str(value).removeprefix("torch.") if is_torch else value
+
+
+Namespace = Annotated[str, BeforeValidator(_namespace)]
+_TEXT = WithJsonSchema({"type": "string"})
+
+
+class EngineConfig(Settings):
+    """Which engine serves, and all that is settled when it is opened.
+
+    Raises:
+        ConfigError: when a field is out of range.
+    """
+
+    _noun: ClassVar[str] = "option of an engine"
+
+    engine: Annotated[str, AfterValidator(_engine), Must("the name of an engine, or a URL")] = AUTO
+    """``transformers`` (embedded), ``vllm`` (in this process), the URL of a server that
+    ``cacheblend-rag serve`` started, or ``auto``."""
+    model: Annotated[Any, _TEXT] = ""
+    """A name (``smollm2``, ``demo``, a GGUF file, a folder in hub format, a hub name) or a loaded
+    model (embedded engine only). With a URL it names the tokenizer, and "" takes what the server
+    loaded."""
+    tokenizer: Annotated[Any, WithJsonSchema({"type": "null"})] = Field(default=None, repr=False)
+    """The model's own by default; must be given with a loaded model."""
+    instruction: Annotated[str | Callable[[Any], str], _TEXT, Must("a text")] = ""
+    """What prompts say before their first chunk; lead-ins compute chunks behind it. A function is
+    given the model's tokenizer and returns it."""
+    namespace: Namespace = "default"
+    """Tenants with different namespaces share neither KV nor known chunks."""
+    blend: Annotated[BlendConfig, BeforeValidator(BlendConfig.of)] = Field(
+        default_factory=BlendConfig
+    )
+    """Of requests that bring no config of their own."""
+    lead_in: Annotated[LeadInConfig, BeforeValidator(LeadInConfig.of)] = Field(
+        default_factory=LeadInConfig
+    )
+    """What chunks are computed behind."""
+    store: Annotated[StoreConfig, BeforeValidator(StoreConfig.of)] = Field(
+        default_factory=StoreConfig
+    )
+    """Where their KV is kept; a server has a store of its own, and only the registry in ``kv_path``
+    is used with a URL."""
+    fill_on_miss: Flag = False
+    """Compute registered chunks whose KV a request missed, and store it, when no request waits. Off
+    by default: it works on after a call has returned, on a model that its owner may be using, and
+    into a store that may be shared."""
+    device: Annotated[
+        str | None, BeforeValidator(_own_name), Must("a device's name, such as cuda:0")
+    ] = None
+    """Where the model runs, such as ``cpu`` or ``cuda``; a server has settled it."""
+    dtype: Annotated[
+        str | None, BeforeValidator(_own_name), Must("a dtype's name, such as bfloat16")
+    ] = None
+    """How precise the model's weights are, such as ``bfloat16``; a server has settled it."""
+    api_key: Annotated[
+        Secret | None,
+        BeforeValidator(Secret.of),
+        WithJsonSchema({"anyOf": [{"type": "string", "writeOnly": True}, {"type": "null"}]}),
+    ] = Field(default=None, repr=False, exclude=True)
+    """What a server asks for, the environment's CACHEBLEND_API_KEY by default; it is in no
+    representation, and in nothing that is serialized."""
+
+    @classmethod
+    def gather(cls, **options: Any) -> Self:
+        """Return the settings that options tell, a store's given by their own names, too.
+
+        Raises:
+            ConfigError: for an option that is none, and for one that is given twice.
+        """
+        known = names_of(cls) | names_of(StoreConfig)
+        return cls(**StoreConfig.gather(Arguments(cls._noun, known).read(options)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values, without the key.
+
+        Raises:
+            ConfigError: where a model, a tokenizer or an instruction is given that is no text.
+        """
+        for name, value in (("model", self.model), ("instruction", self.instruction)):
+            if not isinstance(value, str | Path):
+                raise ConfigError(f"{name} is a {type(value).__name__}: only texts are serialized")
+        if self.tokenizer is not None:
+            raise ConfigError("tokenizer is given: only the model's own is had anew")
+        return self.model_dump(mode="json", exclude={"tokenizer"})

@@ -1,0 +1,32 @@
+"""LeadInConfig: what an engine computes chunks behind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from cacheblend_rag.settings.base import Flag, Must, Positive, Settings
+from cacheblend_rag.settings.choices import LeadInKind
+
+
+class LeadInConfig(Settings):
+    """What an engine computes chunks behind, settled for its lifetime.
+
+    Raises:
+        ConfigError: when a field is out of range.
+    """
+
+    _noun: ClassVar[str] = "setting of a lead-in"
+
+    kind: Annotated[LeadInKind, Must.choose(LeadInKind, name="lead_in")] = "document"
+    """``none``, ``bos``, ``instruction`` or ``document`` (contextual chunk KV)."""
+    document_window: Positive = 2048
+    """Tokens of its own document that a chunk is precomputed behind, at most."""
+    split_special_tokens: Flag = True
+    """Encode what looks like a special token in a chunk as the text that it is, so that passages
+    cannot speak as the system."""
+
+    @classmethod
+    def of(cls, value: LeadInConfig | Mapping[str, Any] | str | None) -> Self:
+        """As for all settings; a string is the kind."""
+        return cls(kind=value) if isinstance(value, str) else super().of(value)  # type: ignore[arg-type]

@@ -1,0 +1,126 @@
+"""BlendConfig: how one request's cached chunk KV is fused."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.base import Count, Flag, Must, Ratio, Settings, as_tuple
+from cacheblend_rag.settings.choices import AUTO, PRESET_RATIOS, RATIO_BOUNDS, Preset
+
+
+def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
+    if any(b <= a for a, b in pairwise(layers)):
+        raise ConfigError(f"check_layers={layers} must rise strictly")
+    return layers
+
+
+def _falling(ratios: tuple[float, ...] | None) -> tuple[float, ...] | None:
+    if any(b > a for a, b in pairwise(ratios or ())):
+        raise ConfigError(f"recompute_ratios={ratios} must not rise: rows are only ever dropped")
+    return ratios
+
+
+def _bounds(ratios: tuple[float, float]) -> tuple[float, float]:
+    if ratios[0] > ratios[1]:
+        raise ValueError("they fall")
+    return ratios
+
+
+class BlendConfig(Settings):
+    """How one request's cached chunk KV is fused.
+
+    Raises:
+        ConfigError: when a field is out of range.
+    """
+
+    _noun: ClassVar[str] = "setting of a request"
+
+    recompute_ratio: Annotated[
+        Ratio | Literal["auto"], Must(f'a number from 0 to 1 or "{AUTO}"')
+    ] = PRESET_RATIOS["balanced"]
+    """Share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill); ``auto`` is the
+    largest whose recompute takes no longer than loading the chunks does."""
+    check_layers: Annotated[
+        tuple[Annotated[int, Field(ge=0)], ...],
+        Field(min_length=1),
+        BeforeValidator(as_tuple),
+        AfterValidator(_rising),
+        Must("a list of one layer index or more, each an integer of at least 0"),
+    ] = (1,)
+    """Layers at which a selector that needs fresh KV compares it with cached KV; ignored by
+    selectors that choose rows before layer 0."""
+    recompute_ratios: Annotated[
+        tuple[Ratio, ...] | None,
+        BeforeValidator(as_tuple),
+        AfterValidator(_falling),
+        Must("a list of numbers from 0 to 1"),
+    ] = None
+    """One ratio a check layer, never rising; None uses recompute_ratio for all."""
+    selector: Annotated[str, Field(min_length=1), Must("a selector's name")] = "hkvd"
+    """Name of the rule that ranks tokens (see ``cacheblend_rag.blend.selectors``)."""
+    selector_options: Annotated[
+        dict[str, Any], Field(strict=False), Must("an object of named values")
+    ] = Field(default_factory=dict)
+    """The selector's own fields, such as ``{"deviation": "k"}`` for ``hkvd``."""
+    min_tokens: Count = 256
+    """Prompts with fewer reusable chunk tokens are served by ordinary prefill."""
+    protect_context: Flag = True
+    """Never recompute tokens of a contextual chunk whose own document context is absent from the
+    prompt, since fresh KV would forget it. Off at ratio 1."""
+    cost_model: Flag = True
+    """Compute a chunk, or the whole prompt, where that is measured to be sooner than loading and
+    blending. Off: what is stored is blended however long that takes, so that comparisons of quality
+    and benchmarks do not turn on how busy the machine is."""
+    ratio_bounds: Annotated[
+        tuple[Ratio, Ratio],
+        BeforeValidator(as_tuple),
+        AfterValidator(_bounds),
+        Must("a list of two ratios that rise, each a number from 0 to 1"),
+    ] = RATIO_BOUNDS
+    """The smallest and the largest ratio that ``auto`` may choose."""
+
+    @model_validator(mode="after")
+    def _check_schedule(self) -> Self:
+        ratios, layers = self.recompute_ratios, self.check_layers
+        if ratios is None:
+            return self
+        if self.recompute_ratio == AUTO:
+            raise ConfigError(f'recompute_ratio="{AUTO}" chooses: leave recompute_ratios out')
+        if len(ratios) != len(layers):
+            raise ConfigError(
+                f"recompute_ratios={ratios} must hold one ratio for each of check_layers={layers}"
+            )
+        return self
+
+    @classmethod
+    def preset(cls, name: Preset, **overrides: Any) -> BlendConfig:
+        """Return the preset ``quality`` (0.25), ``balanced`` (0.16) or ``speed`` (0.10).
+
+        Args:
+            name: which preset.
+            **overrides: other fields, by name.
+
+        Raises:
+            ConfigError: when there is no such preset, or a field is out of range.
+        """
+        if name not in PRESET_RATIOS:
+            raise ConfigError(f"preset={name!r} must be one of {', '.join(PRESET_RATIOS)}")
+        return cls(**{"recompute_ratio": PRESET_RATIOS[name], **overrides})
+
+    def with_ratio(self, recompute_ratio: float) -> BlendConfig:
+        """Return a copy with one ratio, in force after every check layer."""
+        return self.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
+
+    @property
+    def ratio(self) -> float:
+        """The recompute ratio; the largest that may be chosen where that is left to the engine."""
+        chosen = self.recompute_ratio
+        return self.ratio_bounds[1] if isinstance(chosen, str) else chosen
+
+    def ratio_at(self, check: int) -> float:
+        """Return the recompute ratio in force after the ``check``-th check layer."""
+        return self.ratio if self.recompute_ratios is None else self.recompute_ratios[check]

@@ -1,0 +1,135 @@
+"""StoreConfig: where an engine keeps chunk KV."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BeforeValidator, Field, InstanceOf, ValidationInfo, model_validator
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.base import Must, Settings
+from cacheblend_rag.settings.choices import Precision
+from cacheblend_rag.settings.options import names_of
+from cacheblend_rag.settings.sizes import read_bytes, read_seconds
+from cacheblend_rag.settings.tier_url import TierUrl, passwords, read_tiers
+
+
+def _bytes(value: Any, info: ValidationInfo) -> Any:
+    return read_bytes(str(info.field_name), value)
+
+
+def _seconds(value: Any, info: ValidationInfo) -> Any:
+    return read_seconds(str(info.field_name), value)
+
+
+def _path(value: Any) -> Any:
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _flag(value: Any) -> Any:
+    """Read a flag, which a command line gives as a text."""
+    return {"true": True, "false": False}.get(str(value).lower(), value)
+
+
+Path = Annotated[
+    Annotated[str, Field(min_length=1)] | None,
+    BeforeValidator(_path, json_schema_input_type=str | None),
+]
+Bytes = Annotated[int | None, BeforeValidator(_bytes, json_schema_input_type=int | str | None)]
+Seconds = Annotated[
+    float | None, BeforeValidator(_seconds, json_schema_input_type=float | str | None)
+]
+Tiers = Annotated[
+    tuple[InstanceOf[str], ...] | None,
+    BeforeValidator(read_tiers, json_schema_input_type=list[str] | str | None),
+]
+
+
+class StoreConfig(Settings):
+    """Where an engine keeps chunk KV.
+
+    Sizes and times may be given as text, such as ``"8GiB"`` and ``"12h"``. A password in a tier's
+    URL is in no representation, and in nothing that is serialized.
+
+    Raises:
+        ConfigError: when a field is out of range.
+    """
+
+    _noun: ClassVar[str] = "setting of a store"
+
+    kv_path: Annotated[Path, Must("a folder")] = None
+    """Folder for chunk KV and the registry of known chunks, shared between processes and runs;
+    None keeps both in this process' memory."""
+    host_bytes: Bytes = 4 << 30
+    """Memory for chunk KV, in each process that computes; None is without limit, 0 keeps none
+    there."""
+    disk_bytes: Bytes = None
+    """Room for chunk KV in ``kv_path``; None is without limit."""
+    ttl_seconds: Seconds = None
+    """Age since it was first stored at which a chunk is gone; None is never."""
+    tiers: Tiers = None
+    """Where chunk KV is kept, fastest first, as URLs: ``host://?capacity=8GiB``,
+    ``disk:///folder``, ``redis://host:6379/0``, ``s3://bucket/prefix``, ...; None is memory and
+    ``kv_path``. With it ``kv_path`` keeps the registry alone."""
+    read_only: Annotated[bool, BeforeValidator(_flag), Must("true or false")] = False
+    """Serve from what others store: nothing outside of this process' memory is written, evicted,
+    set aside or marked as used."""
+    access_log: Annotated[Path, Must("a file")] = None
+    """Regular file in which is noted, in lines of JSON, which stored chunks prompts ask for. A
+    store that is opened with one that is there brings the most used of them into its fastest tier,
+    in the background."""
+    precision: Annotated[Precision, Must.choose(Precision)] = "native"
+    """Of the numbers that are stored: ``native`` as computed, ``fp8`` or ``int8`` a byte each.
+    Chunks of one precision are not found by engines of another."""
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> Self:
+        """Raise ConfigError where memory or disk is told twice."""
+        if self.tiers is None:
+            return self
+        for name, scheme in (("host_bytes", "host://"), ("disk_bytes", "disk:///folder")):
+            if getattr(self, name) != type(self).model_fields[name].default:
+                raise ConfigError(
+                    f"{name} beside tiers: give {scheme}?capacity=... as one of tiers instead"
+                )
+        return self
+
+    @property
+    def outlives(self) -> bool:
+        """Whether chunk KV outlives the process, or is shared with others."""
+        if self.tiers is None:
+            return self.kv_path is not None
+        return any(url.outlives for url in self.urls)
+
+    @property
+    def urls(self) -> tuple[TierUrl, ...]:
+        """The tiers, as read."""
+        return tuple(TierUrl(url) for url in self.tiers or ())
+
+    def environment(self) -> dict[str, str]:
+        """Return the passwords of tiers as variables, for the environment of a worker process."""
+        return passwords(self.urls)
+
+    @classmethod
+    def spread(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options with what a whole ``store`` among them tells by its own names.
+
+        Raises:
+            ConfigError: for a setting that is given beside ``store``, too.
+        """
+        given = dict(options)
+        store = given.pop("store", None)
+        if store is None:
+            return given
+        if loose := names_of(cls) & given.keys():
+            raise ConfigError(f"{', '.join(sorted(loose))}: give it as a setting of store=, too")
+        return {**given, **dict(cls.of(store))}
+
+    @classmethod
+    def gather(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return options with a whole ``store`` in place of a store's settings among them."""
+        given = cls.spread(options)
+        inside = {name: given.pop(name) for name in names_of(cls) & given.keys()}
+        return {**given, "store": cls(**inside)}

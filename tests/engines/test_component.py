@@ -1,0 +1,101 @@
+"""What components of frameworks have in common: a store's settings as options, one-line errors."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, ConfigError, EngineComponent, LeadInConfig, StoreConfig
+
+Stored = EngineComponent.storing(shown={"kv_path"})
+STORE = list(StoreConfig.model_fields)
+
+
+class Component(Stored):  # type: ignore[misc, valid-type]
+    """As an integration makes it."""
+
+    model: str = "demo"
+
+    def _own_options(self) -> dict[str, Any]:
+        return {"engine": "transformers", "model": self.model}
+
+
+def stored(component: Any) -> dict[str, Any]:
+    return {name: getattr(component, name) for name in STORE}
+
+
+def test_every_setting_of_a_store_is_a_field_with_its_default_and_description() -> None:
+    assert stored(Component()) == StoreConfig().to_dict()
+    fields = Component.model_fields
+    assert [name for name in fields if name in STORE] == STORE
+    for name, own in StoreConfig.model_fields.items():
+        assert fields[name].description == own.description
+
+
+def test_fields_read_what_a_store_reads(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"kv_path": tmp_path, "host_bytes": "8GiB", "disk_bytes": "1.5 MiB"}
+    made = Component(**given)
+    assert StoreConfig(**given).to_dict() == stored(made)
+    assert made.store == StoreConfig(**given) == Component(store=given).store
+
+
+def test_only_what_is_shown_is_serialized() -> None:
+    made = Component(kv_path="kv", disk_bytes=7, api_key="s3cret", device="cpu")
+    assert made.model_dump() == {
+        "namespace": "default",
+        "blend_config": None,
+        "lead_in": None,
+        "dtype": None,
+        "kv_path": "kv",
+        "model": "demo",
+    }
+    assert "kv_path='kv'" in repr(made)
+    assert not any(told in repr(made) for told in ("disk_bytes", "s3cret"))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"host_bytes": "s3cret"}, "host_bytes must be a valid integer"),
+        ({"host_bytes": -1}, "host_bytes must be greater than or equal to 0"),
+        ({"disk_bytes": 1.5}, "disk_bytes must be a valid integer"),
+        ({"kv_path": 3}, "kv_path must be a valid string"),
+        ({"kv_path": ""}, "kv_path"),
+        ({"blend_config": "s3cret"}, "blend_config must be an instance of BlendConfig"),
+        ({"kv_paht": "s3cret"}, "kv_paht is no option of Component: did you mean kv_path?"),
+        ({"min_tokens": "s3cret"}, "give it as blend_config={'min_tokens': ...}"),
+        ({"store": {}, "host_bytes": 1}, "host_bytes: give it as a setting of store=, too"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line_without_its_value(
+    given: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Component(**given)
+    line = str(raised.value)
+    assert told in line
+    assert "s3cret" not in line
+    assert "\n" not in line
+
+
+def test_an_engine_is_opened_by_all_that_is_told() -> None:
+    made = Component(
+        blend_config={"min_tokens": 3}, lead_in="bos", namespace="acme", host_bytes=0, kv_path="kv",
+        api_key="s3cret", fill_on_miss=True,
+    )  # fmt: skip
+    config = made._engine_config()
+    assert (config.engine, config.model, config.namespace) == ("transformers", "demo", "acme")
+    assert config.blend == BlendConfig(min_tokens=3)
+    assert config.lead_in == LeadInConfig(kind="bos")
+    assert config.store == StoreConfig(host_bytes=0, kv_path="kv")
+    assert config.fill_on_miss
+    assert config.api_key is not None
+    assert config.api_key.reveal() == "s3cret"
+    assert Component()._engine_config().blend == BlendConfig()
+
+
+def test_a_pickle_holds_no_key() -> None:
+    assert b"s3cret" not in pickle.dumps(Component(api_key="s3cret"))
