@@ -22,6 +22,7 @@ from cacheblend_rag.cli.eval import evaluate_command
 from cacheblend_rag.cli.index import index_command
 from cacheblend_rag.cli.models import models_app
 from cacheblend_rag.cli.serve import PASS_ON, serve_command
+from cacheblend_rag.cli.settings import settings_command
 from cacheblend_rag.cli.store import store_app
 from cacheblend_rag.errors import CacheBlendError
 
@@ -82,6 +83,7 @@ app.command("chat")(chat_command)
 app.command("eval")(evaluate_command)
 app.command("serve", context_settings=PASS_ON)(serve_command)
 app.command("doctor")(doctor_command)
+app.command("settings")(settings_command)
 app.add_typer(bench_app, name="bench")
 app.add_typer(store_app, name="store")
 app.add_typer(models_app, name="models")

@@ -248,7 +248,7 @@ class PromptPass:
         if not bool(candidates.eligible.any()):
             return REUSE_ONLY, "none", CONTEXT_KEPT
         if schedule.selector.needs_prior and not has_prior:
-            fallback = replace(self.config, selector="chunk_head", selector_options={})
+            fallback = self.config.with_changes(selector="chunk_head", selector_options={})
             planned = plan_schedule(fallback, self.stack.geometry.layers)
             return planned, fallback.selector, f"no prior stored for {name}"
         return schedule, name, None

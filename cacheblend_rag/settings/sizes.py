@@ -12,6 +12,8 @@ BYTE_UNITS: Mapping[str, int] = {
     "": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
 }  # fmt: skip
+QUANTITY = r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*"
+"""A number and a unit, as a regular expression."""
 SECOND_UNITS: Mapping[str, int] = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -39,7 +41,7 @@ def read_seconds(name: str, value: object) -> float | None:
 
 def _quantity(name: str, text: str, units: Mapping[str, int], wanted: str) -> float:
     """Read a number with one of ``units`` behind it."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    found = re.fullmatch(QUANTITY, text)
     unit = units.get(found[2].lower()) if found else None
     if found is None or unit is None:
         raise ConfigError(f"{name}={text!r:.100} must be {wanted}")

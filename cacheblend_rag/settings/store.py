@@ -12,7 +12,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Must, Settings
 from cacheblend_rag.settings.choices import Precision
 from cacheblend_rag.settings.options import names_of
-from cacheblend_rag.settings.sizes import read_bytes, read_seconds
+from cacheblend_rag.settings.sizes import QUANTITY, read_bytes, read_seconds
 from cacheblend_rag.settings.tier_url import TierUrl, passwords, read_tiers
 
 
@@ -33,13 +33,20 @@ def _flag(value: Any) -> Any:
     return {"true": True, "false": False}.get(str(value).lower(), value)
 
 
+FilledText = Annotated[str, Field(min_length=1)]
+Quantity = Annotated[str, Field(pattern=rf"^{QUANTITY}$", examples=["8GiB", "12h"])]
 Path = Annotated[
-    Annotated[str, Field(min_length=1)] | None,
-    BeforeValidator(_path, json_schema_input_type=str | None),
+    FilledText | None, BeforeValidator(_path, json_schema_input_type=FilledText | None)
 ]
-Bytes = Annotated[int | None, BeforeValidator(_bytes, json_schema_input_type=int | str | None)]
+Bytes = Annotated[
+    int | None,
+    BeforeValidator(_bytes, json_schema_input_type=Annotated[int, Field(ge=0)] | Quantity | None),
+]
 Seconds = Annotated[
-    float | None, BeforeValidator(_seconds, json_schema_input_type=float | str | None)
+    float | None,
+    BeforeValidator(
+        _seconds, json_schema_input_type=Annotated[float, Field(gt=0)] | Quantity | None
+    ),
 ]
 Tiers = Annotated[
     tuple[InstanceOf[str], ...] | None,

@@ -21,8 +21,8 @@ DRAWN = [DemoQuestion(f"Who is {n}?", "Ada", "direct", n, 0) for n in range(3)]
 class RoteEngine:
     """Answers rightly, except by plain reuse; each answer takes a second longer than the last."""
 
-    def __init__(self, lead_in):
-        self.config = BlendConfig(lead_in=lead_in)
+    def __init__(self):
+        self.config = BlendConfig()
         self.asked: list[tuple[str, str, float]] = []
         self.precomputed: list[Document] = []
 
@@ -48,7 +48,7 @@ class RoteEngine:
 
 @pytest.fixture
 def engines():
-    return {lead_in: RoteEngine(lead_in) for lead_in in needed_lead_ins()}
+    return {lead_in: RoteEngine() for lead_in in needed_lead_ins()}
 
 
 @pytest.fixture
