@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +24,12 @@ def test_every_command_has_help(cli, command):
     outcome = cli(command, "--help")
     assert outcome.code == 0
     assert "--help" in outcome.stdout
+
+
+def test_settings_are_told_as_a_page_and_as_a_schema(cli):
+    page = Path(__file__).parents[2] / "docs" / "settings.md"
+    assert cli("settings").stdout == page.read_text()
+    assert "StoreConfig" in cli("settings", "--json").json["$defs"]
 
 
 def test_help_loads_no_model_library():

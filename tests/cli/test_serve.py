@@ -11,6 +11,7 @@ from cacheblend_rag import models
 from cacheblend_rag.cli import serve
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.engines.vllm import serve as vllm_serve
+from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from tests.readme import blocks, commands
 
 
@@ -71,6 +72,26 @@ def test_serve_passes_on_what_it_does_not_know(cli, executed, tmp_path):
     assert (told["disk_bytes"], told["asynchronous"]) == (1 << 29, False)
     assert (told["slice_seconds"], told["step_tokens"]) == (0.05, 1024)
     assert "memory only" not in outcome.stderr
+
+
+def test_serve_reads_the_folder_of_chunk_kv_from_the_environment(
+    cli, executed, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("CACHEBLEND_KV_PATH", str(tmp_path / "kv"))
+    for given, kept in ((), "kv"), (("--kv-path", tmp_path / "other"), "other"):
+        assert cli("serve", "demo", *given).code == 0
+        told = json.loads(executed[-1][executed[-1].index("--kv-transfer-config") + 1])
+        assert told["kv_connector_extra_config"]["kv_path"] == str(tmp_path / kept)
+
+
+def test_serve_settles_what_is_not_given_as_the_connector_does_and_shows_it(cli, executed):
+    assert cli("serve", "demo").code == 0
+    told = json.loads(executed[0][executed[0].index("--kv-transfer-config") + 1])
+    settled = told["kv_connector_extra_config"]
+    assert settled == ConnectorSettings().to_extra_config()
+    shown = " ".join(cli("serve", "--help").stdout.replace("│", " ").split())
+    for name in ("namespace", "attention", "step_tokens"):
+        assert f"[default: ({settled[name]})]" in shown
 
 
 @pytest.mark.usefixtures("model_cache")
