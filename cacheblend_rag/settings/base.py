@@ -94,7 +94,7 @@ class Settings(BaseModel):
         if isinstance(value, cls):
             return value
         if not isinstance(value, Mapping | None):
-            raise ConfigError(f"settings are a {type(value).__name__}: give names with values")
+            raise ConfigError(f"settings must be named values, not of type {type(value).__name__}")
         return cls(**(value or {}))
 
     def to_dict(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class Arguments:
     """The names that something takes; ALIASES of known ones are taken, too.
 
     Args:
-        kind: what each is, as in "x is no {kind}".
+        kind: what each is, such as "option of Model".
         known: the names.
         inside: names that belong inside of an argument that is a dict, each with that argument's.
     """
@@ -102,12 +102,14 @@ class Arguments:
         return own if name not in self.known and own in self.known else name
 
     def _refusal(self, name: str) -> str:
+        noun, of, owner = self.kind.partition(" of ")
+        unknown = f"unknown {noun} {name!r}{of}{owner}"
         if outer := self.inside.get(name):
-            return f"{name} is no {self.kind}: give it as {outer}={{{name!r}: ...}}"
+            return f"{unknown}: give it as {outer}={{{name!r}: ...}}"
         names = [*self.known, *(alias for alias in ALIASES if self._own(alias) in self.known)]
         if close := get_close_matches(name.lower(), sorted(names), n=1):
-            return f"{name} is no {self.kind}: did you mean {self._own(close[0])}?"
-        return f"{name} is no {self.kind}; known: {', '.join(sorted(self.known))}"
+            return f"{unknown} (did you mean {self._own(close[0])!r}?)"
+        return f"{unknown}; known: {', '.join(sorted(self.known))}"
 
 
 def check_engine_name(engine: str, kinds: Sequence[str]) -> None:

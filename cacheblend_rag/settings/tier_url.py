@@ -183,9 +183,8 @@ def _options(parts: SplitResult) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, text in parse_qsl(parts.query, keep_blank_values=True):
         if name not in known:
-            raise ConfigError(
-                f"tiers: {parts.scheme}://...: {name:.40} is no option; known: {', '.join(known)}"
-            )
+            told = f"unknown option {name!r:.40}; known: {', '.join(known)}"
+            raise ConfigError(f"tiers: {parts.scheme}://...: {told}")
         if name in found:
             raise ConfigError(f"tiers: {parts.scheme}://...: {name} is given twice: give it once")
         found[name] = _value(f"tiers: {parts.scheme}://...: {name}", name, text)

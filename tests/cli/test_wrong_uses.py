@@ -127,7 +127,7 @@ WRONG = {
     ("serve", "demo", "--disk-gib", "1"): "give --kv-path too",
     ("serve", "demo", "--host-gib", "0"): "--host-gib 0",
     ("serve", "demo", "--store", "host_bytes"): "must be NAME=VALUE",
-    ("serve", "demo", "--store", "host_byte=1"): "did you mean host_bytes?",
+    ("serve", "demo", "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
     ("serve", "demo", "--store", "host_bytes=much"): "a size, such as 8GiB",
     ("serve", "demo", "--host-gib", "1", "--store", "host_bytes=1"): "given twice",
     ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",

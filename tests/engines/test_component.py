@@ -65,7 +65,7 @@ def test_only_what_is_shown_is_serialized() -> None:
         ({"kv_path": 3}, "kv_path must be a valid string"),
         ({"kv_path": ""}, "kv_path"),
         ({"blend_config": "s3cret"}, "blend_config must be an instance of BlendConfig"),
-        ({"kv_paht": "s3cret"}, "kv_paht is no option of Component: did you mean kv_path?"),
+        ({"kv_paht": "s3cret"}, "unknown option 'kv_paht' of Component (did you mean 'kv_path'?)"),
         ({"min_tokens": "s3cret"}, "give it as blend_config={'min_tokens': ...}"),
         ({"store": {}, "host_bytes": 1}, "host_bytes: give it as a setting of store=, too"),
     ],

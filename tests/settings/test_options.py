@@ -29,7 +29,7 @@ def test_other_libraries_names_become_ours() -> None:
 
 
 def test_an_alias_of_what_is_not_taken_is_unknown() -> None:
-    with pytest.raises(ConfigError, match=r"base_url is no option of Tool; known: model$"):
+    with pytest.raises(ConfigError, match=r"unknown option 'base_url' of Tool; known: model$"):
         Arguments("option of Tool", frozenset({"model"})).read({"base_url": "http://x"})
 
 
@@ -60,10 +60,10 @@ def test_two_names_of_one_argument_are_refused(given: dict[str, int], names: str
 @pytest.mark.parametrize(
     ("name", "answer"),
     [
-        ("temprature", "did you mean temperature?"),
-        ("Temperature", "did you mean temperature?"),
-        ("device_map", "did you mean device?"),
-        ("bas_url", "did you mean engine?"),
+        ("temprature", "(did you mean 'temperature'?)"),
+        ("Temperature", "(did you mean 'temperature'?)"),
+        ("device_map", "(did you mean 'device'?)"),
+        ("bas_url", "(did you mean 'engine'?)"),
         ("min_tokens", "give it as blend_config={'min_tokens': ...}"),
         ("retries", "known: blend_config, device, engine, max_tokens, model, temperature"),
     ],
@@ -71,7 +71,7 @@ def test_two_names_of_one_argument_are_refused(given: dict[str, int], names: str
 def test_an_unknown_name_is_refused_with_what_to_do(name: str, answer: str) -> None:
     with pytest.raises(ConfigError) as raised:
         TAKEN.read({name: "s3cret"})
-    assert str(raised.value).startswith(f"{name} is no option of Model")
+    assert str(raised.value).startswith(f"unknown option '{name}' of Model")
     assert str(raised.value).endswith(answer)
 
 

@@ -76,12 +76,12 @@ def test_an_answers_options_by_other_names() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"naamespace": "s3cret"}, ": did you mean namespace?"),
+        ({"naamespace": "s3cret"}, " (did you mean 'namespace'?)"),
         ({"model_name": "s3cret"}, "model and model_name are one option"),
         ({"selector": "s3cret"}, ": give it as blend_config={'selector': ...}"),
         (
             {"blend_config": {"selectr": "s3cret"}},
-            "selectr is no setting of a request: did you mean selector?",
+            "unknown setting 'selectr' of a request (did you mean 'selector'?)",
         ),
         ({"blend_config": {"recompute_ratio": 2}}, "blend_config: recompute_ratio=2 must be"),
         ({"blend_config": "quality"}, "blend_config must be an instance of BlendConfig"),
@@ -180,8 +180,8 @@ def test_sampling_out_of_range_is_refused_when_it_is_set(
 def test_call_options_are_checked() -> None:
     llm = ChatCacheBlend(engine=random_engine(), max_tokens=1)
     for options, named in (
-        ({"tools": []}, "tools is no call option"),
-        ({"temprature": 1}, "temprature is no call option: did you mean temperature?"),
+        ({"tools": []}, "unknown call option 'tools'"),
+        ({"temprature": 1}, "unknown call option 'temprature' (did you mean 'temperature'?)"),
         ({"max_tokens": 1, "max_new_tokens": 1}, "max_tokens and max_new_tokens are one"),
         ({"recompute_ratio": 2}, "recompute_ratio=2"),
         ({"hints": [Document("text")]}, "hints hold a Document: give Chunks or document ids"),
@@ -331,7 +331,10 @@ def test_a_store_is_told_whole_or_by_its_settings_names(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"store": {"host_byte": 3}}, "host_byte is no setting of a store: did you mean host_"),
+        (
+            {"store": {"host_byte": 3}},
+            "unknown setting 'host_byte' of a store (did you mean 'host_",
+        ),
         (
             {"store": {"kv_path": "kv"}, "disk_bytes": 3},
             "disk_bytes: give it as a setting of store",

@@ -140,7 +140,10 @@ def test_it_is_serialized_with_its_llm(llm: CacheBlendLLM) -> None:
     [
         ({"llm": MockLLM()}, "llm: llm is a MockLLM: give a CacheBlendLLM"),
         ({"order": "best"}, "order must be 'score', 'document' or 'reverse'"),
-        ({"ordr": "score"}, "ordr is no option of CacheBlendPostprocessor: did you mean order?"),
+        (
+            {"ordr": "score"},
+            "unknown option 'ordr' of CacheBlendPostprocessor (did you mean 'order'?)",
+        ),
         ({}, "llm: Field required"),
     ],
 )

@@ -18,11 +18,11 @@ from cacheblend_rag.errors import ConfigError
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"colour": "red"}, "colour is no setting"),
+        ({"colour": "red"}, "unknown setting 'colour'"),
         ({"attention": "magic"}, "attention='magic'"),
         ({"slice_seconds": 0}, "slice_seconds=0"),
         ({"step_tokens": "many"}, "step_tokens='many'"),
-        ({"store": {}}, "store is no setting"),
+        ({"store": {}}, "unknown setting 'store'"),
         ({"host_bytes": -1}, "host_bytes=-1"),
     ],
 )
