@@ -277,3 +277,29 @@ def test_devices_and_dtypes_are_told_by_their_names() -> None:
     for wrong in ({"device": 3}, {"dtype": 3}):
         with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=3 must be a d.*'s name, such"):
             EngineConfig(**wrong)
+
+
+TEXTS = {"kv_path", "access_log", "selector", "instruction", "namespace", "device", "dtype"}
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        (model, name)
+        for model in (BlendConfig, LeadInConfig, StoreConfig, EngineConfig, ConnectorSettings)
+        for name in model.model_fields
+        if name not in ("model", "tokenizer", "api_key")  # which take anything
+    ],
+)
+def test_every_field_refuses_what_is_none_of_its_kind_by_name_and_in_one_line(
+    model: Any, name: str
+) -> None:
+    shown = "lead_in" if name == "kind" else name
+    for wrong in (object(), b"\n", float("nan"), -1, "\n" * 200):
+        if isinstance(wrong, str) and name in TEXTS:
+            continue
+        with pytest.raises(ConfigError) as raised:
+            model(**{name: wrong})
+        told = str(raised.value)
+        assert "\n" not in told
+        assert told.startswith((shown, "settings must be named values, not of type "))
