@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_VLLM := .venv/.ready-vllm
 VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py tests/real/test_both_engines.py
-PYTEST := $(BIN)/python -m pytest --durations 30
+PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 REDIS := redis-server
 INTEGRATIONS := integrations/llama-index integrations/langchain
@@ -44,6 +44,7 @@ test: test-core test-vllm test-integrations ## run all tests: the three parts be
 # on shared cores cost more than they bring.
 test-core test-vllm test-integrations: export OMP_NUM_THREADS := 1
 test-core test-vllm test-integrations: export VLLM_CPU_OMP_THREADS_BIND := nobind
+test-core test-vllm test-integrations: export PYTEST_ADDOPTS += --durations=30
 
 test-core: redis setup ## run the tests that need no vLLM
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
