@@ -200,10 +200,10 @@ def check_single_rows(engine: InProcessEngine) -> None:
     The kernels of one row are others, and the compiler would begin only when a request needs one.
     """
     stack = engine.worker_connector.blender.stack
-    hidden = torch.randn(1, 5, 2 * stack._hidden_size)
     no_recompiling = torch._dynamo.config.patch(error_on_recompile=True)
     in_worker = set_forward_context(None, engine.core.vllm_config)
     with in_worker, torch.inference_mode(), no_recompiling:
+        hidden = torch.randn_like(stack.embed(torch.arange(5)[None]))
         calls = [
             probe_layer(
                 stack, 1, hidden[:, rows], stack.position_inputs(torch.arange(5)[None, rows])
