@@ -25,16 +25,19 @@ from tests.models import make_tokenizer, words
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 
 
-@pytest.fixture(scope="module", params=["asynchronous", "synchronous"])
-def engine(
-    request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
-) -> Iterator[InProcessEngine]:
+@pytest.fixture(scope="module")
+def shared(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
     """An engine whose blocks are few, so that each has held another request's KV."""
-    settings = {"asynchronous": request.param == "asynchronous"}
     few = {"num_gpu_blocks_override": 12, "max_model_len": 1024}
-    engine = InProcessEngine(model_folder("llama"), CONFIG, settings, **few)
+    engine = InProcessEngine(model_folder("llama"), CONFIG, **few)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module", params=["asynchronous", "synchronous"])
+def engine(request: pytest.FixtureRequest, shared: InProcessEngine) -> InProcessEngine:
+    shared.begin_anew(asynchronous=request.param == "asynchronous")
+    return shared
 
 
 # What strangers send
