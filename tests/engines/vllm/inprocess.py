@@ -22,7 +22,7 @@ from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.generation import generation_values
-from cacheblend_rag.engines.vllm.in_process import _sampling
+from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from tests.models import make_tokenizer
 
@@ -91,7 +91,7 @@ class LockstepVLLM(Transport):
                 self.core.abort_request([name])
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
-        async with aclosing(self.outputs(request, _sampling(request))) as steps:
+        async with aclosing(self.outputs(request, vllm_sampling(request))) as steps:
             async for step in steps:
                 out = step.outputs[0]
                 params = step.kv_transfer_params

@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.in_process import _sampling
+from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv.store import FETCHED_AHEAD
@@ -74,7 +74,7 @@ def unseen(request: VLLMRequest) -> VLLMRequest:
 
 async def answer(engine: InProcessEngine, request: VLLMRequest, name: str = "") -> tuple[int, ...]:
     ids: list[int] = []
-    async with aclosing(engine.vllm.outputs(request, _sampling(request), name)) as steps:
+    async with aclosing(engine.vllm.outputs(request, vllm_sampling(request), name)) as steps:
         async for step in steps:
             ids += step.outputs[0].token_ids
     return tuple(ids)
