@@ -4,12 +4,13 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_VLLM := .venv/.ready-vllm
 VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py tests/real/test_both_engines.py
+PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 REDIS := redis-server
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo redis test mutants lint format help
+.PHONY: setup demo redis test test-core test-vllm test-integrations mutants lint format help
 
 setup: $(READY) ## make .venv with the tested versions of everything, and fetch the model smollm2
 	$(BIN)/cacheblend-rag models get smollm2
@@ -37,14 +38,22 @@ redis:
 	@command -v $(REDIS) > /dev/null || { \
 		echo 'the tests need $(REDIS), which is not installed: apt-get install -y $(REDIS)'; exit 1; }
 
+test: test-core test-vllm test-integrations ## run all tests: the three parts below, one after another
+
 # One thread a process: two processes of tests fill two cores, and threads that wait for each other
 # on shared cores cost more than they bring.
-test: export OMP_NUM_THREADS := 1
-test: export VLLM_CPU_OMP_THREADS_BIND := nobind
-test: redis setup $(READY_VLLM) ## run the tests, vLLM's, the integrations' and the notebooks
-	$(BIN)/python -m pytest --durations 30 $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
-	$(BIN)/python -m pytest --durations 30 $(SIDE_BY_SIDE) $(VLLM_TESTS)
-	$(BIN)/python -m pytest --nbmake examples
+test-core test-vllm test-integrations: export OMP_NUM_THREADS := 1
+test-core test-vllm test-integrations: export VLLM_CPU_OMP_THREADS_BIND := nobind
+test-core test-vllm test-integrations: export PYTEST_ADDOPTS += --durations=30
+
+test-core: redis setup ## run the tests that need no vLLM
+	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
+
+test-vllm: redis setup $(READY_VLLM) ## run the tests on vLLM's CPU build, which it installs
+	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS)
+
+test-integrations: setup $(READY_VLLM) ## run the tests of integrations/, on vLLM too, and the notebooks
+	$(PYTEST) --nbmake examples
 	for folder in $(INTEGRATIONS); do \
 		$(MAKE) -C $$folder test integration_tests server_tests BIN=$(CURDIR)/$(BIN) || exit 1; \
 	done
@@ -69,4 +78,4 @@ format: $(READY) ## put the code in the project's style
 	$(BIN)/ruff format .
 
 help: ## print this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -33,8 +33,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
-from cacheblend_rag.blend.rotary import _pair_sizes, rotated
+from cacheblend_rag.blend.rotary import pair_sizes, rotated
 from cacheblend_rag.engines.transformers.cache import FusedCache
+from cacheblend_rag.engines.transformers.compatibility import open_stack
+from cacheblend_rag.engines.transformers.stack import TransformersStack
 from tests.models import VOCABULARY, make_tokenizer, prompt_of, words
 
 Found = TypeVar("Found")
@@ -534,7 +536,7 @@ def measure_low(name: str, model: PreTrainedModel, dtype: torch.dtype) -> LowRow
     wide = deepcopy(model).float()
     tokenizer = make_tokenizer()
     engine = TransformersEngine(model, tokenizer=tokenizer, lead_in="none")
-    if engine._stack is None:
+    if engine.blend_refusal is not None:
         return LowRow(name, engine.blend_refusal)
     everything, nothing, own = [], [], []
     for seed in LOW_PROMPTS:
@@ -586,7 +588,7 @@ def measure(name: str, model: PreTrainedModel) -> Row:
     ids = torch.tensor([prompt.encode(tokenizer).token_ids])
     wanted = own_tokens(model, ids, 16)
     greedy = sum(a == b for a, b in zip(answer.token_ids, wanted, strict=False))
-    if engine._stack is None:
+    if engine.blend_refusal is not None:
         return Row(name, engine.blend_refusal, greedy=greedy)
     assert answer.report.blended
     return Row(
@@ -608,10 +610,15 @@ def own_tokens(model: PreTrainedModel, ids: Tensor, count: int) -> list[int]:
     return [int(token) for token in ids[0, start:]]
 
 
+@lru_cache(1)
+def stack_of(model: PreTrainedModel) -> TransformersStack:
+    """A model as the engine drives it."""
+    return open_stack(model)
+
+
 def own_kv(engine: TransformersEngine, ids: Tensor, start: int = 0) -> FusedKV:
     """The model's own KV of these tokens, at positions from ``start``."""
-    assert engine._stack is not None
-    fused = FusedKV(engine._stack.geometry, ids.numel())
+    fused = FusedKV(stack_of(engine.model).geometry, ids.numel())
     positions = torch.arange(start, start + ids.numel())[None]
     engine.model(
         input_ids=ids[None],
@@ -629,8 +636,7 @@ def _blended(engine: TransformersEngine, ids: Tensor, cached: int, ratio: float)
 
 
 def _blended_logits(engine: TransformersEngine, ids: Tensor, cached: int, ratio: float) -> Tensor:
-    stack = engine._stack
-    assert stack is not None
+    stack = stack_of(engine.model)
     fused = FusedKV(stack.geometry, ids.numel())
     known = Candidates.none(ids.numel())
     if cached:
@@ -645,17 +651,15 @@ def _blended_logits(engine: TransformersEngine, ids: Tensor, cached: int, ratio:
 
 
 def _moved(engine: TransformersEngine, ids: Tensor, by: int) -> float:
-    assert engine._stack is not None
     here, there = own_kv(engine, ids).keys[:1], own_kv(engine, ids, by).keys[:1]
-    return _difference(rotated(here, engine._stack.rotation(by).of(0)), there)
+    return _difference(rotated(here, stack_of(engine.model).rotation(by).of(0)), there)
 
 
 def _moved_pairs(engine: TransformersEngine, ids: Tensor, by: int) -> float:
     """How far a pair of key components is off, as a share of its size."""
-    assert engine._stack is not None
     here, there = own_kv(engine, ids).keys[:1], own_kv(engine, ids, by).keys[:1]
-    turn = engine._stack.rotation(by).of(0)
-    off, size = (_pair_sizes(part.float(), turn) for part in (rotated(here, turn) - there, there))
+    turn = stack_of(engine.model).rotation(by).of(0)
+    off, size = (pair_sizes(part.float(), turn) for part in (rotated(here, turn) - there, there))
     return float((off / size.clamp(min=0.01 * float(size.median()))).max())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 Case = Callable[[int], float]
 """One thing to measure: given the turn, 0 is the warm-up, it returns seconds."""
@@ -27,8 +27,3 @@ def run_in_turns(
             taken = cases[name](turn)
             seconds[name] += [taken] if turn else []
     return seconds
-
-
-def p95(seconds: Sequence[float]) -> float:
-    """Return what at most a twentieth of them exceed."""
-    return sorted(seconds)[min(len(seconds) - 1, int(0.95 * len(seconds)))]

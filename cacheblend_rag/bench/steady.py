@@ -54,7 +54,7 @@ class SteadyRow:
     blend_seconds: float
 
     @classmethod
-    def of(cls, answers: Sequence[_Answer]) -> SteadyRow:
+    def of(cls, answers: Sequence[TimedAnswer]) -> SteadyRow:
         """Sum up."""
         pairs = [(a.full_seconds, a.blend_seconds) for a in answers if a.full_seconds is not None]
         tiers = [tier for one in answers for tier in one.tiers]
@@ -68,7 +68,9 @@ class SteadyRow:
 
 
 @dataclass(frozen=True)
-class _Answer:
+class TimedAnswer:
+    """Seconds to the first token of one request; full_seconds: where it was measured, too."""
+
     blend_seconds: float
     full_seconds: float | None
     tiers: tuple[str, ...]
@@ -138,7 +140,7 @@ def _answers(
     chunks: Sequence[Chunk],
     rng: random.Random,
     advance: Advance,
-) -> Iterator[_Answer]:
+) -> Iterator[TimedAnswer]:
     for number, ranks in enumerate(combinations(plan, rng)):
         question = draw_words(rng, plan.question_tokens, plan.model_shape.vocabulary)
         prompt = BlendPrompt.of(*(chunks[rank] for rank in ranks), question)
@@ -148,7 +150,9 @@ def _answers(
         blended = engine.generate(prompt, ONE_TOKEN, config=plan.blend_config(plan.ratio))
         sampled = number % HUNDRED % plan.full_every == 0
         full = engine.generate_full(prompt, ONE_TOKEN) if sampled else None
-        yield _Answer(_seconds(blended), None if full is None else _seconds(full), _tiers(blended))
+        yield TimedAnswer(
+            _seconds(blended), None if full is None else _seconds(full), _tiers(blended)
+        )
 
 
 def _seconds(answer: Generation) -> float:

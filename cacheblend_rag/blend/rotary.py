@@ -150,12 +150,12 @@ def turns_into(near: Tensor, far: Tensor, by: Rotation | None, tolerance: float)
     so that a few large components (key biases, say) do not hide what happens to the others.
     """
     moved = near if by is None else rotated(near, by)
-    off, size = (_pair_sizes(part, by) for part in (moved.float() - far.float(), far.float()))
+    off, size = (pair_sizes(part, by) for part in (moved.float() - far.float(), far.float()))
     least = LEAST_PAIR * size.median(-1, keepdim=True).values
     return bool((off <= tolerance * size.maximum(least).clamp(min=1e-6)).all())
 
 
-def _pair_sizes(part: Tensor, by: Rotation | None) -> Tensor:
+def pair_sizes(part: Tensor, by: Rotation | None) -> Tensor:
     """Return the length of each pair of components, and the size of those that are in none."""
     pairs = 0 if by is None else by.cos.shape[-1]
     one, other = _places(pairs, interleaved=by is not None and by.interleaved)

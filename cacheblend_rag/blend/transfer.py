@@ -77,12 +77,7 @@ class Numbers:
 
     @property
     def arrived(self) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
-        return _pair
-
-
-def _pair(tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    keys, values = tensors
-    return keys, values
+        return lambda tensors: (tensors[0], tensors[1])
 
 
 @dataclass(frozen=True, slots=True)

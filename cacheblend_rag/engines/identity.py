@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cacheblend_rag.errors import ModelLoadError
 from cacheblend_rag.settings import Precision
@@ -80,17 +80,6 @@ def _settings(config: Any) -> dict[str, Any]:
     }
     plain: dict[str, Any] = json.loads(json.dumps(named, sort_keys=True, default=str))
     return plain
-
-
-def weights_in_memory(model: nn.Module, dtype: torch.dtype) -> str:
-    """Return a hash of a model's weights as they were loaded; see ``weights_in_files``."""
-    buffers = (
-        (name, buffer)
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(prefix, recurse=False)
-        if name.rpartition(".")[2] not in module._non_persistent_buffers_set
-    )
-    return weights_hash((*model.named_parameters(), *buffers), dtype)
 
 
 def weights_hash(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> str:

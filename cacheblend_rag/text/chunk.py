@@ -168,15 +168,13 @@ class Document:
         """Return the chunks, each with the pieces that precede it within its boundary."""
         found: list[Chunk] = []
         before, within = EMPTY, ""
-        for text, boundary in zip(self.chunks, self._boundaries(), strict=True):
+        boundaries = self.boundaries or [""] * len(self.chunks)
+        for text, boundary in zip(self.chunks, boundaries, strict=True):
             if boundary != within:
                 before, within = EMPTY, boundary
             found.append(Chunk(text, self.document_id, before, self.collection))
             before = before.then(text).then(self.separator)
         return found
-
-    def _boundaries(self) -> Sequence[str]:
-        return self.boundaries or [""] * len(self.chunks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Any
 
-from cacheblend_rag.bench.interleave import Advance, p95
+from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.plan import option
 from cacheblend_rag.bench.plans import BlendPlan, check_drawn
 from cacheblend_rag.bench.shapes import ModelShape, named_shape
@@ -36,6 +36,7 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.benchmarks.command import benchmark_app
+from tests.benchmarks.quantiles import p95
 
 ROW_REQUESTS = 100
 BASELINE_EVERY = 5

@@ -7,12 +7,13 @@ import statistics
 from dataclasses import dataclass
 from time import perf_counter
 
-from cacheblend_rag.bench.interleave import Advance, p95
+from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.plan import Plan, option
 from cacheblend_rag.cli.plan_command import facts
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry
 from tests.benchmarks.command import benchmark_app
+from tests.benchmarks.quantiles import p95
 
 SEED = 20260101
 CHUNKS_IN_PROMPT = 8

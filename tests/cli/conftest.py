@@ -117,7 +117,7 @@ def small_model(tmp_path_factory):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from cacheblend_rag.demo.tokenizer import build_tokenizer, save_tokenizer
+    from tests.demo.tokenizer import build_tokenizer, save_tokenizer
 
     folder = tmp_path_factory.mktemp("small-model")
     tokenizer = build_tokenizer()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from cacheblend_rag.bench import shapes
 from cacheblend_rag.bench.memory import peak_extra_bytes
 from cacheblend_rag.bench.plans import SteadyPlan, TtftPlan
-from cacheblend_rag.bench.steady import SteadyRow, _Answer, combinations
+from cacheblend_rag.bench.steady import SteadyRow, TimedAnswer, combinations
 from cacheblend_rag.bench.ttft import TtftRow
 from cacheblend_rag.errors import ConfigError
 from tests.servers import redis_place, tier_at
@@ -210,7 +210,7 @@ def test_steady_as_a_table(cli):
 
 def test_a_hundreds_speedup_is_that_of_its_pairs():
     pairs = [(1.0, 4.0), (2.0, 6.0), (9.0, 18.0), (7.0, None), (8.0, None)]
-    answers = [_Answer(blend, full, ("host", "disk")) for blend, full in pairs]
+    answers = [TimedAnswer(blend, full, ("host", "disk")) for blend, full in pairs]
     assert SteadyRow.of(answers) == SteadyRow(5, 3.0, 0.5, 6.0, 7.0)
 
 

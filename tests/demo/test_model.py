@@ -20,7 +20,7 @@ from transformers import (
 
 from cacheblend_rag.demo import MODEL_FOLDER
 from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
-from cacheblend_rag.demo.tokenizer import build_tokenizer
+from tests.demo.tokenizer import build_tokenizer
 from tests.demo.train import (
     CURRICULUM,
     ModelShape,

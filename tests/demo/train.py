@@ -52,7 +52,7 @@ from cacheblend_rag.demo.corpus import (
     draw_documents,
     names_and_values,
 )
-from cacheblend_rag.demo.tokenizer import (
+from tests.demo.tokenizer import (
     BOS_ID,
     EOS_ID,
     MAX_LENGTH,

@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator
 from queue import SimpleQueue
 from threading import Event
+from threading import enumerate as enumerate_threads
 from typing import Any
 
 import pytest
@@ -71,12 +72,13 @@ def test_what_is_at_work_ends_before_the_last_work() -> None:
 
 
 def test_the_thread_ends_when_the_last_work_fails() -> None:
-    loop = BackgroundLoop("test")
+    loop = BackgroundLoop("failing at last")
+    (thread,) = (one for one in enumerate_threads() if one.name == "failing at last")
 
     async def last() -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
         loop.close(last)
-    assert not loop._thread.is_alive()
+    assert not thread.is_alive()
     assert loop.loop.is_closed()

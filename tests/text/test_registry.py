@@ -327,16 +327,17 @@ def test_texts_of_one_character_are_searched_within_bounds() -> None:
         + (search.COMPARED_CHARACTERS + 20_000 * search.COMPARED_PER_CHARACTER)
         // search.LEAST_COMPARED
     )
-    distinct = ChunkRegistry(Chunk(f"Passage {n} says {n * 7919} in words.") for n in range(1000))
-    text = " ".join(sorted(distinct._variants))
+    texts = [f"Passage {n} says {n * 7919} in words." for n in range(1000)]
+    distinct = ChunkRegistry(map(Chunk, texts))
+    text = " ".join(sorted(texts))
     assert len(distinct.find(text)) == 1000, "an honest prompt is found whole"
     assert compared(distinct, text) < 1500
 
 
 def test_a_longer_prompt_may_be_compared_with_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(search, "COMPARED_CHARACTERS", 0)
-    registry = ChunkRegistry(Chunk(f"Passage {n} says {n * 7919} in words.") for n in range(200))
-    assert len(registry.find(" ".join(registry._variants))) == 200
+    texts = [f"Passage {n} says {n * 7919} in words." for n in range(200)]
+    assert len(ChunkRegistry(map(Chunk, texts)).find(" ".join(texts))) == 200
 
 
 def test_texts_of_the_same_windows_share_them_evenly() -> None:

@@ -26,7 +26,9 @@ def compute_batches(stack: TransformersStack, chunks: list[ChunkPlan]) -> Comput
         batch = waiting.popleft()
         for computed in or_no_room(batch, _compute_batch(stack, batch)):
             if isinstance(computed, NoRoom) and len(computed.chunks) > 1:
-                waiting.extendleft(reversed(_halves(computed.chunks)))
+                middle = len(computed.chunks) // 2
+                waiting.appendleft(list(computed.chunks[middle:]))
+                waiting.appendleft(list(computed.chunks[:middle]))
             else:
                 yield computed
 
@@ -48,12 +50,6 @@ def _compute_batch(stack: TransformersStack, batch: Sequence[ChunkPlan]) -> Comp
         keys = torch.stack([layer.keys[part] for layer in cache.layers])
         values = torch.stack([layer.values[part] for layer in cache.layers])
         yield chunk, ChunkKV(keys, values, lead)
-
-
-def _halves(chunks: Sequence[ChunkPlan]) -> list[list[ChunkPlan]]:
-    """Cut chunks of which there are several in two."""
-    middle = len(chunks) // 2
-    return [list(chunks[:middle]), list(chunks[middle:])]
 
 
 def _batches(chunks: list[ChunkPlan]) -> Iterator[list[ChunkPlan]]:

@@ -21,8 +21,9 @@ from cacheblend_rag.blend.trial import (
 )
 from cacheblend_rag.engines.compatibility import explained
 from cacheblend_rag.engines.transformers.cache import FusedCache
+from cacheblend_rag.engines.transformers.float32 import NARROW
 from cacheblend_rag.engines.transformers.loading import context_window, is_quantized
-from cacheblend_rag.engines.transformers.stack import NARROW, TransformersStack
+from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)
@@ -42,12 +43,9 @@ def open_stack(model: PreTrainedModel) -> TransformersStack:
     try:
         return _tried(model)
     except (UnsupportedModelError, *FAILURES) as error:
-        recurrent = "recurrent layers cannot be blended" if _is_recurrent(model) else None
+        is_recurrent = bool(getattr(model, "_is_stateful", False))
+        recurrent = "recurrent layers cannot be blended" if is_recurrent else None
         raise UnsupportedModelError(explained(model.config, error, recurrent)) from error
-
-
-def _is_recurrent(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "_is_stateful", False))
 
 
 def _tried(model: PreTrainedModel) -> TransformersStack:

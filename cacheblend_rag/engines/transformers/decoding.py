@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
+    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -118,3 +119,10 @@ class TextStream:
                 token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
         )
+
+
+def eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Return every token that ends an answer, as generation config and tokenizer name them."""
+    named = getattr(model.generation_config, "eos_token_id", None)
+    ids = list(named) if isinstance(named, list | tuple) else [named]
+    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if isinstance(i, int))

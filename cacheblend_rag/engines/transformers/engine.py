@@ -6,22 +6,17 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.copy_stream import release_pinned
 from cacheblend_rag.blend.cost import prefill_cost
-from cacheblend_rag.blend.sdpa_backends import without_cudnn
-from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import UNSUPPORTED, Engine, settled
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
@@ -32,20 +27,25 @@ from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS
-from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream
+from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream, eos_token_ids
+from cacheblend_rag.engines.transformers.model_steps import (
+    in_idle_turns,
+    in_turns,
+    inference,
+    lock_of,
+    run_steps,
+)
 from cacheblend_rag.engines.transformers.prefill import (
     Prefilled,
     PromptChunks,
     blended_prefill,
     ordinary_prefill,
 )
-from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
 from cacheblend_rag.engines.transformers.wrappers import model_in, without_compiling
 from cacheblend_rag.errors import ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
@@ -71,13 +71,6 @@ logger = logging.getLogger(__name__)
 ASYNC_THREADS = 32
 MODEL_CHANGED = "the model changed meanwhile"
 """Of chunks that were computed while other adapters or weights were put in its place."""
-PATIENCE_SECONDS = 0.05
-"""Between two looks at whether a request that waits for its chunks was cancelled."""
-
-_turns: WeakKeyDictionary[PreTrainedModel, PriorityLock] = WeakKeyDictionary()
-_turns_lock = threading.Lock()
-
-T = TypeVar("T")
 
 
 class TransformersEngine(Engine):
@@ -150,7 +143,7 @@ class TransformersEngine(Engine):
             tokenizer = tokenizer or load_tokenizer(model)
             name, loaded_by = str(model), model
         self.store = TieredKVStore.open() if store is None else store
-        self._turns = _turns_of(self.model)
+        self._turns = lock_of(self.model)
         self._watched = WatchedModel(
             self.model, self._turns, self.store, name=loaded_by, wrapper=wrapper
         )
@@ -158,7 +151,7 @@ class TransformersEngine(Engine):
         self._take(self._watched.tried())
         self._check_config(config)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
-        self._eos = _eos_token_ids(self.model, tokenizer)
+        self._eos = eos_token_ids(self.model, tokenizer)
         warn_of_ignored(self._generation_values)
         super().__init__(
             model_name=public_name(name),
@@ -333,32 +326,17 @@ class TransformersEngine(Engine):
             steps = blended_prefill(
                 stack, chunks, source, request.config, reserve, controller=self._controller
             )
-            return self._stepped(request, steps, source)
+            return run_steps(self._turns, steps, request.cancel, source)
 
     def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
         """Serve a prompt by the model's own prefill, and note how long that took."""
         ids = request.prepared.token_ids
         steps = ordinary_prefill(self._ordinary, ids, reserve, told)
-        done = self._stepped(request, steps)
+        done = run_steps(self._turns, steps, request.cancel)
         if done is not None and self._controller is not None:
             work = prefill_cost(self._controller.costs, len(ids))
             self._controller.rates.record("prefill", work, done.seconds["recompute"])
         return done
-
-    def _stepped(
-        self, request: Request, steps: Steps[T], source: LayerSource | None = None
-    ) -> T | None:
-        """Run each step alone, and wait in between for the KV that the next one takes."""
-        while not request.cancel.is_set():
-            with working(), self._turns.taken(), _inference():
-                try:
-                    next(steps)
-                except StopIteration as done:
-                    return cast(T, done.value)
-            while source is not None and not source.wait(PATIENCE_SECONDS):
-                if request.cancel.is_set():
-                    return None
-        return None
 
     def _refusal(
         self, request: Request, chunks: PromptChunks
@@ -381,7 +359,7 @@ class TransformersEngine(Engine):
         for index in range(request.sampling.max_tokens):
             with working():
                 if index:
-                    with self._turns.taken(), _inference():
+                    with self._turns.taken(), inference():
                         logits = self._ordinary.decode(prefilled.cache, token_ids)
                 token_ids.append(sampler.draw(logits, token_ids))
             watch.lap("decode" if index else "first_token")
@@ -394,13 +372,13 @@ class TransformersEngine(Engine):
         """Each chunk is stored as soon as it is computed."""
         stack = cast(TransformersStack, self._stack)
         steps = self._compute(plans, lambda chunks: compute_batches(stack, chunks))
-        return self._kept(plans, self._taking_turns(steps))
+        return self._kept(plans, in_turns(self._turns, steps))
 
     def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """As ``_store``, a layer at a time, of one chunk at a time, while the model is idle."""
         stack = cast(TransformersStack, self._stack)
         steps = self._compute(plans, lambda chunks: compute_one_by_one(stack, chunks, self.store))
-        return self._kept(plans, self._taking_idle_turns(steps))
+        return self._kept(plans, in_idle_turns(self._turns, steps))
 
     def _kept(self, plans: Sequence[ChunkPlan], steps: Computed) -> Generator[Stored, None, None]:
         """Store what the steps compute of some chunks."""
@@ -429,29 +407,6 @@ class TransformersEngine(Engine):
         return compute_chunks(
             stack, plans, self.store, alone=alone, in_document=in_document, leaves_out=True
         )
-
-    def _taking_turns(self, steps: Iterator[T]) -> Iterator[T]:
-        """Run each step alone and without gradients, letting other requests run in between."""
-        while True:
-            with working(), self._turns.taken(), _inference():
-                try:
-                    item = next(steps)
-                except StopIteration:
-                    return
-            yield item
-
-    def _taking_idle_turns(self, steps: Iterator[T | None]) -> Iterator[T | None]:
-        """Run each step alone, once no request wants the model; None while one does."""
-        while True:
-            item: T | None = None
-            with self._turns.left_over(PATIENCE_SECONDS) as is_mine:
-                if is_mine:
-                    with working(), _inference():
-                        try:
-                            item = next(steps)
-                        except StopIteration:
-                            return
-            yield item
 
     def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
         return dict(unreadable(self.store, keys))
@@ -483,23 +438,3 @@ class TransformersEngine(Engine):
     def _close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
         self.store.close()
-
-
-@contextmanager
-def _inference() -> Iterator[None]:
-    """Run the model without gradients, and its attention without cuDNN."""
-    with torch.no_grad(), without_cudnn():
-        yield
-
-
-def _turns_of(model: PreTrainedModel) -> PriorityLock:
-    """The turns of all engines around a model: driving its layers alters it for a moment."""
-    with _turns_lock:
-        return _turns.setdefault(model, PriorityLock())
-
-
-def _eos_token_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
-    """Every token that ends an answer, as generation config and tokenizer name them."""
-    named = getattr(model.generation_config, "eos_token_id", None)
-    ids = list(named) if isinstance(named, list | tuple) else [named]
-    return frozenset(i for i in [*ids, tokenizer.eos_token_id] if isinstance(i, int))

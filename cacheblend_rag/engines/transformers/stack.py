@@ -1,24 +1,20 @@
 """TransformersStack: any Hugging Face decoder, driven layer by layer, with attention intercepted.
 
-No layer is rewritten and no model class is named. Two things make that possible: an attention
-implementation registered under our own name, in force only while a layer is being driven, and a
-recording pass in which the model itself says what it hands each layer: embeddings, rotary tables,
-and what each layer may see.
+No layer is rewritten and no model class is named: attention is intercepted by the library's own
+means, and a recording pass says what the model hands each layer.
 """
 
 from __future__ import annotations
 
-import inspect
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cacheblend_rag.blend.cost import LayerCost
 from cacheblend_rag.blend.rotary import Layout, Rotation, Table, normal_table
@@ -30,13 +26,12 @@ from cacheblend_rag.blend.stack import (
     Reduction,
     probe_layer,
 )
-from cacheblend_rag.engines.transformers.attention_window import AttentionWindow, record_sight
+from cacheblend_rag.engines.transformers.attention_window import AttentionWindow
+from cacheblend_rag.engines.transformers.float32 import in_float32, weights_in_float32
+from cacheblend_rag.engines.transformers.interception import DRIVEN, SIGHT, Interception
+from cacheblend_rag.engines.transformers.layer_calls import LayerCalls
 from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.errors import UnsupportedModelError
-
-IMPLEMENTATION = "cacheblend_rag"
-SIGHT = "cacheblend_rag_sight"
-"""In force while it is recorded what layers may see. Elsewhere no masks are built at all."""
 
 ROW_BLOCK = 768
 ACCELERATOR_ROW_BLOCK = 8192
@@ -44,36 +39,6 @@ KEPT_ROTATIONS = 64
 EXPERTS_PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts",
 )  # fmt: skip
-NARROW = (torch.bfloat16, torch.float16)
-_active = threading.local()
-
-
-def _intercepted(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """The registered attention: hands the call to whoever drives the layer on this thread."""
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = _active.windows[_active.layer]
-    call = AttentionCall(_active.layer, query, key, value, scaling, window, softcap, s_aux)
-    return _active.attend(call), None
-
-
-AttentionInterface.register(IMPLEMENTATION, _intercepted)
-AttentionInterface.register(SIGHT, _intercepted)
-AttentionMaskInterface.register(SIGHT, record_sight)
-
-
-class _RecordedError(Exception):
-    """Raised out of the last layer of a recording pass: nothing after it is needed."""
 
 
 class _WatchedCache:
@@ -117,9 +82,9 @@ class TransformersStack:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self.decoder, self.layers = _decoder(model)
-        self._signatures = [inspect.signature(type(layer).forward) for layer in self.layers]
-        self._configs = _attention_configs(model)
+        self._interception = Interception(model)
+        self._calls = LayerCalls(model, self._interception)
+        self.decoder, self.layers = self._calls.decoder, self._calls.layers
         self._device = run_device(model)
         self._is_wide = False
         inner = {id(weight) for layer in self.layers for weight in layer.parameters()}
@@ -159,15 +124,7 @@ class TransformersStack:
         return self._windows
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        recorded: list[Tensor] = []
-
-        def first(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
-            recorded.append(hidden)
-            raise _RecordedError
-
-        with self._replaced({0: self._by_name(0, first)}):
-            self._record(input_ids=token_ids, position_ids=torch.zeros_like(token_ids))
-        return recorded[0]
+        return self._calls.embed(token_ids)
 
     def position_inputs(self, positions: Tensor) -> _PositionInputs:
         return _PositionInputs(tuple(self._layer_arguments(positions, self._geometry.dtype)))
@@ -177,8 +134,8 @@ class TransformersStack:
     ) -> Tensor:
         arguments = position_inputs.arguments[layer]
         if self._is_wide:
-            arguments = _in_float32(arguments)
-        with self._intercepting(layer, attend):
+            arguments = in_float32(arguments)
+        with self._interception.attending(layer, self._windows[layer], attend):
             out = self.layers[layer](hidden, **arguments)
         return cast(Tensor, out[0] if isinstance(out, tuple) else out)
 
@@ -197,7 +154,7 @@ class TransformersStack:
         position = torch.tensor([[offset]], device=self._geometry.device)
         made: dict[int, Table | None] = {}
         found: list[Table | None] = []
-        with _in_float32_for_now(self._norms):
+        with weights_in_float32(self._norms):
             handed_on = self._layer_arguments(position, torch.float32)
         for arguments in handed_on:
             handed = arguments.get("position_embeddings")
@@ -220,8 +177,8 @@ class TransformersStack:
 
         blank = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
         with (
-            self._replaced(dict.fromkeys(range(len(self.layers)), layer)),
-            self._implementation(IMPLEMENTATION),
+            self._calls.replaced(dict.fromkeys(range(len(self.layers)), layer)),
+            self._interception.implementation(DRIVEN),
         ):
             out = self.model(input_ids=blank, position_ids=blank, use_cache=False, logits_to_keep=1)
         return cast(Tensor, out.logits[:, -1].float())
@@ -239,10 +196,9 @@ class TransformersStack:
             own = self.layers[layer].forward
 
             def forward(*given: Any, **named: Any) -> Any:
-                bound = self._signatures[layer].bind(None, *given, **named)
-                hidden = list(bound.arguments.values())[1]
+                hidden = self._calls.hidden_in(layer, given, named)
                 if wide:
-                    given, named = _in_float32(given), _in_float32(named)
+                    given, named = in_float32(given), in_float32(named)
                 inputs.append((hidden.float() if wide else hidden).clone())
                 with self.widened(layer) if wide else nullcontext():
                     done = own(*given, **named)
@@ -255,7 +211,7 @@ class TransformersStack:
 
             return forward
 
-        with self._replaced({layer: note(layer) for layer in range(len(self.layers))}):
+        with self._calls.replaced({layer: note(layer) for layer in range(len(self.layers))}):
             yield inputs, outputs
 
     @contextmanager
@@ -264,66 +220,23 @@ class TransformersStack:
         module = self.layers[layer]
         self._is_wide = True
         try:
-            with _in_float32_for_now([*module.parameters(), *module.buffers()]):
+            with weights_in_float32([*module.parameters(), *module.buffers()]):
                 yield
         finally:
             self._is_wide = False
 
     def _layer_arguments(
-        self, positions: Tensor, dtype: torch.dtype, implementation: str = IMPLEMENTATION
+        self, positions: Tensor, dtype: torch.dtype, implementation: str = DRIVEN
     ) -> list[dict[str, Any]]:
         """What the model passes each layer for tokens at ``positions`` (batch, rows)."""
-        recorded: list[dict[str, Any]] = []
-
-        def record(hidden: Tensor, **arguments: Any) -> Tensor:
-            recorded.append(arguments)
-            if len(recorded) == len(self.layers):
-                raise _RecordedError
-            return hidden
-
-        blank = torch.zeros(1, 1, 1, dtype=dtype, device=positions.device)
-        functions = {i: self._by_name(i, record) for i in range(len(self.layers))}
-        with self._replaced(functions):
-            self._record(
-                implementation,
-                inputs_embeds=blank.expand(*positions.shape, self._hidden_size),
-                position_ids=positions,
-            )
-        if implementation == IMPLEMENTATION:
-            for arguments in recorded:
-                arguments |= dict.fromkeys(arguments.keys() & {"attention_mask", "past_key_values"})
-        return recorded
-
-    def _by_name(self, layer: int, function: Callable[..., Tensor]) -> Callable[..., Any]:
-        """Return a forward that hands ``function`` the hidden state, and the rest by name."""
-        signature = self._signatures[layer]
-
-        def forward(*given: Any, **named: Any) -> Any:
-            bound = signature.bind(None, *given, **named)
-            _, hidden, *rest = bound.arguments
-            extra = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
-            arguments = {name: bound.arguments[name] for name in rest}
-            for name in extra:
-                arguments |= arguments.pop(name, {})
-            return function(bound.arguments[hidden], **arguments)
-
-        return forward
-
-    def _record(self, implementation: str = IMPLEMENTATION, **inputs: Tensor) -> None:
-        with self._implementation(implementation):
-            try:
-                self.decoder(**inputs, use_cache=False)
-            except _RecordedError:
-                return
-        raise UnsupportedModelError(
-            f"{type(self.model).__name__} does not call its {len(self.layers)} layers in order"
-        )
+        blank = torch.zeros(1, 1, self._hidden_size, dtype=dtype, device=positions.device)
+        return self._calls.arguments(positions, blank, implementation)
 
     def _recorded_windows(self, position: Tensor, dtype: torch.dtype) -> list[int | None]:
         """Ask the model what each layer may see; raises UnsupportedModelError when it is odd."""
         handed = self._layer_arguments(position, dtype, SIGHT)
         named = [_named_window(layer) for layer in self.layers]
-        flash = any("flash" in str(config._attn_implementation) for config in self._configs)
+        flash = self._interception.replaces_flash
         windows: list[int | None] = []
         for layer, arguments in enumerate(handed):
             mask = arguments.get("attention_mask")
@@ -378,43 +291,9 @@ class TransformersStack:
         def attend(call: AttentionCall) -> Tensor:
             return torch.zeros_like(call.query).transpose(1, 2)
 
-        with self._intercepting(0, attend):
+        with self._interception.attending(0, self._windows[0], attend):
             arguments = self._layer_arguments(position, hidden.dtype)[0]
             return isinstance(self.layers[0](hidden, **arguments), tuple)
-
-    @contextmanager
-    def _replaced(self, functions: dict[int, Callable[..., Any]]) -> Iterator[None]:
-        """Let some layers' forward be other functions for a while."""
-        with ExitStack() as restore:
-            for layer, function in functions.items():
-                module = self.layers[layer]
-                if "forward" in module.__dict__:  # a hook's, of a model spread over devices
-                    restore.callback(setattr, module, "forward", module.forward)
-                else:
-                    restore.callback(module.__dict__.pop, "forward")
-                module.forward = function
-            yield
-
-    @contextmanager
-    def _intercepting(self, layer: int, attend: Attend) -> Iterator[None]:
-        _active.layer, _active.attend, _active.windows = layer, attend, self._windows
-        try:
-            with self._implementation(IMPLEMENTATION):
-                yield
-        finally:
-            del _active.layer, _active.attend, _active.windows
-
-    @contextmanager
-    def _implementation(self, name: str) -> Iterator[None]:
-        """Put an attention implementation of ours in force."""
-        before = [config._attn_implementation for config in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation_internal = name
-            yield
-        finally:
-            for config, own in zip(self._configs, before, strict=True):
-                config._attn_implementation_internal = own
 
     def _cost(self, layer: int) -> LayerCost:
         shape, config = self._geometry, self.model.config.get_text_config()
@@ -426,51 +305,6 @@ class TransformersStack:
             per_pair=4.0 * shape.heads * shape.head_dim,
             window=self._windows[layer],
         )
-
-
-@contextmanager
-def _in_float32_for_now(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Put float32 copies in place of weights of 16 bits, and afterwards the weights back."""
-    narrow = [(weight, weight.data) for weight in weights if weight.dtype in NARROW]
-    try:
-        for weight, own in narrow:
-            weight.data = own.float()
-        yield
-    finally:
-        for weight, own in narrow:
-            weight.data = own
-
-
-def _in_float32(given: Any) -> Any:
-    """Return a layer's arguments with tensors of 16 bits in float32."""
-    if isinstance(given, Tensor):
-        return given.float() if given.dtype in NARROW else given
-    if isinstance(given, dict):
-        return {name: _in_float32(part) for name, part in given.items()}
-    if isinstance(given, tuple | list):
-        return type(given)(_in_float32(part) for part in given)
-    return given
-
-
-def _attention_configs(model: nn.Module) -> list[Any]:
-    """Every distinct config object that a module of the model may read its attention from."""
-    found: dict[int, Any] = {}
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-    return list(found.values())
-
-
-def _decoder(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
-    """The part of a model that calls the decoder's layers, and the layers in order."""
-    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    for part in (model.get_decoder(), model.base_model):
-        for module in part.modules():
-            for name, child in module.named_children():
-                if isinstance(child, nn.ModuleList) and (len(child) == count or name == "layers"):
-                    return part, list(child)
-    raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers")
 
 
 def _named_window(layer: nn.Module) -> int | None:

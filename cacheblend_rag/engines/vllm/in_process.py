@@ -104,7 +104,7 @@ class InProcessVLLM(Transport):
             prompt["cache_salt"] = request.salt
         outputs = self._vllm.generate(
             prompt,
-            _sampling(request),
+            vllm_sampling(request),
             f"cacheblend-{uuid.uuid4().hex}",
             data_parallel_rank=request.replica,
         )
@@ -127,7 +127,8 @@ def _piece(step: Any) -> Piece:
     )
 
 
-def _sampling(request: VLLMRequest) -> Any:
+def vllm_sampling(request: VLLMRequest) -> Any:
+    """Return vLLM's own SamplingParams of a request."""
     from vllm import SamplingParams as VLLMSamplingParams
     from vllm.sampling_params import RequestOutputKind
 

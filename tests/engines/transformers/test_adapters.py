@@ -17,6 +17,7 @@ from torch import nn
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
 from cacheblend_rag.engines.factory import open_engine
 from cacheblend_rag.engines.labels import labels_in
+from cacheblend_rag.engines.transformers import engine as engine_module
 from cacheblend_rag.engines.transformers import watched_model
 from cacheblend_rag.engines.transformers.engine import MODEL_CHANGED
 from tests.engines.transformers.conftest import EngineFactory
@@ -106,18 +107,27 @@ def test_a_living_engine_goes_by_the_model_as_it_is(
     assert engine.fingerprint == anew.fingerprint
 
 
-def test_changing_back_finds_what_was_stored(peft: Any, make_engine: EngineFactory) -> None:
+def test_changing_back_finds_what_was_stored(
+    peft: Any, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[str] = []
+    open_stack = watched_model.open_stack
+
+    def noted(model: Any) -> Any:
+        tried.append(peft.active_adapter)
+        return open_stack(model)
+
+    monkeypatch.setattr(watched_model, "open_stack", noted)
     engine = make_engine(with_model=peft, recompute_ratio=0.0)
     engine.precompute(CHUNKS, progress=False)
     first = engine.generate(PROMPT, GREEDY)
-    stack = engine._stack
     peft.set_adapter("b")
     assert engine.generate(PROMPT, GREEDY).report.reused_tokens == 0
     peft.set_adapter("default")
     again = engine.generate(PROMPT, GREEDY)
     assert again.report.reused_tokens == 60
     assert again.token_ids == first.token_ids
-    assert engine._stack is stack, "it is not tried again"
+    assert tried == ["default", "b"], "it is not tried again"
 
 
 def test_two_engines_with_an_adapter_each_do_not_share_kv(
@@ -176,14 +186,14 @@ def test_what_is_computed_while_the_model_changes_is_not_stored(
     peft: Any, make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine(with_model=peft)
-    compute = engine._compute
+    compute = engine_module.compute_chunks
 
-    def changing(*given: Any) -> Any:
-        for item in compute(*given):
+    def changing(*given: Any, **named: Any) -> Any:
+        for item in compute(*given, **named):
             peft.set_adapter("b")
             yield item
 
-    monkeypatch.setattr(engine, "_compute", changing)
+    monkeypatch.setattr(engine_module, "compute_chunks", changing)
     report = engine.precompute(CHUNKS, progress=False)
     assert (report.computed, dict(report.refused)) == (0, {MODEL_CHANGED: 2})
     assert not list(engine.store.entries())

@@ -55,7 +55,7 @@ def test_layers_that_cannot_run_in_float32_are_compared_in_16_bits(
     def fail(*_: Any) -> None:
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr(stack, "_in_float32", fail)
+    monkeypatch.setattr(stack, "in_float32", fail)
     assert open_stack(make_model("gemma3", dtype)).layouts == [HALVES] * 6
     monkeypatch.setattr(compatibility, "TransformersStack", FAULTS["rotary off by one"])
     with pytest.raises(UnsupportedModelError, match="driven alone"):

@@ -69,10 +69,13 @@ def test_text_segments_messages_and_parts_are_the_same_prompt(make_engine: Engin
     assert all(a.report.reused_tokens == 120 for a in answers)
 
 
-def test_an_end_token_ends_the_answer_unless_ignored(make_engine: EngineFactory) -> None:
+def test_an_end_token_ends_the_answer_unless_ignored(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     first = engine.generate(TEXT, SHORT).token_ids[2]
-    engine._eos = frozenset({first})
+    monkeypatch.setattr(engine.model.generation_config, "eos_token_id", [first])
+    engine = make_engine()
     ended = engine.generate(TEXT, SHORT)
     assert ended.finish_reason == "stop"
     assert first not in ended.token_ids

@@ -22,6 +22,7 @@ from cacheblend_rag import (
     TieredKVStore,
     TransformersEngine,
 )
+from cacheblend_rag.engines.transformers.model_steps import lock_of
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 from tests.engines.transformers.conftest import EngineFactory
 from tests.kv.samples import until
@@ -89,7 +90,7 @@ def test_what_is_filled_is_what_precompute_stores(
 def test_nothing_is_filled_while_a_request_has_the_model(make_filling: EngineFactory) -> None:
     engine, chunks = make_filling(), [Chunk(words(40, 3))]
     engine.register(chunks)
-    with engine._turns.taken():
+    with lock_of(engine.model).taken():
         engine.generate(asking(chunks), SHORT)
         assert engine.fill_report().waiting == 1
         time.sleep(0.3)

@@ -10,6 +10,7 @@ import torch
 
 from cacheblend_rag import BlendPrompt, Chunk, ChunkKV, Document, SamplingParams, TieredKVStore
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.transformers import engine as engine_module
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.prefill import precompute
@@ -161,23 +162,25 @@ def test_prefetch_brings_chunks_into_host_memory(make_engine: EngineFactory, tmp
     assert [c.tier for c in engine.generate(text, SHORT).report.chunks] == ["host"] * 4
 
 
-def test_an_interrupted_run_goes_on_where_it_stopped(make_engine: EngineFactory) -> None:
+def test_an_interrupted_run_goes_on_where_it_stopped(
+    make_engine: EngineFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     others = [Document(f"d{i}", (words(8, 80 + i), words(8, 90 + i))) for i in range(3)]
-    compute = engine._compute
+    compute = engine_module.compute_chunks
 
-    def interrupted(*wanted):
+    def interrupted(*wanted, **named):
         computed = 0
-        for done in compute(*wanted):
+        for done in compute(*wanted, **named):
             if computed == 3:
                 raise KeyboardInterrupt
             computed += done is not None
             yield done
 
-    engine._compute = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        engine.precompute(others, progress=False)
-    engine._compute = compute
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "compute_chunks", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.precompute(others, progress=False)
     report = engine.precompute(others, progress=False)
     assert (report.computed, report.skipped) == (3, 3)
 

@@ -218,8 +218,7 @@ def test_batches_are_halved_until_there_is_room(
 
 
 def small_decoder(engine: TransformersEngine) -> Any:
-    assert engine._stack is not None
-    return engine._stack.decoder
+    return engine.model.get_decoder()
 
 
 @pytest.mark.parametrize("lead_in", ["instruction", "document"])

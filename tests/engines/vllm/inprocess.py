@@ -22,7 +22,7 @@ from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.generation import generation_values
-from cacheblend_rag.engines.vllm.in_process import _sampling
+from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from tests.models import make_tokenizer
 
@@ -91,7 +91,7 @@ class LockstepVLLM(Transport):
                 self.core.abort_request([name])
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
-        async with aclosing(self.outputs(request, _sampling(request))) as steps:
+        async with aclosing(self.outputs(request, vllm_sampling(request))) as steps:
             async for step in steps:
                 out = step.outputs[0]
                 params = step.kv_transfer_params
@@ -155,6 +155,18 @@ class InProcessEngine(VLLMEngine):
                 break
             self.vllm.run(step_once())
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def begin_anew(self, *, asynchronous: bool) -> None:
+        """Keep nothing of what was stored and computed so far; a new start would take seconds.
+
+        asynchronous: whether blending takes several steps from now on.
+        """
+        store = self.worker_connector.blender.store
+        for key in list(store.entries()):
+            store.evict(key)
+        self.free_blocks()
+        assert self.core.reset_prefix_cache()
+        self.scheduler_connector.asynchronous = asynchronous
 
     def close(self) -> None:
         super().close()

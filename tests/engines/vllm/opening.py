@@ -32,10 +32,15 @@ def vllm_in_process(model: str | Path, **arguments: Any) -> VLLMEngine:
 
 
 def request_of(
-    engine: VLLMEngine, prompt: PromptLike, sampling: SamplingParams, config: BlendConfig
+    engine: VLLMEngine,
+    prompt: PromptLike,
+    sampling: SamplingParams | None,
+    config: BlendConfig | None,
+    *,
+    full: bool = False,
 ) -> VLLMRequest:
     """What an engine sends to vLLM for a prompt."""
-    return engine._sent(engine._request(prompt, sampling, config, (), None)).request
+    return engine._sent(engine._request(prompt, sampling, config, (), None, full=full)).request
 
 
 def share_cores(environment: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cacheblend_rag import BlendConfig
+from cacheblend_rag import BlendConfig, Chunk
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.job_runner import evict, prefetch
 from cacheblend_rag.engines.vllm.connector.scheduler import read_job
@@ -19,22 +19,26 @@ from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv import KVKey, TieredKVStore
 from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import SHORT, logprobs
-from tests.models import make_tokenizer, words
+from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 
 
-@pytest.fixture(scope="module", params=["asynchronous", "synchronous"])
-def engine(
-    request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
-) -> Iterator[InProcessEngine]:
+@pytest.fixture(scope="module")
+def shared(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
     """An engine whose blocks are few, so that each has held another request's KV."""
-    settings = {"asynchronous": request.param == "asynchronous"}
     few = {"num_gpu_blocks_override": 12, "max_model_len": 1024}
-    engine = InProcessEngine(model_folder("llama"), CONFIG, settings, **few)
+    engine = InProcessEngine(model_folder("llama"), CONFIG, **few)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module", params=["asynchronous", "synchronous"])
+def engine(request: pytest.FixtureRequest, shared: InProcessEngine) -> InProcessEngine:
+    shared.begin_anew(asynchronous=request.param == "asynchronous")
+    return shared
 
 
 # What strangers send
@@ -79,7 +83,9 @@ def test_an_order_of_many_keys_lets_others_in_between(work: Callable[..., Iterat
 
 
 def orders_of_every_kind(engine: InProcessEngine) -> dict[str, BlendJob]:
-    lead_in = engine._sent_lead_in
+    blend = request_of(engine, prompt_of(Chunk(words(30, 5)), words(5, 6)), SHORT, CONFIG).job
+    assert blend is not None
+    lead_in = blend.lead_in
     tokens = tuple(range(2, 150))
     whole = SentChunk(0, 148, "", False, 0)
     return {

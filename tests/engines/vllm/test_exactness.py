@@ -19,7 +19,7 @@ from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.paged import PLAIN
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
-from cacheblend_rag.engines.vllm.in_process import _sampling
+from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill import prompt_pass
@@ -64,7 +64,7 @@ def retrieved(count: int = 3, seed: int = 9) -> BlendPrompt:
 
 def logprobs(engine: VLLMEngine, request: VLLMRequest) -> list[float]:
     """Greedy tokens' log-probabilities, as vLLM itself returns them."""
-    sampling = _sampling(request)
+    sampling = vllm_sampling(request)
     sampling.logprobs, sampling.ignore_eos = 1, True
 
     async def run() -> list[float]:
@@ -200,10 +200,10 @@ def check_single_rows(engine: InProcessEngine) -> None:
     The kernels of one row are others, and the compiler would begin only when a request needs one.
     """
     stack = engine.worker_connector.blender.stack
-    hidden = torch.randn(1, 5, 2 * stack._hidden_size)
     no_recompiling = torch._dynamo.config.patch(error_on_recompile=True)
     in_worker = set_forward_context(None, engine.core.vllm_config)
     with in_worker, torch.inference_mode(), no_recompiling:
+        hidden = torch.randn_like(stack.embed(torch.arange(5)[None]))
         calls = [
             probe_layer(
                 stack, 1, hidden[:, rows], stack.position_inputs(torch.arange(5)[None, rows])

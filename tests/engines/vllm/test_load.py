@@ -17,7 +17,7 @@ from vllm.v1.request import RequestStatus
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.in_process import _sampling
+from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv.store import FETCHED_AHEAD
@@ -74,7 +74,7 @@ def unseen(request: VLLMRequest) -> VLLMRequest:
 
 async def answer(engine: InProcessEngine, request: VLLMRequest, name: str = "") -> tuple[int, ...]:
     ids: list[int] = []
-    async with aclosing(engine.vllm.outputs(request, _sampling(request), name)) as steps:
+    async with aclosing(engine.vllm.outputs(request, vllm_sampling(request), name)) as steps:
         async for step in steps:
             ids += step.outputs[0].token_ids
     return tuple(ids)
@@ -97,23 +97,29 @@ async def abort(engine: InProcessEngine, request: VLLMRequest, fate: Fate) -> Fa
     return "done"
 
 
-@pytest.fixture(params=[True, False], ids=["async", "sync"])
-def engine(
-    request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
-) -> Iterator[InProcessEngine]:
+@pytest.fixture(scope="module")
+def shared(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
     engine = InProcessEngine(
         model_folder("llama"),
         BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.2),
         # The shortest slice there is: each job is spread over many steps.
-        {"asynchronous": request.param, "slice_seconds": 1e-9, "step_tokens": 500},
+        {"slice_seconds": 1e-9, "step_tokens": 500},
         **TINY_CACHE,
     )
-    engine.precompute(DOCUMENTS, progress=False)
     yield engine
     engine.close()
 
 
-def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(engine: InProcessEngine) -> None:
+@pytest.fixture(params=[True, False], ids=["async", "sync"])
+def engine(request: pytest.FixtureRequest, shared: InProcessEngine) -> InProcessEngine:
+    shared.begin_anew(asynchronous=request.param)
+    shared.precompute(DOCUMENTS, progress=False)
+    return shared
+
+
+def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     free = engine.free_blocks()
     distinct = requests_of(engine)
     references = [engine.transport.run(answer(engine, request)) for request in distinct]
@@ -124,7 +130,7 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(engine: InProc
         preempted["times"] += 1
         return preempt(request, *args, **kwargs)
 
-    engine.scheduler._preempt_request = counted
+    monkeypatch.setattr(engine.scheduler, "_preempt_request", counted)
     loads = engine.scheduler_connector.asynchronous
     draw = random.Random(1)
     fates: Counter[Fate] = Counter()

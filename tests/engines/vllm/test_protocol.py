@@ -1,16 +1,17 @@
-"""What vLLM engines do beyond the contract: in this process, and on a server."""
+"""Engines over a vLLM of their own and on a server: the contract of engines, and beyond it."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import pytest
 
 from cacheblend_rag import (
-    BlendConfig,
     BlendPrompt,
     Chunk,
     Generation,
@@ -18,34 +19,84 @@ from cacheblend_rag import (
     TransformersEngine,
 )
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
 from cacheblend_rag.engines.vllm.protocol import PrefetchResult
-from cacheblend_rag.engines.vllm.serve import running_server
+from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
+from tests.engines import contract
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.opening import request_of, vllm_in_process, vllm_server
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
 from tests.models import make_tokenizer, prompt_of, words
 
-CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
+CONFIG = contract.CONFIG.with_changes(cost_model=False)
+"""In a server's process nothing keeps noise from deciding, once it has timed enough prompts."""
 REUSE = CONFIG.with_changes(recompute_ratio=0.0)
 BOS = 1
+WINDOW = 2048
 
 
-@pytest.fixture(scope="module", params=["in process", "server"])
+@pytest.fixture(scope="module")
+def in_process(model_folder: Callable[[str], Path]) -> Iterator[VLLMEngine]:
+    engine = vllm_in_process(
+        model_folder("llama"),
+        config=contract.CONFIG,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=WINDOW,
+    )
+    yield engine
+    if engine.is_open:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def server(model_folder: Callable[[str], Path]) -> Iterator[RunningServer]:
+    flags = (*SERVER_FLAGS, "--max-model-len", str(WINDOW))
+    with running_server(model_folder("llama"), flags=flags) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def on_server(server: RunningServer, model_folder: Callable[[str], Path]) -> Iterator[VLLMEngine]:
+    engine = vllm_server(server.url, model=model_folder("llama"), config=contract.CONFIG)
+    yield engine
+    engine.close()
+
+
+class TestServer(contract.EngineContract):
+    tells_what_it_stores = False
+
+    @pytest.fixture
+    def engine(self, on_server: VLLMEngine) -> VLLMEngine:
+        return on_server
+
+    def at_work(self, engine: VLLMEngine) -> int:
+        # vLLM sets its gauges at the end of a step; a request that is aborted between two steps is
+        # counted until the next one, so there has to be one.
+        step = json.dumps({"prompt": [0], "max_tokens": 1}).encode()
+        headers = {"Content-Type": "application/json"}
+        with urlopen(Request(f"{engine.address}/v1/completions", step, headers)) as answer:  # noqa: S310
+            answer.read()
+        with urlopen(f"{engine.address}/metrics") as answer:  # noqa: S310
+            lines = answer.read().decode().splitlines()
+        running = [line for line in lines if line.startswith("vllm:num_requests_running{")]
+        return int(sum(float(line.split()[-1]) for line in running))
+
+
+# Beyond the contract
+
+
+@pytest.fixture(params=["in process", "server"])
 def engine(
     request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
 ) -> Iterator[VLLMEngine]:
-    folder = model_folder("llama")
     if request.param == "in process":
-        engine: VLLMEngine = vllm_in_process(
-            folder, config=CONFIG, dtype="float32", enforce_eager=True, max_model_len=2048
-        )
-        yield engine
-        engine.close()
+        yield request.getfixturevalue("in_process")
         return
-    with running_server(folder, flags=(*SERVER_FLAGS, "--max-model-len", "2048")) as server:
-        engine = vllm_server(server.url, model=folder, config=CONFIG)
-        yield engine
-        engine.close()
+    url = request.getfixturevalue("server").url
+    engine = vllm_server(url, model=model_folder("llama"), config=CONFIG)
+    yield engine
+    engine.close()
 
 
 @pytest.fixture
@@ -60,7 +111,7 @@ def same_tokens(answers: list[Generation], others: list[Generation]) -> bool:
 
 def test_it_says_what_it_is(engine: VLLMEngine) -> None:
     assert engine.name in {"vllm", "vllm-server"}
-    assert (engine.model_name, engine.context_window) == ("llama", 2048)
+    assert (engine.model_name, engine.context_window) == ("llama", WINDOW)
     assert engine.status.active
     assert len(engine.fingerprint) == 64
     assert not engine.has_chat_template
@@ -188,3 +239,17 @@ def test_many_at_once_answer_as_one_after_another(filled: VLLMEngine) -> None:
         return await asyncio.gather(*map(last, prompts))
 
     assert same_tokens(alone, asyncio.run(stream_all()))
+
+
+class TestInProcess(contract.EngineContract):
+    """Last of all: its own last test ends the vLLM in this process."""
+
+    tells_what_it_stores = False
+
+    @pytest.fixture
+    def engine(self, in_process: VLLMEngine) -> VLLMEngine:
+        return in_process
+
+    def at_work(self, engine: VLLMEngine) -> int:
+        assert isinstance(engine.transport, InProcessVLLM)
+        return int(engine.transport._vllm.output_processor.get_num_unfinished_requests())

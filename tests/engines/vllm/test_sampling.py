@@ -14,7 +14,7 @@ from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngin
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from tests.engines.vllm.conftest import ServerFactory
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import vllm_server
+from tests.engines.vllm.opening import request_of, vllm_server
 from tests.models import QWEN_SAMPLING, make_tokenizer, prompt_of, save_model, words
 
 TOKENS = 16
@@ -50,7 +50,7 @@ def vllms_own(engine: InProcessEngine, seed: int) -> tuple[int, ...]:
     sampling = VLLMSamplingParams.from_optional(
         **default, max_tokens=TOKENS, seed=seed, output_kind=RequestOutputKind.DELTA
     )
-    request = engine._sent(engine._request(PROMPT, None, None, (), None, full=True)).request
+    request = request_of(engine, PROMPT, None, None, full=True)
 
     async def run() -> tuple[int, ...]:
         ids: list[int] = []

@@ -18,7 +18,8 @@ from cacheblend_rag.engines.vllm.connector.pace import Pace, Slices
 from cacheblend_rag.engines.vllm.connector.paged import paged_cache
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
-from cacheblend_rag.engines.vllm.connector.stack import VLLMStack, all_reduce
+from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
+from cacheblend_rag.engines.vllm.connector.tensor_parallel import all_reduce
 from cacheblend_rag.engines.vllm.connector.trial import Trial
 from cacheblend_rag.engines.vllm.protocol import Failed
 from cacheblend_rag.errors import CacheBlendError

@@ -29,7 +29,7 @@ from cacheblend_rag.engines.vllm.connector.metadata import (
 from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
 from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.connector.stack import all_reduce
+from cacheblend_rag.engines.vllm.connector.tensor_parallel import all_reduce
 from cacheblend_rag.engines.vllm.generation import generation_values
 from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Failed, Result
 from cacheblend_rag.engines.vllm.protocol.job import VERSION

@@ -30,16 +30,18 @@ FAULTS = 24
 """Places in a pass where memory is refused, spread over all of it."""
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["asynchronous", "synchronous"])
-def engine(
-    request: pytest.FixtureRequest, model_folder: Callable[[str], Path]
-) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(
-        model_folder("llama"), CONFIG, settings={"asynchronous": request.param}
-    )
-    engine.precompute(DOCUMENTS, progress=False)
+@pytest.fixture(scope="module")
+def shared(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
+    engine = InProcessEngine(model_folder("llama"), CONFIG)
     yield engine
     engine.close()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["asynchronous", "synchronous"])
+def engine(request: pytest.FixtureRequest, shared: InProcessEngine) -> InProcessEngine:
+    shared.begin_anew(asynchronous=request.param)
+    assert shared.precompute(DOCUMENTS, progress=False).computed == 4
+    return shared
 
 
 def asked(number: int) -> dict[str, Any]:

@@ -1,0 +1,129 @@
+"""How a Hugging Face model calls its decoder layers, recorded from the model itself.
+
+In a recording pass other functions stand in the layers' place and note what they are handed:
+embeddings, rotary tables, and what each layer may see.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cacheblend_rag.engines.transformers.interception import DRIVEN, Interception
+from cacheblend_rag.errors import UnsupportedModelError
+
+
+class _RecordedError(Exception):
+    """Raised out of a layer of a recording pass: nothing after it is needed."""
+
+
+class LayerCalls:
+    """What a model passes its decoder layers.
+
+    decoder: the part of the model that calls the layers. layers: in order.
+
+    Raises UnsupportedModelError when the model has no list of decoder layers.
+    """
+
+    def __init__(self, model: PreTrainedModel, interception: Interception) -> None:
+        self.decoder, self.layers = _decoder(model)
+        self._model_type, self._interception = type(model).__name__, interception
+        self._signatures = [inspect.signature(type(layer).forward) for layer in self.layers]
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return what the first layer is handed for tokens (batch, rows)."""
+        recorded: list[Tensor] = []
+
+        def first(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+            recorded.append(hidden)
+            raise _RecordedError
+
+        with self.replaced({0: self._by_name(0, first)}):
+            self._record(DRIVEN, input_ids=token_ids, position_ids=torch.zeros_like(token_ids))
+        return recorded[0]
+
+    def arguments(
+        self, positions: Tensor, blank: Tensor, implementation: str = DRIVEN
+    ) -> list[dict[str, Any]]:
+        """Return what the model passes each layer for tokens at ``positions`` (batch, rows).
+
+        blank: hidden states to begin with, (1, 1, hidden). implementation: the attention in force.
+        """
+        recorded: list[dict[str, Any]] = []
+
+        def record(hidden: Tensor, **arguments: Any) -> Tensor:
+            recorded.append(arguments)
+            if len(recorded) == len(self.layers):
+                raise _RecordedError
+            return hidden
+
+        with self.replaced({i: self._by_name(i, record) for i in range(len(self.layers))}):
+            self._record(
+                implementation,
+                inputs_embeds=blank.expand(*positions.shape, -1),
+                position_ids=positions,
+            )
+        if implementation == DRIVEN:
+            for arguments in recorded:
+                arguments |= dict.fromkeys(arguments.keys() & {"attention_mask", "past_key_values"})
+        return recorded
+
+    def hidden_in(self, layer: int, given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+        """Return the hidden states among a layer's arguments."""
+        bound = self._signatures[layer].bind(None, *given, **named)
+        return cast(Tensor, list(bound.arguments.values())[1])
+
+    @contextmanager
+    def replaced(self, functions: dict[int, Callable[..., Any]]) -> Iterator[None]:
+        """Let some layers' forward be other functions for a while."""
+        with ExitStack() as restore:
+            for layer, function in functions.items():
+                module = self.layers[layer]
+                if "forward" in module.__dict__:  # a hook's, of a model spread over devices
+                    restore.callback(setattr, module, "forward", module.forward)
+                else:
+                    restore.callback(module.__dict__.pop, "forward")
+                module.forward = function
+            yield
+
+    def _by_name(self, layer: int, function: Callable[..., Tensor]) -> Callable[..., Any]:
+        """Return a forward that hands ``function`` the hidden state, and the rest by name."""
+        signature = self._signatures[layer]
+
+        def forward(*given: Any, **named: Any) -> Any:
+            bound = signature.bind(None, *given, **named)
+            _, hidden, *rest = bound.arguments
+            extra = [n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD]
+            arguments = {name: bound.arguments[name] for name in rest}
+            for name in extra:
+                arguments |= arguments.pop(name, {})
+            return function(bound.arguments[hidden], **arguments)
+
+        return forward
+
+    def _record(self, implementation: str, **inputs: Tensor) -> None:
+        with self._interception.implementation(implementation):
+            try:
+                self.decoder(**inputs, use_cache=False)
+            except _RecordedError:
+                return
+        raise UnsupportedModelError(
+            f"{self._model_type} does not call its {len(self.layers)} layers in order"
+        )
+
+
+def _decoder(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
+    """The part of a model that calls the decoder's layers, and the layers in order."""
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
+    for part in (model.get_decoder(), model.base_model):
+        for module in part.modules():
+            for name, child in module.named_children():
+                if isinstance(child, nn.ModuleList) and (len(child) == count or name == "layers"):
+                    return part, list(child)
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of decoder layers")

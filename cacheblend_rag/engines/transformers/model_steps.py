@@ -1,0 +1,87 @@
+"""Work on a model in steps: each runs alone, and others' steps run in between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag.blend.sdpa_backends import without_cudnn
+from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.shutdown import working
+from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
+from cacheblend_rag.kv.fetch import LayerSource
+
+PATIENCE_SECONDS = 0.05
+"""Between two looks at whether a request that waits for its chunks was cancelled."""
+
+_locks: WeakKeyDictionary[PreTrainedModel, PriorityLock] = WeakKeyDictionary()
+_locks_lock = threading.Lock()
+
+T = TypeVar("T")
+
+
+def lock_of(model: PreTrainedModel) -> PriorityLock:
+    """Return the lock of all engines around a model: driving its layers alters it for a moment."""
+    with _locks_lock:
+        return _locks.setdefault(model, PriorityLock())
+
+
+@contextmanager
+def inference() -> Iterator[None]:
+    """Run the model without gradients, and its attention without cuDNN."""
+    with torch.no_grad(), without_cudnn():
+        yield
+
+
+def run_steps(
+    turns: PriorityLock,
+    steps: Steps[T],
+    cancel: Cancellation,
+    source: LayerSource | None = None,
+) -> T | None:
+    """Run a request's steps, and wait in between for the KV that the next one takes.
+
+    Returns None when it is cancelled meanwhile.
+    """
+    while not cancel.is_set():
+        with working(), turns.taken(), inference():
+            try:
+                next(steps)
+            except StopIteration as done:
+                return cast(T, done.value)
+        while source is not None and not source.wait(PATIENCE_SECONDS):
+            if cancel.is_set():
+                return None
+    return None
+
+
+def in_turns(turns: PriorityLock, steps: Iterator[T]) -> Iterator[T]:
+    """Run each step alone, letting other requests run in between."""
+    while True:
+        with working(), turns.taken(), inference():
+            try:
+                item = next(steps)
+            except StopIteration:
+                return
+        yield item
+
+
+def in_idle_turns(turns: PriorityLock, steps: Iterator[T | None]) -> Iterator[T | None]:
+    """Run each step alone, once no request wants the model; None while one does."""
+    while True:
+        item: T | None = None
+        with turns.left_over(PATIENCE_SECONDS) as is_mine:
+            if is_mine:
+                with working(), inference():
+                    try:
+                        item = next(steps)
+                    except StopIteration:
+                        return
+        yield item

@@ -1,0 +1,259 @@
+"""How a model calls its decoder layers, recorded from the model itself.
+
+Native models of vLLM hand a state and a residual from layer to layer, or a state alone; those of
+its Transformers backend hand rotary tables, too. In a recording pass other functions stand in the
+layers' place and note what they are given.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from vllm.config import VllmConfig
+
+from cacheblend_rag.blend.stack import AttentionCall, Geometry
+from cacheblend_rag.engines.vllm.connector.stand_in import StandIns
+from cacheblend_rag.errors import UnsupportedModelError
+
+
+class _RecordedError(Exception):
+    """Raised out of a layer of a recording pass: nothing after it is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class PositionInputs:
+    """Where rows stand. arguments: of each layer, as the model itself would pass them there."""
+
+    positions: Tensor
+    arguments: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class _CallingConvention:
+    """Which arguments of a layer change from call to call, and what a layer returns.
+
+    batched: hidden states have a batch dimension. answers: things that a layer returns, of which
+    the first one (with ``residual``, the first two) is handed on; 0 is a bare tensor.
+    """
+
+    hidden: str
+    positions: str | None
+    residual: str | None
+    batched: bool
+    answers: int
+
+
+class LayerCalls:
+    """What a model passes its layers, and what they pass on.
+
+    hidden_size: of the model. Where a model hands a state and a residual on, hidden states here are
+    both, side by side: (1, rows, 2 x hidden).
+
+    Raises UnsupportedModelError when the model does not call its layers one after another.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        layers: Sequence[nn.Module],
+        geometry: Geometry,
+        stand_ins: StandIns,
+        vllm_config: VllmConfig,
+    ) -> None:
+        self._model, self._layers, self._geometry = model, layers, geometry
+        self._stand_ins, self._config = stand_ins, vllm_config
+        self.hidden_size = int(vllm_config.model_config.get_hidden_size())
+        self._signatures = [inspect.signature(type(layer).forward) for layer in layers]
+        self._convention = self._found_convention()
+        self._constant = self._constant_arguments()
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Return what the first layer is handed for tokens (rows,)."""
+        return self._hidden_in(self._record_first(input_ids=token_ids))
+
+    def position_inputs(self, positions: Tensor) -> PositionInputs:
+        """Return what layers need to know of positions (rows,)."""
+        arguments = self._constant or self.arguments(positions, self._geometry.dtype)
+        return PositionInputs(positions, arguments)
+
+    def given(self, layer: int, hidden: Tensor, inputs: PositionInputs) -> dict[str, Any]:
+        """Return a layer's arguments for hidden states: copies, since fused norms work in place."""
+        names = self._convention
+        given = dict(inputs.arguments[layer])
+        if self._constant is not None and names.positions is not None:
+            given[names.positions] = inputs.positions[None] if names.batched else inputs.positions
+        states = hidden if names.batched else hidden[0]
+        if names.residual is None:
+            return {**given, names.hidden: states.clone()}
+        states, residual = (half.clone() for half in states.chunk(2, -1))
+        return {**given, names.hidden: states, names.residual: residual if layer else None}
+
+    def hidden_of(self, done: Any) -> Tensor:
+        """Return what a layer hands on, (1, rows, hidden)."""
+        parts = done if isinstance(done, tuple) else (done,)
+        states = parts[0] if self._convention.batched else parts[0][None]
+        if self._convention.residual is None:
+            return cast(Tensor, states)
+        return _beside(states, parts[1])
+
+    def arguments(self, positions: Tensor, dtype: torch.dtype) -> list[dict[str, Any]]:
+        """Return what the model passes each layer for tokens at ``positions`` (rows,), by name."""
+        recorded: list[dict[str, Any]] = []
+
+        def record(layer: int) -> Callable[..., Any]:
+            def forward(*given: Any, **named: Any) -> Any:
+                recorded.append(self._bound(layer, given, named))
+                if len(recorded) == len(self._layers):
+                    raise _RecordedError
+                states = recorded[-1][self._convention.hidden]
+                return (states,) * self._convention.answers if self._convention.answers else states
+
+            return forward
+
+        blank = torch.zeros(
+            positions.numel(), self.hidden_size, dtype=dtype, device=positions.device
+        )
+        with self._replaced({layer: record(layer) for layer in range(len(self._layers))}):
+            self._call_until_recorded(None, positions, blank)
+        return recorded
+
+    @contextmanager
+    def recorded(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Note the hidden states before and after each layer, while the model itself runs."""
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+
+        def note(layer: int) -> Callable[..., Any]:
+            own = self._layers[layer].forward
+
+            def forward(*given: Any, **named: Any) -> Any:
+                inputs.append(self._hidden_in(self._bound(layer, given, named)).clone())
+                done = own(*given, **named)
+                outputs.append(self.hidden_of(done).clone())
+                return done
+
+            return forward
+
+        with self._replaced({layer: note(layer) for layer in range(len(self._layers))}):
+            yield inputs, outputs
+
+    def call_model(
+        self, input_ids: Tensor | None, positions: Tensor, embeds: Tensor | None = None
+    ) -> None:
+        """Call the model itself, in the forward context that is in force."""
+        if self._config.model_config.uses_mrope:  # of text, the three positions are the same
+            positions = positions.expand(3, -1)
+        self._model.forward(
+            input_ids=input_ids,
+            positions=positions,
+            intermediate_tensors=None,
+            inputs_embeds=embeds,
+        )
+
+    def _hidden_in(self, bound: Mapping[str, Any]) -> Tensor:
+        """Return the hidden states among a layer's arguments, (1, rows, hidden)."""
+        states: Tensor = bound[self._convention.hidden]
+        states = states if self._convention.batched else states[None]
+        if self._convention.residual is None:
+            return states
+        return _beside(states, bound[self._convention.residual])
+
+    def _found_convention(self) -> _CallingConvention:
+        """Watch the model call its first layer, and the layer answer."""
+        positions = torch.arange(2, device=self._geometry.device)
+        bound = self._record_first(positions=positions)
+        tensors = {name: value for name, value in bound.items() if isinstance(value, Tensor)}
+        hidden = [name for name, value in tensors.items() if value.is_floating_point()]
+        if not hidden:
+            raise UnsupportedModelError("its layers are handed no hidden state")
+        where = [
+            name for name, value in tensors.items() if value.data_ptr() == positions.data_ptr()
+        ]
+        with self._stand_ins.answering(0, _attend_to_nothing):
+            done = self._layers[0](**bound)
+        return _CallingConvention(
+            hidden=hidden[0],
+            positions=where[0] if where else None,
+            residual="residual" if "residual" in bound else None,
+            batched=tensors[hidden[0]].dim() == 3,
+            answers=len(done) if isinstance(done, tuple) else 0,
+        )
+
+    def _constant_arguments(self) -> list[dict[str, Any]] | None:
+        """What layers are handed beside states and positions; None when it depends on positions."""
+        positions = torch.arange(2, device=self._geometry.device)
+        moving = {self._convention.hidden, self._convention.positions, self._convention.residual}
+        found = [
+            {name: value for name, value in handed.items() if name not in moving}
+            for handed in self.arguments(positions, self._geometry.dtype)
+        ]
+        plain = (int, float, str, type(None))
+        if all(isinstance(value, plain) for handed in found for value in handed.values()):
+            return found
+        return None
+
+    def _record_first(
+        self, input_ids: Tensor | None = None, positions: Tensor | None = None
+    ) -> dict[str, Any]:
+        """What the model passes its first layer, by name; one of the two must be given."""
+        recorded: list[dict[str, Any]] = []
+
+        def first(*given: Any, **named: Any) -> Any:
+            recorded.append(self._bound(0, given, named))
+            raise _RecordedError
+
+        known = positions if input_ids is None else input_ids
+        assert known is not None  # noqa: S101 (one of the two is given)
+        input_ids = torch.zeros_like(known) if input_ids is None else input_ids
+        positions = torch.zeros_like(known) if positions is None else positions
+        with self._replaced({0: first}):
+            self._call_until_recorded(input_ids, positions, None)
+        return recorded[0]
+
+    def _call_until_recorded(
+        self, input_ids: Tensor | None, positions: Tensor, embeds: Tensor | None
+    ) -> None:
+        try:
+            with self._stand_ins.context(skip_compiled=True):
+                self.call_model(input_ids, positions, embeds)
+        except _RecordedError:
+            return
+        raise UnsupportedModelError(
+            f"{type(self._model).__name__} does not call its {len(self._layers)} layers in order"
+        )
+
+    def _bound(self, layer: int, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a layer's arguments by name."""
+        signature = self._signatures[layer]
+        bound = dict(signature.bind(None, *given, **named).arguments)
+        bound.pop(next(iter(signature.parameters)))
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                bound |= bound.pop(name, {})
+        return bound
+
+    @contextmanager
+    def _replaced(self, functions: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
+        """Let some layers' forward be other functions for a while."""
+        with ExitStack() as restore:
+            for layer, function in functions.items():
+                module = self._layers[layer]
+                module.forward = function
+                restore.callback(module.__dict__.pop, "forward")
+            yield
+
+
+def _attend_to_nothing(call: AttentionCall) -> Tensor:
+    return torch.zeros_like(call.query).transpose(1, 2)
+
+
+def _beside(states: Tensor, residual: Tensor | None) -> Tensor:
+    """Lay a state and a residual side by side: (1, rows, 2 x hidden)."""
+    residual = torch.zeros_like(states) if residual is None else residual
+    return torch.cat((states, residual.view_as(states)), -1)

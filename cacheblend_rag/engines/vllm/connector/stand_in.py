@@ -1,0 +1,126 @@
+"""Stand-ins for a model's attention layers, which hand attention to whoever drives a layer.
+
+vLLM's attention layers look themselves up by name in the forward context. While a layer is driven,
+a stand-in answers to that name: it receives query, key and value after norms and rotary, and what
+it gives back goes on through the layer's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.forward_context import (
+    ForwardContext,
+    get_forward_context,
+    override_forward_context,
+    set_forward_context,
+)
+
+from cacheblend_rag.blend.stack import Attend, AttentionCall
+
+
+class StandIns:
+    """One stand-in for each attention layer, and the forward context in which they are found.
+
+    attention: the worker's attention layers by name, in order.
+    """
+
+    def __init__(self, attention: Mapping[str, Any], vllm_config: VllmConfig) -> None:
+        self._config = vllm_config
+        self._by_name = {
+            name: _StandIn(index, layer) for index, (name, layer) in enumerate(attention.items())
+        }
+        self._in_order = list(self._by_name.values())
+
+    @contextmanager
+    def answering(self, layer: int, attend: Attend) -> Iterator[None]:
+        """Have a layer's attention computed by ``attend``."""
+        stand_in = self._in_order[layer]
+        stand_in.attend = attend
+        try:
+            with self.context():
+                yield
+        finally:
+            stand_in.attend = None
+
+    @contextmanager
+    def context(self, **changes: Any) -> Iterator[None]:
+        """A forward context of our own: what the step under way says of its tokens is not ours."""
+        with set_forward_context(None, self._config):
+            context: ForwardContext = get_forward_context()
+        own = replace(
+            context,
+            no_compile_layers={**context.no_compile_layers, **self._by_name},
+            all_moe_layers=None,  # a layer that is driven alone looks its experts up by name
+            **changes,
+        )
+        with override_forward_context(own):
+            yield
+
+
+class _StandIn:
+    """Answers to an attention layer's name while that layer is driven; also its own ``impl``."""
+
+    def __init__(self, index: int, layer: Any) -> None:
+        self.index, self.layer, self.impl = index, layer, self
+        self.layer_name, self.kv_cache = layer.layer_name, layer.kv_cache
+        self.attend: Attend | None = None
+
+    def do_kv_cache_update(self, *_: Any, **__: Any) -> None:
+        """Store nothing: whoever drives the layer does."""
+
+    def forward(  # noqa: PLR0917 (vLLM's signature)
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Any,
+        output: Tensor,
+        **_: Any,
+    ) -> Tensor:
+        """Hand (rows, heads, head_dim) over as an AttentionCall; write what comes back."""
+        if self.attend is None:
+            raise RuntimeError(f"{self.layer_name} was called while another layer was driven")
+        impl = self.layer.impl
+        if query.dtype != key.dtype:  # with an fp8 cache, some kernels take the query quantized
+            query = query.to(key.dtype) * self.layer._q_scale.to(key.dtype)
+        call = AttentionCall(
+            layer=self.index,
+            query=query.transpose(0, 1)[None],
+            key=key.transpose(0, 1)[None],
+            value=value.transpose(0, 1)[None],
+            scaling=float(impl.scale),
+            window=window_of(self.layer),
+            softcap=softcap_of(self.layer),
+            sinks=getattr(impl, "sinks", None),
+        )
+        output.copy_(self.attend(call)[0].reshape(output.shape))
+        return output
+
+
+def on_first_row(attend: Attend) -> Attend:
+    """Compute attention for the first of two equal rows, and give it to both."""
+
+    def both(call: AttentionCall) -> Tensor:
+        one = {name: getattr(call, name)[:, :, :1] for name in ("query", "key", "value")}
+        return attend(replace(call, **one)).repeat(1, 2, 1, 1)
+
+    return both
+
+
+def window_of(attention: Any) -> int | None:
+    """Return an attention layer's sliding window in tokens, itself included, or None."""
+    window = getattr(attention, "sliding_window", None)
+    return int(window) if window else None
+
+
+def softcap_of(attention: Any) -> float | None:
+    """Return what an attention layer caps its logits at, or None."""
+    return float(getattr(attention.impl, "logits_soft_cap", None) or 0) or None
