@@ -18,7 +18,7 @@ QUESTION = f" {words(5, 20)}"
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name.endswith("misses")]
+    return [r.getMessage() for r in caplog.records if r.name.endswith("first_miss")]
 
 
 def never_transformed(engine: TransformersEngine) -> None:

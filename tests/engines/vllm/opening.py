@@ -35,7 +35,7 @@ def request_of(
     engine: VLLMEngine, prompt: PromptLike, sampling: SamplingParams, config: BlendConfig
 ) -> VLLMRequest:
     """What an engine sends to vLLM for a prompt."""
-    return engine._sent(engine._request(prompt, sampling, config, (), None)).request
+    return engine._sent(engine._questions.request(prompt, sampling, config)).request
 
 
 def share_cores(environment: pytest.MonkeyPatch) -> None:

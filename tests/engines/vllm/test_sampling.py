@@ -50,7 +50,7 @@ def vllms_own(engine: InProcessEngine, seed: int) -> tuple[int, ...]:
     sampling = VLLMSamplingParams.from_optional(
         **default, max_tokens=TOKENS, seed=seed, output_kind=RequestOutputKind.DELTA
     )
-    request = engine._sent(engine._request(PROMPT, None, None, (), None, full=True)).request
+    request = engine._sent(engine._questions.request(PROMPT, full=True)).request
 
     async def run() -> tuple[int, ...]:
         ids: list[int] = []
