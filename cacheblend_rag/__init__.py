@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.factory import open_engine
+    from cacheblend_rag.engines.idle import IdleJob
     from cacheblend_rag.engines.option_fields import store_fields
+    from cacheblend_rag.engines.prepare import PreparedPrompt
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.source import EngineSource
     from cacheblend_rag.engines.tokenizer import load_tokenizer
@@ -58,9 +60,11 @@ _LAZY = {
     "EngineSource": "cacheblend_rag.engines.source",
     "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
+    "IdleJob": "cacheblend_rag.engines.idle",
     "KVKey": "cacheblend_rag.kv",
     "PassageOrder": "cacheblend_rag.rag.ordering",
     "PrecomputeReport": "cacheblend_rag.report",
+    "PreparedPrompt": "cacheblend_rag.engines.prepare",
     "SamplingParams": "cacheblend_rag.engines.sampling",
     "TieredKVStore": "cacheblend_rag.kv",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
@@ -91,6 +95,7 @@ __all__ = [
     "FillReport",
     "ForeignChunkError",
     "Generation",
+    "IdleJob",
     "KVKey",
     "LeadInConfig",
     "MissingExtraError",
@@ -98,6 +103,7 @@ __all__ = [
     "OutOfMemoryError",
     "PassageOrder",
     "PrecomputeReport",
+    "PreparedPrompt",
     "PromptError",
     "SamplingParams",
     "Segment",

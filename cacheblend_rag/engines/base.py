@@ -283,7 +283,7 @@ class Engine(Backend):
         """Answer several prompts; all are checked, as generate does, before the first is served.
 
         Those that share chunks are served next to each other, so that KV is loaded once. When one
-        fails the others are given up. Answers are returned in the prompts' order.
+        fails the others are given up. Returns the answers in the prompts' order.
 
         Args:
             prompts: each as for generate.
