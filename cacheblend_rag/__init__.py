@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.component import BlendOption, CheckedOptions, EngineComponent
     from cacheblend_rag.engines.factory import open_engine
+    from cacheblend_rag.engines.idle import IdleJob
+    from cacheblend_rag.engines.prepare import PreparedPrompt
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.source import EngineSource
     from cacheblend_rag.engines.tokenizer import load_tokenizer
@@ -62,10 +64,12 @@ _LAZY = {
     "EngineSource": "cacheblend_rag.engines.source",
     "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
+    "IdleJob": "cacheblend_rag.engines.idle",
     "KVKey": "cacheblend_rag.kv",
     "LeadInConfig": "cacheblend_rag.settings.lead_in",
     "PassageOrder": "cacheblend_rag.rag.ordering",
     "PrecomputeReport": "cacheblend_rag.report",
+    "PreparedPrompt": "cacheblend_rag.engines.prepare",
     "SamplingParams": "cacheblend_rag.engines.sampling",
     "StoreConfig": "cacheblend_rag.settings.store",
     "TieredKVStore": "cacheblend_rag.kv",
@@ -96,6 +100,7 @@ __all__ = [
     "FillReport",
     "ForeignChunkError",
     "Generation",
+    "IdleJob",
     "KVKey",
     "LeadInConfig",
     "MissingExtraError",
@@ -103,6 +108,7 @@ __all__ = [
     "OutOfMemoryError",
     "PassageOrder",
     "PrecomputeReport",
+    "PreparedPrompt",
     "PromptError",
     "SamplingParams",
     "Segment",

@@ -41,6 +41,22 @@ class PromptError(CacheBlendError, ValueError):
     """A prompt is empty or longer than the model's context window."""
 
 
+class PromptTooLongError(PromptError):
+    """A prompt leaves no room for an answer within the context window.
+
+    Args:
+        tokens: how many the prompt holds.
+        context_window: most tokens that a prompt and its answer may hold together.
+    """
+
+    def __init__(self, tokens: int, context_window: int) -> None:
+        super().__init__(
+            f"prompt holds {tokens} tokens, the context window is {context_window}: retrieve fewer "
+            "chunks or shorten the question"
+        )
+        self.tokens, self.context_window = tokens, context_window
+
+
 class OutOfMemoryError(CacheBlendError, MemoryError):
     """The model's own prefill or decoding found no memory; the request's own was freed."""
 

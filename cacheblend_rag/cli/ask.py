@@ -9,9 +9,10 @@ import typer
 
 from cacheblend_rag.cli import asking, options, output
 from cacheblend_rag.errors import PromptError
-from cacheblend_rag.rag.answering import Asker, FittedPrompt, clean_question, finished
+from cacheblend_rag.rag.answering import Asker, clean_question, finished
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
 from cacheblend_rag.rag.collection_engine import Placement
+from cacheblend_rag.rag.fitting import FittedPrompt
 from cacheblend_rag.rag.ordering import PassageOrder
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ def ask_command(
         if compare:
             _warm_up(asker, fitted, replace(sampling, max_tokens=1))
         answer = _answer(asker, fitted, sampling, shown=not as_json, titled=compare)
-        full = asker.engine.generate_full(fitted.prompt, sampling) if compare else None
+        full = asker.engine.generate_full(fitted.prepared, sampling) if compare else None
     if as_json:
         output.print_json(_plain(text, fitted, answer, full))
         return
@@ -92,7 +93,7 @@ def _one(words: list[str]) -> str:
 def _warm_up(asker: Asker, fitted: FittedPrompt, sampling: SamplingParams) -> None:
     """Answer once both ways, so that neither pays for what only a first request does."""
     finished(asker.stream(fitted, sampling))
-    asker.engine.generate_full(fitted.prompt, sampling)
+    asker.engine.generate_full(fitted.prepared, sampling)
 
 
 def _answer(

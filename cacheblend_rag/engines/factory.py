@@ -54,9 +54,9 @@ def open_engine(
         engine = EngineConfig.gather(engine=engine, **blend, **options)
     elif config is not None or options:
         raise ConfigError("an EngineConfig holds all settings: change it by with_changes()")
-    from cacheblend_rag.engines.base import checked
+    from cacheblend_rag.engines.checked_config import checked_config
 
-    checked(engine.blend)
+    checked_config(engine.blend)
     opened = _open(engine)
     logger.info("engine: %s", opened.name)
     return opened

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from itertools import islice
 
-from cacheblend_rag.engines.answer import FULL_PREFILL, Generation
+from cacheblend_rag.engines.answer import FULL_PREFILL, Generation, Request
 from cacheblend_rag.engines.filling import BEING_FILLED
 from cacheblend_rag.report import MissReason
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -43,17 +43,14 @@ class FirstMiss:
         self._looks = MOST_LOOKS
         self._said = False
 
-    def see(self, text: str, expected: bool, answer: Generation) -> None:
-        """Look at what became of a prompt.
-
-        text: the prompt. expected: whether it was to hold chunks.
-        """
-        report = answer.report
+    def see(self, request: Request, answer: Generation) -> None:
+        """Look at what became of a prompt; an AnswerHook."""
+        report, prepared = answer.report, request.prepared
         uncalled = report.reason == FULL_PREFILL or answer.finish_reason == "cancelled"
         is_healing = any(chunk.reason == BEING_FILLED for chunk in report.chunks)
         if self._said or report.blended or uncalled or is_healing:
             return
-        cause = self._cause(text, expected, answer)
+        cause = self._cause(prepared.text, prepared.expects_chunks, answer)
         if cause:
             self._said = True
             logger.warning("nothing was reused of a prompt with retrieved passages: %s", cause)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import Protocol
 
+from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import LeadIn
 from cacheblend_rag.text.chunk import Chunk, Document
@@ -20,18 +20,15 @@ Item = Chunk | Document | str
 COMPARED = 8
 
 
-class Evict(Protocol):
-    """Drops the KV of keys; returns of how many there was any."""
-
-    def __call__(self, keys: Sequence[KVKey]) -> int: ...
-
-
 class KnownChunks:
-    """Chunks that are registered, and whose KV is dropped once no registered chunk shares it."""
+    """Chunks that are registered, and whose KV is dropped once no registered chunk shares it.
 
-    def __init__(self, registry: ChunkRegistry, lead_in: LeadIn, evict: Evict) -> None:
+    backend: drops KV; may be a weak proxy.
+    """
+
+    def __init__(self, registry: ChunkRegistry, lead_in: LeadIn, backend: Backend) -> None:
         self.registry = registry
-        self._lead_in, self._evict = lead_in, evict
+        self._lead_in, self._backend = lead_in, backend
 
     def register(self, items: Iterable[Item]) -> None:
         """Make chunks known; raises PromptError on empty text."""
@@ -65,13 +62,14 @@ class KnownChunks:
             _log_replaced(replaced, stale, given)
         return given, replaced
 
-    def forget(self, document_id: str, collection: str | None) -> int:
-        """Forget a document's chunks; returns of how many KV was dropped.
+    def forget(self, document_id: str, collection: str | None, kept: Collection[Chunk]) -> int:
+        """Forget a document's chunks, but for those ``kept``; returns of how many KV was dropped.
 
         KV goes first: on a full disk, forgetting needs the room that it leaves.
         """
         self.registry.refresh()
-        chunks = self.registry.document(document_id, collection)
+        found = self.registry.document(document_id, collection)
+        chunks = [chunk for chunk in found if chunk not in kept]
         dropped = self._drop(chunks, besides=frozenset(chunks))
         self.registry.discard_many(chunks)
         return dropped + self._drop(chunks)  # what others stored of it in between
@@ -110,7 +108,7 @@ class KnownChunks:
     def _drop(self, chunks: Iterable[Chunk], besides: Collection[Chunk] = ()) -> int:
         """Drop the KV of those chunks that no registered chunk shares, ``besides`` left out."""
         alone = [chunk for chunk in chunks if not self._is_shared(chunk, besides)]
-        return self._evict([self._lead_in.key(chunk) for chunk in alone])
+        return self._backend._evict([self._lead_in.key(chunk) for chunk in alone])
 
     def _forget_priors(self, chunks: Iterable[Chunk]) -> int:
         """Drop the KV of chunks of documents with boundaries, where its key tells no context.
@@ -119,7 +117,7 @@ class KnownChunks:
         """
         if self._lead_in.name == "document":
             return 0
-        return self._evict([self._lead_in.key(chunk) for chunk in chunks])
+        return self._backend._evict([self._lead_in.key(chunk) for chunk in chunks])
 
     def _is_shared(self, chunk: Chunk, besides: Collection[Chunk]) -> bool:
         key = self._lead_in.key(chunk)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cacheblend_rag.errors import PromptError
+from cacheblend_rag.errors import PromptError, PromptTooLongError
 from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, place_chunks
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.chat import Message
@@ -16,16 +16,33 @@ from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 
-PromptLike = str | BlendPrompt | Sequence[Message]
-"""A prompt text, ready segments, or chat messages (rendered by the model's chat template)."""
+
+@dataclass(frozen=True)
+class PreparedFor:
+    """What a prepared prompt holds for: where any of it differs, the prompt is prepared again.
+
+    fingerprint: of the chunk KV of the engine. generation: of its registry, which names the
+    registry, too. context_window: of the engine.
+    """
+
+    fingerprint: str
+    generation: object
+    context_window: int
 
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt ready to be served.
+    """A prompt ready to be served: an engine takes it in place of a prompt, and encodes nothing.
+
+    That holds for an engine of the same fingerprint, registry and context window, as long as no
+    chunk is registered or forgotten; any other prepares ``source`` again.
 
     Args:
-        text: the whole prompt. encoded: its tokens, and where chunks stand.
+        source: the prompt as it was given.
+        hints: the chunks, or ids of documents, that it was known to hold.
+        prepared_for: the engine's fingerprint, registry and context window.
+        text: the whole prompt.
+        encoded: its tokens, and where chunks stand.
         placed: the chunks in it, in order, with the keys that their KV is stored under.
         unmatched: reports of chunks that do not stand in it as such.
         room: tokens that an answer may have within the context window, at least 1.
@@ -33,6 +50,9 @@ class PreparedPrompt:
         expects_chunks: whether known or hinted chunks are to stand in it.
     """
 
+    source: str | BlendPrompt | Sequence[Message]
+    hints: Sequence[Chunk | str]
+    prepared_for: PreparedFor
     text: str
     encoded: EncodedPrompt
     placed: tuple[PlacedChunk, ...]
@@ -45,6 +65,11 @@ class PreparedPrompt:
     def token_ids(self) -> tuple[int, ...]:
         """The prompt's tokens."""
         return self.encoded.token_ids
+
+
+PromptLike = str | BlendPrompt | Sequence[Message] | PreparedPrompt
+"""A prompt text, ready segments, chat messages (rendered by the model's chat template), or what
+``Engine.prepare`` made of any of these."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +86,28 @@ class PromptPreparer:
     context_window: int
 
     def prepare(self, prompt: PromptLike, hints: Sequence[Chunk | str]) -> PreparedPrompt:
-        """Segment and tokenize; raises PromptError when a prompt is empty or too long."""
+        """Segment and tokenize; raises PromptError when a prompt is empty or too long.
+
+        A prompt that is prepared already, for this engine and what is registered now, is returned
+        as it is.
+        """
+        # Read first: what is registered while the prompt is cut makes it one of former times.
+        now = PreparedFor(self.lead_in.fingerprint, self.registry.generation, self.context_window)
+        if isinstance(prompt, PreparedPrompt):
+            if hints:
+                raise PromptError("a prepared prompt has its hints: give them to engine.prepare()")
+            if prompt.prepared_for == now:
+                return prompt
+            hints, prompt = prompt.hints, prompt.source
         started = time.perf_counter()
         segmented = self._segments(prompt, hints)
         encoded = segmented.encode(self.encoder)
         if not segmented.segments or not encoded.token_ids:
             raise PromptError("prompt is empty: give at least one token")
         return PreparedPrompt(
+            source=prompt,
+            hints=hints,
+            prepared_for=now,
             text=segmented.text,
             encoded=encoded,
             placed=tuple(place_chunks(encoded.spans, self.lead_in)),
@@ -79,13 +119,12 @@ class PromptPreparer:
 
     def _room(self, tokens: int) -> int:
         if tokens >= self.context_window:
-            raise PromptError(
-                f"prompt holds {tokens} tokens, the context window is "
-                f"{self.context_window}: retrieve fewer chunks or shorten the question"
-            )
+            raise PromptTooLongError(tokens, self.context_window)
         return self.context_window - tokens
 
-    def _segments(self, prompt: PromptLike, hints: Sequence[Chunk | str]) -> BlendPrompt:
+    def _segments(
+        self, prompt: str | BlendPrompt | Sequence[Message], hints: Sequence[Chunk | str]
+    ) -> BlendPrompt:
         if isinstance(prompt, BlendPrompt):
             return prompt
         if isinstance(prompt, str):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from types import TracebackType
@@ -16,45 +15,19 @@ from cacheblend_rag.models import knows_only_the_demo
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.collection import Collection, CollectionSettings
 from cacheblend_rag.rag.collection_engine import Placement, open_known
+from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt, PromptFitter
 from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
 from cacheblend_rag.rag.progress import Watcher
-from cacheblend_rag.rag.prompt import RagPrompt, Turn
+from cacheblend_rag.rag.prompt import RagPrompt
 from cacheblend_rag.rag.readers import EXTRA
 from cacheblend_rag.rag.retrieval import Embedder, Vectors, VectorSearch
 from cacheblend_rag.rag.toy_vocabulary import first_foreign, foreign_warning
-from cacheblend_rag.text.chunk import Chunk, Document
-from cacheblend_rag.text.prompt import BlendPrompt
+from cacheblend_rag.text.chunk import Document
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.sampling import SamplingParams
-
-ANSWER_SHARE = 4
-
-
-@dataclass(frozen=True)
-class AskedTurn:
-    """A turn and the passages it shows."""
-
-    turn: Turn
-    sources: tuple[Source, ...]
-
-
-@dataclass(frozen=True)
-class FittedPrompt:
-    """A prompt that leaves room for an answer, and what it holds.
-
-    turns: the earlier turns that found room, then the one that asks.
-    """
-
-    prompt: BlendPrompt
-    turns: tuple[AskedTurn, ...]
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """The passages of the turn that asks."""
-        return self.turns[-1].sources
 
 
 class Asker:
@@ -97,6 +70,7 @@ class Asker:
         given = {name: value for name, value in changes.items() if value is not None}
         self._config = self.engine.config.with_changes(**given)
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
+        self._fitter = PromptFitter(self.engine, self._prompt)
 
     def _load(
         self, folder: Path, settings: CollectionSettings, placement: Placement, watcher: Watcher
@@ -144,35 +118,13 @@ class Asker:
 
         Of the passages, the worst go first. Raises PromptError when the question alone is too long.
         """
-        window = self.engine.context_window
-        room = window - min(max_tokens, window // ANSWER_SHARE)
-        kept, shown = list(earlier), list(sources)
-        while True:
-            texts = tuple(source.chunk.text for source in shown)
-            turns = (*kept, AskedTurn(Turn(question, texts), tuple(shown)))
-            prompt = self._segmented(turns)
-            tokens = len(prompt.encode(self.engine.encoder).token_ids)
-            if tokens <= room:
-                return FittedPrompt(prompt, turns)
-            if kept:
-                kept.pop(0)
-            elif shown:
-                shown.remove(min(shown, key=lambda source: source.score))
-            else:
-                raise PromptError(f"the question takes {tokens} tokens, there is room for {room}")
+        return self._fitter.fit(earlier, question, sources, max_tokens)
 
     def stream(
         self, fitted: FittedPrompt, sampling: SamplingParams, cancel: Event | None = None
     ) -> Iterator[Delta]:
         """Answer piece by piece."""
-        hints = _chunks_of(fitted.turns)
-        return self.engine.stream(
-            fitted.prompt, sampling, config=self._config, hints=hints, cancel=cancel
-        )
-
-    def _segmented(self, turns: Sequence[AskedTurn]) -> BlendPrompt:
-        told = [asked.turn for asked in turns]
-        return self._prompt.segmented(told, self.engine.registry, _chunks_of(turns))
+        return self.engine.stream(fitted.prepared, sampling, config=self._config, cancel=cancel)
 
     def _check_size(self, vector: Vectors) -> None:
         if len(vector) != self._size:
@@ -213,7 +165,3 @@ def finished(deltas: Iterable[Delta]) -> Generation:
     """Run a stream to its end and return the whole answer."""
     *_, last = deltas
     return cast("Generation", last.generation)
-
-
-def _chunks_of(turns: Sequence[AskedTurn]) -> list[Chunk]:
-    return [source.chunk for source in chain.from_iterable(asked.sources for asked in turns)]

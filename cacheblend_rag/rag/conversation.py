@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from threading import Event
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.rag.answering import AskedTurn, Asker, FittedPrompt, finished
+from cacheblend_rag.rag.answering import Asker, finished
+from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt
 from cacheblend_rag.rag.ordering import PassageOrder
 
 if TYPE_CHECKING:

@@ -311,10 +311,12 @@ class Indexing:
                 self._files_task.note(self.report.pace)
             task.advance(len(part))
             count = _next_count(count, time.perf_counter() - started)
-        # The document as a whole takes the place of what the file held before.
-        done = models.engine.precompute([document], progress=False, register_only=True)
+        # The document takes the place of what the file held before.
         if self._register_only:
+            done = models.engine.precompute([document], progress=False, register_only=True)
             self.report.registered_chunks += done.registered
+        else:
+            models.engine.evict_document(document.document_id, document.collection, kept=chunks)
         task.end()
         return np.concatenate(vectors), unfinished
 

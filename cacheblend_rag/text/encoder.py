@@ -182,10 +182,11 @@ class PromptEncoder:
         opens: whether the tokenizer's opening tokens (BOS) come first; they never do where the text
         brings them along, as rendered chat messages may. Raises PromptError as ``chunk`` does.
         """
-        alone: list[TokenIds] = []
-        for text, is_chunk in parts:
+        for text, _ in parts:
             _check_surrogates(text)
-            alone.append(self._chunk(text) if is_chunk else self._behind(text))
+        alone: list[TokenIds] = [()] * len(parts)
+        if any(is_chunk for _, is_chunk in parts):  # else there is nothing to find in the whole
+            alone = [self._chunk(text) if chunk else self._behind(text) for text, chunk in parts]
         ids = self._whole(parts)
         if not self._adds_no_control(ids, parts, alone):
             ids = tuple(token for part in alone for token in part)

@@ -34,6 +34,7 @@ class ChunkRegistry:
     def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
         self._lock = Lock()
         self._serial = 0
+        self._generation = object()
         self._variants: dict[str, dict[Chunk, int]] = {}
         self._documents: dict[str | None, dict[str, dict[Chunk, None]]] = {}
         self._anchors: dict[int, AnchorTable] = {}
@@ -49,6 +50,14 @@ class ChunkRegistry:
         """Tell whether ``text`` is the text of a registered chunk."""
         with self._lock:
             return text in self._variants
+
+    @property
+    def generation(self) -> object:
+        """An object that is replaced with each chunk that is added or forgotten.
+
+        While it stays the same, searches of the same text find the same chunks.
+        """
+        return self._generation
 
     def add(self, chunk: Chunk) -> None:
         """Register a chunk; one that is known already becomes the most recently added.
@@ -175,6 +184,7 @@ class ChunkRegistry:
             if chunk.text not in self._variants:
                 self._add_anchor(chunk.text)
             self._serial += 1
+            self._generation = object()
             self._variants.setdefault(chunk.text, {})[chunk] = self._serial
             texts = self._documents.setdefault(chunk.document_id, {})
             texts.setdefault(chunk.text, {})[chunk] = None
@@ -183,6 +193,7 @@ class ChunkRegistry:
         variants = self._variants.get(chunk.text, {})
         if chunk not in variants:
             return
+        self._generation = object()
         del variants[chunk]
         if not variants:
             del self._variants[chunk.text]

@@ -99,6 +99,12 @@ class SharedChunkRegistry(ChunkRegistry):
         self._catch_up()
         return super().__contains__(text)
 
+    @property
+    def generation(self) -> object:
+        """An object that is replaced with each chunk that is added or forgotten, by others too."""
+        self._catch_up()
+        return super().generation
+
     def add_many(self, chunks: Iterable[Chunk]) -> None:
         """Register chunks in order, all of them or, on an error, none.
 

@@ -143,13 +143,13 @@ def test_passages_that_do_not_name_their_subject_are_found_by_their_files_name(a
 def test_what_does_not_fit_is_left_out_whole_the_worst_first(asker, indexed, monkeypatch):
     question = indexed[1][0].question
     sources = asker.retrieve(question, 6, PassageOrder.REVERSE)
-    whole = asker.fit((), question, sources, 16).prompt.encode(asker.engine.tokenizer)
+    whole = asker.fit((), question, sources, 16).prepared
     window = property(lambda engine: len(whole.token_ids) + 10)
     monkeypatch.setattr(type(asker.engine), "context_window", window)
     fitted = asker.fit((), question, sources, 16)
     assert 0 < len(fitted.sources) < 6
     assert list(fitted.sources) == sources[6 - len(fitted.sources) :]
-    held = [span.chunk for span in fitted.prompt.encode(asker.engine.tokenizer).spans]
+    held = [span.chunk for span in fitted.prepared.encoded.spans]
     assert held == [source.chunk for source in fitted.sources]
 
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cacheblend_rag.engines.known_chunks import chunks_of
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.kv import DiskTier, StoredChunk, TieredKVStore
 from cacheblend_rag.models import packaged
@@ -558,3 +559,16 @@ def test_long_work_shows_itself(notes, into, letters):
     places = [next(i for i, text in enumerate(seen) if phase in text) for phase in phases]
     assert places == sorted(places)
     assert indexing.report.computed_kv_bytes == 2052 * indexing.report.computed_tokens > 0
+
+
+def test_each_chunk_is_handed_to_the_engine_once(index, notes, monkeypatch):
+    handed, precompute = [], TransformersEngine.precompute
+
+    def counted(engine, items, **options):
+        items = list(items)
+        handed.extend(chunk for item in items for chunk in chunks_of(item))
+        return precompute(engine, items, **options)
+
+    monkeypatch.setattr(TransformersEngine, "precompute", counted)
+    found = index(notes)
+    assert len(handed) == len(set(handed)) == found["chunks"] > 8

@@ -8,6 +8,8 @@ import time
 import zlib
 from collections.abc import AsyncIterable, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
 from threading import Event
@@ -25,13 +27,16 @@ from cacheblend_rag import (
     LeadInConfig,
     SamplingParams,
 )
-from cacheblend_rag.engines import base
 from cacheblend_rag.engines import filling as filling_module
+from cacheblend_rag.engines import idle, index_time
 from cacheblend_rag.engines.answer import Delta, Request
+from cacheblend_rag.engines.idle import IdleJob
+from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.tally import Stored, Tally
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.text.encoder import PromptEncoder
 from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd")
@@ -133,6 +138,21 @@ class Fills:
         monkeypatch.setattr(engine, "_fill", watched)
 
 
+async def _astreamed(engine: Engine, prompt: PromptLike) -> Generation:
+    return joined([delta async for delta in engine.astream(prompt, SHORT)])
+
+
+WAYS: dict[str, Callable[[Engine, PromptLike], Generation]] = {
+    "generate": lambda engine, prompt: engine.generate(prompt, SHORT),
+    "generate_full": lambda engine, prompt: engine.generate_full(prompt, SHORT),
+    "stream": lambda engine, prompt: joined(engine.stream(prompt, SHORT)),
+    "generate_batch": lambda engine, prompt: engine.generate_batch([prompt], SHORT)[0],
+    "agenerate": lambda engine, prompt: asyncio.run(engine.agenerate(prompt, SHORT)),
+    "astream": lambda engine, prompt: asyncio.run(_astreamed(engine, prompt)),
+}
+"""Every way to get an answer of an engine."""
+
+
 class EngineContract:
     """The promises. The last test closes the engine, which the others may share.
 
@@ -144,6 +164,16 @@ class EngineContract:
     def at_work(self, engine: Any) -> int:
         """How many requests an engine's own threads or processes are busy with."""
         return 0
+
+    @contextmanager
+    def busy(self, engine: Any) -> Iterator[None]:
+        """Let an engine be at work on a request for the time of a test."""
+        stream = engine.stream("w7 w8 w9", LONG)
+        next(stream)
+        try:
+            yield
+        finally:
+            stream.close()
 
     @pytest.fixture
     def texts(self, request: pytest.FixtureRequest) -> Texts:
@@ -513,7 +543,7 @@ class EngineContract:
 
         asyncio.run(main())
 
-    @pytest.mark.parametrize("step", ["prepare", "_answered"])
+    @pytest.mark.parametrize("step", ["_check_config", "_answered"])
     @pytest.mark.parametrize("streamed", [False, True])
     def test_the_event_loop_goes_on_meanwhile(
         self,
@@ -738,7 +768,7 @@ class EngineContract:
                     raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(base, "Tally", Interrupted)
+            patched.setattr(index_time, "Tally", Interrupted)
             with pytest.raises(KeyboardInterrupt):
                 engine.precompute(chunks, progress=False)
         self._wait_until_idle(engine)
@@ -988,7 +1018,7 @@ class EngineContract:
         assert (sibling.fill_report().computed, sibling.fill_report().dropped) == (0, 1)
         report = sibling.generate(texts.asking(second), SHORT).report
         assert [c.reason for c in report.chunks] == ["not stored"], "it rests"
-        monkeypatch.setattr(sibling._filling, "_rests_until", 0.0)
+        monkeypatch.setattr(idle, "monotonic", lambda: time.monotonic() + idle.REST_SECONDS)
         sibling.generate(texts.asking(first), SHORT)
         self._wait_until_filled(sibling)
         assert sibling.generate(texts.asking(first), SHORT).report.blended
@@ -1035,6 +1065,249 @@ class EngineContract:
         while engine.fill_report().waiting and time.monotonic() < deadline:
             time.sleep(0.02)
         assert engine.fill_report().waiting == 0
+
+    # Hooks after an answer
+
+    @pytest.fixture
+    def hooked(self, engine: Engine) -> Iterator[Engine]:
+        """A sibling, to which a test may add hooks and idle jobs."""
+        sibling = engine.sibling(lead_in="bos")
+        yield sibling
+        sibling.close()
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_hooks_see_every_answer_before_its_caller_does(
+        self, hooked: Engine, texts: Texts, way: str
+    ) -> None:
+        chunks = texts.chunks(20, 30)
+        hooked.register(chunks)
+        seen: list[tuple[Request, Generation]] = []
+
+        def relabel(request: Request, answer: Generation) -> Generation:
+            chunks = tuple(replace(one, document_id="seen") for one in answer.report.chunks)
+            return replace(answer, report=replace(answer.report, chunks=chunks))
+
+        def see(request: Request, answer: Generation) -> None:
+            seen.append((request, answer))
+
+        hooked.after_answer(relabel)
+        hooked.after_answer(see)
+        prompt = texts.asking(*chunks)
+        answer = WAYS[way](hooked, prompt)
+        [(request, told)] = seen
+        assert request.prepared.text == prompt.text
+        assert told == answer, "hooks run in order, and what they return is what the caller gets"
+        placed = [one.document_id for one in told.report.chunks]
+        assert placed == ([] if way == "generate_full" else ["seen", "seen"])
+
+    def test_hooks_see_cancelled_answers(self, hooked: Engine, texts: Texts) -> None:
+        seen: list[str] = []
+        hooked.after_answer(lambda request, answer: seen.append(answer.finish_reason))  # type: ignore[arg-type, return-value]
+        cancel = Event()
+        cancel.set()
+        hooked.generate(texts.text(20), LONG, cancel=cancel)
+        joined(hooked.stream(texts.text(20), LONG, cancel=cancel))
+        meanwhile = Event()
+        for _ in hooked.stream(texts.text(20), LONG, cancel=meanwhile):
+            meanwhile.set()
+        assert seen == ["cancelled"] * 3
+
+    def test_a_hook_that_fails_harms_nobody_and_is_told_once(
+        self, hooked: Engine, texts: Texts, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        seen: list[Generation] = []
+
+        def broken(request: Request, answer: Generation) -> Generation:
+            raise RuntimeError("the hook broke")
+
+        hooked.after_answer(broken)
+        hooked.after_answer(lambda request, answer: seen.append(answer))  # type: ignore[arg-type, return-value]
+        answers = [way(hooked, texts.text(9)) for way in WAYS.values()]
+        assert [answer.finish_reason for answer in answers] == ["length"] * len(answers)
+        assert seen == answers
+        assert caplog.text.count("RuntimeError: the hook broke") == 1
+        assert caplog.text.count("broken") > 0, "the hook is named"
+
+    def test_a_siblings_hooks_are_its_own(
+        self, engine: Engine, hooked: Engine, texts: Texts
+    ) -> None:
+        seen: list[Generation] = []
+        hooked.after_answer(lambda request, answer: seen.append(answer))  # type: ignore[arg-type, return-value]
+        engine.generate(texts.text(9), SHORT)
+        assert seen == []
+
+    # Idle work
+
+    def test_idle_jobs_run_in_order_of_priority(self, hooked: Engine) -> None:
+        done: list[str] = []
+        ended: SimpleQueue[str] = SimpleQueue()
+
+        def job(name: str, priority: int) -> IdleJob:
+            def steps() -> Generator[None, None, None]:
+                for step in range(2):
+                    done.append(f"{name}{step}")
+                    yield
+
+            return IdleJob(name, steps, priority, ended=lambda: ended.put(name))
+
+        with self.busy(hooked):
+            taken_ = [hooked.when_idle(job(*told)) for told in (("a", 0), ("b", 1), ("c", 1))]
+        assert taken_ == [True] * 3
+        over = [ended.get(timeout=PATIENCE) for _ in range(3)]
+        # The first may have been taken out of the queue before the others were in it.
+        assert over in (["b", "c", "a"], ["a", "b", "c"])
+        assert done == [f"{name}{step}" for name in over for step in range(2)]
+
+    def test_idle_jobs_run_only_in_idle_time(self, hooked: Engine) -> None:
+        steps: SimpleQueue[int] = SimpleQueue()
+        go_on = Event()
+
+        def endless() -> Generator[None, None, None]:
+            for step in count():
+                steps.put(step)
+                yield
+                go_on.wait(PATIENCE)
+
+        with self.busy(hooked):
+            assert hooked.when_idle(IdleJob("endless", endless))
+            time.sleep(0.3)
+            assert steps.empty()
+        assert steps.get(timeout=PATIENCE) == 0
+        with self.busy(hooked):
+            go_on.set()
+            time.sleep(0.1)  # the step that had begun may still end
+            [*taken(steps)]
+            time.sleep(0.3)
+            assert steps.empty(), "a request ends no job, but comes before its next step"
+        assert steps.get(timeout=PATIENCE) > 0
+
+    def test_an_idle_job_may_ask_the_engine(self, hooked: Engine, texts: Texts) -> None:
+        answers: SimpleQueue[Generation] = SimpleQueue()
+        prompt = texts.text(20)
+
+        def ask() -> Generator[None, None, None]:
+            for delta in hooked.stream(prompt, SHORT):
+                if delta.generation is not None:
+                    answers.put(delta.generation)
+                yield
+
+        assert hooked.when_idle(IdleJob("ask", ask))
+        assert answers.get(timeout=PATIENCE).token_ids == hooked.generate(prompt, SHORT).token_ids
+
+    def test_a_failing_job_stops_its_own_kind_only(
+        self, hooked: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        ended: SimpleQueue[str] = SimpleQueue()
+
+        def failing() -> Generator[None, None, None]:
+            yield
+            raise RuntimeError("no way")
+
+        def working() -> Generator[None, None, None]:
+            yield
+
+        def add(kind: str, steps: Callable[[], Generator[None, None, None]]) -> bool:
+            done = lambda: ended.put(kind)  # noqa: E731
+            return hooked.when_idle(IdleJob(kind, steps, 0, "guarding is off", done))
+
+        assert add("guard", failing)
+        assert ended.get(timeout=PATIENCE) == "guard"
+        assert "guarding is off for 60 s: no way" in caplog.text
+        assert not add("guard", working), "it rests"
+        assert add("other", working)
+        assert ended.get(timeout=PATIENCE) == "other"
+        monkeypatch.setattr(idle, "monotonic", lambda: time.monotonic() + idle.REST_SECONDS)
+        assert add("guard", working)
+        assert ended.get(timeout=PATIENCE) == "guard"
+
+    def test_the_idle_queue_is_bounded(self, hooked: Engine) -> None:
+        def steps() -> Generator[None, None, None]:
+            yield
+
+        with self.busy(hooked):
+            taken_ = [hooked.when_idle(IdleJob("many", steps)) for _ in range(idle.MOST_JOBS + 3)]
+            assert taken_[: idle.MOST_JOBS] == [True] * idle.MOST_JOBS
+            assert not all(taken_), "one more may be at work, all further ones are refused"
+
+    def test_closing_ends_idle_work_at_its_next_step(self, engine: Engine) -> None:
+        sibling, ended = engine.sibling(lead_in="bos"), list[str]()
+        begun, left = Event(), Event()
+
+        def endless() -> Generator[None, None, None]:
+            try:
+                while True:
+                    begun.set()
+                    yield
+                    time.sleep(0.01)
+            finally:
+                left.set()
+
+        for name in ("first", "second"):
+            job = IdleJob(name, endless, ended=lambda name=name: ended.append(name))  # type: ignore[misc]
+            assert sibling.when_idle(job)
+        assert begun.wait(PATIENCE)
+        sibling.close()
+        assert left.is_set()
+        assert sorted(ended) == ["first", "second"]
+        assert not sibling.when_idle(IdleJob("late", endless))
+
+    # Prepared prompts
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_prepared_prompt_is_not_encoded_again(
+        self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch, way: str
+    ) -> None:
+        chunks = texts.chunks(20, 30)
+        engine.precompute(chunks, progress=False)
+        prepared = engine.prepare(texts.asking(*chunks).text, hints=chunks)
+        encoded: list[object] = []
+        encode = PromptEncoder.encode
+        monkeypatch.setattr(
+            PromptEncoder,
+            "encode",
+            lambda *given, **options: encoded.append(given) or encode(*given, **options),  # type: ignore[func-returns-value]
+        )
+        answer = WAYS[way](engine, prepared)
+        assert encoded == []
+        assert answer.prompt_tokens == len(prepared.token_ids)
+        assert answer.report.seconds.prepare == prepared.seconds
+        assert answer.report.blended == (way != "generate_full")
+        assert engine.prepare(prepared) is prepared
+        WAYS[way](engine, prepared.text)
+        assert len(encoded) == 1, "this is how encoding would have been seen"
+
+    def test_a_prompt_prepared_before_chunks_changed_is_prepared_again(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        first, second = texts.chunks(20, 30)
+        engine.precompute([first], progress=False)
+        text = texts.asking(first, second).text
+        early = engine.prepare(text)
+        engine.precompute([second], progress=False)
+        assert len(early.placed) == 1
+        assert len(engine.prepare(early).placed) == 2
+        report = engine.generate(early, SHORT).report
+        assert [chunk.hit for chunk in report.chunks] == [True, True]
+
+    def test_a_prompt_that_another_engine_prepared_is_prepared_again(
+        self, engine: Engine, hooked: Engine, texts: Texts
+    ) -> None:
+        chunks = texts.chunks(20)
+        engine.precompute(chunks, progress=False)
+        prepared = engine.prepare(texts.asking(*chunks).text, hints=chunks)
+        again = hooked.prepare(prepared)
+        assert (again.placed, again.hints) == ((), chunks)
+        assert [told.reason for told in again.unmatched] == ["unknown"]
+        assert hooked.generate(prepared, SHORT).report.reason == "no known chunk in the prompt"
+
+    def test_hints_belong_to_the_preparation(
+        self, engine: Engine, texts: Texts, watched: Watched
+    ) -> None:
+        chunk = texts.chunks(9)[0]
+        prepared = engine.prepare(texts.asking(chunk))
+        with pytest.raises(PromptError, match=r"give them to engine.prepare\(\)"):
+            engine.generate(prepared, SHORT, hints=[chunk])
+        assert watched.begun == []
 
     # Siblings
 
@@ -1142,7 +1415,7 @@ class EngineContract:
     ) -> None:
         """Last: it closes the engine that the others may share."""
         sibling = engine.sibling(lead_in="none")
-        checked = engine._request(texts.text(20), SHORT, None, (), None)
+        checked = engine._questions.request(texts.text(20), SHORT)
         streams = [one.stream(texts.text(20), LONG) for one in (engine, sibling)]
         asked = 40
 

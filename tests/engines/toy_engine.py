@@ -9,6 +9,7 @@ from typing import Any
 
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -30,9 +31,8 @@ class ToyEngine(Engine):
     def __init__(self, tokenizer: Any, **settings: Any) -> None:
         self._kv: dict[KVKey, KV] = {}
         self._pool = ThreadPoolExecutor()
-        super().__init__(
-            model_name="hash", tokenizer=tokenizer, identity={"toy": "hash"}, **settings
-        )
+        setup = {"model_name": "hash", "identity": {"toy": "hash"}, **settings}
+        super().__init__(EngineSetup(tokenizer=tokenizer, **setup))
 
     # A request
 

@@ -386,3 +386,21 @@ def test_in_a_crowd_of_variants_the_latest_counts(
     registry.add_many(Document("short", ("x x.", "same.")).to_chunks())
     found = registry.find("w w. x x. same.", hints=["long", "short"])
     assert found[-1].chunk.document_id == document
+
+
+def test_a_generation_lasts_until_a_chunk_is_added_or_forgotten() -> None:
+    registry, chunk = ChunkRegistry(), Chunk("a text", "d")
+    seen = [registry.generation]
+    for change in (
+        lambda: registry.add(chunk),
+        lambda: registry.add(Chunk("a text", "e")),
+        lambda: registry.discard(chunk),
+        lambda: registry.remove_document("e"),
+    ):
+        change()
+        seen.append(registry.generation)
+    assert len({id(one) for one in seen}) == 5
+    registry.discard(chunk)
+    registry.find("a text")
+    assert registry.generation is seen[-1]
+    assert ChunkRegistry().generation != ChunkRegistry().generation

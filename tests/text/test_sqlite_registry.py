@@ -511,3 +511,14 @@ def test_what_one_wrote_oneself_is_not_made_anew(tmp_path: Path) -> None:
     registry, chunk = SharedChunkRegistry(tmp_path / "chunks.sqlite"), Chunk("a lamp")
     registry.add(chunk)
     assert registry.variants("a lamp")[0] is chunk
+
+
+def test_what_another_registry_writes_is_another_generation(path: Path) -> None:
+    one, two = SharedChunkRegistry(path), SharedChunkRegistry(path)
+    chunk, before = Chunk("a text"), two.generation
+    assert two.generation is before
+    one.add(chunk)
+    added = two.generation
+    assert added is not before
+    one.discard(chunk)
+    assert two.generation is not added

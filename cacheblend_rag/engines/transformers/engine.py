@@ -18,8 +18,11 @@ from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.copy_stream import release_pinned
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
-from cacheblend_rag.engines.base import UNSUPPORTED, Engine, settled
+from cacheblend_rag.engines.backend import UNSUPPORTED
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.checked_config import engine_settings
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
+from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
@@ -128,7 +131,7 @@ class TransformersEngine(Engine):
             ConfigError: when a setting is wrong or does not suit the model. A model that cannot be
                 blended is served by ordinary prefill; ``blend_refusal`` says why.
         """
-        config, lead_in = settled(config, lead_in)
+        config, lead_in = engine_settings(config, lead_in)
         wrapper: nn.Module | None = None
         loaded_by: str | Path | None = None
         if isinstance(model, nn.Module):
@@ -154,15 +157,17 @@ class TransformersEngine(Engine):
         self._eos = eos_token_ids(self.model, tokenizer)
         warn_of_ignored(self._generation_values)
         super().__init__(
-            model_name=public_name(name),
-            tokenizer=tokenizer,
-            identity=self._tried.identity,
-            config=config,
-            lead_in=lead_in,
-            registry=registry,
-            instruction=instruction,
-            namespace=namespace,
-            fill_on_miss=fill_on_miss,
+            EngineSetup(
+                model_name=public_name(name),
+                tokenizer=tokenizer,
+                identity=self._tried.identity,
+                config=config,
+                lead_in=lead_in,
+                registry=registry,
+                instruction=instruction,
+                namespace=namespace,
+                fill_on_miss=fill_on_miss,
+            )
         )
 
     def _take(self, tried: TriedModel) -> None:
@@ -214,6 +219,10 @@ class TransformersEngine(Engine):
     def _check_config(self, config: BlendConfig) -> None:
         if self._stack is not None:
             plan_schedule(config, self._stack.geometry.layers)
+
+    def _is_idle(self) -> bool:
+        """Whether no engine around the model runs it, or is between two steps of an answer."""
+        return self._turns.is_quiet
 
     # A request: prefill, then decode
 

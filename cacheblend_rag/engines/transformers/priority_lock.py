@@ -30,6 +30,11 @@ class PriorityLock:
             with self._counting:
                 self._wanted, self._left_at = self._wanted - 1, time.monotonic()
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether nobody has driven the model for long enough that it is idle."""
+        return self._quiet_in() <= 0
+
     @contextmanager
     def left_over(self, patience_seconds: float) -> Iterator[bool]:
         """Take a turn that nobody else has use for; yields whether there was one within patience.

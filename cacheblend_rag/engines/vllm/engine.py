@@ -21,18 +21,19 @@ from itertools import islice
 from typing import Any, cast
 
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
-from cacheblend_rag.engines.base import Engine, settled
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.checked_config import engine_settings
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
+from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
 from cacheblend_rag.engines.tally import Stored
-from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status
+from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, stored_by
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
     Declined,
     Failed,
     Late,
-    PrecomputeResult,
     Result,
     SentChunk,
     SentLeadIn,
@@ -113,7 +114,7 @@ class VLLMEngine(Engine):
         """
         self.transport, self.name = transport, transport.name
         try:
-            config, lead_in = settled(config, lead_in)
+            config, lead_in = engine_settings(config, lead_in)
             tokenizer = tokenizer or transport.load_tokenizer()
             transport.check_tokenizer(tokenizer)
             self.status = ask_status(transport)
@@ -124,22 +125,24 @@ class VLLMEngine(Engine):
                 )
             self._own_sampling = self._find_sampling()
             super().__init__(
-                model_name=transport.model_name,
-                tokenizer=tokenizer,
-                identity={"vllm": self.status.identity or transport.model_name},
-                config=config,
-                lead_in=lead_in,
-                registry=registry,
-                instruction=instruction,
-                namespace=namespace,
-                fill_on_miss=fill_on_miss,
+                EngineSetup(
+                    model_name=transport.model_name,
+                    tokenizer=tokenizer,
+                    identity={"vllm": self.status.identity or transport.model_name},
+                    config=config,
+                    lead_in=lead_in,
+                    registry=registry,
+                    instruction=instruction,
+                    namespace=namespace,
+                    fill_on_miss=fill_on_miss,
+                )
             )
         except BaseException:
             transport.close()
             raise
 
-    def _settle(self, lead_in: LeadInConfig, registry: ChunkRegistry) -> None:
-        super()._settle(lead_in, registry)
+    def _settle(self, setup: EngineSetup) -> None:
+        super()._settle(setup)
         led = self._led
         window = led.window if led.name == "document" else 0
         self._sent_lead_in = SentLeadIn(led.name, chunk_id(led.tokens), window)
@@ -290,15 +293,16 @@ class VLLMEngine(Engine):
                     at_work, timeout=CANCEL_SECONDS, return_when=asyncio.FIRST_COMPLETED
                 )
                 for task in done:
-                    yield _stored_by(task.result(), at_work.pop(task))
+                    yield stored_by(task.result(), at_work.pop(task))
         finally:
             for task in at_work:
                 task.cancel()
 
     def _runs(self, plans: Sequence[ChunkPlan]) -> list[DocumentPlan]:
         """Group chunks into runs; where a document does not fit, its chunks have no prior."""
+        fits = self._index.fits
         return document_plans(
-            plan if self._fits(plan, plan.context) else replace(plan, context=()) for plan in plans
+            plan if fits(plan, plan.context) else replace(plan, context=()) for plan in plans
         )
 
     def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
@@ -342,22 +346,6 @@ def _sent_chunk(chunk: PlacedChunk) -> SentChunk:
         before=chunk.before,
         after=chunk.after,
     )
-
-
-def _stored_by(result: Result, run: DocumentPlan) -> Stored:
-    match result:
-        case PrecomputeResult():
-            return Stored(
-                result.computed,
-                result.skipped,
-                result.computed_tokens,
-                result.refused,
-                result.failed,
-            )
-        case Failed(error=why):
-            return Stored.failure(why, len(run.members))
-        case _:
-            return Stored()
 
 
 def _prefill_report(

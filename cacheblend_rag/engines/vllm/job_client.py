@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     ConnectorStatus,
@@ -165,6 +166,23 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     finally:
         for task in tasks:
             task.cancel()
+
+
+def stored_by(result: Result, run: DocumentPlan) -> Stored:
+    """Return what became of the chunks of a run."""
+    match result:
+        case PrecomputeResult():
+            return Stored(
+                result.computed,
+                result.skipped,
+                result.computed_tokens,
+                result.refused,
+                result.failed,
+            )
+        case Failed(error=why):
+            return Stored.failure(why, len(run.members))
+        case _:
+            return Stored()
 
 
 def released_by(results: Iterable[Result]) -> int:

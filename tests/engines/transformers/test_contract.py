@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 from transformers import PreTrainedModel
@@ -26,3 +27,8 @@ class TestTransformersEngine(EngineContract):
         engine = TransformersEngine(model, tokenizer=make_tokenizer(), config=CONFIG)
         yield engine
         engine.close()
+
+    @contextmanager
+    def busy(self, engine: TransformersEngine) -> Iterator[None]:
+        with engine._turns.taken():
+            yield

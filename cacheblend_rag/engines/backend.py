@@ -1,0 +1,139 @@
+"""Backend: what a subclass of Engine gives, be it over PyTorch, over vLLM or over anything else.
+
+A backend states its facts, begins to answer requests, and does what its KV store is asked for. What
+users call (``base.py``) is made of that, the same on every engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import ClassVar, Final
+
+from cacheblend_rag.engines.answer import Delta, Request
+from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.engines.stream import Stream
+from cacheblend_rag.engines.tally import Stored
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.store import READ_ONLY
+from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.settings import BlendConfig
+
+UNSUPPORTED: Final = "unsupported model"
+
+
+class Backend(ABC):
+    """Facts, requests and the verbs of a KV store.
+
+    Attributes:
+        name: the kind of engine, as reports name it.
+        part_chunks: how many chunks are handed on to be stored at once, at least.
+        config: of requests that bring none.
+    """
+
+    name: str
+    part_chunks: ClassVar[int] = 64
+    config: BlendConfig
+
+    # Facts
+
+    @property
+    @abstractmethod
+    def context_window(self) -> int:
+        """Most tokens a prompt and its answer may hold together."""
+
+    @property
+    @abstractmethod
+    def blend_refusal(self) -> str | None:
+        """Why nothing is blended: every request is then served by ordinary prefill. Or None."""
+
+    @property
+    def model_sampling(self) -> ModelSampling:
+        """What a request's sampling fields take that are None: the model's own settings."""
+        return ModelSampling()
+
+    @property
+    def address(self) -> str:
+        """What ``open_engine`` takes to open the like of it: a name, or a server's URL."""
+        return self.name
+
+    @property
+    def dtype(self) -> str | None:
+        """Precision of the model's weights, None where it is not known here."""
+        return None
+
+    @property
+    def read_only(self) -> bool:
+        """Whether its store is only read: what is not stored is computed anew with each prompt."""
+        return False
+
+    @property
+    def _longest_run(self) -> int:
+        """Most tokens of a lead-in, a context and a chunk together."""
+        return self.context_window
+
+    def _refresh(self) -> None:  # noqa: B027 - most engines' models stay what they are
+        """Take note of what has changed of the model: called before chunks are named by keys."""
+
+    # Requests
+
+    def _check_config(self, config: BlendConfig) -> None:  # noqa: B027 - most configs suit
+        """Raise ConfigError when a request's config does not suit the model."""
+
+    @abstractmethod
+    def _start(self, request: Request) -> Stream[Delta]:
+        """Begin to answer; the stream's last item carries the Generation."""
+
+    # The store
+
+    @abstractmethod
+    def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+        """Compute and store the KV of those chunks that are not stored, a few at a time.
+
+        plans: distinct chunks, whole documents in order. Closing the generator stops the work.
+        """
+
+    def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
+        """As ``_store``, when no request would wait for it; in a thread of its own.
+
+        An engine that is closed meanwhile is waited for: it ends, or yields, within a moment.
+        """
+        yield from self._store(plans)
+
+    @abstractmethod
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+        """Read the stored KV of keys through: what is damaged is not stored any more.
+
+        Returns the keys whose KV stays stored though it cannot be read, with the reason.
+        """
+
+    @abstractmethod
+    def _prefetch(self, keys: Sequence[KVKey]) -> None:
+        """Start loading KV into the fastest tier."""
+
+    @abstractmethod
+    def _evict(self, keys: Sequence[KVKey]) -> int:
+        """Drop the KV of keys; returns of how many there was any."""
+
+    def _forget(self, keys: Sequence[KVKey]) -> None:
+        """Let go of KV in memory that another writer has evicted from what is shared."""
+        self._evict(keys)
+
+    @abstractmethod
+    def _release(self) -> int:
+        """Free the memory that KV takes, and keep what is stored elsewhere; returns its bytes."""
+
+    def _stored_keys(self) -> Iterable[KVKey]:
+        """Return the keys of all KV that is stored under this engine's fingerprint."""
+        raise ConfigError(f"a {self.name} engine does not tell which chunks it stores")
+
+    def _storing_refusal(self) -> str | None:
+        """Say why no chunk's KV can be stored now, or None."""
+        if self.read_only:
+            return READ_ONLY
+        return None if self.blend_refusal is None else UNSUPPORTED
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Free what this engine and its siblings hold; called once."""

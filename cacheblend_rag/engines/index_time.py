@@ -1,0 +1,174 @@
+"""Index time: chunks are registered, their KV is computed, stored, verified and evicted."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
+from weakref import ref
+
+from tqdm import tqdm
+
+from cacheblend_rag.engines.backend import Backend
+from cacheblend_rag.engines.known_chunks import Item, KnownChunks, whole_documents
+from cacheblend_rag.engines.lifetime import Lifetime
+from cacheblend_rag.engines.shutdown import working
+from cacheblend_rag.engines.tally import Stored, Tally
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.store import READ_ONLY
+from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
+from cacheblend_rag.report import PrecomputeReport
+from cacheblend_rag.text.chunk import Chunk
+from cacheblend_rag.text.registry import ChunkRegistry
+
+FORGOTTEN = "forgotten meanwhile"
+"""Of chunks whose KV was dropped again, as another writer no longer has them."""
+
+
+class IndexTime:
+    """Keeps the KV of registered chunks stored, through one backend and with one lead-in.
+
+    backend: computes and stores; may be a weak proxy. lifetime: of the engine. Methods raise as
+    those of Engine with the same names do.
+    """
+
+    def __init__(
+        self, backend: Backend, lifetime: Lifetime, registry: ChunkRegistry, lead_in: LeadIn
+    ) -> None:
+        self._backend, self._lifetime, self._lead_in = backend, lifetime, lead_in
+        self._known = KnownChunks(registry, lead_in, backend)
+        # A registry may be shared, and outlive the engine: it must not keep what the engine held.
+        me = ref(self)
+
+        def forget(chunks: Sequence[Chunk]) -> None:
+            if (index_time := me()) is not None:
+                with suppress(ReferenceError):  # the engine was dropped, its idle work was not yet
+                    index_time.forget_removed(chunks)
+
+        registry.watch(forget)
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the store is written to."""
+        return not self._backend.read_only
+
+    def has(self, chunk: Chunk) -> bool:
+        """Whether this very chunk is registered."""
+        return self._known.has(chunk)
+
+    def register(self, items: Iterable[Item]) -> None:
+        """Make chunks known without computing anything."""
+        self._lifetime.check()
+        self._known.register(items)
+
+    def precompute(
+        self, items: Iterable[Item], progress: bool, register_only: bool, verify: bool
+    ) -> PrecomputeReport:
+        """Register chunks and store their KV; what is stored already is skipped."""
+        self._begin_writing()
+        started, tally = time.perf_counter(), Tally()
+        chunks, replaced = self._known.replace(items, tally.refused)
+        if register_only:
+            report = tally.report(time.perf_counter() - started, replaced)
+            return replace(report, registered=len(chunks))
+        refusal = self._backend._storing_refusal() if chunks else None
+        with tqdm(total=len(chunks), desc="precompute", unit="chunk", disable=not progress) as bar:
+            for part in whole_documents(chunks, self._backend.part_chunks):
+                with closing(self._stored(part, refusal, verify)) as steps:  # also if interrupted
+                    for done in steps:
+                        tally.add(done)
+                        bar.update(done.chunks)
+                        self._lifetime.check()
+                tally.refused[FORGOTTEN] += self._known.drop_forgotten(part)
+        return tally.report(time.perf_counter() - started, replaced)
+
+    def fill(self, chunks: Sequence[Chunk]) -> Generator[Stored, None, None]:
+        """Store chunks in idle time; those that are forgotten by then, or meanwhile, are not."""
+        with working():
+            self._backend._refresh()
+            known = [chunk for chunk in chunks if self._known.has(chunk)]
+            refusal = self._backend._storing_refusal() if known else None
+            plans, done = self._admitted(known, refusal)
+        yield done
+        if plans:
+            yield from self._backend._fill(plans)
+        lost = len(chunks) - len(known) + self._known.drop_forgotten(known)
+        yield Stored(refused={FORGOTTEN: lost} if lost else {})
+
+    def prefetch(self, hints: Iterable[Chunk | str]) -> None:
+        """Start loading chunks into the fastest tier; returns at once."""
+        self._lifetime.check()
+        self._backend._refresh()
+        if keys := self._known.hinted(hints):
+            self._backend._prefetch(keys)
+
+    def evict_document(
+        self, document_id: str, collection: str | None, kept: Sequence[Chunk]
+    ) -> int:
+        """Forget a document's chunks, but for those ``kept``; returns of how many KV was dropped.
+
+        collection: only what was cut for it; None is all.
+        """
+        self._begin_writing()
+        return self._known.forget(document_id, collection, frozenset(kept))
+
+    def evict_unregistered(self) -> int:
+        """Drop the KV of this fingerprint that no registered chunk has; returns how many."""
+        self._begin_writing()
+        return self._backend._evict(self._known.unregistered(self._backend._stored_keys()))
+
+    def forget_removed(self, chunks: Sequence[Chunk]) -> None:
+        """Let go of the KV of chunks that another writer forgot."""
+        if self._lifetime.is_open:
+            self._backend._forget(self._known.removed_by_others(chunks))
+
+    def fits(self, plan: ChunkPlan, behind: tuple[int, ...]) -> bool:
+        """Whether a chunk can be computed behind its lead-in and some more tokens."""
+        tokens = len(plan.lead) + len(behind) + len(plan.token_ids)
+        return tokens <= self._backend._longest_run
+
+    def _begin_writing(self) -> None:
+        self._lifetime.check()
+        if not self.is_writable:
+            raise StoreError(READ_ONLY)
+        self._backend._refresh()
+
+    def _stored(
+        self, chunks: Iterable[Chunk], refusal: str | None, verify: bool
+    ) -> Generator[Stored, None, None]:
+        """Store chunks; yields what became of them, a few at a time."""
+        plans, done = self._admitted(chunks, refusal)
+        yield done
+        if plans and verify:
+            lost = self._backend._verify([plan.key for plan in plans])
+            plans = [plan for plan in plans if plan.key not in lost]
+            for reason in lost.values():
+                yield Stored.failure(reason)
+        if plans:
+            yield from self._backend._store(plans)
+
+    def _admitted(
+        self, chunks: Iterable[Chunk], refusal: str | None
+    ) -> tuple[list[ChunkPlan], Stored]:
+        """Return the distinct chunks that can be stored, and what became of the others."""
+        plans: dict[KVKey, ChunkPlan] = {}
+        refused: Counter[str] = Counter()
+        admitted = 0
+        for chunk in chunks:
+            plan = self._lead_in.resolve(chunk)
+            if reason := self._unfit(plan) or refusal:
+                refused[reason] += 1
+            else:
+                plans[plan.key] = plan
+                admitted += 1
+        return list(plans.values()), Stored(skipped=admitted - len(plans), refused=refused)
+
+    def _unfit(self, plan: ChunkPlan) -> str | None:
+        """Say why a chunk cannot be computed, or None."""
+        if not plan.token_ids:
+            return "empty text"
+        behind = plan.context if self._lead_in.name == "document" else ()
+        return None if self.fits(plan, behind) else "longer than the context window"

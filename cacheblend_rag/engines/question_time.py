@@ -1,0 +1,186 @@
+"""Question time: prompts become requests, requests become answers with their reports."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
+from contextlib import aclosing, closing
+from dataclasses import dataclass, replace
+from threading import Event
+from typing import Any, cast
+
+from cacheblend_rag.engines.after_answer import AfterAnswer
+from cacheblend_rag.engines.answer import Delta, FinishReason, Generation, Request
+from cacheblend_rag.engines.backend import Backend
+from cacheblend_rag.engines.batch_order import grouped
+from cacheblend_rag.engines.checked_config import checked_config
+from cacheblend_rag.engines.idle import Activity
+from cacheblend_rag.engines.lifetime import Lifetime
+from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.report import (
+    BlendReport,
+    PhaseSeconds,
+    PrefillReport,
+    reused_and_recomputed,
+)
+from cacheblend_rag.settings import BlendConfig
+from cacheblend_rag.text.chunk import Chunk
+
+Hints = Sequence[Chunk | str]
+"""Chunks, or ids of documents, that a prompt is known to hold."""
+
+
+@dataclass(frozen=True)
+class QuestionTime:
+    """Answers prompts through one backend, in all the ways that users may ask.
+
+    backend: begins requests; may be a weak proxy. lifetime: of the engine. preparer: of prompts.
+    after_answer: hooks. activity: counts the requests at work. Methods raise as those of Engine
+    with the same names do.
+    """
+
+    backend: Backend
+    lifetime: Lifetime
+    preparer: PromptPreparer
+    after_answer: AfterAnswer
+    activity: Activity
+
+    def prepare(self, prompt: PromptLike, hints: Hints) -> PreparedPrompt:
+        """Return a prompt's tokens, and the chunks that stand in it with the keys of their KV."""
+        self.lifetime.check()
+        return self.preparer.prepare(prompt, hints)
+
+    def request(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None = None,
+        config: BlendConfig | None = None,
+        hints: Hints = (),
+        cancel: Event | None = None,
+        **options: Any,
+    ) -> Request:
+        """Check and prepare; raises PromptError and ConfigError before any work is done."""
+        config = checked_config(config or self.backend.config)
+        self.backend._check_config(config)
+        prepared = self.prepare(prompt, hints)
+        settings = self.backend.model_sampling.resolve(sampling or SamplingParams())
+        settings = replace(settings, max_tokens=min(settings.max_tokens, prepared.room))
+        stop = Cancellation(cancel, lambda: not self.lifetime.is_open)
+        return Request(prepared, settings, config, cancel=stop, **options)
+
+    def generate(self, request: Request) -> Generation:
+        """Answer a request."""
+        with self.activity.working():
+            return _generation(self.backend._start(request).last())
+
+    def stream(self, request: Request) -> Iterator[Delta]:
+        """Answer a request piece by piece; closing the iterator stops the work."""
+        pieces = self._pieces(iter(self.backend._start(request)))
+        next(pieces)
+        return pieces
+
+    def _pieces(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
+        """Yield nothing, then the pieces: left before its first piece, it stops the work, too."""
+        with self.activity.working(), closing(cast("Generator[Delta]", deltas)):
+            yield cast(Delta, None)
+            yield from deltas
+
+    def generate_batch(self, requests: Sequence[Request]) -> list[Generation]:
+        """Answer several requests, those that share chunks next to each other."""
+        order = grouped([[one.key for one in request.prepared.placed] for request in requests])
+        try:
+            with self.activity.working():
+                begun = [iter(self.backend._start(requests[index])) for index in order]
+                answers = dict(zip(order, map(_last_of, begun), strict=True))
+            return [answers[index] for index in range(len(requests))]
+        finally:
+            for request in requests:
+                request.cancel.set()
+
+    async def agenerate(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None,
+        config: BlendConfig | None,
+        hints: Hints,
+    ) -> Generation:
+        """Answer off the event loop; cancelling the task stops the work."""
+        request = await asyncio.to_thread(self.request, prompt, sampling, config, hints)
+        async with aclosing(self._apieces(request)) as deltas:
+            async for delta in deltas:
+                last = delta
+        return _generation(last)
+
+    async def astream(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams | None,
+        config: BlendConfig | None,
+        hints: Hints,
+    ) -> AsyncGenerator[Delta, None]:
+        """Answer off the event loop, piece by piece; leaving the loop over it stops the work."""
+        request = await asyncio.to_thread(
+            self.request, prompt, sampling, config, hints, streamed=True
+        )
+        async with aclosing(self._apieces(request)) as deltas:
+            async for delta in deltas:
+                yield delta
+
+    async def _apieces(self, request: Request) -> Any:
+        with self.activity.working():
+            async with aclosing(cast(Any, aiter(self.backend._start(request)))) as deltas:
+                async for delta in deltas:
+                    yield delta
+
+    def answered(
+        self,
+        request: Request,
+        text: str,
+        token_ids: Iterable[int],
+        finish_reason: FinishReason,
+        prefill: PrefillReport,
+    ) -> Delta:
+        """Return the last piece of a stream: the whole answer, as hooks leave it."""
+        self.lifetime.check()
+        answer = Generation(
+            text=text,
+            token_ids=tuple(token_ids),
+            finish_reason=finish_reason,
+            prompt_tokens=len(request.prepared.token_ids),
+            report=self._report(request.prepared, prefill),
+            sampling=request.sampling,
+        )
+        return Delta("", self.after_answer.run(request, answer))
+
+    def _report(self, prepared: PreparedPrompt, prefill: PrefillReport) -> BlendReport:
+        """Return what became of a prompt and of the chunks in it."""
+        tokens = len(prepared.token_ids)
+        reused, recomputed = reused_and_recomputed(prefill.chunks)
+        return BlendReport(
+            engine=self.backend.name,
+            blended=prefill.blended,
+            reason=prefill.reason,
+            prompt_tokens=tokens,
+            reused_tokens=reused,
+            recomputed_tokens=recomputed,
+            computed_tokens=tokens - reused - recomputed if prefill.was_run else 0,
+            recompute_ratio=prefill.ratio,
+            selector=prefill.selector,
+            selector_reason=prefill.selector_reason,
+            ratio_reason=prefill.ratio_reason,
+            lead_in=self.preparer.lead_in.name,
+            compute_share=prefill.compute_share,
+            seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),
+            chunks=(*prefill.chunks, *prepared.unmatched),
+        )
+
+
+def _last_of(deltas: Iterator[Delta]) -> Generation:
+    *_, last = deltas
+    return _generation(last)
+
+
+def _generation(last: Delta) -> Generation:
+    return cast(Generation, last.generation)

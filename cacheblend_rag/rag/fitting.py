@@ -1,0 +1,108 @@
+"""Fits a question, its passages and the turns before it into a model's context window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.errors import PromptError, PromptTooLongError
+from cacheblend_rag.rag.ordering import Source
+from cacheblend_rag.rag.prompt import SEPARATOR, RagPrompt, Turn
+from cacheblend_rag.text.chunk import Chunk
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.engines.prepare import PreparedPrompt
+
+ANSWER_SHARE = 4
+EDGE_TOKENS = 4
+"""More than the tokens that a tokenizer saves by reading a text together with what is beside it."""
+
+
+@dataclass(frozen=True)
+class AskedTurn:
+    """A turn and the passages it shows."""
+
+    turn: Turn
+    sources: tuple[Source, ...]
+
+
+@dataclass(frozen=True)
+class FittedPrompt:
+    """A prompt that leaves room for an answer, encoded, and what it holds.
+
+    turns: the earlier turns that found room, then the one that asks.
+    """
+
+    prepared: PreparedPrompt
+    turns: tuple[AskedTurn, ...]
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """The passages of the turn that asks."""
+        return self.turns[-1].sources
+
+
+class PromptFitter:
+    """Makes prompts for one engine that leave room for an answer.
+
+    A prompt is encoded whole once where everything fits. Where it does not, as much is left out as
+    is surely too much by the lengths of the parts, and what is left is encoded again: twice in all,
+    and once more each time that the lengths said too little by a few tokens.
+    """
+
+    def __init__(self, engine: Engine, prompt: RagPrompt) -> None:
+        self._engine, self._prompt = engine, prompt
+
+    def fit(
+        self,
+        earlier: Sequence[AskedTurn],
+        question: str,
+        sources: Sequence[Source],
+        max_tokens: int,
+    ) -> FittedPrompt:
+        """Make the prompt; what does not fit is left out whole: the oldest turns, then passages.
+
+        Of the passages, the worst go first. Raises PromptError when the question alone is too long.
+        """
+        window = self._engine.context_window
+        room = window - min(max_tokens, window // ANSWER_SHARE)
+        kept, shown = list(earlier), list(sources)
+        while True:
+            texts = tuple(source.chunk.text for source in shown)
+            turns = (*kept, AskedTurn(Turn(question, texts), tuple(shown)))
+            prepared, tokens = self._prepared(turns)
+            if prepared is not None and tokens <= room:
+                return FittedPrompt(prepared, turns)
+            if not kept and not shown:
+                raise PromptError(f"the question takes {tokens} tokens, there is room for {room}")
+            while tokens > room and (kept or shown):
+                tokens -= self._leave_out(kept, shown)
+
+    def _prepared(self, turns: Sequence[AskedTurn]) -> tuple[PreparedPrompt | None, int]:
+        """Return the prompt, unless it is too long even without an answer, and its length."""
+        hints = _chunks_of(turns)
+        told = [asked.turn for asked in turns]
+        prompt = self._prompt.segmented(told, self._engine.registry, hints)
+        try:
+            prepared = self._engine.prepare(prompt, hints)
+        except PromptTooLongError as error:
+            return None, error.tokens
+        return prepared, len(prepared.token_ids)
+
+    def _leave_out(self, kept: list[AskedTurn], shown: list[Source]) -> int:
+        """Take out the oldest turn, else the worst passage; returns the most tokens it has."""
+        if kept:
+            oldest = kept.pop(0).turn
+            text = f"{self._prompt.render([oldest])}{oldest.answer}"
+            return len(self._engine.tokenize(text)) + EDGE_TOKENS
+        worst = min(shown, key=lambda source: source.score)
+        shown.remove(worst)
+        parts = (worst.chunk.text, SEPARATOR)  # the passage's own tokens are known by now
+        return sum(len(self._engine.tokenize(part)) for part in parts) + EDGE_TOKENS
+
+
+def _chunks_of(turns: Iterable[AskedTurn]) -> list[Chunk]:
+    return [source.chunk for source in chain.from_iterable(asked.sources for asked in turns)]
