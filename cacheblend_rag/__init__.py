@@ -25,6 +25,7 @@ from cacheblend_rag.errors import (
     StoreError,
     UnsupportedModelError,
 )
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig, names_of
 from cacheblend_rag.settings.options import Arguments, describe_errors
 from cacheblend_rag.settings.secret import Secret
@@ -99,6 +100,8 @@ __all__ = [
     "PassageOrder",
     "PrecomputeReport",
     "PromptError",
+    "Reason",
+    "ReasonCode",
     "SamplingParams",
     "Segment",
     "SharedChunkRegistry",

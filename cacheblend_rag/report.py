@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from cacheblend_rag.reason import Reason, ReasonCode, count_codes
+
 MissReason = Literal[
     "unknown",  # the chunk was given as such, but never registered
     "not stored",  # registered, but its KV is in no tier
@@ -21,6 +23,28 @@ MissReason = Literal[
     "too short",  # the prompt's reusable tokens are fewer than min_tokens
     "unsupported model",  # this model's KV cannot be blended
 ]
+"""Why a chunk was missed."""
+
+MISS_CODES: Mapping[MissReason, ReasonCode] = {
+    "unknown": ReasonCode.UNKNOWN,
+    "not stored": ReasonCode.NOT_STORED,
+    "not stored, being filled": ReasonCode.BEING_FILLED,
+    "other model": ReasonCode.OTHER_MODEL,
+    "inseparable": ReasonCode.INSEPARABLE,
+    "altered text": ReasonCode.ALTERED_TEXT,
+    "damaged": ReasonCode.DAMAGED,
+    "unsealed": ReasonCode.BAD_SIGNATURE,
+    "store error": ReasonCode.STORE_ERROR,
+    "no room": ReasonCode.NO_ROOM,
+    "slow": ReasonCode.SLOW,
+    "too short": ReasonCode.TOO_SHORT,
+    "unsupported model": ReasonCode.UNSUPPORTED_MODEL,
+}
+
+
+def code_of(reason: MissReason) -> ReasonCode:
+    """Return the code of a chunk's miss; ``other`` for a reason of a newer version."""
+    return MISS_CODES.get(reason, ReasonCode.OTHER)
 
 
 @dataclass(frozen=True)
@@ -50,6 +74,11 @@ class ChunkReport:
     document_id: str | None = None
     recomputed: int = 0
     edge_tokens: int = 0
+
+    @property
+    def reason_code(self) -> ReasonCode | None:
+        """The code of ``reason``, None on a hit."""
+        return None if self.reason is None else code_of(self.reason)
 
 
 def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:
@@ -99,10 +128,10 @@ class PrefillReport:
     The others are as in BlendReport.
     """
 
-    reason: str | None = None
+    reason: Reason | None = None
     selector: str = "none"
-    selector_reason: str | None = None
-    ratio_reason: str | None = None
+    selector_reason: Reason | None = None
+    ratio_reason: Reason | None = None
     ratio: float = 1.0
     compute_share: float = 1.0
     chunks: Sequence[ChunkReport] = ()
@@ -115,11 +144,16 @@ class PrefillReport:
         return any(chunk.hit for chunk in self.chunks)
 
 
+REASONS = ("reason", "selector_reason", "ratio_reason")
+"""Fields of a BlendReport that hold a reason or None."""
+
+
 @dataclass(frozen=True)
 class BlendReport:
     """What one request did.
 
-    ``prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens``.
+    ``prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens``. Each reason is a
+    sentence with a ``code``: ``reason_code`` is that of ``reason``.
 
     Args:
         engine: the kind of engine that served it.
@@ -140,11 +174,14 @@ class BlendReport:
         selector_reason: why ``selector`` is not the rule that was asked for, None where it is.
         ratio_reason: what was chosen by measured speeds, and why: the ratio where that is ``auto``,
             chunks that are computed sooner than loaded. None where there was nothing to choose.
+
+    Raises:
+        TypeError: when a reason is a sentence without a code.
     """
 
     engine: str
     blended: bool
-    reason: str | None
+    reason: Reason | None
     prompt_tokens: int
     reused_tokens: int
     recomputed_tokens: int
@@ -155,14 +192,32 @@ class BlendReport:
     compute_share: float
     seconds: PhaseSeconds
     chunks: tuple[ChunkReport, ...] = ()
-    selector_reason: str | None = None
-    ratio_reason: str | None = None
+    selector_reason: Reason | None = None
+    ratio_reason: Reason | None = None
+
+    def __post_init__(self) -> None:
+        for name in REASONS:
+            reason = getattr(self, name)
+            if reason is not None and not isinstance(reason, Reason):
+                raise TypeError(f"{name}={reason!r} has no code: make it a Reason")
+
+    @property
+    def reason_code(self) -> ReasonCode | None:
+        """The code of ``reason``, None when something was reused."""
+        return None if self.reason is None else self.reason.code
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, with ``seconds.time_to_first_token`` added."""
+        """Return plain JSON values; each reason with its code, and the time to first token."""
         plain = asdict(self)
         plain["seconds"]["time_to_first_token"] = self.seconds.time_to_first_token
-        plain["chunks"] = list(plain["chunks"])
+        for name in REASONS:
+            reason: Reason | None = getattr(self, name)
+            plain[name] = None if reason is None else str(reason)
+            plain[f"{name}_code"] = None if reason is None else reason.code.value
+        plain["chunks"] = [
+            {**told, "reason_code": chunk.reason_code}
+            for told, chunk in zip(plain["chunks"], self.chunks, strict=True)
+        ]
         return plain
 
 
@@ -188,10 +243,15 @@ class PrecomputeReport:
     skipped: int = 0
     computed_tokens: int = 0
     seconds: float = 0.0
-    refused: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[Reason, int] = field(default_factory=dict)
     replaced: int = 0
     registered: int = 0
-    failed: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[Reason, int] = field(default_factory=dict)
+
+    @property
+    def refused_codes(self) -> dict[ReasonCode, int]:
+        """How many chunks were not stored, by the code of the reason."""
+        return count_codes(self.refused)
 
 
 @dataclass(frozen=True)
@@ -213,5 +273,10 @@ class FillReport:
     skipped: int = 0
     computed_tokens: int = 0
     seconds: float = 0.0
-    refused: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[Reason, int] = field(default_factory=dict)
     dropped: int = 0
+
+    @property
+    def refused_codes(self) -> dict[ReasonCode, int]:
+        """How many chunks were not stored, by the code of the reason."""
+        return count_codes(self.refused)

@@ -8,12 +8,15 @@ from typing import Literal
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PrefillReport
 from cacheblend_rag.settings import BlendConfig
 
 FinishReason = Literal["stop", "length", "cancelled"]
-FULL_PREFILL = "full prefill was asked for"
-CANCELLED = PrefillReport("cancelled", compute_share=0.0, was_run=False)
+FULL_PREFILL = Reason(ReasonCode.FULL_PREFILL_ASKED, "full prefill was asked for")
+CANCELLED = PrefillReport(
+    Reason(ReasonCode.CANCELLED, "cancelled"), compute_share=0.0, was_run=False
+)
 """Of a request that was cancelled before its prefill was done."""
 
 

@@ -37,7 +37,7 @@ from cacheblend_rag.engines.background import CLOSED
 from cacheblend_rag.engines.batch_order import grouped
 from cacheblend_rag.engines.filling import Filling
 from cacheblend_rag.engines.first_miss import FirstMiss
-from cacheblend_rag.engines.known_chunks import Item, KnownChunks, whole_documents
+from cacheblend_rag.engines.known_chunks import EMPTY, Item, KnownChunks, whole_documents
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
 from cacheblend_rag.engines.sampling import SamplingParams
@@ -48,6 +48,7 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import (
     BlendReport,
     FillReport,
@@ -72,8 +73,9 @@ logger = logging.getLogger(__name__)
 Hints = Sequence[Chunk | str]
 """Chunks, or ids of documents, that a prompt is known to hold."""
 
-FORGOTTEN = "forgotten meanwhile"
+FORGOTTEN = Reason(ReasonCode.FORGOTTEN, "forgotten meanwhile")
 """Of chunks whose KV was dropped again, as another writer no longer has them."""
+TOO_LONG = Reason(ReasonCode.TOO_LONG, "longer than the context window")
 UNSUPPORTED: Final = "unsupported model"
 
 
@@ -188,7 +190,7 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def blend_refusal(self) -> str | None:
+    def blend_refusal(self) -> Reason | None:
         """Why nothing is blended: every request is then served by ordinary prefill. Or None."""
 
     @property
@@ -347,7 +349,7 @@ class Engine(ABC):
         return tally.report(time.perf_counter() - started, replaced)
 
     def _work_on(
-        self, chunks: Iterable[Chunk], refusal: str | None, verify: bool
+        self, chunks: Iterable[Chunk], refusal: Reason | None, verify: bool
     ) -> Generator[Stored, None, None]:
         """Store chunks; yields what became of them, a few at a time."""
         plans, done = self._admitted(chunks, refusal)
@@ -361,11 +363,11 @@ class Engine(ABC):
             yield from self._store(plans)
 
     def _admitted(
-        self, chunks: Iterable[Chunk], refusal: str | None
+        self, chunks: Iterable[Chunk], refusal: Reason | None
     ) -> tuple[list[ChunkPlan], Stored]:
         """Return the distinct chunks that can be stored, and what became of the others."""
         plans: dict[KVKey, ChunkPlan] = {}
-        refused: Counter[str] = Counter()
+        refused: Counter[Reason] = Counter()
         admitted = 0
         for chunk in chunks:
             plan = self._led.resolve(chunk)
@@ -376,12 +378,12 @@ class Engine(ABC):
                 admitted += 1
         return list(plans.values()), Stored(skipped=admitted - len(plans), refused=refused)
 
-    def _unfit(self, plan: ChunkPlan) -> str | None:
+    def _unfit(self, plan: ChunkPlan) -> Reason | None:
         """Say why a chunk cannot be computed, or None."""
         if not plan.token_ids:
-            return "empty text"
+            return EMPTY
         behind = plan.context if self._led.name == "document" else ()
-        return None if self._fits(plan, behind) else "longer than the context window"
+        return None if self._fits(plan, behind) else TOO_LONG
 
     def _fits(self, plan: ChunkPlan, behind: tuple[int, ...]) -> bool:
         return len(plan.lead) + len(behind) + len(plan.token_ids) <= self._longest_run
@@ -693,7 +695,7 @@ class Engine(ABC):
         yield from self._store(plans)
 
     @abstractmethod
-    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         """Read the stored KV of keys through: what is damaged is not stored any more.
 
         Returns the keys whose KV stays stored though it cannot be read, with the reason.
@@ -723,11 +725,12 @@ class Engine(ABC):
         """Return the keys of all KV that is stored under this engine's fingerprint."""
         raise ConfigError(f"a {self.name} engine does not tell which chunks it stores")
 
-    def _storing_refusal(self) -> str | None:
+    def _storing_refusal(self) -> Reason | None:
         """Say why no chunk's KV can be stored now, or None."""
         if self.read_only:
             return READ_ONLY
-        return None if self.blend_refusal is None else UNSUPPORTED
+        refusal = self.blend_refusal
+        return None if refusal is None else Reason(refusal.code, UNSUPPORTED)
 
     def _refresh(self) -> None:  # noqa: B027 - most engines' models stay what they are
         """Take note of what has changed of the model: called before chunks are named by keys."""

@@ -21,11 +21,16 @@ from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LaidChunk, LostChun
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.settings import AUTO, BlendConfig
 
-CONTEXT_KEPT = "nothing to recompute: the chunks know their own documents"
+CONTEXT_KEPT = Reason(
+    ReasonCode.CONTEXT_KEPT, "nothing to recompute: the chunks know their own documents"
+)
 """Of a blend whose every chunk is contextual: fresh KV would forget its document."""
+FASTER_WITHOUT = Reason(ReasonCode.SLOW, "ordinary prefill is faster")
+"""Of a prompt of which another rank decided to load nothing."""
 
 
 @dataclass
@@ -44,8 +49,8 @@ class FusedPrompt:
     chunks: list[ChunkReport]
     compute_share: float
     seconds: dict[str, float]
-    selector_reason: str | None = None
-    ratio_reason: str | None = None
+    selector_reason: Reason | None = None
+    ratio_reason: Reason | None = None
 
     @property
     def blended(self) -> bool:
@@ -57,7 +62,7 @@ class FusedPrompt:
 class NotWorthLoading:
     """A prompt whose chunks are computed sooner than loaded: why, and what to say of them."""
 
-    why: str
+    why: Reason
     chunks: list[ChunkReport]
 
 
@@ -95,7 +100,7 @@ class PromptPass:
         self.watch = Stopwatch(self.stack.geometry.device)
         self._began, self._own_began = time.perf_counter(), self.own_seconds()
         self._work = 0.0
-        self._ratio_reason: str | None = None
+        self._ratio_reason: Reason | None = None
 
     def steps(self) -> Steps[FusedPrompt | NotWorthLoading]:
         """Load, select, recompute: yields after each chunk, then after each block of rows.
@@ -123,7 +128,7 @@ class PromptPass:
                 self._measure(done)
                 return done
 
-    def _decide(self, laying: ChunkLoader) -> str | None:
+    def _decide(self, laying: ChunkLoader) -> Reason | None:
         """Choose by measured speeds what to load and recompute; why nothing is to be loaded, if so.
 
         The first rank decides for all.
@@ -142,7 +147,7 @@ class PromptPass:
             self.config = self.config.with_ratio(ratio)
         self._ratio_reason = decided.why
         laying.leave_out([chunk for chunk, keep in zip(found, kept, strict=True) if not keep])
-        return None if any(kept) else decided.why or "ordinary prefill is faster"
+        return None if any(kept) else decided.why or FASTER_WITHOUT
 
     def _measure(self, done: FusedPrompt) -> None:
         """Note what reading and computing took; others' turns are spread over all of the pass."""
@@ -237,7 +242,7 @@ class PromptPass:
 
     def _workable(
         self, schedule: Schedule, candidates: Candidates, has_prior: bool
-    ) -> tuple[Schedule, str, str | None]:
+    ) -> tuple[Schedule, str, Reason | None]:
         """Replace a schedule that this prompt gives nothing to go by.
 
         Returns it with its selector's name, and why that is not the config's, if so.
@@ -250,7 +255,8 @@ class PromptPass:
         if schedule.selector.needs_prior and not has_prior:
             fallback = replace(self.config, selector="chunk_head", selector_options={})
             planned = plan_schedule(fallback, self.stack.geometry.layers)
-            return planned, fallback.selector, f"no prior stored for {name}"
+            why = Reason(ReasonCode.NO_PRIOR, f"no prior stored for {name}")
+            return planned, fallback.selector, why
         return schedule, name, None
 
     def _probe(self, laying: ChunkLoader, candidates: Candidates) -> Steps[Tensor]:

@@ -94,7 +94,7 @@ class ToyEngine(Engine):
                 self._kv[plan.key] = _computed(plan.token_ids)
                 yield Stored(computed=1, computed_tokens=len(plan.token_ids))
 
-    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Any]:
         return {}  # a number is never damaged
 
     def _prefetch(self, keys: Sequence[KVKey]) -> None:

@@ -23,6 +23,7 @@ from cacheblend_rag.memory import NO_ROOM
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.controller import Controller
 from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.policy import UNREADABLE
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass, absent
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
@@ -105,7 +106,7 @@ def blended_prefill(
     logits = stack.logits(cast(Tensor, done.hidden))
     work.watch.lap("first_token")
     report = PrefillReport(
-        reason=None if done.blended else "no stored chunk could be read",
+        reason=None if done.blended else UNREADABLE,
         selector=done.selector,
         selector_reason=done.selector_reason,
         ratio_reason=done.ratio_reason,

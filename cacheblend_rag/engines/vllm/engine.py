@@ -46,6 +46,7 @@ from cacheblend_rag.kv.store import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.settings import BlendConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
@@ -67,7 +68,7 @@ class _Sent:
 
     request: VLLMRequest
     placed: tuple[PlacedChunk, ...] = ()
-    reason: str | None = None
+    reason: Reason | None = None
     missed: MissReason | None = None
 
 
@@ -158,7 +159,7 @@ class VLLMEngine(Engine):
         return self.transport.context_window
 
     @property
-    def blend_refusal(self) -> str | None:
+    def blend_refusal(self) -> Reason | None:
         """Why vLLM blends nothing, as it said when last asked, or None."""
         return None if self.status.active else self.status.refusal
 
@@ -255,7 +256,7 @@ class VLLMEngine(Engine):
 
     # The store's verbs: jobs that any two tokens carry
 
-    def _storing_refusal(self) -> str | None:
+    def _storing_refusal(self) -> Reason | None:
         """Asked again when vLLM did not blend the last time."""
         if not self.status.active:
             self.status = self._jobs.status = ask_status(self.transport)
@@ -301,7 +302,7 @@ class VLLMEngine(Engine):
             plan if self._fits(plan, plan.context) else replace(plan, context=()) for plan in plans
         )
 
-    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         return self.transport.run(self._jobs.verify(keys))
 
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
@@ -396,7 +397,7 @@ def _missed(sent: _Sent, result: Result | None) -> tuple[ChunkReport, ...]:
     return (result.chunks or ()) if isinstance(result, Declined) else ()
 
 
-def _reason(sent: _Sent, finish_reason: FinishReason, result: Result | None) -> str:
+def _reason(sent: _Sent, finish_reason: FinishReason, result: Result | None) -> Reason:
     """Say why nothing was reused."""
     if sent.reason:
         return sent.reason
@@ -406,7 +407,7 @@ def _reason(sent: _Sent, finish_reason: FinishReason, result: Result | None) -> 
         case BlendResult():
             return NOT_STORED
         case _ if finish_reason == "cancelled":
-            return "cancelled before it was told"
+            return Reason(ReasonCode.CANCELLED, "cancelled before it was told")
         case _:
             return NO_CONNECTOR
 

@@ -204,8 +204,11 @@ def test_a_late_report_is_asked_for(canned: CannedServer, connect: Open) -> None
     ("said", "reason"),
     [
         (None, NO_CONNECTOR),
-        ({"reason": "LoRA requests are not blended"}, "LoRA requests are not blended"),
-        ({"error": "blending failed: KeyError"}, "blending failed: KeyError"),
+        (
+            {"reason": ["unsupported_request", "LoRA requests are not blended"]},
+            "LoRA requests are not blended",
+        ),
+        ({"error": ["failed", "blending failed: KeyError"]}, "blending failed: KeyError"),
         ({"chunks": [{**HIT, "hit": False, "tier": None}]}, "no chunk of the prompt is stored"),
     ],
 )
@@ -222,7 +225,7 @@ def test_a_prefill_that_was_not_blended_says_why(
 
 def test_a_report_that_the_server_lost_is_told(canned: CannedServer, connect: Open) -> None:
     engine = connect()
-    canned.reports = {"reason": "no such report"}
+    canned.reports = {"reason": ["no_answer", "no such report"]}
     streamed = list(engine.stream(PROMPT, FOUR))[-1].generation
     assert streamed is not None
     assert streamed.report.reason == "no such report"

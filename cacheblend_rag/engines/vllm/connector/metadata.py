@@ -18,8 +18,9 @@ from cacheblend_rag.engines.vllm.protocol import (
     ReleaseResult,
     Result,
 )
+from cacheblend_rag.reason import Reason, ReasonCode
 
-RANK_FAILED = Failed("blending failed on another rank")
+RANK_FAILED = Failed(Reason(ReasonCode.FAILED, "blending failed on another rank"))
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.reason import Reason, ReasonCode
 
-NO_CONNECTOR = (
-    "the server runs vLLM without the CacheBlend connector: start it with `cacheblend-rag serve`"
+NO_CONNECTOR = Reason(
+    ReasonCode.NO_CONNECTOR,
+    "the server runs vLLM without the CacheBlend connector: start it with `cacheblend-rag serve`",
 )
 
 
@@ -33,7 +35,7 @@ class ConnectorStatus:
     """
 
     active: bool
-    refusal: str = ""
+    refusal: Reason | None = None
     identity: str = ""
     vllm: str = ""
     cacheblend_rag: str = ""
