@@ -68,12 +68,7 @@ class ReasonCode(StrEnum):
 
 
 class Reason(str):
-    """A sentence with its code; a string in all that strings are used for.
-
-    Args:
-        code: what it comes down to.
-        sentence: what a person reads.
-    """
+    """A sentence with its ``code``: a string in all that strings are used for."""
 
     __slots__ = ("code",)
     code: ReasonCode

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from cacheblend_rag.reason import Reason, ReasonCode, count_codes
+from cacheblend_rag.trace import Trace
 
 MissReason = Literal[
     "unknown",  # the chunk was given as such, but never registered
@@ -120,12 +121,41 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True)
+class PhaseStarts:
+    """When each phase began, in seconds since the request began; None where it had none.
+
+    A phase that took place several times, as loading does beside other work, has the start of the
+    first time. Names are those of PhaseSeconds.
+
+    Args:
+        prepare: always 0, since a request begins with it.
+        load: its first wait for stored KV.
+        selection: the first probe or scoring.
+        recompute: the first work towards a layer.
+        first_token: the work behind the last layer.
+        decode: the work on the second token.
+    """
+
+    prepare: float = 0.0
+    load: float | None = None
+    selection: float | None = None
+    recompute: float | None = None
+    first_token: float | None = None
+    decode: float | None = None
+
+    @classmethod
+    def of(cls, readings: Mapping[str, float], began: float) -> PhaseStarts:
+        """Return them of readings of one clock by phase, of which ``began`` is the request's."""
+        return cls(**{phase: max(0.0, at - began) for phase, at in readings.items()})
+
+
+@dataclass(frozen=True)
 class PrefillReport:
     """How a prompt's KV came to be.
 
     reason: why nothing was reused, None when something was. chunks: of the prompt, in order.
-    seconds: by phase, as PhaseSeconds names them. was_run: False when it was given up before.
-    The others are as in BlendReport.
+    seconds: by phase, as PhaseSeconds names them. starts: readings of ``time.perf_counter`` when
+    phases began. was_run: False when it was given up before. The others are as in BlendReport.
     """
 
     reason: Reason | None = None
@@ -137,6 +167,8 @@ class PrefillReport:
     chunks: Sequence[ChunkReport] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     was_run: bool = True
+    starts: Mapping[str, float] = field(default_factory=dict)
+    trace: Trace | None = None
 
     @property
     def blended(self) -> bool:
@@ -174,6 +206,10 @@ class BlendReport:
         selector_reason: why ``selector`` is not the rule that was asked for, None where it is.
         ratio_reason: what was chosen by measured speeds, and why: the ratio where that is ``auto``,
             chunks that are computed sooner than loaded. None where there was nothing to choose.
+        request_id: 16 hex digits, drawn for each request; also in vLLM's own name of it.
+        starts: when each phase began.
+        trace: which tokens were chosen, by which scores; None unless ``BlendConfig(trace=True)``
+            asked for it and the prompt was blended.
 
     Raises:
         TypeError: when a reason is a sentence without a code.
@@ -194,6 +230,9 @@ class BlendReport:
     chunks: tuple[ChunkReport, ...] = ()
     selector_reason: Reason | None = None
     ratio_reason: Reason | None = None
+    request_id: str = ""
+    starts: PhaseStarts = field(default_factory=PhaseStarts)
+    trace: Trace | None = None
 
     def __post_init__(self) -> None:
         for name in REASONS:

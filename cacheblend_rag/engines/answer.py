@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -64,7 +66,8 @@ class Request:
             for the rest, ``max_tokens`` within the context window.
         config: how its chunks' KV is fused. full: ordinary prefill was asked for.
         cache_salt: see ``Engine.generate_full``. streamed: whether pieces are wanted as they come.
-        cancel: is set to stop the work.
+        cancel: is set to stop the work. request_id: names it in its report and in vLLM's logs.
+        made_at: a reading of ``time.perf_counter`` once it was prepared.
     """
 
     prepared: PreparedPrompt
@@ -74,3 +77,5 @@ class Request:
     cache_salt: str | None = None
     streamed: bool = False
     cancel: Cancellation = field(default_factory=Cancellation)
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    made_at: float = field(default_factory=time.perf_counter)

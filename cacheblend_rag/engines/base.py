@@ -53,6 +53,7 @@ from cacheblend_rag.report import (
     BlendReport,
     FillReport,
     PhaseSeconds,
+    PhaseStarts,
     PrecomputeReport,
     PrefillReport,
     reused_and_recomputed,
@@ -778,6 +779,9 @@ class Engine(ABC):
                 compute_share=prefill.compute_share,
                 seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),
                 chunks=(*chunks, *prepared.unmatched),
+                request_id=request.request_id,
+                starts=PhaseStarts.of(prefill.starts, request.made_at - prepared.seconds),
+                trace=prefill.trace,
             ),
             sampling=request.sampling,
         )

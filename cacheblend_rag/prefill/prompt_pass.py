@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, Schedule, plan_schedule
+from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import Attention, Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
@@ -21,9 +22,11 @@ from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LaidChunk, LostChun
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
+from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.settings import AUTO, BlendConfig
+from cacheblend_rag.trace import Trace
 
 CONTEXT_KEPT = Reason(
     ReasonCode.CONTEXT_KEPT, "nothing to recompute: the chunks know their own documents"
@@ -40,6 +43,7 @@ class FusedPrompt:
     hidden: the last token's final hidden state (1, 1, hidden), None when it was not asked for.
     selector: the rule that chose rows. selector_reason: why not the one of the config, if so.
     seconds: by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds.
+    trace: what was chosen by which scores, where the config asks for it.
     """
 
     fused: FusedKV
@@ -51,6 +55,7 @@ class FusedPrompt:
     seconds: dict[str, float]
     selector_reason: Reason | None = None
     ratio_reason: Reason | None = None
+    trace: Trace | None = None
 
     @property
     def blended(self) -> bool:
@@ -78,7 +83,8 @@ class PromptPass:
     attention: see BlendPass. on_layer: called with each layer whose KV is final. on_restart: called
     before the pass starts anew, since a chunk was lost on its way. controller: decides by measured
     speeds what is loaded; without one everything is. own_seconds: a clock that stands still while
-    others have their turn between the steps: what the pass takes is measured by it.
+    others have their turn between the steps: what the pass takes is measured by it. observer: sees
+    what the pass does, from its start again where a chunk was lost on its way.
     """
 
     stack: DecoderStack
@@ -94,6 +100,7 @@ class PromptPass:
     on_restart: Callable[[], None] | None = None
     controller: Controller | None = None
     own_seconds: Callable[[], float] = time.perf_counter
+    observer: Observer | None = None
     watch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,6 +183,7 @@ class PromptPass:
         if schedule.selector.needs_question and schedule.before:
             candidates.question_attention = yield from self._probe(laying, candidates)
             self._charge(laying, "selection")
+        recorder = TraceRecorder(candidates.cached.numpy()) if self.config.trace else None
         run = BlendPass(
             self.stack,
             self.token_ids[: self.until],
@@ -186,13 +194,15 @@ class PromptPass:
             attention=self.attention,
             before_layer=laying.lay,
             on_layer=self.on_layer,
+            observers=[one for one in (recorder, self.observer) if one is not None],
         )
         try:
             yield from run.steps()
         finally:
             self._work += run.stats.work
         self._charge(laying, "recompute")
-        self.watch.move(run.stats.selection_seconds, "recompute", "selection")
+        began = run.stats.selection_began
+        self.watch.move(run.stats.selection_seconds, "recompute", "selection", began)
         run.stats.work = self._work
         return FusedPrompt(
             fused=laying.fused,
@@ -204,6 +214,7 @@ class PromptPass:
             seconds=self.watch.seconds,
             selector_reason=selector_reason,
             ratio_reason=self._ratio_reason,
+            trace=None if recorder is None else recorder.trace(),
         )
 
     def _reports(self, laying: ChunkLoader) -> list[ChunkReport]:

@@ -220,6 +220,8 @@ class BlendConfig(Settings):
         cost_model: compute a chunk, or the whole prompt, where that is measured to be sooner than
             loading and blending. Off: what is stored is blended however long that takes, so that
             comparisons of quality and benchmarks do not turn on how busy the machine is.
+        trace: put into the report which tokens were chosen, by which scores. It costs a little: an
+            accelerator is read back from, and vLLM computes such a request anew each time.
         lead_in, document_window, split_special_tokens: an engine's, not a request's: they live in
             LeadInConfig now. An engine that is opened with them takes them over and says so.
 
@@ -236,6 +238,7 @@ class BlendConfig(Settings):
     protect_context: bool = True
     cost_model: bool = True
     ratio_bounds: tuple[float, float] = RATIO_BOUNDS
+    trace: bool = False
     lead_in: LeadInKind | None = None
     document_window: int | None = None
     split_special_tokens: bool | None = None
@@ -255,6 +258,7 @@ class BlendConfig(Settings):
         _check_int("min_tokens", self.min_tokens, 0)
         _check_flag("protect_context", self.protect_context)
         _check_flag("cost_model", self.cost_model)
+        _check_flag("trace", self.trace)
         self.lead_in_config()
 
     def _check_ratios(self) -> None:

@@ -379,7 +379,7 @@ class TransformersEngine(Engine):
 
     def _tokens(self, request: Request, prefilled: Prefilled) -> Iterator[int]:
         """Draw at most max_tokens tokens, each decoded from the one before it."""
-        watch = Stopwatch(prefilled.logits.device, prefilled.seconds)
+        watch = Stopwatch(prefilled.logits.device, prefilled.seconds, prefilled.starts)
         sampler = Sampler(request.sampling, prefilled.logits.device)
         token_ids, logits = list(request.prepared.token_ids), prefilled.logits
         for index in range(request.sampling.max_tokens):

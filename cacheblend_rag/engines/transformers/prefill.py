@@ -35,13 +35,14 @@ class Prefilled:
     """A prompt's KV and what is known about how it came to be.
 
     cache: None where the model keeps nothing. logits: (1, vocabulary) float32 of the first new
-    token. seconds: by phase, those of ``report``, to which decoding adds its own.
+    token. seconds, starts: by phase, those of ``report``, to which decoding adds its own.
     """
 
     cache: Cache | None
     logits: Tensor
     report: PrefillReport
     seconds: dict[str, float]
+    starts: dict[str, float]
 
 
 def ordinary_prefill(
@@ -52,7 +53,8 @@ def ordinary_prefill(
     cache, logits = ordinary.prefill(token_ids, reserve)
     watch.lap("recompute")
     yield
-    return Prefilled(cache, logits, replace(report, seconds=watch.seconds), watch.seconds)
+    report = replace(report, seconds=watch.seconds, starts=watch.starts)
+    return Prefilled(cache, logits, report, watch.seconds, watch.starts)
 
 
 class PromptChunks:
@@ -114,6 +116,8 @@ def blended_prefill(
         compute_share=done.compute_share,
         chunks=done.chunks,
         seconds=done.seconds,
+        starts=work.watch.starts,
+        trace=done.trace,
     )
     cache = FusedCache(done.fused, ids.numel(), stack.windows)
-    return Prefilled(cache, logits, report, done.seconds)
+    return Prefilled(cache, logits, report, done.seconds, work.watch.starts)

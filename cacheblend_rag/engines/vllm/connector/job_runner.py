@@ -139,13 +139,15 @@ class JobRunner:
 
     def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
         started = time.perf_counter()
+        handed_over = started - max(0.0, time.time() - allotted.arrived)
         placed = self._placed(allotted)
         if refusal := self._too_little(placed, allotted.job.config.min_tokens):
             return refusal
         checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
         if lack := self._lack_of_room(len(allotted.tokens), checks=bool(checks)):
             return _declined(lack, placed)
-        done = yield from self._pass(allotted, placed, source).steps()
+        work = self._pass(allotted, placed, source)
+        done = yield from work.steps()
         if isinstance(done, NotWorthLoading):
             return Declined(done.why, tuple(done.chunks))
         return BlendResult(
@@ -157,6 +159,8 @@ class JobRunner:
             wall_seconds=time.perf_counter() - started,
             selector_reason=done.selector_reason,
             ratio_reason=done.ratio_reason,
+            starts={phase: at - handed_over for phase, at in work.watch.starts.items()},
+            trace=done.trace,
         )
 
     def _pass(

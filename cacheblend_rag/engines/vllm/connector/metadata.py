@@ -29,7 +29,7 @@ class Allotted:
 
     tokens: the whole prompt. first, until: its tokens [first, until) are to be provided; those
     before stand in the cache already. block_ids: the request's blocks. wait: it is needed in this
-    step.
+    step. arrived: when vLLM was handed the request, in seconds of ``time.time``.
     """
 
     request_id: str
@@ -39,6 +39,7 @@ class Allotted:
     until: int
     block_ids: tuple[int, ...]
     wait: bool = False
+    arrived: float = 0.0
 
     def blocks(self, size: int) -> tuple[int, ...]:
         """Return the blocks, of ``size`` tokens each, that are to be filled."""

@@ -6,7 +6,7 @@ results back with the requests' last outputs, or when they are asked for.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ CARRIER_TOKENS = 2
 """Tokens after which a request ends that was sent for its job only; results may take as many."""
 KEPT_REPORTS = 1024
 """Results kept for ``report`` jobs, and as many for repeats of a blend."""
+KEPT_TRACES = 16
+"""Kept results that have a trace: it takes much more memory than the rest of a result."""
 PREFIX_CACHE = "prefix cache"
 CACHED = Reason(ReasonCode.PREFIX_CACHED, "vLLM's prefix cache holds this prompt already")
 
@@ -83,6 +85,7 @@ class ConnectorScheduler:
         self.reports: OrderedDict[str, Result] = OrderedDict()
         self._model, self._refusal, self._step_tokens = model, refusal, step_tokens
         self._blended: OrderedDict[str, BlendResult] = OrderedDict()
+        self._traced: deque[str] = deque()
         self._stats = BlendStats()
         self._promised = 0
         self._new: list[Allotted] = []
@@ -142,6 +145,7 @@ class ConnectorScheduler:
                 until=pending.tokens,
                 block_ids=tuple(blocks.get_block_ids()[0]),
                 wait=not self._may_wait(pending.job),
+                arrived=request.arrival_time,
             )
         )
 
@@ -190,9 +194,20 @@ class ConnectorScheduler:
         if pending.blends and result != CANCELLED:
             self._stats.record(result)
         if pending.work and isinstance(result, BlendResult):
-            _keep(self._blended, pending.work, result)
+            _keep(self._blended, pending.work, replace(result, trace=None))
         if pending.report_id:
             _keep(self.reports, pending.report_id, result)
+            if isinstance(result, BlendResult) and result.trace is not None:
+                self._note_traced(pending.report_id)
+
+    def _note_traced(self, report_id: str) -> None:
+        """Note that a kept report has a trace, and drop the oldest trace when there are many."""
+        self._traced.append(report_id)
+        if len(self._traced) > KEPT_TRACES:
+            oldest = self._traced.popleft()
+            kept = self.reports.get(oldest)
+            if isinstance(kept, BlendResult):
+                self.reports[oldest] = replace(kept, trace=None)
 
     def take_stats(self) -> BlendStats | None:
         """Return what was counted since the last call."""
@@ -220,6 +235,7 @@ def _repeated(result: BlendResult) -> BlendResult:
         result,
         compute_share=0.0,
         seconds={},
+        starts={},
         work_seconds=0.0,
         wall_seconds=0.0,
         chunks=tuple(_cached(chunk) for chunk in result.chunks),

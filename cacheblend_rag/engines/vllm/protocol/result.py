@@ -17,6 +17,7 @@ from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, ConnectorStatus
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.trace import Trace
 
 T = TypeVar("T")
 
@@ -25,8 +26,10 @@ T = TypeVar("T")
 class BlendResult:
     """What a blend did; the fields are those of BlendReport and FusedPrompt.
 
-    seconds: of the pass, by phase. work_seconds: that the worker spent on the job, wall_seconds:
-    from the job's begin to its end, others' steps in between included.
+    seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM was handed the
+    request. trace: of what was chosen, where the job asks for it. work_seconds: that the worker
+    spent on the job, wall_seconds: from the job's begin to its end, others' steps in between
+    included.
     """
 
     chunks: tuple[ChunkReport, ...]
@@ -38,6 +41,8 @@ class BlendResult:
     selector_reason: Reason | None = None
     work_seconds: float | None = None
     ratio_reason: Reason | None = None
+    starts: Mapping[str, float] = field(default_factory=dict)
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,8 @@ _TOLD_BY: Mapping[str, type[Any]] = {
 
 def params_of(result: Result) -> dict[str, Any]:
     """Return plain JSON values for ``kv_transfer_params``."""
-    hints, told = _hints(type(result)), asdict(result)
+    hints = _hints(type(result))  # type: ignore[arg-type]  # a class is hashable
+    told = asdict(result)
     plain = {name: _plain(told[name], hints[name]) for name in told if told[name] is not None}
     return {PARAMETER: plain}
 
@@ -163,7 +169,9 @@ def _plain(value: Any, hint: Any) -> Any:
         if key is Reason:
             return [[*_plain(reason, key), count] for reason, count in value.items()]
         return {name: _plain(one, inner) for name, one in value.items()}
-    return list(value) if isinstance(value, tuple) else value
+    if isinstance(value, dict):  # of a dataclass
+        return {name: _plain(one, None) for name, one in value.items()}
+    return [_plain(one, None) for one in value] if isinstance(value, tuple) else value
 
 
 def result_of(params: Mapping[str, Any] | None) -> Result | None:

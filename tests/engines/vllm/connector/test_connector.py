@@ -14,7 +14,7 @@ from cacheblend_rag import BlendConfig, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm import protocol
 from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, COUNTERS_BY_REASON, PREFIX
-from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS
+from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS, KEPT_TRACES
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
 from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
@@ -181,6 +181,22 @@ def test_only_so_many_reports_are_kept(core: InProcessEngine) -> None:
     assert len(connector.reports) == KEPT_REPORTS
     assert REPORT_ID not in connector.reports
     assert protocol.params_of(connector.reports["f" * 32]) == {PARAMETER: told}
+
+
+def test_only_so_many_traces_are_kept(core: InProcessEngine) -> None:
+    connector = core.scheduler_connector
+    connector.reports.clear()
+    config = core.config.with_changes(trace=True)
+    first = asked(core, "w11", report_id=REPORT_ID, config=config)
+    told = params_of(core, first)
+    assert len(told["trace"]["rows"]) > 1
+    kept = connector.reports[REPORT_ID]
+    for index in range(KEPT_TRACES):
+        connector.reports[f"{index:032x}"] = kept
+        connector._note_traced(f"{index:032x}")
+    assert params_of(core, report_order(REPORT_ID)).items() <= told.items()
+    assert connector.reports[f"{0:032x}"].trace is not None
+    connector.reports[REPORT_ID] = kept
 
 
 def counted() -> dict[str, float]:
