@@ -41,7 +41,7 @@ class BlendStats(KVConnectorStats):
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
         self.reset()
         for name, value in (data or {}).items():
-            self._add(name, value)
+            _add(self.data, name, value)
 
     def record(self, result: Result) -> None:
         """Count what came of one request that was to be blended."""
@@ -59,7 +59,7 @@ class BlendStats(KVConnectorStats):
             "fallbacks": {} if hits else {_fallback_code(result): 1},
         }
         for name, value in counted.items():
-            self._add(name, value)
+            _add(self.data, name, value)
 
     def reset(self) -> None:
         """Count from zero again."""
@@ -71,7 +71,7 @@ class BlendStats(KVConnectorStats):
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Add what another part has counted."""
         for name, value in other.data.items():
-            self._add(name, value)
+            _add(self.data, name, value)
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -86,13 +86,15 @@ class BlendStats(KVConnectorStats):
         """Whether nothing was counted."""
         return not any(self.data.values())
 
-    def _add(self, name: str, value: Any) -> None:
-        if name not in COUNTERS_BY_REASON:
-            self.data[name] += value
-            return
-        counts = self.data[name]
-        for code, count in value.items():
-            counts[str(code)] = counts.get(str(code), 0) + count
+
+def _add(data: dict[str, Any], name: str, value: Any) -> None:
+    """Add to what was counted under a name; what is counted by reason, code by code."""
+    if name not in COUNTERS_BY_REASON:
+        data[name] += value
+        return
+    counts = data[name]
+    for code, count in value.items():
+        counts[str(code)] = counts.get(str(code), 0) + count
 
 
 def _fallback_code(result: Result) -> ReasonCode:
