@@ -144,7 +144,7 @@ class VLLMEngine(Engine):
     @property
     def blend_refusal(self) -> Reason | None:
         """Why vLLM blends nothing, as it said when last asked, or None."""
-        return None if self.status.active else self.status.refusal
+        return self.status.problem
 
     @property
     def model_sampling(self) -> ModelSampling:

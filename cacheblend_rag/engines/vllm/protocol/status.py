@@ -12,6 +12,8 @@ NO_CONNECTOR = Reason(
     "the server runs vLLM without the CacheBlend connector: start it with `cacheblend-rag serve`",
 )
 
+NO_REFUSAL = Reason(ReasonCode.NO_ANSWER, "the connector does not say why it blends nothing")
+
 
 @dataclass(frozen=True)
 class StoredKV:
@@ -49,6 +51,11 @@ class ConnectorStatus:
     read_only: bool = False
     store: StoredKV = field(default_factory=StoredKV)
     sampling: ModelSampling | None = None
+
+    @property
+    def problem(self) -> Reason | None:
+        """Why nothing is blended; None where it is."""
+        return None if self.active else self.refusal or NO_REFUSAL
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

@@ -248,6 +248,15 @@ def test_no_value_is_too_odd(name: str) -> None:
         assert result_of({"cacheblend": {name: value}}) is not None
 
 
+def test_a_status_that_blends_nothing_always_has_a_problem() -> None:
+    assert STATUS.problem is None
+    assert RESULTS[-1].problem == "learned positions"  # type: ignore[union-attr]
+    told = result_of({"cacheblend": {"active": False}})
+    assert isinstance(told, ConnectorStatus)
+    assert told.problem is not None
+    assert told.problem.code is ReasonCode.NO_ANSWER
+
+
 def test_a_status_that_did_not_come_says_what_came() -> None:
     assert status_of(sent(STATUS)) == STATUS
     lack = Reason(ReasonCode.NO_ROOM, "no memory")
