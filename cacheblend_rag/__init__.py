@@ -25,6 +25,7 @@ from cacheblend_rag.errors import (
     StoreError,
     UnsupportedModelError,
 )
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.settings.options import Arguments, names_of
 from cacheblend_rag.text.chunk import BOUNDARY_KEY, Chunk, Document, read_boundary, read_hints
 from cacheblend_rag.text.prompt import BlendPrompt, Segment
@@ -110,6 +111,8 @@ __all__ = [
     "PrecomputeReport",
     "PreparedPrompt",
     "PromptError",
+    "Reason",
+    "ReasonCode",
     "SamplingParams",
     "Segment",
     "SharedChunkRegistry",

@@ -1,5 +1,9 @@
 """Every error this package raises on purpose; its message names cause and fix in one line."""
 
+from __future__ import annotations
+
+from cacheblend_rag.reason import Reason, ReasonCode
+
 
 class CacheBlendError(Exception):
     """Base class of all errors raised by cacheblend-rag."""
@@ -34,7 +38,16 @@ class EngineUnavailableError(CacheBlendError):
 
 
 class UnsupportedModelError(CacheBlendError):
-    """The model's KV cannot be blended; ordinary prefill still works."""
+    """The model's KV cannot be blended; ordinary prefill still works.
+
+    Args:
+        message: what stands in the way.
+        code: what that comes down to.
+    """
+
+    def __init__(self, message: str, code: ReasonCode = ReasonCode.UNSUPPORTED_LAYERS) -> None:
+        super().__init__(message)
+        self.reason = Reason(code, message)
 
 
 class PromptError(CacheBlendError, ValueError):

@@ -6,6 +6,8 @@ import errno
 import gc
 from typing import Final
 
+from cacheblend_rag.reason import Reason, ReasonCode
+
 NO_ROOM: Final = "no room"
 """What reports say of a prompt, or of a chunk, for which there was no memory."""
 _SIGNS = (
@@ -29,6 +31,11 @@ def lack_of_memory(error: BaseException) -> str | None:
         return line or "out of memory"
     said = str(error).lower() if isinstance(error, RuntimeError) else ""
     return line if any(sign in said for sign in _SIGNS) else None
+
+
+def no_room(lack: str) -> Reason:
+    """Return the reason of a prompt for which there was no memory; lack: one line about it."""
+    return Reason(ReasonCode.NO_ROOM, f"{NO_ROOM}: {lack}")
 
 
 def give_back_unused() -> None:

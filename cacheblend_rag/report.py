@@ -6,6 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from cacheblend_rag.reason import Reason, ReasonCode, count_codes
+from cacheblend_rag.trace import Trace
+
 MissReason = Literal[
     "unknown",  # the chunk was given as such, but never registered
     "not stored",  # registered, but its KV is in no tier
@@ -21,6 +24,28 @@ MissReason = Literal[
     "too short",  # the prompt's reusable tokens are fewer than min_tokens
     "unsupported model",  # this model's KV cannot be blended
 ]
+"""Why a chunk was missed."""
+
+MISS_CODES: Mapping[MissReason, ReasonCode] = {
+    "unknown": ReasonCode.UNKNOWN,
+    "not stored": ReasonCode.NOT_STORED,
+    "not stored, being filled": ReasonCode.BEING_FILLED,
+    "other model": ReasonCode.OTHER_MODEL,
+    "inseparable": ReasonCode.INSEPARABLE,
+    "altered text": ReasonCode.ALTERED_TEXT,
+    "damaged": ReasonCode.DAMAGED,
+    "unsealed": ReasonCode.BAD_SIGNATURE,
+    "store error": ReasonCode.STORE_ERROR,
+    "no room": ReasonCode.NO_ROOM,
+    "slow": ReasonCode.SLOW,
+    "too short": ReasonCode.TOO_SHORT,
+    "unsupported model": ReasonCode.UNSUPPORTED_MODEL,
+}
+
+
+def code_of(reason: MissReason) -> ReasonCode:
+    """Return the code of a chunk's miss; ``other`` for a reason of a newer version."""
+    return MISS_CODES.get(reason, ReasonCode.OTHER)
 
 
 @dataclass(frozen=True)
@@ -50,6 +75,11 @@ class ChunkReport:
     document_id: str | None = None
     recomputed: int = 0
     edge_tokens: int = 0
+
+    @property
+    def reason_code(self) -> ReasonCode | None:
+        """The code of ``reason``, None on a hit."""
+        return None if self.reason is None else code_of(self.reason)
 
 
 def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:
@@ -91,23 +121,54 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True)
+class PhaseStarts:
+    """When each phase began, in seconds since the request began; None where it had none.
+
+    A phase that took place several times, as loading does beside other work, has the start of the
+    first time. Names are those of PhaseSeconds.
+
+    Args:
+        prepare: always 0, since a request begins with it.
+        load: its first wait for stored KV.
+        selection: the first probe or scoring.
+        recompute: the first work towards a layer.
+        first_token: the work behind the last layer.
+        decode: the work on the second token.
+    """
+
+    prepare: float = 0.0
+    load: float | None = None
+    selection: float | None = None
+    recompute: float | None = None
+    first_token: float | None = None
+    decode: float | None = None
+
+    @classmethod
+    def of(cls, readings: Mapping[str, float], began: float) -> PhaseStarts:
+        """Return them of readings of one clock by phase, of which ``began`` is the request's."""
+        return cls(**{phase: max(0.0, at - began) for phase, at in readings.items()})
+
+
+@dataclass(frozen=True)
 class PrefillReport:
     """How a prompt's KV came to be.
 
     reason: why nothing was reused, None when something was. chunks: of the prompt, in order.
-    seconds: by phase, as PhaseSeconds names them. was_run: False when it was given up before.
-    The others are as in BlendReport.
+    seconds: by phase, as PhaseSeconds names them. starts: readings of ``time.perf_counter`` when
+    phases began. was_run: False when it was given up before. The others are as in BlendReport.
     """
 
-    reason: str | None = None
+    reason: Reason | None = None
     selector: str = "none"
-    selector_reason: str | None = None
-    ratio_reason: str | None = None
+    selector_reason: Reason | None = None
+    ratio_reason: Reason | None = None
     ratio: float = 1.0
     compute_share: float = 1.0
     chunks: Sequence[ChunkReport] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     was_run: bool = True
+    starts: Mapping[str, float] = field(default_factory=dict)
+    trace: Trace | None = None
 
     @property
     def blended(self) -> bool:
@@ -115,11 +176,16 @@ class PrefillReport:
         return any(chunk.hit for chunk in self.chunks)
 
 
+REASONS = ("reason", "selector_reason", "ratio_reason")
+"""Fields of a BlendReport that hold a reason or None."""
+
+
 @dataclass(frozen=True)
 class BlendReport:
     """What one request did.
 
-    ``prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens``.
+    ``prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens``. Each reason is a
+    sentence with a ``code``: ``reason_code`` is that of ``reason``.
 
     Args:
         engine: the kind of engine that served it.
@@ -140,11 +206,18 @@ class BlendReport:
         selector_reason: why ``selector`` is not the rule that was asked for, None where it is.
         ratio_reason: what was chosen by measured speeds, and why: the ratio where that is ``auto``,
             chunks that are computed sooner than loaded. None where there was nothing to choose.
+        request_id: 16 hex digits, drawn for each request; also in vLLM's own name of it.
+        starts: when each phase began.
+        trace: which tokens were chosen, by which scores; None unless ``BlendConfig(trace=True)``
+            asked for it and the prompt was blended.
+
+    Raises:
+        TypeError: when a reason is a sentence without a code.
     """
 
     engine: str
     blended: bool
-    reason: str | None
+    reason: Reason | None
     prompt_tokens: int
     reused_tokens: int
     recomputed_tokens: int
@@ -155,14 +228,35 @@ class BlendReport:
     compute_share: float
     seconds: PhaseSeconds
     chunks: tuple[ChunkReport, ...] = ()
-    selector_reason: str | None = None
-    ratio_reason: str | None = None
+    selector_reason: Reason | None = None
+    ratio_reason: Reason | None = None
+    request_id: str = ""
+    starts: PhaseStarts = field(default_factory=PhaseStarts)
+    trace: Trace | None = None
+
+    def __post_init__(self) -> None:
+        for name in REASONS:
+            reason = getattr(self, name)
+            if reason is not None and not isinstance(reason, Reason):
+                raise TypeError(f"{name}={reason!r} has no code: make it a Reason")
+
+    @property
+    def reason_code(self) -> ReasonCode | None:
+        """The code of ``reason``, None when something was reused."""
+        return None if self.reason is None else self.reason.code
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values, with ``seconds.time_to_first_token`` added."""
+        """Return plain JSON values; each reason with its code, and the time to first token."""
         plain = asdict(self)
         plain["seconds"]["time_to_first_token"] = self.seconds.time_to_first_token
-        plain["chunks"] = list(plain["chunks"])
+        for name in REASONS:
+            reason: Reason | None = getattr(self, name)
+            plain[name] = None if reason is None else str(reason)
+            plain[f"{name}_code"] = None if reason is None else reason.code.value
+        plain["chunks"] = [
+            {**told, "reason_code": chunk.reason_code}
+            for told, chunk in zip(plain["chunks"], self.chunks, strict=True)
+        ]
         return plain
 
 
@@ -188,10 +282,15 @@ class PrecomputeReport:
     skipped: int = 0
     computed_tokens: int = 0
     seconds: float = 0.0
-    refused: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[Reason, int] = field(default_factory=dict)
     replaced: int = 0
     registered: int = 0
-    failed: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[Reason, int] = field(default_factory=dict)
+
+    @property
+    def refused_codes(self) -> dict[ReasonCode, int]:
+        """How many chunks were not stored, by the code of the reason."""
+        return count_codes(self.refused)
 
 
 @dataclass(frozen=True)
@@ -213,5 +312,10 @@ class FillReport:
     skipped: int = 0
     computed_tokens: int = 0
     seconds: float = 0.0
-    refused: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[Reason, int] = field(default_factory=dict)
     dropped: int = 0
+
+    @property
+    def refused_codes(self) -> dict[ReasonCode, int]:
+        """How many chunks were not stored, by the code of the reason."""
+        return count_codes(self.refused)

@@ -7,7 +7,7 @@ rows that may be chosen before layer 0, so that no layer computes all tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,13 @@ from torch import Tensor
 from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.observer import Observer, Selection
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.schedule import Schedule, row_count, top_rows
 from cacheblend_rag.blend.selectors import Evidence
+from cacheblend_rag.blend.selectors.hkvd import deviations_of
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack, probe_layer
 from cacheblend_rag.blend.steps import Steps
-
-Observer = Callable[[AttentionCall, Rows, Tensor], None]
-"""Sees each attention call, its rows, and the layer's fused keys."""
-
 
 Attention = Callable[[AttentionCall, FusedKV, Rows], Tensor]
 """Attention of rows over a layer's fused KV, which holds their fresh KV already; returns
@@ -37,10 +35,12 @@ Attention = Callable[[AttentionCall, FusedKV, Rows], Tensor]
 class PassStats:
     """What a pass did. ``recomputed``: (tokens,) bool, cached tokens that were computed to the end.
 
+    selection_began: a reading of ``time.perf_counter`` before the first scoring, None without one.
     work: floating-point operations spent.
     """
 
     recomputed: Mask
+    selection_began: float | None = None
     selection_seconds: float = 0.0
     work: float = 0.0
 
@@ -101,6 +101,7 @@ class BlendPass:
     last token's hidden state is wanted, or only KV. attention: how rows attend; by default exactly,
     over the fused KV. layers: run only so many of the first layers, for their KV; None is all.
     before_layer: the steps that lay a layer's cached KV in, taken before the layer is run.
+    observers: see what it does; without any, nothing is computed or read back for them.
     on_layer: called with each layer whose KV is final.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
@@ -117,7 +118,7 @@ class BlendPass:
     candidates: Candidates
     schedule: Schedule
     row_block: int | None = None
-    observer: Observer | None = None
+    observers: Sequence[Observer] = ()
     needs_hidden: bool = True
     attention: Attention | None = None
     layers: int | None = None
@@ -148,9 +149,12 @@ class BlendPass:
         for layer in range(last + 1):
             if self.before_layer is not None:
                 yield from self.before_layer(layer)
+            computed = self._rows  # also where a check lets only some of them go on
             if layer in self.schedule.checks:
                 self._check(layer, self.schedule.checks[layer])
             yield from self._finish(layer) if layer == last else self._run(layer)
+            for observer in self.observers:
+                observer.computed(layer, computed)
             if self.on_layer is not None:
                 self.on_layer(layer, self.fused)
             yield
@@ -170,17 +174,30 @@ class BlendPass:
         with _Timer(self.stats, self._device):
             eligible = np.flatnonzero(self._eligible & ~self._always)
             scores = self.schedule.selector.score(self.candidates.evidence(eligible))
-            return self._kept(eligible, scores, self.schedule.before)
+            return self._kept(None, eligible, scores, self.schedule.before)
 
     def _rows_where(self, mask: Mask) -> Rows:
         return Rows.where(mask, self._device)
 
-    def _kept(self, candidates: Positions, scores: Tensor, ratio: float) -> Rows:
+    def _kept(
+        self,
+        layer: int | None,
+        candidates: Positions,
+        scores: Tensor,
+        ratio: float,
+        evidence: Evidence | None = None,
+    ) -> Rows:
         """Rows to carry on: those always computed and the best candidates."""
         count = row_count(ratio, int(self._eligible.sum()))
         scores = self.stack.broadcast(scores).cpu()
+        best = candidates[top_rows(scores, count).numpy()]
+        if self.observers:
+            deviations = () if evidence is None else deviations_of(evidence)
+            selection = Selection(layer, candidates, scores, best, *deviations)
+            for observer in self.observers:
+                observer.selected(selection)
         keep = self._always.copy()
-        keep[candidates[top_rows(scores, count).numpy()]] = True
+        keep[best] = True
         return self._rows_where(keep)
 
     def _carry(self, rows: Rows) -> None:
@@ -205,11 +222,14 @@ class BlendPass:
     def _run_block(self, layer: int, block: _Block, hidden: Tensor) -> Tensor:
         def attend(call: AttentionCall) -> Tensor:
             self.fused.write(layer, block.rows, call.key, call.value)
-            if self.observer is not None:
-                self.observer(call, block.rows, self.fused.layer(layer)[0])
+            self._attended(call, block)
             return (self.attention or attend_fused)(call, self.fused, block.rows)
 
         return self.stack.run_layer(layer, hidden, block.position_inputs, attend)
+
+    def _attended(self, call: AttentionCall, block: _Block) -> None:
+        for observer in self.observers:
+            observer.attended(call, block.rows, self.fused.layer(call.layer)[0])
 
     def _check(self, layer: int, ratio: float) -> None:
         """Compare fresh with cached KV, keep all fresh KV of this layer, narrow the rows."""
@@ -228,7 +248,8 @@ class BlendPass:
                 cached_values=cached_values.index_select(1, rows.device),
                 total=lambda part: self.stack.all_reduce(part, "sum"),
             )
-            kept = self._kept(rows.host, self.schedule.selector.score(evidence), ratio)
+            scores = self.schedule.selector.score(evidence)
+            kept = self._kept(layer, rows.host, scores, ratio, evidence)
             self.fused.write(layer, self._rows, keys, values)
             still = self._rows_where(np.isin(here, kept.host, assume_unique=True))
             self.hidden = self.hidden.index_select(1, still.device)
@@ -255,16 +276,15 @@ class BlendPass:
                     yield
                 call = self._probe(layer, block)
                 self.fused.write(layer, block.rows, call.key, call.value)
-                if self.observer is not None:
-                    self.observer(call, block.rows, self.fused.layer(layer)[0])
+                self._attended(call, block)
             self.stats.work += self.stack.costs[layer].probe(len(computed))
         if not self.needs_hidden:
             return
         self.hidden = self.hidden[:, -1:]
-        observer, self.observer = self.observer, None
+        observers, self.observers = self.observers, ()  # which have seen this layer
         self._carry(computed.part(len(computed) - 1, len(computed)))
         yield from self._run(layer)
-        self.observer, self._computed = observer, computed
+        self.observers, self._computed = observers, computed
 
     def _probe(self, layer: int, block: _Block) -> AttentionCall:
         return probe_layer(self.stack, layer, self.hidden[:, block.here], block.position_inputs)
@@ -302,6 +322,8 @@ class _Timer:
     def __enter__(self) -> None:
         synchronize(self.device)
         self.started = time.perf_counter()
+        if self.stats.selection_began is None:
+            self.stats.selection_began = self.started
 
     def __exit__(self, *_: object) -> None:
         self.stats.selection_seconds += time.perf_counter() - self.started

@@ -44,6 +44,7 @@ from cacheblend_rag.blend.stack import (
     probe_layer,
 )
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.reason import ReasonCode
 
 TRIAL_TOKENS = 24
 TRIAL_OFFSET = 1_000
@@ -190,7 +191,8 @@ def find_layouts(
             )
             raise UnsupportedModelError(
                 f"{what}: keys of layer {layer}, moved by {max(offsets)} positions, are not those "
-                "that it computes there"
+                "that it computes there",
+                ReasonCode.UNSUPPORTED_POSITIONS,
             )
         tolerances = [max(by, TURN_STEPS * (cache_step or 0.0)) for by in tolerances]
         moves = [found.move(*table) for table in handed] if found else [None] * len(far)
@@ -248,7 +250,8 @@ def _check_shift(stack: DecoderStack, layer: int, differs: Mapping[int, str | No
         if not all(on_all_ranks(stack, [what is None])):
             raise UnsupportedModelError(
                 f"it depends on absolute positions beyond its rotary embedding: the "
-                f"{what or 'result'} of layer {layer} changes by position {offset}"
+                f"{what or 'result'} of layer {layer} changes by position {offset}",
+                ReasonCode.UNSUPPORTED_POSITIONS,
             )
 
 
@@ -260,7 +263,10 @@ def _check_alike(layouts: Sequence[Layout | None], tables: Sequence[Table | None
         if layout is not None and table is not None
     }
     if len(kinds) > 1:
-        raise UnsupportedModelError("its layers turn different components of their keys")
+        raise UnsupportedModelError(
+            "its layers turn different components of their keys",
+            ReasonCode.UNSUPPORTED_POSITIONS,
+        )
 
 
 def key_traits(stack: DecoderStack, ids: Tensor) -> list[int]:
@@ -290,7 +296,8 @@ def check_embedding(stack: DecoderStack, reference: Reference) -> None:
     alike = found.shape == wanted.shape and close(found, wanted, ulps=EMBEDDING_ULPS)
     if not all(on_all_ranks(stack, [alike])):
         raise UnsupportedModelError(
-            "its first layer gets more than the tokens' embeddings (learned positions?)"
+            "its first layer gets more than the tokens' embeddings (learned positions?)",
+            ReasonCode.UNSUPPORTED_POSITIONS,
         )
 
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import time
+import uuid
 from dataclasses import dataclass, field
 from typing import Literal
 
 from cacheblend_rag.engines.prepare import PreparedPrompt
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PrefillReport
 from cacheblend_rag.settings import BlendConfig
 
 FinishReason = Literal["stop", "length", "cancelled"]
-FULL_PREFILL = "full prefill was asked for"
-CANCELLED = PrefillReport("cancelled", compute_share=0.0, was_run=False)
+FULL_PREFILL = Reason(ReasonCode.FULL_PREFILL_ASKED, "full prefill was asked for")
+CANCELLED = PrefillReport(
+    Reason(ReasonCode.CANCELLED, "cancelled"), compute_share=0.0, was_run=False
+)
 """Of a request that was cancelled before its prefill was done."""
 
 
@@ -61,7 +66,8 @@ class Request:
             for the rest, ``max_tokens`` within the context window.
         config: how its chunks' KV is fused. full: ordinary prefill was asked for.
         cache_salt: see ``Engine.generate_full``. streamed: whether pieces are wanted as they come.
-        cancel: is set to stop the work.
+        cancel: is set to stop the work. request_id: names it in its report and in vLLM's logs.
+        made_at: a reading of ``time.perf_counter`` once it was prepared.
     """
 
     prepared: PreparedPrompt
@@ -71,3 +77,5 @@ class Request:
     cache_salt: str | None = None
     streamed: bool = False
     cancel: Cancellation = field(default_factory=Cancellation)
+    request_id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    made_at: float = field(default_factory=time.perf_counter)

@@ -18,6 +18,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.reason import Reason
 from cacheblend_rag.settings import BlendConfig
 
 UNSUPPORTED: Final = "unsupported model"
@@ -45,7 +46,7 @@ class Backend(ABC):
 
     @property
     @abstractmethod
-    def blend_refusal(self) -> str | None:
+    def blend_refusal(self) -> Reason | None:
         """Why nothing is blended: every request is then served by ordinary prefill. Or None."""
 
     @property
@@ -102,7 +103,7 @@ class Backend(ABC):
         yield from self._store(plans)
 
     @abstractmethod
-    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         """Read the stored KV of keys through: what is damaged is not stored any more.
 
         Returns the keys whose KV stays stored though it cannot be read, with the reason.
@@ -128,11 +129,12 @@ class Backend(ABC):
         """Return the keys of all KV that is stored under this engine's fingerprint."""
         raise ConfigError(f"a {self.name} engine does not tell which chunks it stores")
 
-    def _storing_refusal(self) -> str | None:
+    def _storing_refusal(self) -> Reason | None:
         """Say why no chunk's KV can be stored now, or None."""
         if self.read_only:
             return READ_ONLY
-        return None if self.blend_refusal is None else UNSUPPORTED
+        refusal = self.blend_refusal
+        return None if refusal is None else Reason(refusal.code, UNSUPPORTED)
 
     @abstractmethod
     def _close(self) -> None:

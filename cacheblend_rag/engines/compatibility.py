@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cacheblend_rag.errors import CacheBlendError
+from cacheblend_rag.errors import CacheBlendError, UnsupportedModelError
+from cacheblend_rag.reason import Reason, ReasonCode
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention")
@@ -18,46 +19,58 @@ KEYS_CANNOT_BE_MOVED = "rotary embedding cannot be undone"
 """What the trial says where a model's rotary settings are the reason."""
 
 
-def known_obstacle(whole: Any) -> str | None:
+def known_obstacle(whole: Any) -> Reason | None:
     """Return what in a Hugging Face config is known to stand in the way of blending, or None."""
     config = whole.get_text_config()
     nested = getattr(config, "attn_config", None)
-    obstacles: dict[str, object] = {
-        "encoder-decoders": whole.is_encoder_decoder,
-        "multi-head latent attention (MLA)": getattr(config, "kv_lora_rank", None),
-        "ALiBi positions": config.model_type == "bloom"
-        or any(getattr(part, "alibi", 0) for part in (config, nested)),
-        "layers that share KV": getattr(config, "num_kv_shared_layers", 0),
-        # Some families name here what may see later tokens: "vision" says nothing about text.
-        "bidirectional attention": getattr(config, "use_bidirectional_attention", None)
-        in (True, "all"),
-        "per-layer inputs": getattr(config, "hidden_size_per_layer_input", 0),
+    alibi = any(getattr(part, "alibi", 0) for part in (config, nested))
+    # Some families name here what may see later tokens: "vision" says nothing about text.
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    obstacles: dict[tuple[str, ReasonCode], object] = {
+        ("encoder-decoders", ReasonCode.UNSUPPORTED_MODEL): whole.is_encoder_decoder,
+        ("multi-head latent attention (MLA)", ReasonCode.UNSUPPORTED_ATTENTION): getattr(
+            config, "kv_lora_rank", None
+        ),
+        ("ALiBi positions", ReasonCode.UNSUPPORTED_POSITIONS): config.model_type == "bloom"
+        or alibi,
+        ("layers that share KV", ReasonCode.UNSUPPORTED_ATTENTION): getattr(
+            config, "num_kv_shared_layers", 0
+        ),
+        ("bidirectional attention", ReasonCode.UNSUPPORTED_ATTENTION): both_ways,
+        ("per-layer inputs", ReasonCode.UNSUPPORTED_LAYERS): getattr(
+            config, "hidden_size_per_layer_input", 0
+        ),
     }
-    for name, present in obstacles.items():
+    for (name, code), present in obstacles.items():
         if present:
-            return f"{name} cannot be blended"
+            return Reason(code, f"{name} cannot be blended")
     return _other_layers(config)
 
 
-def _other_layers(config: Any) -> str | None:
+def _other_layers(config: Any) -> Reason | None:
     """Say which types of layers are no attention, in the order in which the layers stand."""
     types = dict.fromkeys(getattr(config, "layer_types", None) or ())
     others = [kind for kind in types if kind not in ATTENTION_TYPES]
     if not others:
         return None
-    return f"layers of type {' and '.join(others)} cannot be blended"
+    return Reason(
+        ReasonCode.UNSUPPORTED_LAYERS, f"layers of type {' and '.join(others)} cannot be blended"
+    )
 
 
-def known_rotary(whole: Any) -> str | None:
+def known_rotary(whole: Any) -> Reason | None:
     """Return which rotary positions of a config are known to change with the prompt, or None."""
     for rope in _rope_parameters(whole.get_text_config()):
         kind = rope.get("rope_type", "default")
         if kind not in ROPE_TYPES:
-            return f"rotary positions of type {kind} cannot be re-rotated"
+            return Reason(
+                ReasonCode.UNSUPPORTED_POSITIONS,
+                f"rotary positions of type {kind} cannot be re-rotated",
+            )
     return None
 
 
-def explained(config: Any, error: Exception, otherwise: str | None = None) -> str:
+def explained(config: Any, error: Exception, otherwise: Reason | None = None) -> Reason:
     """Return why a model failed its trial: what the trial saw, and what is known of such models.
 
     otherwise: what else is known of it, where its config tells nothing.
@@ -66,8 +79,12 @@ def explained(config: Any, error: Exception, otherwise: str | None = None) -> st
     known = known or otherwise
     if not isinstance(error, CacheBlendError):
         seen = f"its layers cannot be driven one by one ({type(error).__name__}: {error})"
-        return known or seen
-    return str(error) if known in {None, str(error)} else f"{known}: {error}"
+        return known or Reason(ReasonCode.UNSUPPORTED_LAYERS, seen)
+    if known is not None:
+        return known if known == str(error) else Reason(known.code, f"{known}: {error}")
+    if isinstance(error, UnsupportedModelError):
+        return error.reason
+    return Reason(ReasonCode.UNSUPPORTED_MODEL, str(error))
 
 
 def _rope_parameters(config: Any) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from weakref import ref
 from tqdm import tqdm
 
 from cacheblend_rag.engines.backend import Backend
-from cacheblend_rag.engines.known_chunks import Item, KnownChunks, whole_documents
+from cacheblend_rag.engines.known_chunks import EMPTY, Item, KnownChunks, whole_documents
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.tally import Stored, Tally
@@ -20,12 +20,14 @@ from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, LeadIn
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry
 
-FORGOTTEN = "forgotten meanwhile"
+FORGOTTEN = Reason(ReasonCode.FORGOTTEN, "forgotten meanwhile")
 """Of chunks whose KV was dropped again, as another writer no longer has them."""
+TOO_LONG = Reason(ReasonCode.TOO_LONG, "longer than the context window")
 
 
 class IndexTime:
@@ -137,7 +139,7 @@ class IndexTime:
         self._backend._refresh()
 
     def _stored(
-        self, chunks: Iterable[Chunk], refusal: str | None, verify: bool
+        self, chunks: Iterable[Chunk], refusal: Reason | None, verify: bool
     ) -> Generator[Stored, None, None]:
         """Store chunks; yields what became of them, a few at a time."""
         plans, done = self._admitted(chunks, refusal)
@@ -151,11 +153,11 @@ class IndexTime:
             yield from self._backend._store(plans)
 
     def _admitted(
-        self, chunks: Iterable[Chunk], refusal: str | None
+        self, chunks: Iterable[Chunk], refusal: Reason | None
     ) -> tuple[list[ChunkPlan], Stored]:
         """Return the distinct chunks that can be stored, and what became of the others."""
         plans: dict[KVKey, ChunkPlan] = {}
-        refused: Counter[str] = Counter()
+        refused: Counter[Reason] = Counter()
         admitted = 0
         for chunk in chunks:
             plan = self._lead_in.resolve(chunk)
@@ -166,9 +168,9 @@ class IndexTime:
                 admitted += 1
         return list(plans.values()), Stored(skipped=admitted - len(plans), refused=refused)
 
-    def _unfit(self, plan: ChunkPlan) -> str | None:
+    def _unfit(self, plan: ChunkPlan) -> Reason | None:
         """Say why a chunk cannot be computed, or None."""
         if not plan.token_ids:
-            return "empty text"
+            return EMPTY
         behind = plan.context if self._lead_in.name == "document" else ()
-        return None if self.fits(plan, behind) else "longer than the context window"
+        return None if self.fits(plan, behind) else TOO_LONG

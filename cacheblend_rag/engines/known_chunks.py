@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import LeadIn
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.text.chunk import Chunk, Document
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 Item = Chunk | Document | str
 """What may be precomputed and registered; a string is a chunk that stands alone."""
 
+EMPTY = Reason(ReasonCode.EMPTY, "empty text")
 COMPARED = 8
 
 
@@ -34,7 +36,7 @@ class KnownChunks:
         """Make chunks known; raises PromptError on empty text."""
         self.registry.add_many([chunk for item in items for chunk in chunks_of(item)])
 
-    def replace(self, items: Iterable[Item], refused: Counter[str]) -> tuple[list[Chunk], int]:
+    def replace(self, items: Iterable[Item], refused: Counter[Reason]) -> tuple[list[Chunk], int]:
         """Register items, and drop the KV of what newer versions of documents no longer hold.
 
         Returns the chunks, and of how many KV was dropped; chunks of white space are counted as
@@ -47,7 +49,7 @@ class KnownChunks:
                 if chunk.text.strip():
                     given.append(chunk)
                 else:
-                    refused["empty text"] += 1
+                    refused[EMPTY] += 1
             if isinstance(item, Document):
                 one = item.document_id, item.collection
                 documents[one] = bool(item.boundaries) or documents.get(one, False)

@@ -22,6 +22,7 @@ from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.report import (
     BlendReport,
     PhaseSeconds,
+    PhaseStarts,
     PrefillReport,
     reused_and_recomputed,
 )
@@ -149,13 +150,14 @@ class QuestionTime:
             token_ids=tuple(token_ids),
             finish_reason=finish_reason,
             prompt_tokens=len(request.prepared.token_ids),
-            report=self._report(request.prepared, prefill),
+            report=self._report(request, prefill),
             sampling=request.sampling,
         )
         return Delta("", self.after_answer.run(request, answer))
 
-    def _report(self, prepared: PreparedPrompt, prefill: PrefillReport) -> BlendReport:
+    def _report(self, request: Request, prefill: PrefillReport) -> BlendReport:
         """Return what became of a prompt and of the chunks in it."""
+        prepared = request.prepared
         tokens = len(prepared.token_ids)
         reused, recomputed = reused_and_recomputed(prefill.chunks)
         return BlendReport(
@@ -174,6 +176,9 @@ class QuestionTime:
             compute_share=prefill.compute_share,
             seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),
             chunks=(*prefill.chunks, *prepared.unmatched),
+            request_id=request.request_id,
+            starts=PhaseStarts.of(prefill.starts, request.made_at - prepared.seconds),
+            trace=prefill.trace,
         )
 
 

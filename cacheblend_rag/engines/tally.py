@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cacheblend_rag.kv.put_result import PutResult
+from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import PrecomputeReport
 
 
@@ -21,21 +22,20 @@ class Stored:
     computed: int = 0
     skipped: int = 0
     computed_tokens: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)
-    failed: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[Reason, int] = field(default_factory=dict)
+    failed: Mapping[Reason, int] = field(default_factory=dict)
 
     @classmethod
-    def failure(cls, reason: str, chunks: int = 1) -> Stored:
+    def failure(cls, reason: Reason, chunks: int = 1) -> Stored:
         """Return that some chunks were not stored for a reason that may pass."""
         return cls(refused={reason: chunks}, failed={reason: chunks})
 
     @classmethod
     def after_put(cls, result: PutResult, tokens: int) -> Stored:
         """Return what became of a computed chunk of so many tokens that was put into a store."""
-        if result.failure:
-            return cls.failure(result.failure)
         if result.refusal:
-            return cls(refused={result.refusal: 1})
+            refused = {result.refusal: 1}
+            return cls(refused=refused, failed=refused if result.failure else {})
         return cls(computed=1, computed_tokens=tokens)
 
     @property
@@ -49,8 +49,8 @@ class Tally:
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
-        self.refused: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
+        self.refused: Counter[Reason] = Counter()
+        self.failed: Counter[Reason] = Counter()
 
     def add(self, done: Stored) -> None:
         """Count some more chunks."""

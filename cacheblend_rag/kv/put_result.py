@@ -6,9 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-STORE_FULL: Final = "store full"
+from cacheblend_rag.reason import Reason, ReasonCode
+
+STORE_FULL: Final = Reason(ReasonCode.STORE_FULL, "store full")
 """Why a chunk is not stored where no tier failed: none has, or makes, room for it."""
-NOT_FINITE: Final = "its KV holds NaN or infinity, the model overflows"
+NOT_FINITE: Final = Reason(
+    ReasonCode.NOT_FINITE, "its KV holds NaN or infinity, the model overflows"
+)
 """Why a chunk is not stored though there was room: a model computed no numbers for it."""
 MOST_CHARACTERS = 200
 
@@ -32,12 +36,12 @@ class PutResult:
         return self.stored
 
     @property
-    def refusal(self) -> str | None:
+    def refusal(self) -> Reason | None:
         """Why the chunk will not be found by later processes, in one line; None when it will."""
         if not self.is_finite:
             return NOT_FINITE
         if self.failure:
-            return self.failure
+            return Reason(ReasonCode.STORE_ERROR, self.failure)
         return None if self.stored else STORE_FULL
 
     @classmethod

@@ -33,6 +33,7 @@ from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.tiers import DiskTier, Entry, HostTier, Read, StoredChunk, Tier
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.urls import open_tier
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.settings import Precision, StoreConfig
 
 PREFETCH_THREADS = 2
@@ -44,7 +45,10 @@ FETCHED_AHEAD = 32
 """Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
 ROOM_AHEAD_BYTES = 512 << 20
 """Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
-READ_ONLY = "the store is read only: store and evict where it is opened with read_only=False"
+READ_ONLY = Reason(
+    ReasonCode.READ_ONLY,
+    "the store is read only: store and evict where it is opened with read_only=False",
+)
 SWEEP_SECONDS = 1.0
 """How often, while the store is used, a part of it is looked through for what is past its time."""
 CLOCK_SKEW_SECONDS = 300.0

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Iterator
 
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.reason import Reason
+from cacheblend_rag.report import code_of
 
 
-def unreadable(store: TieredKVStore, keys: Iterable[KVKey]) -> Iterator[tuple[KVKey, str]]:
+def unreadable(store: TieredKVStore, keys: Iterable[KVKey]) -> Iterator[tuple[KVKey, Reason]]:
     """Read chunks one by one, and yield those that stay in the store though they cannot be read.
 
     What is damaged is set aside when it is read, so it is not stored any more and not yielded.
@@ -22,6 +24,6 @@ def unreadable(store: TieredKVStore, keys: Iterable[KVKey]) -> Iterator[tuple[KV
     """
     for key in keys:
         found = store.get(key, promote=False)
-        if found.kv is None and store.contains(key):
+        if found.reason is not None and store.contains(key):
             tier = f"{found.tier} tier: " if found.tier else ""
-            yield key, f"{tier}{found.reason}"
+            yield key, Reason(code_of(found.reason), f"{tier}{found.reason}")

@@ -47,7 +47,7 @@ def examine_devices() -> list[dict[str, Any]]:
 
 
 def examine_model(name: str, device: str | None) -> dict[str, Any]:
-    """Load a model; ``problem`` says why it cannot be blended, or is None.
+    """Load a model; ``problem`` and ``problem_code`` say why it cannot be blended, or are None.
 
     name: as open_engine takes it. Raises ModelLoadError and what else loading it raises.
     """
@@ -55,10 +55,11 @@ def examine_model(name: str, device: str | None) -> dict[str, Any]:
 
     quiet_libraries()
     engine = TransformersEngine(name, device=device)
-    encoder = engine.encoder
+    encoder, refusal = engine.encoder, engine.blend_refusal
     return {
         "model": name,
-        "problem": engine.blend_refusal,
+        "problem": refusal,
+        "problem_code": refusal and refusal.code,
         "architecture": type(engine.model).__name__,
         "device": str(engine.model.device),
         "dtype": str(engine.model.dtype).removeprefix("torch."),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cacheblend_rag.prefill.prompt_pass import CONTEXT_KEPT
+from cacheblend_rag.reason import ReasonCode
 from cacheblend_rag.report import BlendReport
 
 
 def keeps_context(report: BlendReport) -> bool:
     """Whether nothing was recomputed on purpose: each chunk's KV knows its own document."""
-    return report.selector_reason == CONTEXT_KEPT
+    why = report.selector_reason
+    return why is not None and why.code is ReasonCode.CONTEXT_KEPT

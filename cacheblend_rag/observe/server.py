@@ -44,7 +44,8 @@ async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, 
     answer = await connection.complete(served.name, status_request())
     status = status_of(answer.params)
     return {
-        "problem": None if status.active else status.refusal,
+        "problem": status.problem,
+        "problem_code": status.problem and status.problem.code,
         "model": served.name,
         "context_window": served.context_window,
         "blending": status.active,

@@ -28,6 +28,7 @@ from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.timings import Estimate, Timings
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.settings import AUTO, PRESET_RATIOS, BlendConfig
 
 Kind = Literal["prefill", "blend"]
@@ -102,7 +103,7 @@ class Decision:
 
     load: tuple[StoredPart, ...]
     config: BlendConfig
-    why: str | None = None
+    why: Reason | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +175,9 @@ class Controller:
             return Decision(best.load, best.config, self._told(best, config, len(parts)))
         took = f"ordinary prefill takes {_ms(full)}, blending would take {_ms(spent)}"
         if self.rates.try_again():
-            return Decision(everything.load, everything.config, f"tried again, though {took}")
-        return Decision((), everything.config, took)
+            again = Reason(ReasonCode.RETRIED, f"tried again, though {took}")
+            return Decision(everything.load, everything.config, again)
+        return Decision((), everything.config, Reason(ReasonCode.SLOW, took))
 
     def _choices(self, parts: Sequence[StoredPart]) -> list[tuple[StoredPart, ...]]:
         """All parts, and those without the slowest tier, the two slowest, ...; at least one."""
@@ -217,20 +219,22 @@ class Controller:
     def _time(self, kind: Kind, work: float) -> _Time | None:
         return _Time.of(self.rates.of(kind), work)
 
-    def _told(self, way: _Guess, asked: BlendConfig, parts: int | None = None) -> str | None:
+    def _told(self, way: _Guess, asked: BlendConfig, parts: int | None = None) -> Reason | None:
         """Say what was chosen and why, where there was a choice."""
-        said = []
+        said: list[Reason] = []
         if parts is not None and len(way.load) < parts:
             left = parts - len(way.load)
-            said.append(f"{left} of {parts} stored chunks are computed sooner than loaded")
+            sooner = f"{left} of {parts} stored chunks are computed sooner than loaded"
+            said.append(Reason(ReasonCode.SOME_SLOW, sooner))
         if asked.recompute_ratio == AUTO:
             ratio = f"ratio {way.config.ratio:g}"
             if way.computing is None:
-                said.append(f"{ratio}: nothing is measured yet")
+                unmeasured = f"{ratio}: nothing is measured yet"
+                said.append(Reason(ReasonCode.RATIO_UNMEASURED, unmeasured))
             else:
                 took = f"computing {_ms(way.computing)}, loading {_ms(way.loading)}"
-                said.append(f"{ratio}: {took}")
-        return "; ".join(said) or None
+                said.append(Reason(ReasonCode.RATIO_MEASURED, f"{ratio}: {took}"))
+        return Reason(said[0].code, "; ".join(said)) if said else None
 
 
 def _masks(tokens: int, parts: Sequence[StoredPart], config: BlendConfig) -> tuple[Mask, Mask]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend import BlendPass, FusedKV, RingKV, Schedule, plan_schedule
+from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import Attention, Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
 from cacheblend_rag.blend.rows import Mask
@@ -21,11 +22,18 @@ from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LaidChunk, LostChun
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.stopwatch import Stopwatch
+from cacheblend_rag.prefill.trace_recorder import TraceRecorder
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.settings import AUTO, BlendConfig
+from cacheblend_rag.trace import Trace
 
-CONTEXT_KEPT = "nothing to recompute: the chunks know their own documents"
+CONTEXT_KEPT = Reason(
+    ReasonCode.CONTEXT_KEPT, "nothing to recompute: the chunks know their own documents"
+)
 """Of a blend whose every chunk is contextual: fresh KV would forget its document."""
+FASTER_WITHOUT = Reason(ReasonCode.SLOW, "ordinary prefill is faster")
+"""Of a prompt of which another rank decided to load nothing."""
 
 
 @dataclass
@@ -35,6 +43,7 @@ class FusedPrompt:
     hidden: the last token's final hidden state (1, 1, hidden), None when it was not asked for.
     selector: the rule that chose rows. selector_reason: why not the one of the config, if so.
     seconds: by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds.
+    trace: what was chosen by which scores, where the config asks for it.
     """
 
     fused: FusedKV
@@ -44,8 +53,9 @@ class FusedPrompt:
     chunks: list[ChunkReport]
     compute_share: float
     seconds: dict[str, float]
-    selector_reason: str | None = None
-    ratio_reason: str | None = None
+    selector_reason: Reason | None = None
+    ratio_reason: Reason | None = None
+    trace: Trace | None = None
 
     @property
     def blended(self) -> bool:
@@ -57,7 +67,7 @@ class FusedPrompt:
 class NotWorthLoading:
     """A prompt whose chunks are computed sooner than loaded: why, and what to say of them."""
 
-    why: str
+    why: Reason
     chunks: list[ChunkReport]
 
 
@@ -73,7 +83,8 @@ class PromptPass:
     attention: see BlendPass. on_layer: called with each layer whose KV is final. on_restart: called
     before the pass starts anew, since a chunk was lost on its way. controller: decides by measured
     speeds what is loaded; without one everything is. own_seconds: a clock that stands still while
-    others have their turn between the steps: what the pass takes is measured by it.
+    others have their turn between the steps: what the pass takes is measured by it. observer: sees
+    what the pass does, from its start again where a chunk was lost on its way.
     """
 
     stack: DecoderStack
@@ -89,13 +100,14 @@ class PromptPass:
     on_restart: Callable[[], None] | None = None
     controller: Controller | None = None
     own_seconds: Callable[[], float] = time.perf_counter
+    observer: Observer | None = None
     watch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.watch = Stopwatch(self.stack.geometry.device)
         self._began, self._own_began = time.perf_counter(), self.own_seconds()
         self._work = 0.0
-        self._ratio_reason: str | None = None
+        self._ratio_reason: Reason | None = None
 
     def steps(self) -> Steps[FusedPrompt | NotWorthLoading]:
         """Load, select, recompute: yields after each chunk, then after each block of rows.
@@ -123,7 +135,7 @@ class PromptPass:
                 self._measure(done)
                 return done
 
-    def _decide(self, laying: ChunkLoader) -> str | None:
+    def _decide(self, laying: ChunkLoader) -> Reason | None:
         """Choose by measured speeds what to load and recompute; why nothing is to be loaded, if so.
 
         The first rank decides for all.
@@ -142,7 +154,7 @@ class PromptPass:
             self.config = self.config.with_ratio(ratio)
         self._ratio_reason = decided.why
         laying.leave_out([chunk for chunk, keep in zip(found, kept, strict=True) if not keep])
-        return None if any(kept) else decided.why or "ordinary prefill is faster"
+        return None if any(kept) else decided.why or FASTER_WITHOUT
 
     def _measure(self, done: FusedPrompt) -> None:
         """Note what reading and computing took; others' turns are spread over all of the pass."""
@@ -171,6 +183,7 @@ class PromptPass:
         if schedule.selector.needs_question and schedule.before:
             candidates.question_attention = yield from self._probe(laying, candidates)
             self._charge(laying, "selection")
+        recorder = TraceRecorder(candidates.cached.numpy()) if self.config.trace else None
         run = BlendPass(
             self.stack,
             self.token_ids[: self.until],
@@ -181,13 +194,15 @@ class PromptPass:
             attention=self.attention,
             before_layer=laying.lay,
             on_layer=self.on_layer,
+            observers=[one for one in (recorder, self.observer) if one is not None],
         )
         try:
             yield from run.steps()
         finally:
             self._work += run.stats.work
         self._charge(laying, "recompute")
-        self.watch.move(run.stats.selection_seconds, "recompute", "selection")
+        began = run.stats.selection_began
+        self.watch.move(run.stats.selection_seconds, "recompute", "selection", began)
         run.stats.work = self._work
         return FusedPrompt(
             fused=laying.fused,
@@ -199,6 +214,7 @@ class PromptPass:
             seconds=self.watch.seconds,
             selector_reason=selector_reason,
             ratio_reason=self._ratio_reason,
+            trace=None if recorder is None else recorder.trace(),
         )
 
     def _reports(self, laying: ChunkLoader) -> list[ChunkReport]:
@@ -237,7 +253,7 @@ class PromptPass:
 
     def _workable(
         self, schedule: Schedule, candidates: Candidates, has_prior: bool
-    ) -> tuple[Schedule, str, str | None]:
+    ) -> tuple[Schedule, str, Reason | None]:
         """Replace a schedule that this prompt gives nothing to go by.
 
         Returns it with its selector's name, and why that is not the config's, if so.
@@ -250,7 +266,8 @@ class PromptPass:
         if schedule.selector.needs_prior and not has_prior:
             fallback = self.config.with_changes(selector="chunk_head", selector_options={})
             planned = plan_schedule(fallback, self.stack.geometry.layers)
-            return planned, fallback.selector, f"no prior stored for {name}"
+            why = Reason(ReasonCode.NO_PRIOR, f"no prior stored for {name}")
+            return planned, fallback.selector, why
         return schedule, name, None
 
     def _probe(self, laying: ChunkLoader, candidates: Candidates) -> Steps[Tensor]:

@@ -23,8 +23,9 @@ class IndexReport:
     were kept. unknown: files with an extension that is not read. skipped: files that could not be
     indexed, and why. computed_chunks, stored_chunks: chunks of files that were read whose KV was
     computed, or was there already. computed_tokens, compute_seconds, computed_kv_bytes: of the
-    computed ones. refused_chunks: chunks that have no KV, by reason. registered_chunks: chunks that
-    were only made known. documents, chunks: all that the collection holds in the end.
+    computed ones. refused_chunks, refused_codes: chunks that have no KV, by reason and by its
+    code. registered_chunks: chunks that were only made known. documents, chunks: all that the
+    collection holds in the end.
     failures: why KV could not be stored in this run, though it may be in the next one.
     unfinished_documents, unfinished_chunks: what the collection holds of which KV could not be
     stored, in this run or before; the next run computes it.
@@ -43,6 +44,7 @@ class IndexReport:
     compute_seconds: float = 0.0
     stored_chunks: int = 0
     refused_chunks: dict[str, int] = field(default_factory=dict)
+    refused_codes: dict[str, int] = field(default_factory=dict)
     registered_chunks: int = 0
     documents: int = 0
     chunks: int = 0

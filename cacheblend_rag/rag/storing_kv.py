@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from cacheblend_rag.memory import NO_ROOM
 from cacheblend_rag.rag.index_report import IndexReport
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
 from cacheblend_rag.text.chunk import Chunk
 
@@ -37,7 +37,7 @@ class KVStoring:
     ) -> None:
         self._engine, self._report = engine, report
         self._kv_bytes_per_token, self._clock = kv_bytes_per_token, clock
-        self._cause, self._until = "", 0.0
+        self._cause, self._until = Reason(ReasonCode.STORE_ERROR, ""), 0.0
 
     def store(self, chunks: Sequence[Chunk], *, verify: bool = False) -> int:
         """Store the KV of chunks; returns of how many it could not be stored, but may be later.
@@ -51,7 +51,7 @@ class KVStoring:
         self._count(done)
         known = self._report.failures
         known += [cause for cause in done.failed if cause not in known]
-        lasting = [cause for cause in done.failed if not cause.startswith(NO_ROOM)]
+        lasting = [cause for cause in done.failed if cause.code != ReasonCode.NO_ROOM]
         if lasting and not done.computed:
             self._cause, self._until = lasting[0], self._clock() + PAUSE_SECONDS
         return sum(done.failed.values())
@@ -65,3 +65,5 @@ class KVStoring:
         report.stored_chunks += done.skipped
         for reason, count in done.refused.items():
             report.refused_chunks[reason] = report.refused_chunks.get(reason, 0) + count
+            code = reason.code.value
+            report.refused_codes[code] = report.refused_codes.get(code, 0) + count

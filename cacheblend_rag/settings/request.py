@@ -75,6 +75,9 @@ class BlendConfig(Settings):
     """Compute a chunk, or the whole prompt, where that is measured to be sooner than loading and
     blending. Off: what is stored is blended however long that takes, so that comparisons of quality
     and benchmarks do not turn on how busy the machine is."""
+    trace: Flag = False
+    """Put into the report which tokens were chosen, by which scores. It costs a little: an
+    accelerator is read back from, and vLLM computes such a request anew each time."""
     ratio_bounds: Annotated[
         tuple[Ratio, Ratio],
         BeforeValidator(as_tuple),

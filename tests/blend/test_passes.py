@@ -19,6 +19,7 @@ from torch import Tensor
 from cacheblend_rag import BlendConfig
 from cacheblend_rag.blend import BlendPass, FusedKV, passes, plan_schedule
 from cacheblend_rag.blend.attention import attend_rows
+from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.selectors import SELECTORS, Evidence, make_selector
@@ -451,16 +452,18 @@ def test_deviation_is_that_of_all_ranks_heads() -> None:
 def test_an_observer_sees_each_layer_once_with_the_keys_its_rows_see() -> None:
     seen: list[tuple[int, list[int], Tensor]] = []
 
-    def observe(call: AttentionCall, rows: Rows, keys: Tensor) -> None:
-        assert call.key.shape == (1, KV_HEADS, len(rows), keys.shape[-1])
-        seen.append((call.layer, rows.host.tolist(), keys[0].clone()))
+    class Attention(Observer):
+        def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
+            assert call.key.shape == (1, KV_HEADS, len(rows), keys.shape[-1])
+            seen.append((call.layer, rows.host.tolist(), keys[0].clone()))
 
-    case = Case.of(Prompt(hits="ab"), BlendConfig(recompute_ratio=0.0), observer=observe)
+    observers = [Attention()]
+    case = Case.of(Prompt(hits="ab"), BlendConfig(recompute_ratio=0.0), observers=observers)
     computed = Slow(case).rows[0]
     assert [(layer, rows) for layer, rows, _ in seen] == [(i, computed) for i in range(LAYERS)]
     for layer, _, keys in seen:
         torch.testing.assert_close(keys, case.run.fused.keys[layer], atol=1e-5, rtol=0)
-    assert case.run.observer is observe, "as it was given"
+    assert case.run.observers is observers, "as they were given"
 
 
 def test_rows_may_attend_in_another_way() -> None:

@@ -11,6 +11,7 @@ from cacheblend_rag.prefill.prompt_pass import CONTEXT_KEPT
 from cacheblend_rag.rag.answering import Asker
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME
 from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, PhaseSeconds
 
 
@@ -60,6 +61,9 @@ def test_the_answer_sources_and_report_are_printed(ask, indexed):
     assert outcome.stderr == ""
 
 
+NO_PRIOR = Reason(ReasonCode.NO_PRIOR, "no prior stored for prior")
+
+
 def test_that_nothing_was_recomputed_is_explained():
     chosen = BlendReport(
         engine="transformers",
@@ -76,7 +80,7 @@ def test_that_nothing_was_recomputed_is_explained():
         seconds=PhaseSeconds(),
     )
     assert "blended: hkvd, ratio 0.1, 10.0 % of full prefill's work" in report_lines(chosen)
-    fallen = replace(chosen, selector="chunk_head", selector_reason="no prior stored for prior")
+    fallen = replace(chosen, selector="chunk_head", selector_reason=NO_PRIOR)
     assert (
         "blended: chunk_head (no prior stored for prior), ratio 0.1, 10.0 % of full prefill's work"
     ) in report_lines(fallen)

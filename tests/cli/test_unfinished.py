@@ -16,6 +16,7 @@ from cacheblend_rag.rag import indexing, storing_kv
 from cacheblend_rag.rag.collection import KV_NAME, Collection
 from cacheblend_rag.rag.index_report import IndexReport
 from cacheblend_rag.rag.storing_kv import KVStoring
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import PrecomputeReport
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.tier_url import TierUrl
@@ -192,10 +193,14 @@ def test_repair_needs_a_collection_and_goes_with_nothing_that_computes_no_kv(
         assert "--repair computes what is missing: leave" in outcome.stderr
 
 
+LACK = Reason(ReasonCode.NO_ROOM, "no room: 3 MiB")
+GONE = Reason(ReasonCode.STORE_ERROR, "redis tier: gone")
+
+
 class Failing:
     """An engine that cannot store anything: notes what it was to compute."""
 
-    def __init__(self, *causes: str) -> None:
+    def __init__(self, *causes: Reason) -> None:
         self.causes, self.asked = causes, 0
 
     def precompute(self, chunks: Sequence[Chunk], **_: Any) -> PrecomputeReport:
@@ -204,8 +209,8 @@ class Failing:
         return PrecomputeReport(refused=counts, failed=counts)
 
 
-@pytest.mark.parametrize(("cause", "asked"), [("redis tier: gone", 4), ("no room: 3 MiB", 10)])
-def test_nothing_is_computed_for_a_while_once_a_tier_has_failed(cause: str, asked: int) -> None:
+@pytest.mark.parametrize(("cause", "asked"), [(GONE, 4), (LACK, 10)])
+def test_nothing_is_computed_for_a_while_once_a_tier_has_failed(cause: Reason, asked: int) -> None:
     """A lack of memory is one chunk's: the next one may be shorter."""
     engine: Any = Failing(cause)
     report, now = IndexReport(), [0.0]
@@ -217,6 +222,7 @@ def test_nothing_is_computed_for_a_while_once_a_tier_has_failed(cause: str, aske
         failed += storing.store(chunks)
     assert (failed, engine.asked) == (10, asked)
     assert (report.refused_chunks, report.failures) == ({cause: 10}, [cause])
+    assert report.refused_codes == {cause.code: 10}
 
 
 def test_unfinished_documents_are_noted_with_the_document(tmp_path: Path) -> None:

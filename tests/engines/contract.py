@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 import zlib
 from collections.abc import AsyncIterable, Callable, Generator, Iterable, Iterator, Sequence
@@ -36,6 +37,7 @@ from cacheblend_rag.engines.tally import Stored, Tally
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.reason import ReasonCode
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.models import make_tokenizer, prompt_of, words
 
@@ -335,6 +337,46 @@ class EngineContract:
         assert all(seconds >= 0 for seconds in vars(report.seconds).values())
         assert json.loads(json.dumps(report.to_dict()))["chunks"][3]["reason"] == "not stored"
 
+    def test_a_report_names_its_request_and_when_its_phases_began(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        chunks = texts.chunks(40, 30)
+        engine.precompute(chunks, progress=False)
+        ids = set()
+        for prompt in (texts.asking(*chunks), texts.asking(*reversed(chunks)), texts.text(20)):
+            begun = time.perf_counter()
+            report = engine.generate(prompt, SHORT, config=CONFIG).report
+            took = time.perf_counter() - begun
+            told = json.loads(json.dumps(report.to_dict()))
+            ids.add(told["request_id"])
+            starts, seconds = told["starts"], told["seconds"]
+            assert starts["prepare"] == 0.0
+            for phase, start in starts.items():
+                assert start is None or 0 <= start <= took, phase
+                assert start is not None or seconds[phase] == 0, phase
+        assert len(ids) == 3
+        assert all(re.fullmatch("[0-9a-f]{16}", one) for one in ids)
+
+    def test_a_trace_is_in_the_report_of_who_asks_for_it(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        chunks = texts.chunks(40, 30)
+        engine.precompute(chunks, progress=False)
+        prompt = texts.asking(*chunks)
+        config = CONFIG.with_changes(recompute_ratio=0.2)
+        plain = engine.generate(prompt, SHORT, config=config).report
+        assert plain.blended
+        assert plain.trace is None
+        asked = config.with_changes(trace=True)
+        for _ in range(2):  # also where the engine has served the prompt before
+            report = engine.generate(prompt, SHORT, config=asked).report
+            assert report.trace is not None
+            assert report.trace.fits(report.prompt_tokens)
+            assert report.trace.rows[-1] == report.recomputed_tokens == 14
+            assert not report.trace.truncated
+            assert json.loads(json.dumps(report.to_dict()))["trace"]["rows"][-1] == 14
+        assert engine.generate(texts.text(20), SHORT, config=asked).report.trace is None
+
     def test_full_prefill_is_the_answer_at_ratio_1(self, engine: Engine, texts: Texts) -> None:
         document = texts.document(40, 30, 50)
         engine.precompute([document], progress=False)
@@ -374,6 +416,7 @@ class EngineContract:
     def test_every_miss_has_a_reason(self, engine: Engine, texts: Texts) -> None:
         plain = engine.generate(texts.text(30), SHORT).report
         assert (plain.blended, plain.reason) == (False, "no known chunk in the prompt")
+        assert plain.reason_code is ReasonCode.NO_CHUNK
         assert plain.computed_tokens == plain.prompt_tokens == 30
 
         stored, stranger = texts.chunks(20, 30)
@@ -381,12 +424,15 @@ class EngineContract:
         engine.register([stranger])
         report = engine.generate(texts.asking(stranger), SHORT).report
         assert (report.blended, report.reason) == (False, "no chunk of the prompt is stored")
+        assert report.reason_code is ReasonCode.NOT_STORED
         assert [chunk.reason for chunk in report.chunks] == ["not stored"]
+        assert [chunk.reason_code for chunk in report.chunks] == [ReasonCode.NOT_STORED]
 
         few = CONFIG.with_changes(min_tokens=21)
         report = engine.generate(texts.asking(stored), SHORT, config=few).report
         assert not report.blended
         assert report.reason == "20 reusable tokens are fewer than min_tokens=21"
+        assert report.reason_code is ReasonCode.TOO_SHORT
         assert [(chunk.hit, chunk.reason) for chunk in report.chunks] == [(False, "too short")]
         assert report.chunks[0].tokens == 20
         enough = CONFIG.with_changes(min_tokens=20)

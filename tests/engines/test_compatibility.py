@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from transformers import Qwen2Config
 
 from cacheblend_rag import TransformersEngine
-from cacheblend_rag.engines.compatibility import explained
-from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.engines.compatibility import KEYS_CANNOT_BE_MOVED, explained
+from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.reason import ReasonCode
 from tests.families import Family, families
 from tests.models import make_tokenizer
 
 SHAPES = UnsupportedModelError("layers of several shapes")
+MOVED = UnsupportedModelError(f"its {KEYS_CANNOT_BE_MOVED}", ReasonCode.UNSUPPORTED_POSITIONS)
 GEMMA4 = {**families()["gemma4_text"].changes, "global_head_dim": 32}
 
 
@@ -65,3 +68,32 @@ def test_attention_is_not_among_the_layers_that_cannot_be_blended() -> None:
     changes["layers_block_type"] = ["attention", "mlp", "attention", "mlp"]
     told = str(refusal(Family("nemotron_h", changes)))
     assert told.startswith("layers of type mlp cannot be blended: layer 1")
+
+
+@pytest.mark.parametrize(
+    ("family", "error", "code"),
+    [
+        ("bloom", SHAPES, ReasonCode.UNSUPPORTED_POSITIONS),
+        ("nemotron_h", SHAPES, ReasonCode.UNSUPPORTED_LAYERS),
+        ("llama", SHAPES, ReasonCode.UNSUPPORTED_LAYERS),
+        ("llama", KeyError("x"), ReasonCode.UNSUPPORTED_LAYERS),
+        ("llama", MOVED, ReasonCode.UNSUPPORTED_POSITIONS),
+        ("llama", ConfigError("x"), ReasonCode.UNSUPPORTED_MODEL),
+        ("deepseek_v3", SHAPES, ReasonCode.UNSUPPORTED_ATTENTION),
+    ],
+)
+def test_a_refusal_has_the_code_of_what_explains_it(
+    family: str, error: Exception, code: ReasonCode
+) -> None:
+    assert explained(families()[family].config(), error).code is code
+
+
+def test_what_a_config_explains_tells_the_code() -> None:
+    config = families()["gemma4_unified_text"].config(use_bidirectional_attention="all")
+    assert explained(config, SHAPES).code is ReasonCode.UNSUPPORTED_ATTENTION
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}
+    told = explained(
+        SimpleNamespace(get_text_config=lambda: SimpleNamespace(rope_parameters=rope)), MOVED
+    )
+    assert told.startswith("rotary positions of type longrope")
+    assert told.code is ReasonCode.UNSUPPORTED_POSITIONS

@@ -16,6 +16,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.report import PrefillReport
+from cacheblend_rag.trace import Trace
 
 KV = tuple[int, ...]
 LAST_WORD = 256
@@ -68,21 +69,20 @@ class ToyEngine(Engine):
         kv = _computed(prepared.token_ids)
         if request.full or not prepared.placed:
             return kv, PrefillReport(FULL_PREFILL if request.full else NO_CHUNK)
-        found = [self._kv.get(chunk.key) for chunk in prepared.placed]
-        refused = too_little(sum(len(one or ()) for one in found), config.min_tokens)
+        found = [(chunk, self._kv.get(chunk.key)) for chunk in prepared.placed]
+        refused = too_little(sum(len(one or ()) for _, one in found), config.min_tokens)
         if refused:
-            told = zip(prepared.placed, found, strict=True)
-            chunks = [c.report((one and refused[1]) or "not stored") for c, one in told]
+            chunks = [c.report((one and refused[1]) or "not stored") for c, one in found]
             return kv, PrefillReport(refused[0], chunks=chunks)
         chunks = []
-        for chunk, one in zip(prepared.placed, found, strict=True):
-            if one is None:
-                chunks.append(chunk.report("not stored"))
-                continue
-            fresh = round(config.recompute_ratio * len(one))
-            kv = kv[: chunk.start + fresh] + one[fresh:] + kv[chunk.end :]
-            chunks.append(replace(chunk.report(None, "host"), recomputed=fresh))
-        return kv, PrefillReport(selector="first", ratio=config.recompute_ratio, chunks=chunks)
+        ratio = config.recompute_ratio
+        for chunk, one in found:
+            fresh, own = round(ratio * len(one or ())), one or kv[chunk.start : chunk.end]
+            kv = kv[: chunk.start + fresh] + own[fresh:] + kv[chunk.end :]
+            told = chunk.report(None, "host") if one else chunk.report("not stored")
+            chunks.append(replace(told, recomputed=fresh))
+        trace = Trace(rows=(sum(told.recomputed for told in chunks),)) if config.trace else None
+        return kv, PrefillReport(None, "first", ratio=ratio, chunks=chunks, trace=trace)
 
     # The store's verbs
 
@@ -94,7 +94,7 @@ class ToyEngine(Engine):
                 self._kv[plan.key] = _computed(plan.token_ids)
                 yield Stored(computed=1, computed_tokens=len(plan.token_ids))
 
-    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Any]:
         return {}  # a number is never damaged
 
     def _prefetch(self, keys: Sequence[KVKey]) -> None:

@@ -280,11 +280,17 @@ def test_seconds_are_charged_to_phases(monkeypatch: pytest.MonkeyPatch) -> None:
     watch.lap("recompute")
     watch.move(0.25, "recompute", "selection")
     assert watch.seconds == {"load": 11.0, "recompute": 0.75, "selection": 0.25}
+    assert watch.starts == {"load": 0, "recompute": 3}
+    watch.move(0.0, "recompute", "load", 7.0)
+    watch.move(0.0, "recompute", "selection", 8.0)
+    watch.lap("recompute")
+    assert watch.starts == {"load": 0, "recompute": 3, "selection": 8.0}, "of the first time"
     assert Stopwatch(torch.device("cpu")).seconds == {}
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_every_phase_of_a_prompt_is_timed(selector: str) -> None:
+    began = time.perf_counter()
     work = prompt_pass(filled(placed()), placed(), selector=selector, recompute_ratio=0.3)
     found = finished(work)
     assert found.seconds is work.watch.seconds
@@ -292,6 +298,10 @@ def test_every_phase_of_a_prompt_is_timed(selector: str) -> None:
     chooses = SELECTORS[selector].fixed_ratio is None
     assert (found.seconds["selection"] > 0) == chooses
     assert min(found.seconds["load"], found.seconds["recompute"]) > 0
+    starts = work.watch.starts
+    assert ("selection" in starts) == chooses
+    assert began <= starts["load"] <= starts.get("selection", starts["recompute"])
+    assert max(starts.values()) <= time.perf_counter()
 
 
 # Ranks

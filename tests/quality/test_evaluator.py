@@ -11,6 +11,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.evaluator import Evaluator, Rule, evaluate_settings, used_lead_ins
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
 from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.text.chunk import Document
@@ -22,6 +23,9 @@ QUESTIONS = tuple(
 )
 PRIOR = Rule("instruction", "prior", 0.25)
 REUSE = Rule.reuse("document")
+
+
+SHORT = Reason(ReasonCode.TOO_SHORT, "too short")
 
 
 class RoteEngine:
@@ -53,7 +57,7 @@ class RoteEngine:
     def _generation(self, text, blended, share, recomputed):
         hit, miss = ("x", 0, 10, True), ("y", 10, 6, False, "not stored")
         report = BlendReport(
-            "rote", blended, None if blended else "too short", 20, 8, recomputed, 4, 0.25, "prior",
+            "rote", blended, None if blended else SHORT, 20, 8, recomputed, 4, 0.25, "prior",
             "instruction", share, PhaseSeconds(),
             (ChunkReport(*hit, recomputed=recomputed), ChunkReport(*miss)),
         )  # fmt: skip

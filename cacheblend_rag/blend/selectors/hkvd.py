@@ -47,6 +47,11 @@ def _values(e: Evidence) -> Tensor:
     )
 
 
+def deviations_of(evidence: Evidence) -> tuple[Tensor, Tensor]:
+    """Return the squared deviations of keys and of values, each (tokens,) float32."""
+    return _keys(evidence), _values(evidence)
+
+
 def squared_deviation(fresh: Tensor, cached: Tensor) -> Tensor:
     """Return (tokens,) float32: squared difference, summed over heads and components."""
     return (fresh.float() - cached.float()).square_().sum((0, 2))

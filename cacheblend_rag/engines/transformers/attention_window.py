@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.reason import ReasonCode
 
 ASKED_ROWS = (5_003, 77_777, 1_048_573)
 """No multiple of any usual size of block, so that blocks show."""
@@ -38,7 +39,7 @@ class AttentionWindow:
             count == min(counts[-1], row + 1) for count, row in zip(counts, ASKED_ROWS, strict=True)
         ):
             return counts[-1]
-        raise UnsupportedModelError(f"layer {layer} attends in blocks, not causally in a window")
+        raise _unsupported(f"layer {layer} attends in blocks, not causally in a window")
 
     def _count(self, layer: int, row: int) -> int:
         """Return how many keys a row sees, which must end with its own."""
@@ -47,10 +48,14 @@ class AttentionWindow:
         seen = torch.as_tensor(self._sees(zero, zero, asked, keys)).expand(row + 2)
         count = int(seen.sum())
         if bool(seen[row + 1]):
-            raise UnsupportedModelError(f"layer {layer} attends to later tokens")
+            raise _unsupported(f"layer {layer} attends to later tokens")
         if not bool(seen[row + 1 - count : row + 1].all()):
-            raise UnsupportedModelError(f"layer {layer} does not attend to a run of tokens")
+            raise _unsupported(f"layer {layer} does not attend to a run of tokens")
         return count
+
+
+def _unsupported(why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(why, ReasonCode.UNSUPPORTED_ATTENTION)
 
 
 def record_sight(

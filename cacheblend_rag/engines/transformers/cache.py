@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.reason import ReasonCode
 
 GROWTH_TOKENS = 256
 
@@ -67,7 +68,10 @@ class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
             key_states.shape[1::2] != fused.keys.shape[1::2]
             or value_states.shape != key_states.shape
         ):
-            raise UnsupportedModelError("its layers cache something else than what they attend to")
+            raise UnsupportedModelError(
+                "its layers cache something else than what they attend to",
+                ReasonCode.UNSUPPORTED_ATTENTION,
+            )
         first = self._first_seen()
         self.length = end
         return (

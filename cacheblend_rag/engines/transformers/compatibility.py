@@ -25,10 +25,12 @@ from cacheblend_rag.engines.transformers.float32 import NARROW
 from cacheblend_rag.engines.transformers.loading import context_window, is_quantized
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.reason import Reason, ReasonCode
 
 logger = logging.getLogger(__name__)
 
 HEAD_ULPS = 2.0
+RECURRENT = Reason(ReasonCode.UNSUPPORTED_LAYERS, "recurrent layers cannot be blended")
 FAILURES = (
     RuntimeError, TypeError, KeyError, AttributeError, ValueError, IndexError, AssertionError,
 )  # fmt: skip
@@ -44,8 +46,8 @@ def open_stack(model: PreTrainedModel) -> TransformersStack:
         return _tried(model)
     except (UnsupportedModelError, *FAILURES) as error:
         is_recurrent = bool(getattr(model, "_is_stateful", False))
-        recurrent = "recurrent layers cannot be blended" if is_recurrent else None
-        raise UnsupportedModelError(explained(model.config, error, recurrent)) from error
+        why = explained(model.config, error, RECURRENT if is_recurrent else None)
+        raise UnsupportedModelError(why, why.code) from error
 
 
 def _tried(model: PreTrainedModel) -> TransformersStack:
@@ -78,7 +80,9 @@ def _try(model: PreTrainedModel, stack: TransformersStack, *, wide: bool) -> Non
     check_layers(stack, reference, fused, quantized=is_quantized(model), widened=widened)
     found = stack.logits(reference.outputs[-1][:, -1:].to(dtype)).to(logits.dtype)
     if not close(found[None], logits[None], ulps=HEAD_ULPS):
-        raise UnsupportedModelError("what follows its last layer cannot be run alone")
+        raise UnsupportedModelError(
+            "what follows its last layer cannot be run alone", ReasonCode.UNSUPPORTED_MODEL
+        )
 
 
 def _reference(

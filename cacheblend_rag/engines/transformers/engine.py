@@ -51,7 +51,7 @@ from cacheblend_rag.errors import ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
-from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
+from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory, no_room
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
@@ -64,6 +64,7 @@ from cacheblend_rag.prefill.precompute import (
 )
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading
 from cacheblend_rag.prefill.stopwatch import Stopwatch
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import MissReason, PrefillReport
 from cacheblend_rag.settings import BlendConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
@@ -72,8 +73,10 @@ from cacheblend_rag.text.registry import ChunkRegistry
 logger = logging.getLogger(__name__)
 
 ASYNC_THREADS = 32
-MODEL_CHANGED = "the model changed meanwhile"
+MODEL_CHANGED = Reason(ReasonCode.MODEL_CHANGED, "the model changed meanwhile")
 """Of chunks that were computed while other adapters or weights were put in its place."""
+NOT_COMPUTED = Reason(ReasonCode.NO_ROOM, NO_ROOM)
+"""Of chunks that there was no memory to compute."""
 
 
 class TransformersEngine(Engine):
@@ -198,7 +201,7 @@ class TransformersEngine(Engine):
         return str(self.model.dtype).removeprefix("torch.")
 
     @property
-    def blend_refusal(self) -> str | None:
+    def blend_refusal(self) -> Reason | None:
         """Why the model cannot be blended, or None."""
         return self._blend_refusal
 
@@ -326,7 +329,7 @@ class TransformersEngine(Engine):
         logger.warning(
             "a prompt of %d tokens is not blended: %s (%s)", len(chunks.token_ids), NO_ROOM, lack
         )
-        return NotWorthLoading(f"{NO_ROOM}: {lack}", chunks.missed(NO_ROOM))
+        return NotWorthLoading(no_room(lack), chunks.missed(NO_ROOM))
 
     def _run_pass(
         self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
@@ -349,20 +352,21 @@ class TransformersEngine(Engine):
 
     def _refusal(
         self, request: Request, chunks: PromptChunks
-    ) -> tuple[str | None, MissReason | None]:
+    ) -> tuple[Reason | None, MissReason | None]:
         """Why the prompt is not blended, and what to say of its chunks; (None, None) when it is."""
         if request.full:
             return FULL_PREFILL, None
         if not request.prepared.placed:
             return NO_CHUNK, None
-        if self._stack is None:
-            return f"{UNSUPPORTED}: {self.blend_refusal}", UNSUPPORTED
+        if self._blend_refusal is not None:
+            why = f"{UNSUPPORTED}: {self._blend_refusal}"
+            return Reason(self._blend_refusal.code, why), UNSUPPORTED
         refused = too_little(chunks.stored_tokens(), request.config.min_tokens)
         return refused or (None, None)
 
     def _tokens(self, request: Request, prefilled: Prefilled) -> Iterator[int]:
         """Draw at most max_tokens tokens, each decoded from the one before it."""
-        watch = Stopwatch(prefilled.logits.device, prefilled.seconds)
+        watch = Stopwatch(prefilled.logits.device, prefilled.seconds, prefilled.starts)
         sampler = Sampler(request.sampling, prefilled.logits.device)
         token_ids, logits = list(request.prepared.token_ids), prefilled.logits
         for index in range(request.sampling.max_tokens):
@@ -398,7 +402,7 @@ class TransformersEngine(Engine):
                 continue
             if isinstance(computed, NoRoom):
                 logger.warning("%d chunks not computed: %s", len(computed.chunks), computed.lack)
-                yield Stored.failure(NO_ROOM, len(computed.chunks))
+                yield Stored.failure(NOT_COMPUTED, len(computed.chunks))
                 continue
             plan, kv = computed
             with working():
@@ -417,7 +421,7 @@ class TransformersEngine(Engine):
             stack, plans, self.store, alone=alone, in_document=in_document, leaves_out=True
         )
 
-    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         return dict(unreadable(self.store, keys))
 
     def _prefetch(self, keys: Sequence[KVKey]) -> None:

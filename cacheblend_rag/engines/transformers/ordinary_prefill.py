@@ -28,6 +28,7 @@ from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.engines.transformers.rounding_noise import ModelNoise, model_noise, same_logits
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.errors import ConfigError, UnsupportedModelError
+from cacheblend_rag.reason import ReasonCode
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +122,9 @@ def find_ordinary_prefill(
         if name in way.parameters and _continues(way, ids, wanted, noise):
             return way
     if stack is not None:
-        raise UnsupportedModelError("it does not go on from KV that was kept for it")
+        raise UnsupportedModelError(
+            "it does not go on from KV that was kept for it", ReasonCode.UNSUPPORTED_MODEL
+        )
     logger.warning(
         "%s keeps nothing of a text that could be continued from: each token of an answer costs "
         "the whole text again",

@@ -23,6 +23,7 @@ from cacheblend_rag.memory import NO_ROOM
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.controller import Controller
 from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.policy import UNREADABLE
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass, absent
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
@@ -34,13 +35,14 @@ class Prefilled:
     """A prompt's KV and what is known about how it came to be.
 
     cache: None where the model keeps nothing. logits: (1, vocabulary) float32 of the first new
-    token. seconds: by phase, those of ``report``, to which decoding adds its own.
+    token. seconds, starts: by phase, those of ``report``, to which decoding adds its own.
     """
 
     cache: Cache | None
     logits: Tensor
     report: PrefillReport
     seconds: dict[str, float]
+    starts: dict[str, float]
 
 
 def ordinary_prefill(
@@ -51,7 +53,8 @@ def ordinary_prefill(
     cache, logits = ordinary.prefill(token_ids, reserve)
     watch.lap("recompute")
     yield
-    return Prefilled(cache, logits, replace(report, seconds=watch.seconds), watch.seconds)
+    report = replace(report, seconds=watch.seconds, starts=watch.starts)
+    return Prefilled(cache, logits, report, watch.seconds, watch.starts)
 
 
 class PromptChunks:
@@ -105,7 +108,7 @@ def blended_prefill(
     logits = stack.logits(cast(Tensor, done.hidden))
     work.watch.lap("first_token")
     report = PrefillReport(
-        reason=None if done.blended else "no stored chunk could be read",
+        reason=None if done.blended else UNREADABLE,
         selector=done.selector,
         selector_reason=done.selector_reason,
         ratio_reason=done.ratio_reason,
@@ -113,6 +116,8 @@ def blended_prefill(
         compute_share=done.compute_share,
         chunks=done.chunks,
         seconds=done.seconds,
+        starts=work.watch.starts,
+        trace=done.trace,
     )
     cache = FusedCache(done.fused, ids.numel(), stack.windows)
-    return Prefilled(cache, logits, report, done.seconds)
+    return Prefilled(cache, logits, report, done.seconds, work.watch.starts)

@@ -29,6 +29,7 @@ from cacheblend_rag.engines.transformers.wrappers import changes_result
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.controller import Controller, Rates
+from cacheblend_rag.reason import Reason, ReasonCode
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class TriedModel:
     ordinary: OrdinaryPrefill
     stack: TransformersStack | None
     controller: Controller | None
-    refusal: str | None
+    refusal: Reason | None
 
 
 class WatchedModel:
@@ -128,7 +129,8 @@ class WatchedModel:
                     runs = cast(PreTrainedModel, self._wrapper)
                     raise UnsupportedModelError(
                         f"its wrapper ({type(runs).__name__}) computes something else than the "
-                        f"{type(self.model).__name__} in it"
+                        f"{type(self.model).__name__} in it",
+                        ReasonCode.UNSUPPORTED_MODEL,
                     )
                 stack = open_stack(self.model)
                 controller = Controller(stack.costs, self._rates, self._speeds)
@@ -137,7 +139,7 @@ class WatchedModel:
             except UnsupportedModelError as error:
                 logger.warning("blending is off for this model: %s", error)
                 ordinary = find_ordinary_prefill(runs, None)
-                return TriedModel(self._identity(None), ordinary, None, None, str(error))
+                return TriedModel(self._identity(None), ordinary, None, None, error.reason)
 
     def _identity(self, stack: TransformersStack | None) -> dict[str, Any]:
         """Return what KV of the model depends on."""

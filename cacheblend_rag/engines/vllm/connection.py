@@ -19,6 +19,8 @@ from cacheblend_rag.errors import (
 from cacheblend_rag.settings.secret import Secret, check_server_url
 
 REPLICA_HEADER = "X-data-parallel-rank"
+REQUEST_ID_HEADER = "X-Request-Id"
+"""What vLLM calls a request by, in its own id of it and in its logs."""
 KEY_VARIABLE = "CACHEBLEND_API_KEY"
 NO_KEY = "none"
 CONNECT_SECONDS = 5.0
@@ -203,7 +205,7 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
         "top_p": asked.top_p,
         "seed": asked.seed,
         "stop": list(asked.stop),
-        "extra_headers": {} if request.replica is None else {REPLICA_HEADER: str(request.replica)},
+        "extra_headers": _headers(request),
         "extra_body": {
             "top_k": asked.top_k,
             "min_p": asked.min_p,
@@ -216,6 +218,12 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
             "return_token_ids": True,
         },
     }
+
+
+def _headers(request: VLLMRequest) -> dict[str, str]:
+    """Return what says who is to serve a request, and what vLLM is to call it."""
+    headers = {} if request.replica is None else {REPLICA_HEADER: str(request.replica)}
+    return {**headers, REQUEST_ID_HEADER: request.request_id} if request.request_id else headers
 
 
 def _piece(

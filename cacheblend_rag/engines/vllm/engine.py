@@ -16,7 +16,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from typing import Any, cast
 
@@ -30,24 +30,21 @@ from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, stored_by
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
-    BlendResult,
-    Declined,
-    Failed,
     Late,
     Result,
     SentChunk,
     SentLeadIn,
     result_of,
 )
-from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
+from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
 from cacheblend_rag.kv.store import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
-from cacheblend_rag.prefill.policy import NO_CHUNK, NOT_STORED, too_little
+from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
-from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
+from cacheblend_rag.reason import Reason
 from cacheblend_rag.settings import BlendConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -56,20 +53,6 @@ logger = logging.getLogger(__name__)
 
 CANCEL_SECONDS = 0.05
 JOBS_AT_ONCE = 8
-PHASES = ("load", "selection", "recompute")
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """A request on its way: what vLLM is sent, the chunks it is to reuse, or why it reuses none.
-
-    missed: what to say of chunks that it is not asked to reuse.
-    """
-
-    request: VLLMRequest
-    placed: tuple[PlacedChunk, ...] = ()
-    reason: str | None = None
-    missed: MissReason | None = None
 
 
 class VLLMEngine(Engine):
@@ -161,9 +144,9 @@ class VLLMEngine(Engine):
         return self.transport.context_window
 
     @property
-    def blend_refusal(self) -> str | None:
+    def blend_refusal(self) -> Reason | None:
         """Why vLLM blends nothing, as it said when last asked, or None."""
-        return None if self.status.active else self.status.refusal
+        return self.status.problem
 
     @property
     def model_sampling(self) -> ModelSampling:
@@ -193,20 +176,20 @@ class VLLMEngine(Engine):
         answer = self._answer(request, self._sent(request))
         return PushedStream(answer, request.cancel, self.transport.background)
 
-    def _sent(self, request: Request) -> _Sent:
+    def _sent(self, request: Request) -> Sent:
         """Return what vLLM is asked: to blend where there is something to reuse."""
         tokens = request.prepared.token_ids
-        plain = VLLMRequest(tokens, request.sampling)
+        plain = VLLMRequest(tokens, request.sampling, request_id=request.request_id)
         if request.full:
             salt = request.cache_salt or f"plain-{uuid.uuid4().hex}"  # one that nothing else has
-            return _Sent(replace(plain, salt=salt), reason=FULL_PREFILL)
+            return Sent(replace(plain, salt=salt), reason=FULL_PREFILL)
         # A prompt's last token is vLLM's: it yields the logits.
         placed = tuple(chunk for chunk in request.prepared.placed if chunk.end < len(tokens))
         if not placed:
-            return _Sent(plain, reason=NO_CHUNK)
+            return Sent(plain, reason=NO_CHUNK)
         known = sum(chunk.end - chunk.start for chunk in placed)
         if refused := too_little(known, request.config.min_tokens):
-            return _Sent(plain, placed, *refused)
+            return Sent(plain, placed, *refused)
         job = BlendJob(
             "blend",
             self._sent_lead_in,
@@ -214,9 +197,9 @@ class VLLMEngine(Engine):
             config=request.config,
             report_id=uuid.uuid4().hex,
         )
-        return _Sent(replace(plain, salt=job.salt(tokens), job=job), placed)
+        return Sent(replace(plain, salt=job.salt(tokens), job=job), placed)
 
-    async def _answer(self, request: Request, sent: _Sent) -> AsyncIterator[Delta]:
+    async def _answer(self, request: Request, sent: Sent) -> AsyncIterator[Delta]:
         """Yield text as it comes."""
         if request.cancel.is_set():
             yield self._answered(request, "", (), "cancelled", CANCELLED)
@@ -241,10 +224,11 @@ class VLLMEngine(Engine):
         result = await self._result(sent, last)
         if last.decode_seconds is not None:
             first = ended - last.decode_seconds
-        prefill = _prefill_report(sent, reason, result, first, ended - first)
+        times = Times(started, first, ended - first)
+        prefill = prefill_report(sent, reason, result, times)
         yield self._answered(request, text, ids, reason, prefill)
 
-    async def _result(self, sent: _Sent, last: Piece) -> Result | None:
+    async def _result(self, sent: Sent, last: Piece) -> Result | None:
         """Return the connector's result, which may have to be asked for.
 
         vLLM looks for stop strings outside its engine core, where the connector is not heard.
@@ -258,7 +242,7 @@ class VLLMEngine(Engine):
 
     # The store's verbs: jobs that any two tokens carry
 
-    def _storing_refusal(self) -> str | None:
+    def _storing_refusal(self) -> Reason | None:
         """Asked again when vLLM did not blend the last time."""
         if not self.status.active:
             self.status = self._jobs.status = ask_status(self.transport)
@@ -305,7 +289,7 @@ class VLLMEngine(Engine):
             plan if fits(plan, plan.context) else replace(plan, context=()) for plan in plans
         )
 
-    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+    def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         return self.transport.run(self._jobs.verify(keys))
 
     def _prefetch(self, keys: Sequence[KVKey]) -> None:
@@ -346,57 +330,6 @@ def _sent_chunk(chunk: PlacedChunk) -> SentChunk:
         before=chunk.before,
         after=chunk.after,
     )
-
-
-def _prefill_report(
-    sent: _Sent, finish_reason: FinishReason, result: Result | None, first: float, rest: float
-) -> PrefillReport:
-    """Return what the connector told, with the seconds that were seen from here.
-
-    first: seconds to the first token. rest: seconds of decoding.
-    """
-    done = result if isinstance(result, BlendResult) else BlendResult(_missed(sent, result))
-    told = zip(done.chunks, sent.placed, strict=False)
-    chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in told]
-    phases = {name: done.seconds.get(name, 0.0) for name in PHASES}
-    blended = any(chunk.hit for chunk in chunks)
-    return PrefillReport(
-        reason=None if blended else _reason(sent, finish_reason, result),
-        selector=done.selector,
-        selector_reason=done.selector_reason,
-        ratio_reason=done.ratio_reason,
-        ratio=done.ratio,
-        compute_share=done.compute_share,
-        chunks=chunks,
-        seconds={
-            **phases,
-            "load_hidden": done.seconds.get("load_hidden", 0.0),
-            "first_token": max(0.0, first - sum(phases.values())),
-            "decode": rest,
-        },
-    )
-
-
-def _missed(sent: _Sent, result: Result | None) -> tuple[ChunkReport, ...]:
-    """Return the chunks of a prompt that was not blended, as far as they are told."""
-    if sent.missed:
-        return tuple(chunk.report(sent.missed) for chunk in sent.placed)
-    return (result.chunks or ()) if isinstance(result, Declined) else ()
-
-
-def _reason(sent: _Sent, finish_reason: FinishReason, result: Result | None) -> str:
-    """Say why nothing was reused."""
-    if sent.reason:
-        return sent.reason
-    match result:
-        case Failed(error=why) | Declined(reason=why):
-            return why
-        case BlendResult():
-            return NOT_STORED
-        case _ if finish_reason == "cancelled":
-            return "cancelled before it was told"
-        case _:
-            return NO_CONNECTOR
 
 
 def _finish_reason(told: str | None) -> FinishReason:

@@ -105,7 +105,7 @@ class InProcessVLLM(Transport):
         outputs = self._vllm.generate(
             prompt,
             vllm_sampling(request),
-            f"cacheblend-{uuid.uuid4().hex}",
+            f"cacheblend-{request.request_id or uuid.uuid4().hex}",
             data_parallel_rank=request.replica,
         )
         async with aclosing(outputs) as steps:

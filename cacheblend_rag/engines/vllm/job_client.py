@@ -32,6 +32,7 @@ from cacheblend_rag.engines.vllm.transport import Transport, VLLMRequest
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.precompute import DocumentPlan
+from cacheblend_rag.reason import Reason
 
 T = TypeVar("T")
 
@@ -61,17 +62,17 @@ class JobClient:
         job = BlendJob("precompute", self._lead_in, chunks, tokens=tokens, idle=idle)
         return await self._carry_out(carrier(job), everywhere=not self.status.shared)
 
-    async def verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, str]:
+    async def verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         """Have stored KV read through everywhere; returns what stays unreadable, and why.
 
         Raises EngineUnavailableError when the connector does not do it.
         """
-        lost = dict[str, str]()
+        lost = dict[str, Reason]()
         for request in self._by_keys("verify", keys):
             for one in self._to_replicas(request):
                 result = _outcome(await self._params(one))
                 if not isinstance(result, VerifyResult):
-                    why = result.error if isinstance(result, Failed) else "no result came"
+                    why: str = result.error if isinstance(result, Failed) else "no result came"
                     raise EngineUnavailableError(f"vLLM did not check the stored KV: {why}")
                 lost |= result.unreadable
         names = {f"{key.chunk_id}/{key.context_id}": key for key in keys}
@@ -193,7 +194,9 @@ def released_by(results: Iterable[Result]) -> int:
     freed = 0
     for result in results:
         if not isinstance(result, ReleaseResult):
-            why = result.error if isinstance(result, Failed) else "it did not say that it was done"
+            why: str = (
+                result.error if isinstance(result, Failed) else "it did not say that it was done"
+            )
             raise EngineUnavailableError(f"vLLM's memory for chunk KV was not released: {why}")
         freed += result.released
     return freed

@@ -36,7 +36,8 @@ class VLLMRequest:
     """What is sent: token ids, sampling, the job if there is one, and the cache salt.
 
     salt: requests with the same one, or none, share vLLM's prefix cache. replica: which of several
-    engines behind one address is to serve it; None is any.
+    engines behind one address is to serve it; None is any. request_id: what vLLM is to call it by;
+    "" leaves that to the transport.
     """
 
     token_ids: tuple[int, ...]
@@ -44,6 +45,7 @@ class VLLMRequest:
     salt: str | None = None
     job: BlendJob | None = None
     replica: int | None = None
+    request_id: str = ""
 
 
 class Transport(ABC):

@@ -91,7 +91,8 @@ class LockstepVLLM(Transport):
                 self.core.abort_request([name])
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
-        async with aclosing(self.outputs(request, vllm_sampling(request))) as steps:
+        outputs = self.outputs(request, vllm_sampling(request), request.request_id)
+        async with aclosing(outputs) as steps:
             async for step in steps:
                 out = step.outputs[0]
                 params = step.kv_transfer_params

@@ -218,6 +218,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "num_prompt_tokens",
                 "prompt_token_ids",
                 "cache_salt",
+                "arrival_time",
                 "lora_request",
                 "mm_features",
                 "prompt_embeds",

@@ -68,7 +68,7 @@ def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
             mm_features=[],
             prompt_embeds=None,
         )
-        pending = read_job(request, "", model)  # type: ignore[arg-type]
+        pending = read_job(request, None, model)  # type: ignore[arg-type]
         read[pending.job is not None] += 1
         assert pending.job is None or pending.reason is None
         assert len(pending.reason or "") < 600

@@ -66,6 +66,7 @@ class CannedServer:
         self.metrics: dict[str, Any] | None = None
         self.orders: list[str] = []
         self.bodies: list[dict[str, Any]] = []
+        self.names: list[str | None] = []
         self.url = ""
 
     def params(self, body: dict[str, Any]) -> dict[str, Any] | None:
@@ -87,6 +88,7 @@ def listening(canned: CannedServer) -> Iterator[CannedServer]:
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             canned.bodies.append(body)
+            canned.names.append(self.headers["X-Request-Id"])
             if isinstance(body["prompt"], str):
                 count = len(body["prompt"].split())
                 return self.reply(200, completion(prompt_token_ids=[UNKNOWN] * count))
@@ -192,6 +194,38 @@ def test_a_report_comes_with_the_answer_and_after_a_stream(
     assert canned.orders == ["status", "blend", "blend", "report"]
 
 
+def test_a_server_calls_a_request_by_its_reports_name(canned: CannedServer, connect: Open) -> None:
+    engine = connect()
+    canned.names.clear()
+    report = engine.generate(PROMPT, FOUR).report
+    assert canned.names == [report.request_id]
+
+
+def test_what_a_server_says_of_starts_and_of_a_trace_is_held_against_the_request(
+    canned: CannedServer, connect: Open
+) -> None:
+    engine = connect()
+    tokens = engine.generate(PROMPT, FOUR).prompt_tokens
+    selection = {"layer": 1, "positions": [tokens], "scores": [0.5], "chosen": [True]}
+    starts = {"load": -1.0, "recompute": 1e300, "decode": 5.0, "colour": 1.0}
+    good = {"rows": [3, 1], "selections": [{**selection, "positions": [tokens - 1]}]}
+    bad = {"rows": [3, 1], "selections": [selection]}
+    traced = engine.config.with_changes(trace=True)
+    found = []
+    for trace, config in ((good, traced), (good, None), (bad, traced)):
+        canned.said = {"chunks": [HIT], "starts": starts, "trace": trace}
+        report = engine.generate(PROMPT, FOUR, config=config).report
+        assert report.starts.load is not None
+        assert report.starts.recompute is not None
+        assert report.starts.first_token is not None
+        assert 0 <= report.starts.load <= report.starts.first_token
+        assert 0 <= report.starts.load <= report.starts.recompute < 60
+        found.append(report.trace)
+    assert found[0] is not None
+    assert found[0].rows == (3, 1)
+    assert found[1:] == [None, None]
+
+
 def test_a_late_report_is_asked_for(canned: CannedServer, connect: Open) -> None:
     engine = connect()
     canned.said, canned.reports = {"late": True}, {"chunks": [HIT]}
@@ -204,8 +238,11 @@ def test_a_late_report_is_asked_for(canned: CannedServer, connect: Open) -> None
     ("said", "reason"),
     [
         (None, NO_CONNECTOR),
-        ({"reason": "LoRA requests are not blended"}, "LoRA requests are not blended"),
-        ({"error": "blending failed: KeyError"}, "blending failed: KeyError"),
+        (
+            {"reason": ["unsupported_request", "LoRA requests are not blended"]},
+            "LoRA requests are not blended",
+        ),
+        ({"error": ["failed", "blending failed: KeyError"]}, "blending failed: KeyError"),
         ({"chunks": [{**HIT, "hit": False, "tier": None}]}, "no chunk of the prompt is stored"),
     ],
 )
@@ -222,7 +259,7 @@ def test_a_prefill_that_was_not_blended_says_why(
 
 def test_a_report_that_the_server_lost_is_told(canned: CannedServer, connect: Open) -> None:
     engine = connect()
-    canned.reports = {"reason": "no such report"}
+    canned.reports = {"reason": ["no_answer", "no such report"]}
     streamed = list(engine.stream(PROMPT, FOUR))[-1].generation
     assert streamed is not None
     assert streamed.report.reason == "no such report"

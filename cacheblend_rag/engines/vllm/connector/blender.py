@@ -26,6 +26,7 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
+from cacheblend_rag.reason import Reason, ReasonCode
 
 logger = logging.getLogger(__name__)
 
@@ -203,9 +204,9 @@ class Blender:
             if lack is not None:
                 return _OutOfMemory(lack)
             if isinstance(error, CacheBlendError):
-                return Failed(str(error))
+                return Failed(Reason(ReasonCode.FAILED, str(error)))
             logger.exception("a request could not be blended")  # it must not end the server
-            return Failed(f"blending failed: {type(error).__name__}")
+            return Failed(Reason(ReasonCode.FAILED, f"blending failed: {type(error).__name__}"))
         if self.stack.met:
             self._together.add(request_id)
         return None

@@ -10,6 +10,7 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.put_result import PutResult
 from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.reason import Reason
 
 MOST_WAITING = 8
 """Chunks of one job that are computed and not written yet: memory beside the store's."""
@@ -27,8 +28,8 @@ class ChunkWriter:
         self._stack, self._store = stack, store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-put")
         self._puts: list[Future[PutResult]] = []
-        self.refused: Counter[str] = Counter()
-        self.failed: Counter[str] = Counter()
+        self.refused: Counter[Reason] = Counter()
+        self.failed: Counter[Reason] = Counter()
 
     def put(self, key: KVKey, kv: ChunkKV) -> Steps[None]:
         """Have a chunk written; yields while too many wait."""
@@ -40,8 +41,8 @@ class ChunkWriter:
         yield from self._until_waiting(0)
         self.close()
         results = [put.result() for put in self._puts]
-        self.refused.update(result.refusal for result in results if result.refusal)
-        self.failed.update(result.failure for result in results if result.failure)
+        self.refused.update(put.refusal for put in results if put.refusal)
+        self.failed.update(put.refusal for put in results if put.refusal and put.failure)
         return len(results) - self.refused.total()
 
     def close(self) -> None:

@@ -8,11 +8,12 @@ from typing import Any
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.reason import Reason, ReasonCode
 
 KV_TYPES = {"auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"}
 
 
-def refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
+def refusal_of(vllm_config: Any, kv_cache_config: Any) -> Reason | None:
     """Return why nothing is blended under this VllmConfig and KVCacheConfig, or None.
 
     Whether the model itself can be blended is found by a trial.
@@ -27,12 +28,15 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any) -> str | None:
         "several KV cache groups": len(kv_cache_config.kv_cache_groups) > 1,
         "speculative decoding": vllm_config.speculative_config is not None,
         "LoRA": vllm_config.lora_config is not None,
-        "multi-head latent attention (MLA)": model.use_mla,
         f"a KV cache of type {cache.cache_dtype}": cache.cache_dtype not in KV_TYPES,
     }
+    if model.use_mla:
+        return Reason(
+            ReasonCode.UNSUPPORTED_ATTENTION, "multi-head latent attention (MLA) cannot be blended"
+        )
     for name, present in obstacles.items():
         if present:
-            return f"{name} cannot be blended"
+            return Reason(ReasonCode.UNSUPPORTED_SETTING, f"{name} cannot be blended")
     return None
 
 
@@ -59,7 +63,9 @@ def check_attention(layers: Sequence[Any]) -> None:
         }
         for name, present in obstacles.items():
             if present:
-                raise UnsupportedModelError(f"{name} cannot be blended")
+                raise UnsupportedModelError(
+                    f"{name} cannot be blended", ReasonCode.UNSUPPORTED_ATTENTION
+                )
 
 
 def _shape(layer: Any) -> tuple[int, int, int]:

@@ -50,7 +50,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
         check_version(vllm_version)
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_vllm(vllm_config)
-        refusal = refusal_of(vllm_config, kv_cache_config) or ""
+        refusal = refusal_of(vllm_config, kv_cache_config)
         asynchronous = settings.asynchronous or drops_blocks(kv_cache_config)
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None

@@ -35,7 +35,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import READ_ONLY, TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
-from cacheblend_rag.memory import NO_ROOM, give_back_unused
+from cacheblend_rag.memory import NO_ROOM, give_back_unused, no_room
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
@@ -49,6 +49,7 @@ from cacheblend_rag.prefill.precompute import (
     compute_one_by_one,
 )
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass, absent
+from cacheblend_rag.reason import Reason
 
 WorkResult = (
     BlendResult
@@ -113,7 +114,7 @@ class JobRunner:
     def no_room(self, allotted: Allotted, lack: str) -> Declined | Failed:
         """Say of a job that it found no memory and was given up; vLLM serves what it was to do."""
         if allotted.job.kind != "blend":
-            return Failed(f"{NO_ROOM}: {lack}")
+            return Failed(no_room(lack))
         return _declined(lack, self._placed(allotted))
 
     def _placed(self, allotted: Allotted) -> list[PlacedChunk]:
@@ -138,13 +139,15 @@ class JobRunner:
 
     def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
         started = time.perf_counter()
+        handed_over = started - max(0.0, time.time() - allotted.arrived)
         placed = self._placed(allotted)
         if refusal := self._too_little(placed, allotted.job.config.min_tokens):
             return refusal
         checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
         if lack := self._lack_of_room(len(allotted.tokens), checks=bool(checks)):
             return _declined(lack, placed)
-        done = yield from self._pass(allotted, placed, source).steps()
+        work = self._pass(allotted, placed, source)
+        done = yield from work.steps()
         if isinstance(done, NotWorthLoading):
             return Declined(done.why, tuple(done.chunks))
         return BlendResult(
@@ -156,6 +159,8 @@ class JobRunner:
             wall_seconds=time.perf_counter() - started,
             selector_reason=done.selector_reason,
             ratio_reason=done.ratio_reason,
+            starts={phase: at - handed_over for phase, at in work.watch.starts.items()},
+            trace=done.trace,
         )
 
     def _pass(
@@ -209,7 +214,7 @@ class JobRunner:
 
     def _precompute(self, allotted: Allotted) -> Work:
         if lack := self._lack_of_room(len(allotted.tokens)):
-            return Failed(f"{NO_ROOM}: {lack}")
+            return Failed(no_room(lack))
         writer = ChunkWriter(self.stack, self.store)
         try:
             return (yield from self._written(allotted, writer))
@@ -258,7 +263,7 @@ class JobRunner:
 
 def verify(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
     """Read stored KV through, a key at a time; damaged KV is set aside by that."""
-    lost: dict[str, str] = {}
+    lost: dict[str, Reason] = {}
     for key in keys:
         for _, reason in unreadable(store, [key]):
             lost[f"{key.chunk_id}/{key.context_id}"] = reason
@@ -285,7 +290,7 @@ def prefetch(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
 
 def _declined(lack: str, placed: Sequence[PlacedChunk]) -> Declined:
     """Say that a blend is not begun, or was given up, for want of memory."""
-    return Declined(f"{NO_ROOM}: {lack}", tuple(chunk.report(NO_ROOM) for chunk in placed))
+    return Declined(no_room(lack), tuple(chunk.report(NO_ROOM) for chunk in placed))
 
 
 def free_bytes(device: torch.device) -> int | None:

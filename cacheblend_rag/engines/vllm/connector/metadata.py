@@ -18,8 +18,9 @@ from cacheblend_rag.engines.vllm.protocol import (
     ReleaseResult,
     Result,
 )
+from cacheblend_rag.reason import Reason, ReasonCode
 
-RANK_FAILED = Failed("blending failed on another rank")
+RANK_FAILED = Failed(Reason(ReasonCode.FAILED, "blending failed on another rank"))
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Allotted:
 
     tokens: the whole prompt. first, until: its tokens [first, until) are to be provided; those
     before stand in the cache already. block_ids: the request's blocks. wait: it is needed in this
-    step.
+    step. arrived: when vLLM was handed the request, in seconds of ``time.time``.
     """
 
     request_id: str
@@ -38,6 +39,7 @@ class Allotted:
     until: int
     block_ids: tuple[int, ...]
     wait: bool = False
+    arrived: float = 0.0
 
     def blocks(self, size: int) -> tuple[int, ...]:
         """Return the blocks, of ``size`` tokens each, that are to be filled."""

@@ -32,6 +32,7 @@ from cacheblend_rag.blend.stack import AttentionCall
 from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE, VLLMStack
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.reason import ReasonCode
 
 PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
 """Over the fused KV always, by PyTorch."""
@@ -85,7 +86,9 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
     """Return a worker's paged cache, with a builder of metadata such as vLLM's own is."""
     backends = {layer.attn_backend for layer in stack.attention}
     if len(backends) != 1:
-        raise UnsupportedModelError("layers of this model use several attention backends")
+        raise UnsupportedModelError(
+            "layers of this model use several attention backends", ReasonCode.UNSUPPORTED_ATTENTION
+        )
     backend = backends.pop()
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):

@@ -6,7 +6,7 @@ results back with the requests' last outputs, or when they are asked for.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -30,6 +30,7 @@ from cacheblend_rag.engines.vllm.protocol.job import ASKS, SALT_PREFIX, sent_rep
 from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, NO_REPORT
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import chunk_id
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 
 if TYPE_CHECKING:
@@ -43,7 +44,10 @@ CARRIER_TOKENS = 2
 """Tokens after which a request ends that was sent for its job only; results may take as many."""
 KEPT_REPORTS = 1024
 """Results kept for ``report`` jobs, and as many for repeats of a blend."""
+KEPT_TRACES = 16
+"""Kept results that have a trace: it takes much more memory than the rest of a result."""
 PREFIX_CACHE = "prefix cache"
+CACHED = Reason(ReasonCode.PREFIX_CACHED, "vLLM's prefix cache holds this prompt already")
 
 
 @dataclass
@@ -56,7 +60,7 @@ class Pending:
     """
 
     job: BlendJob | None
-    reason: str | None = None
+    reason: Reason | None = None
     report_id: str = ""
     blends: bool = True
     sent: bool = False
@@ -68,12 +72,12 @@ class Pending:
 class ConnectorScheduler:
     """See the module.
 
-    refusal: why nothing is blended here, or "". asynchronous: whether blending takes several steps.
-    step_tokens: see ConnectorSettings.
+    refusal: why nothing is blended here, or None. asynchronous: whether blending takes several
+    steps. step_tokens: see ConnectorSettings.
     """
 
     def __init__(
-        self, model: ModelConfig, refusal: str, *, asynchronous: bool, step_tokens: int
+        self, model: ModelConfig, refusal: Reason | None, *, asynchronous: bool, step_tokens: int
     ) -> None:
         self.asynchronous = asynchronous
         self.pending: dict[str, Pending] = {}
@@ -81,6 +85,7 @@ class ConnectorScheduler:
         self.reports: OrderedDict[str, Result] = OrderedDict()
         self._model, self._refusal, self._step_tokens = model, refusal, step_tokens
         self._blended: OrderedDict[str, BlendResult] = OrderedDict()
+        self._traced: deque[str] = deque()
         self._stats = BlendStats()
         self._promised = 0
         self._new: list[Allotted] = []
@@ -116,7 +121,7 @@ class ConnectorScheduler:
         """Note that vLLM has all the tokens that were to be provided, perhaps of a blend."""
         if pending.result is None and work in self._blended:
             pending.result = _repeated(self._blended[work])
-        pending.reason = "vLLM's prefix cache holds this prompt already"
+        pending.reason = CACHED
 
     def _is_step_full(self, tokens: int) -> bool:
         """Whether so many more tokens are too much synchronous work for this step."""
@@ -140,6 +145,7 @@ class ConnectorScheduler:
                 until=pending.tokens,
                 block_ids=tuple(blocks.get_block_ids()[0]),
                 wait=not self._may_wait(pending.job),
+                arrived=request.arrival_time,
             )
         )
 
@@ -188,9 +194,20 @@ class ConnectorScheduler:
         if pending.blends and result != CANCELLED:
             self._stats.record(result)
         if pending.work and isinstance(result, BlendResult):
-            _keep(self._blended, pending.work, result)
+            _keep(self._blended, pending.work, replace(result, trace=None))
         if pending.report_id:
             _keep(self.reports, pending.report_id, result)
+            if isinstance(result, BlendResult) and result.trace is not None:
+                self._note_traced(pending.report_id)
+
+    def _note_traced(self, report_id: str) -> None:
+        """Note that a kept report has a trace, and drop the oldest trace when there are many."""
+        self._traced.append(report_id)
+        if len(self._traced) > KEPT_TRACES:
+            oldest = self._traced.popleft()
+            kept = self.reports.get(oldest)
+            if isinstance(kept, BlendResult):
+                self.reports[oldest] = replace(kept, trace=None)
 
     def take_stats(self) -> BlendStats | None:
         """Return what was counted since the last call."""
@@ -218,6 +235,7 @@ def _repeated(result: BlendResult) -> BlendResult:
         result,
         compute_share=0.0,
         seconds={},
+        starts={},
         work_seconds=0.0,
         wall_seconds=0.0,
         chunks=tuple(_cached(chunk) for chunk in result.chunks),
@@ -228,7 +246,7 @@ def _cached(chunk: ChunkReport) -> ChunkReport:
     return replace(chunk, recomputed=0, tier=PREFIX_CACHE) if chunk.hit else chunk
 
 
-def read_job(request: Request, refusal: str, model: ModelConfig) -> Pending:
+def read_job(request: Request, refusal: Reason | None, model: ModelConfig) -> Pending:
     """Return a request's job, or the reason why it is served by ordinary prefill."""
     named = ""
     try:
@@ -238,21 +256,24 @@ def read_job(request: Request, refusal: str, model: ModelConfig) -> Pending:
         if job is None:
             return Pending(None, blends=False)
         job.check(longest=model.max_model_len, vocabulary=model.get_vocab_size())
-        reason = _decline(request, "" if job.kind in ASKS else refusal)
+        reason = _decline(request, None if job.kind in ASKS else refusal)
     except Exception as error:  # whatever it is, it must end this request's work and no other's
         said = str(error) if isinstance(error, CacheBlendError) else type(error).__name__
-        return Pending(None, f"malformed order: {said[:LONGEST_REASON]}", named)
+        why = f"malformed order: {said[:LONGEST_REASON]}"
+        return Pending(None, Reason(ReasonCode.MALFORMED_JOB, why), named)
     return Pending(None if reason else job, reason, named, job.kind == "blend")
 
 
-def _decline(request: Request, refusal: str) -> str | None:
+def _decline(request: Request, refusal: Reason | None) -> Reason | None:
     """Say why a request's job is not carried out, or None."""
-    if refusal:
+    if refusal is not None:
         return refusal
     if not (request.cache_salt or "").startswith(SALT_PREFIX):
-        return f"cache_salt must begin with {SALT_PREFIX!r}"
+        why = f"cache_salt must begin with {SALT_PREFIX!r}"
+        return Reason(ReasonCode.MALFORMED_JOB, why)
     if request.lora_request is not None:
-        return "LoRA requests are not blended"
+        return Reason(ReasonCode.UNSUPPORTED_REQUEST, "LoRA requests are not blended")
     if request.mm_features or request.prompt_embeds is not None:
-        return "prompts that are not text only are not blended"
+        why = "prompts that are not text only are not blended"
+        return Reason(ReasonCode.UNSUPPORTED_REQUEST, why)
     return None

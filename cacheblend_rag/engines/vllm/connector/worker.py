@@ -38,6 +38,7 @@ from cacheblend_rag.engines.vllm.protocol.status import StoredKV
 from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.controller import Rates
+from cacheblend_rag.reason import Reason, ReasonCode
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,11 +46,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+OTHER_RANK = Reason(ReasonCode.UNSUPPORTED_MODEL, "another rank cannot blend")
+
 
 class ConnectorWorker:
     """See the module.
 
-    refusal: why nothing is blended here, or "". asynchronous: whether blending takes several steps.
+    refusal: why nothing is blended here, or None. asynchronous: whether blending takes several
+    steps.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class ConnectorWorker:
         vllm_config: VllmConfig,
         kv_cache_config: KVCacheConfig,
         settings: ConnectorSettings,
-        refusal: str,
+        refusal: Reason | None,
         *,
         asynchronous: bool,
     ) -> None:
@@ -92,17 +96,17 @@ class ConnectorWorker:
         What one rank cannot do, none may go on from: they compute together.
         """
         try:
-            if not self._refusal:
+            if self._refusal is None:
                 begin()
         except DEVICE_ERRORS:
             raise
         except Exception as error:  # a model of a kind nobody has tried, say
             logger.debug("this model cannot be blended", exc_info=True)
             self._refusal = explained(self._vllm_config.model_config.hf_config, error)
-        refused = all_reduce(torch.tensor([bool(self._refusal)], dtype=torch.int32), "max")
+        refused = all_reduce(torch.tensor([self._refusal is not None], dtype=torch.int32), "max")
         if refused.item():
-            self._refusal = self._refusal or "another rank cannot blend"
-        return not self._refusal
+            self._refusal = self._refusal or OTHER_RANK
+        return self._refusal is None
 
     def _make_blender(self) -> Blender:
         settings = self._settings
@@ -150,7 +154,9 @@ class ConnectorWorker:
         if self.blender is None:
             for new in step.jobs:
                 asked = new.job.kind == "status"
-                self._finish(new.request_id, self.status() if asked else Failed(self._refusal))
+                self._finish(
+                    new.request_id, self.status() if asked else Failed(self._refusal or OTHER_RANK)
+                )
             return
         for request_id in step.gone:
             if self.blender.cancel(request_id):

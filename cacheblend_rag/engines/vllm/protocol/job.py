@@ -121,9 +121,10 @@ class BlendJob:
     def salt(self, token_ids: Sequence[int]) -> str:
         """Return the ``cache_salt`` of a blended request: equal work may share vLLM's blocks.
 
-        token_ids: the prompt, which tells work apart where the question decides about rows.
+        token_ids: the prompt, which tells work apart where the question decides about rows. Work
+        that is to be traced shares nothing, so that it is done.
         """
-        params = replace(self, report_id="").to_params()
+        params = (self if self.config.trace else replace(self, report_id="")).to_params()
         if make_selector(self.config.selector, self.config.selector_options).needs_question:
             params["prompt"] = list(token_ids)
         text = json.dumps(params, sort_keys=True, default=list)

@@ -15,7 +15,9 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args, get_origin,
 
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, ConnectorStatus
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.trace import Trace
 
 T = TypeVar("T")
 
@@ -24,8 +26,10 @@ T = TypeVar("T")
 class BlendResult:
     """What a blend did; the fields are those of BlendReport and FusedPrompt.
 
-    seconds: of the pass, by phase. work_seconds: that the worker spent on the job, wall_seconds:
-    from the job's begin to its end, others' steps in between included.
+    seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM was handed the
+    request. trace: of what was chosen, where the job asks for it. work_seconds: that the worker
+    spent on the job, wall_seconds: from the job's begin to its end, others' steps in between
+    included.
     """
 
     chunks: tuple[ChunkReport, ...]
@@ -34,9 +38,11 @@ class BlendResult:
     compute_share: float = 1.0
     seconds: Mapping[str, float] = field(default_factory=dict)
     wall_seconds: float = 0.0
-    selector_reason: str | None = None
+    selector_reason: Reason | None = None
     work_seconds: float | None = None
-    ratio_reason: str | None = None
+    ratio_reason: Reason | None = None
+    starts: Mapping[str, float] = field(default_factory=dict)
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True)
@@ -49,9 +55,9 @@ class PrecomputeResult:
     computed: int
     skipped: int = 0
     computed_tokens: int = 0
-    refused: Mapping[str, int] = field(default_factory=dict)
+    refused: Mapping[Reason, int] = field(default_factory=dict)
     work_seconds: float | None = None
-    failed: Mapping[str, int] = field(default_factory=dict)
+    failed: Mapping[Reason, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ class VerifyResult:
     """
 
     verified: int
-    unreadable: Mapping[str, str] = field(default_factory=dict)
+    unreadable: Mapping[str, Reason] = field(default_factory=dict)
     work_seconds: float | None = None
 
 
@@ -96,7 +102,7 @@ class Declined:
     reason: why. chunks: of a prompt that was looked at, all missed.
     """
 
-    reason: str
+    reason: Reason
     chunks: tuple[ChunkReport, ...] | None = None
     work_seconds: float | None = None
 
@@ -105,7 +111,7 @@ class Declined:
 class Failed:
     """The job could not be done, ordinary prefill answers. error: why."""
 
-    error: str
+    error: Reason
     work_seconds: float | None = None
 
 
@@ -129,8 +135,8 @@ Result: TypeAlias = (
     | ConnectorStatus
 )
 
-CANCELLED = Failed("cancelled")
-NO_REPORT = Declined("no such report")
+CANCELLED = Failed(Reason(ReasonCode.CANCELLED, "cancelled"))
+NO_REPORT = Declined(Reason(ReasonCode.NO_ANSWER, "no such report"))
 """The answer to a ``report`` job for what this engine did not do."""
 _TOLD_BY: Mapping[str, type[Any]] = {
     "late": Late,
@@ -148,9 +154,24 @@ _TOLD_BY: Mapping[str, type[Any]] = {
 
 def params_of(result: Result) -> dict[str, Any]:
     """Return plain JSON values for ``kv_transfer_params``."""
-    told = {name: value for name, value in asdict(result).items() if value is not None}
-    lists = {name: [*value] for name, value in told.items() if isinstance(value, tuple)}
-    return {PARAMETER: {**told, **lists}}
+    hints = _hints(type(result))  # type: ignore[arg-type]  # a class is hashable
+    told = asdict(result)
+    plain = {name: _plain(told[name], hints[name]) for name in told if told[name] is not None}
+    return {PARAMETER: plain}
+
+
+def _plain(value: Any, hint: Any) -> Any:
+    """Return a field's value as JSON: a reason as [code, sentence], also where it counts."""
+    if isinstance(value, Reason):
+        return [value.code.value, str(value)]
+    if get_origin(hint) is Mapping:
+        key, inner = get_args(hint)
+        if key is Reason:
+            return [[*_plain(reason, key), count] for reason, count in value.items()]
+        return {name: _plain(one, inner) for name, one in value.items()}
+    if isinstance(value, dict):  # of a dataclass
+        return {name: _plain(one, None) for name, one in value.items()}
+    return [_plain(one, None) for one in value] if isinstance(value, tuple) else value
 
 
 def result_of(params: Mapping[str, Any] | None) -> Result | None:
@@ -165,7 +186,8 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
     try:
         read: Result = _read(kind, sent)
     except (TypeError, ValueError, OverflowError) as error:
-        return Failed(f"the connector's answer cannot be read: {error!s:.100}")
+        why = f"the connector's answer cannot be read: {error!s:.100}"
+        return Failed(Reason(ReasonCode.NO_ANSWER, why))
     return read
 
 
@@ -179,7 +201,7 @@ def status_of(params: Mapping[str, Any] | None) -> ConnectorStatus:
         case Failed(error=why) | Declined(reason=why) if why:
             return ConnectorStatus(False, why)
         case _:
-            return ConnectorStatus(False, "no status came")
+            return ConnectorStatus(False, Reason(ReasonCode.NO_ANSWER, "no status came"))
 
 
 def _read(kind: type[T], sent: Any) -> T:
@@ -201,16 +223,39 @@ def _value(name: str, hint: Any, sent: Any) -> Any:
     origin, inner = get_origin(hint), get_args(hint)
     if NoneType in inner:
         return None if sent is None else _value(name, inner[0], sent)
+    if hint is Reason:
+        return _reason(name, sent)
     if is_dataclass(hint):
         return _read(cast(type[Any], hint), sent)
     if origin is tuple:
         return tuple(_value(name, inner[0], value) for value in _checked(name, sent, list, tuple))
+    if origin is Mapping and inner[0] is Reason:
+        return dict(_counted(name, row) for row in _checked(name, sent, list))
     if origin is Mapping:
         named = _checked(name, sent, dict).items()
         return {_checked(name, key, str): _value(name, inner[1], value) for key, value in named}
     if hint is float:
         return _finite(name, _checked(name, sent, float, int))
     return _checked(name, sent, str if origin is Literal else hint)  # others may know more reasons
+
+
+def _reason(name: str, sent: Any) -> Reason:
+    """Read a code, which may be a newer version's, and a sentence."""
+    code, sentence = (_checked(name, part, str) for part in _row(name, sent, 2))
+    return Reason(ReasonCode.named(code), sentence)
+
+
+def _counted(name: str, sent: Any) -> tuple[Reason, int]:
+    """Read a reason, and how often it was met."""
+    row = _row(name, sent, 3)
+    return _reason(name, row[:2]), _checked(name, row[2], int)
+
+
+def _row(name: str, sent: Any, length: int) -> list[Any]:
+    row: list[Any] = _checked(name, sent, list)
+    if len(row) != length:
+        raise ValueError(f"{name} holds {len(row)} values instead of {length}")
+    return row
 
 
 def _finite(name: str, sent: float) -> float:

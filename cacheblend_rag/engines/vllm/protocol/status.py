@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.reason import Reason, ReasonCode
 
-NO_CONNECTOR = (
-    "the server runs vLLM without the CacheBlend connector: start it with `cacheblend-rag serve`"
+NO_CONNECTOR = Reason(
+    ReasonCode.NO_CONNECTOR,
+    "the server runs vLLM without the CacheBlend connector: start it with `cacheblend-rag serve`",
 )
+
+NO_REFUSAL = Reason(ReasonCode.NO_ANSWER, "the connector does not say why it blends nothing")
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class ConnectorStatus:
     """
 
     active: bool
-    refusal: str = ""
+    refusal: Reason | None = None
     identity: str = ""
     vllm: str = ""
     cacheblend_rag: str = ""
@@ -47,6 +51,11 @@ class ConnectorStatus:
     read_only: bool = False
     store: StoredKV = field(default_factory=StoredKV)
     sampling: ModelSampling | None = None
+
+    @property
+    def problem(self) -> Reason | None:
+        """Why nothing is blended; None where it is."""
+        return None if self.active else self.refusal or NO_REFUSAL
 
     def __post_init__(self) -> None:
         if self.replicas < 1:

@@ -13,11 +13,12 @@ from prometheus_client import REGISTRY
 from cacheblend_rag import BlendConfig, Generation
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm import protocol
-from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, PREFIX
-from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS
+from cacheblend_rag.engines.vllm.connector.metrics import COUNTERS, COUNTERS_BY_REASON, PREFIX
+from cacheblend_rag.engines.vllm.connector.scheduler import KEPT_REPORTS, KEPT_TRACES
 from cacheblend_rag.engines.vllm.protocol.job import PARAMETER, BlendJob, SentLeadIn
 from cacheblend_rag.engines.vllm.protocol.result import NO_REPORT
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from cacheblend_rag.reason import ReasonCode
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
@@ -91,7 +92,9 @@ def check_refused(engine: InProcessEngine, said: str) -> None:
     request = VLLMRequest((5, 6), ResolvedSampling(max_tokens=2), status.salt((5, 6)), status)
     found = params_of(engine, request)
     assert found["active"] is False
-    assert said in found["refusal"]
+    code, sentence = found["refusal"]
+    assert code.startswith("unsupported_")
+    assert said in sentence
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -141,12 +144,13 @@ def test_a_report_too_late_for_its_answer_is_kept(open_core: Open) -> None:
 def test_fewer_stored_tokens_than_wanted_are_left_alone(core: InProcessEngine) -> None:
     few = asked(core, "w3", config=core.config.with_changes(min_tokens=1000))
     found = params_of(core, few)
-    assert found["reason"] == "301 reusable tokens are fewer than min_tokens=1000"
+    too_few = "301 reusable tokens are fewer than min_tokens=1000"
+    assert found["reason"] == ["too_short", too_few]
     assert [c["reason"] for c in found["chunks"]] == ["too short"] * 3
 
     other = SentLeadIn("none", "", 0)
     found = params_of(core, asked(core, "w4", lead_in=other))
-    assert found["reason"] == "no chunk of the prompt is stored"
+    assert found["reason"] == ["not_stored", "no chunk of the prompt is stored"]
     assert [c["reason"] for c in found["chunks"]] == ["other model"] * 3
 
 
@@ -154,13 +158,15 @@ def test_a_report_can_be_asked_for_once(core: InProcessEngine) -> None:
     told = params_of(core, asked(core, "w8", report_id=REPORT_ID))
     assert [chunk["hit"] for chunk in told["chunks"]] == [True] * 3
     assert params_of(core, report_order(REPORT_ID)) == told
-    assert params_of(core, report_order(REPORT_ID)) == {"reason": "no such report"}
+    assert params_of(core, report_order(REPORT_ID)) == {"reason": ["no_answer", "no such report"]}
 
 
 def test_why_an_order_was_not_carried_out_can_be_asked_for(core: InProcessEngine) -> None:
     unsalted = replace(asked(core, "w9", report_id=REPORT_ID), salt="mine")
     told = params_of(core, unsalted)
-    assert "cache_salt" in told["reason"]
+    code, sentence = told["reason"]
+    assert code == ReasonCode.MALFORMED_JOB
+    assert "cache_salt" in sentence
     assert params_of(core, report_order(REPORT_ID)) == told
 
 
@@ -177,6 +183,22 @@ def test_only_so_many_reports_are_kept(core: InProcessEngine) -> None:
     assert protocol.params_of(connector.reports["f" * 32]) == {PARAMETER: told}
 
 
+def test_only_so_many_traces_are_kept(core: InProcessEngine) -> None:
+    connector = core.scheduler_connector
+    connector.reports.clear()
+    config = core.config.with_changes(trace=True)
+    first = asked(core, "w11", report_id=REPORT_ID, config=config)
+    told = params_of(core, first)
+    assert len(told["trace"]["rows"]) > 1
+    kept = connector.reports[REPORT_ID]
+    for index in range(KEPT_TRACES):
+        connector.reports[f"{index:032x}"] = kept
+        connector._note_traced(f"{index:032x}")
+    assert params_of(core, report_order(REPORT_ID)).items() <= told.items()
+    assert connector.reports[f"{0:032x}"].trace is not None
+    connector.reports[REPORT_ID] = kept
+
+
 def counted() -> dict[str, float]:
     """What vLLM's metrics endpoint would show."""
     return {
@@ -186,7 +208,7 @@ def counted() -> dict[str, float]:
             for sample in metric.samples
             if sample.name == f"{PREFIX}{name}_total"
         )
-        for name in COUNTERS
+        for name in (*COUNTERS, *COUNTERS_BY_REASON)
     }
 
 

@@ -1,36 +1,84 @@
-"""What is counted, and how counts are added up."""
+"""What is counted, by reason codes too, and how counts are added up and shown."""
 
 from __future__ import annotations
 
-from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
+import json
+from functools import partial
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import VllmConfig
+
+from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.protocol import BlendResult, Declined, Failed
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 
+HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=10)
+MISS = ChunkReport("1" * 32, 43, 7, False, "not stored")
+DAMAGED = ChunkReport("2" * 32, 50, 7, False, "damaged")
+TOO_FEW = Declined(Reason(ReasonCode.TOO_SHORT, "too few"), (MISS,), work_seconds=0.5)
+FAILED = Failed(Reason(ReasonCode.FAILED, "blending failed: KeyError"))
 
-def test_a_result_is_counted_chunk_by_chunk() -> None:
+
+def counted() -> BlendStats:
     stats = BlendStats()
-    hit = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=10)
-    miss = ChunkReport("1" * 32, 43, 7, False, "not stored")
-    stats.record(BlendResult((hit, miss), work_seconds=0.25))
-    stats.record(Declined("too few", (miss,), work_seconds=0.5))
-    stats.record(Failed("blending failed: KeyError"))
-    assert stats.reduce() == {
+    stats.record(BlendResult((HIT, MISS), work_seconds=0.25))
+    stats.record(TOO_FEW)
+    stats.record(FAILED)
+    stats.record(BlendResult((DAMAGED,)))
+    return stats
+
+
+def test_a_result_is_counted_chunk_by_chunk_and_code_by_code() -> None:
+    assert counted().reduce() == {
         "chunk_hits": 1,
-        "chunk_misses": 2,
         "reused_tokens": 30,
         "recomputed_tokens": 10,
         "blended_requests": 1,
-        "fallbacks": 2,
         "blend_seconds": 0.75,
+        "chunk_misses": 3,
+        "chunk_misses_not_stored": 2,
+        "chunk_misses_damaged": 1,
+        "fallbacks": 3,
+        "fallbacks_too_short": 1,
+        "fallbacks_failed": 1,
+        "fallbacks_not_stored": 1,
     }
 
 
-def test_stats_add_up_and_start_anew() -> None:
+def test_stats_add_up_and_start_anew_in_another_process_too() -> None:
     stats = BlendStats()
     assert stats.is_empty()
-    stats.record(Declined("no"))
-    again = BlendStats(stats.to_dict())
-    assert again.aggregate(stats).reduce()["fallbacks"] == 2
+    stats.record(TOO_FEW)
+    again = BlendStats(json.loads(json.dumps(stats.to_dict())))
+    both = again.aggregate(stats).reduce()
+    assert (both["fallbacks"], both["fallbacks_too_short"]) == (2, 2)
     again.reset()
     assert again.is_empty()
     assert stats.reduce()["fallbacks"] == 1
+
+
+def test_prometheus_counts_by_code_as_a_label() -> None:
+    """As vLLM counts requests by their finished_reason: a label beside those of every metric."""
+    registry = CollectorRegistry()
+    metrics = BlendPromMetrics(
+        VllmConfig(),
+        {Counter: partial(Counter, registry=registry), Gauge: Gauge, Histogram: Histogram},
+        ["model_name", "engine"],
+        {0: ["smol", "0"]},
+    )
+    for _ in range(2):
+        metrics.observe(counted().to_dict())
+    shown = generate_latest(registry).decode().splitlines()
+    labels = 'engine="0",model_name="smol"'
+    for line in (
+        f"vllm:cacheblend_chunk_hits_total{{{labels}}} 2.0",
+        f'vllm:cacheblend_chunk_misses_total{{{labels},reason="not_stored"}} 4.0',
+        f'vllm:cacheblend_chunk_misses_total{{{labels},reason="damaged"}} 2.0',
+        f'vllm:cacheblend_fallbacks_total{{{labels},reason="too_short"}} 2.0',
+        f'vllm:cacheblend_fallbacks_total{{{labels},reason="failed"}} 2.0',
+        f'vllm:cacheblend_fallbacks_total{{{labels},reason="not_stored"}} 2.0',
+    ):
+        assert line in shown
+    codes = {line.partition('reason="')[2].partition('"')[0] for line in shown} - {""}
+    assert codes <= set(ReasonCode), "never a sentence"

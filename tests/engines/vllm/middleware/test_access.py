@@ -340,6 +340,6 @@ def test_release_is_a_post_and_says_what_went_wrong() -> None:
     vllm = FakeVLLM()
     assert released(vllm, method="GET")[0] == 405
     assert vllm.orders == []
-    status, told = released(FakeVLLM(says={"reason": "no such thing"}))
+    status, told = released(FakeVLLM(says={"reason": ["failed", "no such thing"]}))
     assert status == 503
     assert "not released: no such thing" in told["error"]["message"]

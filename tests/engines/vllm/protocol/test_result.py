@@ -26,6 +26,7 @@ from cacheblend_rag.engines.vllm.protocol import (
 )
 from cacheblend_rag.engines.vllm.protocol.result import _TOLD_BY, CANCELLED, NO_REPORT
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, StoredKV
+from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 from tests.engines.vllm.hostile import HOSTILE, mutated
 from tests.models import QWEN_SAMPLING
@@ -33,6 +34,8 @@ from tests.models import QWEN_SAMPLING
 HIT = ChunkReport("0" * 32, 3, 40, True, tier="host", recomputed=5)
 MISS = ChunkReport("1" * 32, 50, 7, False, "not stored", document_id="report")
 BLEND = BlendResult((HIT, MISS), "hkvd", 0.15, 0.3, {"load": 0.5}, 0.75, None, 0.25)
+FULL = Reason(ReasonCode.STORE_FULL, "store full")
+DISK = Reason(ReasonCode.STORE_ERROR, "disk tier: no space left")
 STATUS = ConnectorStatus(
     True,
     identity="a" * 64,
@@ -49,20 +52,20 @@ STATUS = ConnectorStatus(
 RESULTS: tuple[Result, ...] = (
     BLEND,
     BlendResult((MISS,)),
-    BlendResult((HIT,), "none", selector_reason="why not"),
-    PrecomputeResult(2, 1, 80, {"store full": 1}, 0.5),
-    PrecomputeResult(2, refused={"x": 4, "full disk": 3}, failed={"full disk": 3}),
-    VerifyResult(2, {"0/1": "disk tier: store error"}),
+    BlendResult((HIT,), "none", selector_reason=Reason(ReasonCode.NO_PRIOR, "why not")),
+    PrecomputeResult(2, 1, 80, {FULL: 1}, 0.5),
+    PrecomputeResult(2, refused={FULL: 4, DISK: 3}, failed={DISK: 3}),
+    VerifyResult(2, {"0/1": DISK}),
     EvictResult(3, 0.5),
     PrefetchResult(),
     PrefetchResult(0.5),
-    Declined("no such report"),
-    Declined("too few", (MISS,), 0.5),
-    Failed("blending failed: KeyError", 0.5),
+    NO_REPORT,
+    Declined(Reason(ReasonCode.TOO_SHORT, "too few"), (MISS,), 0.5),
+    Failed(Reason(ReasonCode.FAILED, "blending failed: KeyError"), 0.5),
     CANCELLED,
     Late(),
     STATUS,
-    ConnectorStatus(False, "learned positions"),
+    ConnectorStatus(False, Reason(ReasonCode.UNSUPPORTED_POSITIONS, "learned positions")),
 )
 
 
@@ -74,15 +77,28 @@ def sent(result: Result) -> dict[str, Any]:
 
 @pytest.mark.parametrize("result", RESULTS)
 def test_a_result_survives_json(result: Result) -> None:
-    assert result_of(sent(result)) == result
+    read = result_of(sent(result))
+    assert read == result
+    assert codes(read) == codes(result)
+
+
+def codes(value: Any) -> list[ReasonCode]:
+    """The codes of all reasons in a result, in order: equal sentences may have different ones."""
+    if isinstance(value, Reason):
+        return [value.code]
+    if isinstance(value, dict):
+        return [code for pair in value.items() for part in pair for code in codes(part)]
+    if isinstance(value, Result):
+        return [code for one in vars(value).values() for code in codes(one)]
+    return []
 
 
 @pytest.mark.parametrize(
     ("result", "plain"),
     [
         (Late(), {"late": True}),
-        (NO_REPORT, {"reason": "no such report"}),
-        (CANCELLED, {"error": "cancelled"}),
+        (NO_REPORT, {"reason": ["no_answer", "no such report"]}),
+        (CANCELLED, {"error": ["cancelled", "cancelled"]}),
         (EvictResult(3, 0.5), {"evicted": 3, "work_seconds": 0.5}),
         (
             PrecomputeResult(2, work_seconds=0.5),
@@ -90,10 +106,27 @@ def test_a_result_survives_json(result: Result) -> None:
                 "computed": 2,
                 "skipped": 0,
                 "computed_tokens": 0,
-                "refused": {},
-                "failed": {},
+                "refused": [],
+                "failed": [],
                 "work_seconds": 0.5,
             },
+        ),
+        (
+            PrecomputeResult(1, refused={FULL: 1, DISK: 2}, failed={DISK: 2}),
+            {
+                "computed": 1,
+                "skipped": 0,
+                "computed_tokens": 0,
+                "refused": [
+                    ["store_full", "store full", 1],
+                    ["store_error", "disk tier: no space left", 2],
+                ],
+                "failed": [["store_error", "disk tier: no space left", 2]],
+            },
+        ),
+        (
+            VerifyResult(1, {"0/1": DISK}),
+            {"verified": 1, "unreadable": {"0/1": ["store_error", "disk tier: no space left"]}},
         ),
         (PrefetchResult(0.5), {"work_seconds": 0.5}),
     ],
@@ -106,7 +139,8 @@ def test_names_on_the_wire_are_settled(result: Result, plain: dict[str, Any]) ->
 def test_a_blends_names_on_the_wire_are_settled() -> None:
     plain = sent(BLEND)["cacheblend"]
     assert set(plain) == {
-        "selector", "ratio", "compute_share", "seconds", "wall_seconds", "work_seconds", "chunks"
+        "selector", "ratio", "compute_share", "seconds", "wall_seconds", "work_seconds", "chunks",
+        "starts",
     }  # fmt: skip
     assert plain["chunks"][1] == {
         "chunk_id": "1" * 32,
@@ -124,7 +158,6 @@ def test_a_blends_names_on_the_wire_are_settled() -> None:
 def test_a_statuss_names_on_the_wire_are_settled() -> None:
     assert sent(STATUS)["cacheblend"] == {
         "active": True,
-        "refusal": "",
         "identity": "a" * 64,
         "vllm": "0.32.0",
         "cacheblend_rag": "0.1.0",
@@ -146,10 +179,15 @@ def test_what_a_newer_connector_adds_is_left_out() -> None:
     plain["cacheblend"] |= {"colour": "red"}
     plain["cacheblend"]["chunks"][0] |= {"colour": "red"}
     plain["cacheblend"]["chunks"][1]["reason"] = "a reason that is new"
+    plain["cacheblend"]["ratio_reason"] = ["a_code_that_is_new", "a sentence"]
     read = result_of(plain)
     assert isinstance(read, BlendResult)
     assert read.chunks[0] == HIT
     assert read.chunks[1].reason == "a reason that is new"
+    assert read.chunks[1].reason_code is ReasonCode.OTHER
+    assert read.ratio_reason == "a sentence"
+    assert read.ratio_reason is not None
+    assert read.ratio_reason.code is ReasonCode.OTHER
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, {"cacheblend": 3}, [1]])
@@ -169,7 +207,12 @@ def test_where_no_connector_spoke_there_is_no_result(params: Any) -> None:
         ({"chunks": [], "ratio": 10**400}, "too large"),
         ({"chunks": [], "seconds": {"load": None}}, "seconds is a NoneType"),
         ({"computed": True}, "computed is a bool"),
-        ({"computed": 1, "refused": {3: 4}}, "refused is a int"),
+        ({"computed": 1, "refused": {3: 4}}, "refused is a dict"),
+        ({"computed": 1, "refused": [["slow", "x"]]}, "refused holds 2 values instead of 3"),
+        ({"computed": 1, "refused": [["slow", "x", 0.5]]}, "refused is a float"),
+        ({"error": "slow"}, "error is a str"),
+        ({"error": ["slow"]}, "error holds 1 values instead of 2"),
+        ({"error": ["slow", 3]}, "error is a int"),
         ({"error": None}, "error is a NoneType"),
         ({"reason": {}}, "reason is a dict"),
         ({"active": 1}, "active is a int"),
@@ -193,7 +236,7 @@ def test_whatever_a_server_says_is_read_or_refused() -> None:
         params = mutated(params_of(draw.choice(RESULTS)), draw, deepest=200)
         read = result_of(params)
         kinds.add(type(read))
-        assert len(status_of(params).refusal) < 200_000
+        assert len(status_of(params).refusal or "") < 200_000
         if read is not None:
             assert isinstance(read, Result)
     assert len(kinds) == 10, "each kind, and none"
@@ -205,9 +248,23 @@ def test_no_value_is_too_odd(name: str) -> None:
         assert result_of({"cacheblend": {name: value}}) is not None
 
 
+def test_a_status_that_blends_nothing_always_has_a_problem() -> None:
+    assert STATUS.problem is None
+    assert RESULTS[-1].problem == "learned positions"  # type: ignore[union-attr]
+    told = result_of({"cacheblend": {"active": False}})
+    assert isinstance(told, ConnectorStatus)
+    assert told.problem is not None
+    assert told.problem.code is ReasonCode.NO_ANSWER
+
+
 def test_a_status_that_did_not_come_says_what_came() -> None:
     assert status_of(sent(STATUS)) == STATUS
-    assert status_of(sent(Failed("no memory"))) == ConnectorStatus(False, "no memory")
-    assert status_of(sent(Declined("a LoRA"))) == ConnectorStatus(False, "a LoRA")
-    for other in (Late(), EvictResult(1), Failed("")):
-        assert status_of(sent(other)) == ConnectorStatus(False, "no status came")
+    lack = Reason(ReasonCode.NO_ROOM, "no memory")
+    assert status_of(sent(Failed(lack))) == ConnectorStatus(False, lack)
+    lora = Reason(ReasonCode.UNSUPPORTED_REQUEST, "a LoRA")
+    assert status_of(sent(Declined(lora))) == ConnectorStatus(False, lora)
+    for other in (Late(), EvictResult(1), Failed(Reason(ReasonCode.FAILED, ""))):
+        told = status_of(sent(other))
+        assert told == ConnectorStatus(False, Reason(ReasonCode.NO_ANSWER, "no status came"))
+        assert told.refusal is not None
+        assert told.refusal.code is ReasonCode.NO_ANSWER

@@ -1,0 +1,108 @@
+"""Makes a request's PrefillReport of what the connector said, and of what was seen of vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cacheblend_rag.engines.answer import FinishReason
+from cacheblend_rag.engines.vllm.protocol import BlendResult, Declined, Failed, Result
+from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
+from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.policy import NOT_STORED
+from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
+from cacheblend_rag.trace import Trace
+
+PHASES = frozenset({"load", "selection", "recompute"})
+"""Phases of a worker's pass; the others are seen from here."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A request on its way: what vLLM is sent, the chunks it is to reuse, or why it reuses none.
+
+    missed: what to say of chunks that it is not asked to reuse.
+    """
+
+    request: VLLMRequest
+    placed: tuple[PlacedChunk, ...] = ()
+    reason: Reason | None = None
+    missed: MissReason | None = None
+
+
+@dataclass(frozen=True)
+class Times:
+    """When a request was sent, a reading of ``time.perf_counter``, and how long vLLM took.
+
+    first: seconds to the first token. rest: seconds of decoding.
+    """
+
+    started: float
+    first: float
+    rest: float
+
+
+def prefill_report(
+    sent: Sent, finish_reason: FinishReason, result: Result | None, times: Times
+) -> PrefillReport:
+    """Return what the connector told, with the seconds that were seen from here."""
+    done = result if isinstance(result, BlendResult) else BlendResult(_missed(sent, result))
+    told = zip(done.chunks, sent.placed, strict=False)
+    chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in told]
+    phases = {name: done.seconds.get(name, 0.0) for name in PHASES}
+    blended = any(chunk.hit for chunk in chunks)
+    first_token = max(0.0, times.first - sum(phases.values()))
+    starts = {
+        name: min(max(0.0, done.starts[name]), times.first) for name in PHASES & done.starts.keys()
+    }
+    starts["first_token"] = times.first - first_token
+    if times.rest > 0:
+        starts["decode"] = times.first
+    return PrefillReport(
+        reason=None if blended else _reason(sent, finish_reason, result),
+        selector=done.selector,
+        selector_reason=done.selector_reason,
+        ratio_reason=done.ratio_reason,
+        ratio=done.ratio,
+        compute_share=done.compute_share,
+        chunks=chunks,
+        seconds={
+            **phases,
+            "load_hidden": done.seconds.get("load_hidden", 0.0),
+            "first_token": first_token,
+            "decode": times.rest,
+        },
+        starts={name: times.started + seconds for name, seconds in starts.items()},
+        trace=_trace(sent, done),
+    )
+
+
+def _trace(sent: Sent, done: BlendResult) -> Trace | None:
+    """Return the trace that was asked for; what cannot be of the prompt is none."""
+    asked = sent.request.job is not None and sent.request.job.config.trace
+    if not asked or done.trace is None or not done.trace.fits(len(sent.request.token_ids)):
+        return None
+    return done.trace
+
+
+def _missed(sent: Sent, result: Result | None) -> tuple[ChunkReport, ...]:
+    """Return the chunks of a prompt that was not blended, as far as they are told."""
+    if sent.missed:
+        return tuple(chunk.report(sent.missed) for chunk in sent.placed)
+    return (result.chunks or ()) if isinstance(result, Declined) else ()
+
+
+def _reason(sent: Sent, finish_reason: FinishReason, result: Result | None) -> Reason:
+    """Say why nothing was reused."""
+    if sent.reason:
+        return sent.reason
+    match result:
+        case Failed(error=why) | Declined(reason=why):
+            return why
+        case BlendResult():
+            return NOT_STORED
+        case _ if finish_reason == "cancelled":
+            return Reason(ReasonCode.CANCELLED, "cancelled before it was told")
+        case _:
+            return NO_CONNECTOR

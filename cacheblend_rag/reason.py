@@ -1,0 +1,92 @@
+"""Reasons: why something was missed, refused or done otherwise, as a stable code and a sentence."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Self
+
+
+class ReasonCode(StrEnum):
+    """What a reason comes down to; sentences may change and hold numbers, codes do neither."""
+
+    # A chunk was missed, or could not be stored
+    UNKNOWN = "unknown"
+    ALTERED_TEXT = "altered_text"
+    INSEPARABLE = "inseparable"
+    NOT_STORED = "not_stored"
+    BEING_FILLED = "being_filled"
+    OTHER_MODEL = "other_model"
+    DAMAGED = "damaged"
+    BAD_SIGNATURE = "bad_signature"
+    STORE_ERROR = "store_error"
+    STORE_FULL = "store_full"
+    READ_ONLY = "read_only"
+    NO_ROOM = "no_room"
+    SLOW = "slow"
+    TOO_SHORT = "too_short"
+    TOO_LONG = "too_long"
+    EMPTY = "empty"
+    NOT_FINITE = "not_finite"
+    FORGOTTEN = "forgotten"
+    MODEL_CHANGED = "model_changed"
+
+    # A model, a server or a request cannot be blended
+    UNSUPPORTED_MODEL = "unsupported_model"
+    UNSUPPORTED_POSITIONS = "unsupported_positions"
+    UNSUPPORTED_ATTENTION = "unsupported_attention"
+    UNSUPPORTED_LAYERS = "unsupported_layers"
+    UNSUPPORTED_SETTING = "unsupported_setting"
+    UNSUPPORTED_REQUEST = "unsupported_request"
+
+    # Ordinary prefill served a prompt
+    FULL_PREFILL_ASKED = "full_prefill_asked"
+    NO_CHUNK = "no_chunk"
+    UNREADABLE = "unreadable"
+    PREFIX_CACHED = "prefix_cached"
+    CANCELLED = "cancelled"
+    NO_CONNECTOR = "no_connector"
+    NO_ANSWER = "no_answer"
+    MALFORMED_JOB = "malformed_job"
+    FAILED = "failed"
+
+    # Another selector, ratio or load than was asked for
+    CONTEXT_KEPT = "context_kept"
+    NO_PRIOR = "no_prior"
+    SOME_SLOW = "some_slow"
+    RETRIED = "retried"
+    RATIO_MEASURED = "ratio_measured"
+    RATIO_UNMEASURED = "ratio_unmeasured"
+
+    OTHER = "other"
+
+    @classmethod
+    def named(cls, code: str) -> ReasonCode:
+        """Return the code of that name; ``other`` where a newer version has made it."""
+        return cls._value2member_map_.get(code, cls.OTHER)  # type: ignore[return-value]
+
+
+class Reason(str):
+    """A sentence with its ``code``: a string in all that strings are used for."""
+
+    __slots__ = ("code",)
+    code: ReasonCode
+
+    def __new__(cls, code: ReasonCode, sentence: str) -> Self:
+        """Make the sentence, and keep its code beside it."""
+        made = super().__new__(cls, sentence)
+        made.code = code
+        return made
+
+    def __getnewargs__(self) -> tuple[ReasonCode, str]:  # type: ignore[override]
+        """Return what a copy, or another process, makes the same reason of."""
+        return self.code, str(self)
+
+
+def count_codes(reasons: Mapping[Reason, int]) -> dict[ReasonCode, int]:
+    """Return how often each code stands among counted reasons."""
+    counts = Counter[ReasonCode]()
+    for reason, count in reasons.items():
+        counts[reason.code] += count
+    return dict(counts)

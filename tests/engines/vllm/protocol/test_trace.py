@@ -1,0 +1,162 @@
+"""Traces over the wire: they come back as they were sent, and hostile ones are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig
+from cacheblend_rag.engines.vllm.protocol import (
+    BlendJob,
+    BlendResult,
+    Failed,
+    SentChunk,
+    SentLeadIn,
+    params_of,
+    result_of,
+)
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.report import ChunkReport
+from cacheblend_rag.trace import MOST_LAYERS, MOST_SELECTIONS, MOST_TOKENS, Trace, TracedSelection
+from tests.engines.vllm.hostile import HOSTILE, mutated
+
+EARLY = TracedSelection(None, (3, 5, 9), (0.5, -1.0, 0.25), (True, False, True))
+AT_LAYER = TracedSelection(1, (3, 9), (1e-9, 3e38), (False, True), (0.0, 1.5), (1e-9, 3e38))
+TRACE = Trace((EARLY, AT_LAYER), (3, 3, 1), truncated=True)
+RESULT = BlendResult(
+    (ChunkReport("0" * 32, 3, 9, True, tier="host"),), starts={"load": 0.25}, trace=TRACE
+)
+
+
+def sent(trace: Any = TRACE) -> dict[str, Any]:
+    plain: dict[str, Any] = json.loads(json.dumps(params_of(RESULT)))["cacheblend"]
+    return plain if trace is TRACE else {**plain, "trace": trace}
+
+
+def plain_trace(**changes: Any) -> dict[str, Any]:
+    return {**sent()["trace"], **changes}
+
+
+def plain_selection(**changes: Any) -> dict[str, Any]:
+    return plain_trace(selections=[{**sent()["trace"]["selections"][1], **changes}])
+
+
+def test_a_trace_survives_json() -> None:
+    assert result_of({"cacheblend": sent()}) == RESULT
+    assert sent()["trace"] == {
+        "selections": [
+            {
+                "layer": None,
+                "positions": [3, 5, 9],
+                "scores": [0.5, -1.0, 0.25],
+                "chosen": [True, False, True],
+                "key_deviations": [],
+                "value_deviations": [],
+            },
+            {
+                "layer": 1,
+                "positions": [3, 9],
+                "scores": [1e-9, 3e38],
+                "chosen": [False, True],
+                "key_deviations": [0.0, 1.5],
+                "value_deviations": [1e-9, 3e38],
+            },
+        ],
+        "rows": [3, 3, 1],
+        "truncated": True,
+    }
+
+
+def test_a_result_without_a_trace_has_none_on_the_wire() -> None:
+    assert "trace" not in params_of(replace(RESULT, trace=None))["cacheblend"]
+
+
+LONG = list(range(MOST_TOKENS + 1))
+
+
+@pytest.mark.parametrize(
+    ("trace", "said"),
+    [
+        ([], "Trace must be an object"),
+        ("all", "Trace must be an object"),
+        (plain_trace(selections={}), "selections is a dict"),
+        (plain_trace(selections=[[]]), "TracedSelection must be an object"),
+        (plain_trace(selections=sent()["trace"]["selections"] * MOST_SELECTIONS), "a trace of"),
+        (plain_trace(rows=[1] * (MOST_LAYERS + 1)), "a trace of"),
+        (plain_trace(rows=[1, -1]), "less than no rows"),
+        (plain_trace(rows=[1.5]), "rows is a float"),
+        (plain_trace(rows=[True]), "rows is a bool"),
+        (plain_trace(truncated=1), "truncated is a int"),
+        (plain_selection(layer="1"), "layer is a str"),
+        (plain_selection(layer=-1), "layer=-1"),
+        (plain_selection(layer=MOST_LAYERS), "layer=1024"),
+        (plain_selection(positions=LONG, scores=LONG, chosen=[True] * len(LONG)), "longer than"),
+        (plain_selection(positions=[9, 3]), "must rise"),
+        (plain_selection(positions=[-1, 3]), "must rise"),
+        (plain_selection(positions=[3, 3]), "must rise"),
+        (plain_selection(positions=[3.0, 9]), "positions is a float"),
+        (plain_selection(positions=[3]), "a score and a choice"),
+        (plain_selection(scores=[1.0]), "a score and a choice"),
+        (plain_selection(scores=[1.0, "2"]), "scores is a str"),
+        (plain_selection(scores=[1.0, math.nan]), "scores is no number"),
+        (plain_selection(scores=[1.0, math.inf]), "scores is no number"),
+        (plain_selection(scores=[1.0, 10**400]), "too large"),
+        (plain_selection(chosen=[True]), "a score and a choice"),
+        (plain_selection(chosen=[True, 1]), "chosen is a int"),
+        (plain_selection(key_deviations=[]), "two deviations"),
+        (plain_selection(value_deviations=[1.0]), "two deviations"),
+        (plain_selection(key_deviations=[1.0], value_deviations=[1.0]), "two deviations"),
+        (plain_selection(key_deviations=[math.nan, 1.0]), "key_deviations is no number"),
+        (plain_selection(value_deviations=None), "value_deviations is a NoneType"),
+    ],
+)
+def test_a_hostile_trace_is_a_failure_that_says_why(trace: Any, said: str) -> None:
+    read = result_of({"cacheblend": sent(trace)})
+    assert isinstance(read, Failed)
+    assert said in read.error
+
+
+def test_whatever_comes_as_a_trace_is_read_or_refused() -> None:
+    draw = random.Random(5)
+    kinds = set()
+    for _ in range(2_000):
+        read = result_of({"cacheblend": sent(mutated(sent()["trace"], draw, deepest=200))})
+        kinds.add(type(read))
+    assert kinds == {BlendResult, Failed}
+    for value in HOSTILE:
+        assert isinstance(result_of({"cacheblend": sent(value)}), BlendResult | Failed)
+
+
+def test_a_trace_of_another_prompt_does_not_fit() -> None:
+    assert TRACE.fits(10)
+    assert not TRACE.fits(9)
+    assert not Trace(rows=(11,)).fits(10)
+    assert Trace().fits(0)
+
+
+JOB = BlendJob(
+    "blend", SentLeadIn("none", "", 0), (SentChunk(0, 5),), report_id="a" * 32,
+    config=BlendConfig(trace=True),
+)  # fmt: skip
+
+
+def test_a_job_asks_for_a_trace_in_its_config() -> None:
+    read = BlendJob.from_params(json.loads(json.dumps(JOB.to_params())), 9)
+    assert read is not None
+    assert read.config.trace is True
+    odd = JOB.to_params()
+    odd["cacheblend"]["config"]["trace"] = "all"
+    with pytest.raises(ConfigError, match="trace='all'"):
+        BlendJob.from_params(odd, 9)
+
+
+def test_a_traced_prompt_shares_no_blocks_so_that_it_is_computed() -> None:
+    other = replace(JOB, report_id="b" * 32)
+    assert JOB.salt((1, 2)) != other.salt((1, 2))
+    plain = [replace(job, config=BlendConfig()) for job in (JOB, other)]
+    assert plain[0].salt((1, 2)) == plain[1].salt((1, 2))

@@ -1,0 +1,148 @@
+"""Reasons: every code is made somewhere and documented, and no report has a reason without one."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import pickle
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+import cacheblend_rag
+from cacheblend_rag.engines.tally import Stored
+from cacheblend_rag.engines.vllm.protocol import ConnectorStatus, Result
+from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.kv.put_result import NOT_FINITE, STORE_FULL, PutResult
+from cacheblend_rag.prefill.controller import Decision
+from cacheblend_rag.prefill.prompt_pass import FusedPrompt, NotWorthLoading
+from cacheblend_rag.reason import Reason, ReasonCode, count_codes
+from cacheblend_rag.report import (
+    MISS_CODES,
+    BlendReport,
+    ChunkReport,
+    FillReport,
+    MissReason,
+    PhaseSeconds,
+    PrecomputeReport,
+    PrefillReport,
+    code_of,
+)
+
+PACKAGE = Path(cacheblend_rag.__file__).parent
+TABLE_ROW = re.compile(r"^\| `(\w+)` \|", re.MULTILINE)
+SLOW = Reason(ReasonCode.SLOW, "ordinary prefill takes 3 ms")
+REPORT = BlendReport(
+    "toy", True, None, 10, 5, 1, 4, 0.2, "hkvd", "document", 0.5, PhaseSeconds(),
+    (ChunkReport("0" * 32, 0, 6, True, recomputed=1), ChunkReport("1" * 32, 6, 2, False, "slow")),
+)  # fmt: skip
+
+
+def parsed() -> Iterator[tuple[str, ast.Module]]:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        yield path.relative_to(PACKAGE).as_posix(), ast.parse(path.read_text())
+
+
+def test_every_code_is_made_somewhere() -> None:
+    """Either by its name, or by the sentence of a chunk's miss that has it."""
+    named, said = set[str](), set[str]()
+    for place, module in parsed():
+        if place in {"reason.py", "report.py"}:
+            continue
+        for node in ast.walk(module):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                named |= {node.attr} if node.value.id == "ReasonCode" else set()
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                said.add(node.value)
+    by_name = {ReasonCode[name] for name in named if name.isupper()}
+    by_miss = {code for reason, code in MISS_CODES.items() if reason in said}
+    assert by_name | by_miss | {ReasonCode.OTHER} == set(ReasonCode)
+    assert code_of("made up") is ReasonCode.named("made_up") is ReasonCode.OTHER  # type: ignore[arg-type]
+
+
+def test_every_code_is_documented_once() -> None:
+    page = PACKAGE.parent / "docs" / "reports.md"
+    assert TABLE_ROW.findall(page.read_text()) == [code.value for code in ReasonCode]
+
+
+def test_every_miss_of_a_chunk_has_a_code_of_its_own() -> None:
+    assert list(MISS_CODES) == list(get_args(MissReason))
+    assert len(set(MISS_CODES.values())) == len(MISS_CODES)
+
+
+def test_no_field_holds_a_reason_that_is_no_reason() -> None:
+    kinds: list[Any] = [
+        BlendReport, PrefillReport, FusedPrompt, NotWorthLoading, Decision, PrecomputeReport,
+        FillReport, Stored, ConnectorStatus, *get_args(Result),
+    ]  # fmt: skip
+    found = set()
+    for kind in kinds:
+        assert is_dataclass(kind)
+        hints = get_type_hints(kind)
+        for field in fields(kind):
+            if re.search(r"reason$|^why$|^error$|^refus|^failed$|^unreadable$", field.name):
+                hint = hints[field.name]
+                inner = {*get_args(hint)} - {NoneType, int, str} or {hint}
+                assert inner == {Reason}, f"{kind.__name__}.{field.name}"
+                found.add(f"{kind.__name__}.{field.name}")
+    assert len(found) > 15
+
+
+@pytest.mark.parametrize("name", ["reason", "selector_reason", "ratio_reason"])
+def test_a_report_refuses_a_sentence_without_a_code(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name}='so'"):
+        replace(REPORT, **{name: "so"})  # type: ignore[arg-type]
+
+
+def test_json_has_each_code_beside_its_sentence() -> None:
+    told = json.loads(json.dumps(replace(REPORT, reason=SLOW, ratio_reason=SLOW).to_dict()))
+    assert (told["reason"], told["reason_code"]) == ("ordinary prefill takes 3 ms", "slow")
+    assert (told["ratio_reason"], told["ratio_reason_code"]) == (SLOW, "slow")
+    assert (told["selector_reason"], told["selector_reason_code"]) == (None, None)
+    assert [chunk["reason_code"] for chunk in told["chunks"]] == [None, "slow"]
+    assert [chunk["reason"] for chunk in told["chunks"]] == [None, "slow"]
+
+
+@pytest.mark.parametrize(
+    "same",
+    [copy.copy, copy.deepcopy, lambda reason: pickle.loads(pickle.dumps(reason))],  # noqa: S301
+)
+def test_a_copy_keeps_its_code(same: Any) -> None:
+    again = same(SLOW)
+    assert type(again) is Reason
+    assert (again, again.code) == (SLOW, ReasonCode.SLOW)
+
+
+def test_counts_by_sentence_add_up_by_code() -> None:
+    refused = {SLOW: 2, Reason(ReasonCode.SLOW, "otherwise"): 1, STORE_FULL: 4}
+    wanted = {"slow": 3, "store_full": 4}
+    assert count_codes(refused) == wanted
+    assert PrecomputeReport(refused=refused).refused_codes == wanted
+    assert FillReport(refused=refused).refused_codes == wanted
+
+
+def test_what_a_store_refuses_has_a_code() -> None:
+    full = PutResult.of_tiers([(True, PutResult(False))])
+    for put, code in (
+        (PutResult(False, "disk tier: no space left"), ReasonCode.STORE_ERROR),
+        (full, ReasonCode.STORE_FULL),
+        (PutResult(False, is_finite=False), ReasonCode.NOT_FINITE),
+    ):
+        assert put.refusal is not None
+        assert put.refusal.code is code
+        stored = Stored.after_put(put, 3)
+        assert count_codes(stored.refused) == {code: 1}
+        assert count_codes(stored.failed) == ({code: 1} if put.failure else {})
+    assert NOT_FINITE.code is ReasonCode.NOT_FINITE
+
+
+def test_a_refused_model_says_what_of_it_is_not_supported() -> None:
+    error = UnsupportedModelError("ALiBi", ReasonCode.UNSUPPORTED_POSITIONS)
+    assert (error.reason, error.reason.code) == (str(error), ReasonCode.UNSUPPORTED_POSITIONS)
+    assert UnsupportedModelError("x").reason.code is ReasonCode.UNSUPPORTED_LAYERS
