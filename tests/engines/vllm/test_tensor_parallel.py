@@ -20,6 +20,7 @@ from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.protocol import BlendResult, Failed, PrecomputeResult
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.prefill.controller import Controller, Decision
+from cacheblend_rag.reason import Reason, ReasonCode
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.failing import TOLD, FailingConnector
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -193,7 +194,7 @@ def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
 
 
 def test_an_error_of_any_rank_is_the_result() -> None:
-    fine, failed = BlendResult(()), Failed("blending failed: OSError")
+    fine, failed = BlendResult(()), Failed(Reason(ReasonCode.FAILED, "blending failed: OSError"))
     late = replace(RANK_FAILED, work_seconds=0.1)
     for first, second in ((failed, late), (late, failed)):
         results = StepResults({"a": first}).aggregate(StepResults({"a": second}))
