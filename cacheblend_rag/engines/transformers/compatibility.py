@@ -43,9 +43,12 @@ def open_stack(model: PreTrainedModel) -> TransformersStack:
     try:
         return _tried(model)
     except (UnsupportedModelError, *FAILURES) as error:
-        is_recurrent = bool(getattr(model, "_is_stateful", False))
-        recurrent = "recurrent layers cannot be blended" if is_recurrent else None
+        recurrent = "recurrent layers cannot be blended" if _is_recurrent(model) else None
         raise UnsupportedModelError(explained(model.config, error, recurrent)) from error
+
+
+def _is_recurrent(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "_is_stateful", False))
 
 
 def _tried(model: PreTrainedModel) -> TransformersStack:
