@@ -173,16 +173,11 @@ class ChunkRegistry:
                 "only white space; drop such chunks before registering"
             )
 
-    def _add_anchor(self, text: str) -> None:
-        *_, (width, hashes) = windows(text)
-        if width not in self._anchors:
-            self._anchors[width] = AnchorTable()
-        self._anchors[width].add(text, hashes)
-
     def _remember(self, chunk: Chunk) -> None:
         with self._lock:
             if chunk.text not in self._variants:
-                self._add_anchor(chunk.text)
+                *_, (width, hashes) = windows(chunk.text)
+                self._anchors.setdefault(width, AnchorTable()).add(chunk.text, hashes)
             self._serial += 1
             self._generation = object()
             self._variants.setdefault(chunk.text, {})[chunk] = self._serial
