@@ -77,7 +77,6 @@ def stats(
         "entries": held.total.entries,
         "bytes": held.total.nbytes,
         "quarantined": held.quarantined,
-        "old": held.old,
         "tiers": held.tiers,
         "fingerprints": {
             name: {"entries": of.entries, "bytes": of.nbytes}
@@ -93,8 +92,6 @@ def stats(
     total = ("all", "", held.total.entries, held.total.nbytes)
     columns = ("fingerprint", "model", "entries", "bytes")
     _show(result, as_json, columns, [*rows, total, *tiers])
-    if held.old and not as_json:
-        typer.echo(f"{held.old} of an older version: nothing reads them, `evict` removes them")
     if held.quarantined and not as_json:
         typer.echo(f"{held.quarantined} in {path / 'quarantine'}")
 

@@ -456,27 +456,6 @@ class TieredKVStore:
             self._get_many([key], promote=True)
             return self.tiers[0].contains(key)
 
-    def demote(self, key: KVKey) -> bool:
-        """Drop a chunk from the fastest tier, storing it below first where it is not.
-
-        Returns:
-            Whether it is below and no longer in the fastest tier; a chunk that no lower tier takes
-            stays where it is.
-
-        Raises:
-            StoreError: when the fastest tier cannot read it.
-        """
-        fastest, lower = self.tiers[0], self.tiers[1:]
-        with self._locks.held(key):
-            if not any(tier.contains(key) for tier in lower):
-                (found,) = self._read(fastest, [key])
-                if isinstance(found, StoreError):
-                    raise found
-                if found is None or not _put_all(lower, key, found):
-                    return False
-            fastest.evict(key)
-            return True
-
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Start loading chunks into the fastest tier, as many as fit; returns at once.
 

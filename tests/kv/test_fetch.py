@@ -16,7 +16,6 @@ from cacheblend_rag.kv.fetch import BusySeconds
 from cacheblend_rag.kv.reader import LayersInMemory, RangeReader
 from cacheblend_rag.kv.tiers import StoredChunk
 
-from . import format1
 from .samples import (
     OTHER_FINGERPRINT,
     SlowBytes,
@@ -115,7 +114,6 @@ def test_every_tier_hands_out_layers_and_says_why_not(tmp_path):
             for path in chunk_files(tmp_path)
             if str(key) in path.name
         }
-        files[str(KEYS[2])].write_bytes(format1.encode(KEYS[2], KVS[KEYS[2]]))
         files[str(KEYS[3])].write_bytes(b"rubbish")
         asked = [*KEYS, make_key(99)]
         with store.fetch(asked) as source:

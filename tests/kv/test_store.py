@@ -95,7 +95,6 @@ def test_what_was_never_put_is_not_stored(store):
     assert store.nbytes(KEYS[0]) is None
     assert not store.evict(KEYS[0])
     assert not store.promote(KEYS[0])
-    assert not store.demote(KEYS[0])
 
 
 def test_questions_about_keys_read_nothing(open_store):
@@ -112,7 +111,6 @@ def test_memory_alone_is_a_store():
     with TieredKVStore.open(host_bytes=None) as store:
         store.put(KEYS[0], make_kv())
         assert store.get(KEYS[0]).tier == "host"
-        assert not store.demote(KEYS[0])
         assert store.contains(KEYS[0])
 
 
@@ -310,7 +308,6 @@ def test_a_tier_says_whether_it_takes_puts():
     with TieredKVStore(tiers) as store:
         assert store.put(KEYS[0], make_kv())
         assert tiers_holding(store, KEYS[0]) == ["near"]
-        assert not store.demote(KEYS[0])
         tiers[1].put(KEYS[1], StoredChunk(make_kv(), time.time()))
         assert store.get(KEYS[1]).tier == "far"
         tiers[0].takes_puts = False
@@ -333,28 +330,6 @@ def test_evict_where_takes_what_matches_and_nothing_else(open_store):
     assert store.keys() == [foreign]
 
 
-def test_demote_drops_from_memory_and_keeps_below(store):
-    store.put(KEYS[0], make_kv())
-    assert store.demote(KEYS[0])
-    assert tiers_holding(store, KEYS[0]) == ["disk"]
-    assert store.demote(KEYS[0])
-
-
-def test_demote_writes_below_first_where_absent(store):
-    store.put(KEYS[0], make_kv())
-    store.tiers[1].evict(KEYS[0])
-    assert store.demote(KEYS[0])
-    assert tiers_holding(store, KEYS[0]) == ["disk"]
-    assert same(store.get(KEYS[0]).kv, make_kv())
-
-
-def test_demote_keeps_what_no_lower_tier_takes(open_store):
-    store = open_store(disk_bytes=1)
-    store.put(KEYS[0], make_kv())
-    assert not store.demote(KEYS[0])
-    assert tiers_holding(store, KEYS[0]) == ["host"]
-
-
 def test_chunks_expire_in_every_tier(open_store, clock):
     store = open_store(ttl_seconds=100)
     store.put(KEYS[0], make_kv())
@@ -375,7 +350,6 @@ def test_use_and_promotion_do_not_prolong_a_chunks_life(open_store, clock):
         clock.advance(40)
         assert store.get(KEYS[0]).kv is not None
     store.tiers[1].evict(KEYS[0])
-    assert store.demote(KEYS[0])
     clock.advance(21)
     assert not store.contains(KEYS[0])
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import codec
+from cacheblend_rag.kv.chunk_header import MAX_BODY_BYTES
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
@@ -104,8 +105,8 @@ def key_of(name: str) -> KVKey | None:
 
 def check_size(nbytes: int) -> None:
     """Raise DamagedChunkError when no object has that many bytes."""
-    if nbytes > codec.MAX_BODY_BYTES:
-        raise DamagedChunkError(f"more than {codec.MAX_BODY_BYTES} bytes")
+    if nbytes > MAX_BODY_BYTES:
+        raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
 
 
 def tensor_of(data: Any) -> Tensor:
