@@ -194,4 +194,4 @@ class Opening:
 
 
 def _failing(tiers: Sequence[Tier]) -> str | None:
-    return next((tier.name for tier in tiers if tier.reading.is_failing), None)
+    return next((tier.name for tier in tiers if tier.is_failing), None)

@@ -264,7 +264,7 @@ class TieredKVStore:
             A miss: a tier fails, another model's KV of the chunk is stored, or nothing.
         """
         for tier in self.tiers:
-            if tier.reading.is_failing:
+            if tier.is_failing:
                 return Lookup.missed("store error", tier.name)
         return Lookup.missed("other model" if self.has_relative(key) else "not stored")
 

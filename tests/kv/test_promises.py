@@ -222,7 +222,7 @@ def test_what_a_request_gets(state, tier, tmp_path, request, monkeypatch, caplog
         assert same(found.kv, make_kv(1))
     assert words in caplog.text
     if state in ("dead", "slow", "dripping"):
-        assert place.tier.reading.is_failing
+        assert place.tier.is_failing
         with store.fetch([FAR, NEAR]) as after:
             assert after.wait(10)
             assert same(taken(after)[1].kv, make_kv())

@@ -8,7 +8,9 @@ import pytest
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv import StoredChunk
 from cacheblend_rag.kv.put_result import PutResult
-from cacheblend_rag.kv.tiers.base import COUNTED, RefusedError, Tier, Usage
+from cacheblend_rag.kv.tiers import Tier, Usage
+from cacheblend_rag.kv.tiers.admission import RefusedError
+from cacheblend_rag.kv.tiers.counters import COUNTED
 from tests.kv.samples import OTHER_FINGERPRINT, make_key, make_kv
 
 KEY = make_key(0)
@@ -150,8 +152,10 @@ def test_one_cause_is_one_warning_until_an_access_succeeds(caplog):
 
 
 def test_a_tier_that_is_left_alone_says_what_failed_before():
-    tier = Plain(OSError("no route to host"))
-    tier.fails_whole = True
+    class Far(Plain):
+        fails_whole = True
+
+    tier = Far(OSError("no route to host"))
     for _ in range(2):
         assert tier.put(KEY, CHUNK).failure == "far tier: no route to host"
 

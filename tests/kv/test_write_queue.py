@@ -185,8 +185,8 @@ def test_what_cannot_be_written_in_time_is_lost_and_said(caplog):
 
 def test_what_waits_for_a_tier_that_is_out_is_dropped_and_counted():
     tier = Held()
-    tier.writing = Breaker(lambda: 0.0)
-    tier.writing.failed(tier.writing.ask())
+    tier.access.writing = Breaker(lambda: 0.0)
+    tier.access.writing.failed(tier.access.writing.ask())
     with TieredKVStore([tier]) as store:
         store.put(KEYS[0], make_kv())
         assert idle(tier)

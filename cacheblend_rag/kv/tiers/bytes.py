@@ -21,8 +21,8 @@ from cacheblend_rag.kv.chunk_header import MAX_BODY_BYTES
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
-from cacheblend_rag.kv.tiers.admission import RefusedError
-from cacheblend_rag.kv.tiers.base import StoredChunk, Tier
+from cacheblend_rag.kv.stored_chunk import StoredChunk
+from cacheblend_rag.kv.tiers.base import Tier
 
 SUFFIX = ".safetensors"
 """Of the names of files and objects."""
@@ -93,8 +93,7 @@ class BytesTier(Tier):
         data = codec.EncodedChunk(
             key, chunk.kv, self.seal, check=chunk.check, written_at=written_at
         )
-        if self.capacity_bytes is not None and data.nbytes > self.capacity_bytes:
-            raise RefusedError(f"{data.nbytes} bytes, capacity is {self.capacity_bytes}")
+        self._check_fits(data.nbytes)
         self._write(key, data, chunk.written_at)
 
 

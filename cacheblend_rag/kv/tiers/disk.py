@@ -34,9 +34,10 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
+from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
-from cacheblend_rag.kv.tiers.base import Entry, Usage
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
+from cacheblend_rag.kv.tiers.contract import Usage
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 logger = logging.getLogger(__name__)

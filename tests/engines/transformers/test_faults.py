@@ -190,7 +190,7 @@ def test_a_redis_that_dies_and_comes_back_costs_reuse_and_nothing_else(
     ticks = Ticks()
     with redis_server() as server:
         tier = open_tier(TierUrl(redis_url(server)), "cpu")
-        tier.reading = tier.writing = Breaker(ticks)
+        tier.access.reading = tier.access.writing = Breaker(ticks)
         engine = make_engine(store=TieredKVStore([tier]), recompute_ratio=0.0)
         assert engine.precompute(CHUNKS, progress=False).computed == 2
         plain = engine.generate_full(TEXT, SHORT).token_ids
