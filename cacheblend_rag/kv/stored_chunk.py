@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -38,3 +40,10 @@ class StoredChunk:
 
 Read = StoredChunk | StoreError | None
 """What reading one of several chunks came to: there, unusable or out of reach, absent."""
+
+
+def first_stored_at(told: float | None) -> float:
+    """Return when a chunk was first stored: as told, if that can be, else now."""
+    if told is None or not math.isfinite(told):
+        return time.time()
+    return max(told, 0.0)

@@ -136,13 +136,13 @@ class Disk:
         self.monkeypatch.setattr(os, "open", refuse)
 
     def be_slow(self):
-        real, self.go_on = disk_module._fill, threading.Event()
+        real, self.go_on = disk_module.fill, threading.Event()
 
         def fill(raw, file):
             self.go_on.wait(20)
             real(raw, file)
 
-        self.monkeypatch.setattr(disk_module, "_fill", fill)
+        self.monkeypatch.setattr(disk_module, "fill", fill)
 
     def fill_up(self, monkeypatch):
         def refuse(*_):
@@ -190,10 +190,10 @@ def begin(state, place, store, monkeypatch):
         old = place.read(FAR)
         store.put(FAR, make_kv(9))
         store.tiers[0].evict(FAR)
-        store.ttl_seconds = 60
+        place.tier.ttl_seconds = 60
         place.write(FAR, old)  # with a time of today beside it
     elif state == "expired":
-        store.ttl_seconds = 60
+        place.tier.ttl_seconds = 60
 
 
 @pytest.mark.parametrize(("state", "tier"), ROWS)

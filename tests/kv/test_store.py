@@ -5,8 +5,16 @@ import time
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, Lookup, StoredChunk, TieredKVStore, codec
-from cacheblend_rag.kv import store as store_module
+from cacheblend_rag.kv import (
+    ChunkKV,
+    DiskTier,
+    HostTier,
+    Lookup,
+    StoredChunk,
+    TieredKVStore,
+    codec,
+    expiry,
+)
 
 from .samples import (
     FINGERPRINT,
@@ -287,8 +295,8 @@ def test_a_miss_lists_no_tier(tmp_path, monkeypatch):
         with store.fetch([key, KEYS[1]]) as fetch:
             assert [fetch.take().reason for _ in range(2)] == ["other model", "not stored"]
         store.prefetch([key])
-        assert store.has_relative(key)
-        assert not store.has_relative(KEYS[1])
+        assert store.tiers[1].has_relative(key)
+        assert not store.tiers[1].has_relative(KEYS[1])
 
 
 def test_a_tier_says_whether_it_keeps_what_is_found_below():
@@ -427,7 +435,7 @@ def test_prefetch_stops_when_memory_is_full(tmp_path):
     disk.go_on.set()
     store = TieredKVStore([HostTier(2 * DISK_CHUNK), disk])
     store.prefetch(KEYS)
-    store._pool.shutdown(wait=True)
+    store.prefetching.close(cancel=False)
     assert disk.loads == 2
     assert all(store.tiers[0].contains(key) for key in KEYS[:2])
 
@@ -527,7 +535,7 @@ def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
     store.put(make_key(0), make_kv())
     clock.advance(11)
     sweeping = threading.Thread(target=store.evict_expired)
-    with store._locks.held(make_key(0)):
+    with store.locks.held(make_key(0)):
         sweeping.start()
         sweeping.join(0.3)
         assert sweeping.is_alive()
@@ -536,7 +544,7 @@ def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
 
 
 def test_what_expires_is_removed_from_a_disk_that_nobody_uses(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(expiry, "SWEEP_SECONDS", 0.01)
     with TieredKVStore.open(host_bytes=0, disk_path=tmp_path, ttl_seconds=0.5) as store:
         store.put(make_key(1), make_kv())
         assert [*tmp_path.rglob("*.safetensors")]
@@ -550,6 +558,6 @@ def test_a_chunk_pinned_since_the_sweep_began_stays(open_store, clock):
     store.put(make_key(0), make_kv())
     clock.advance(11)
     store.pin(make_key(0))
-    assert not any(store._expire(tier, make_key(0)) for tier in store.tiers)
+    assert not any(store.expiry.remove(tier, make_key(0)) for tier in store.tiers)
     store.unpin(make_key(0))
-    assert all(store._expire(tier, make_key(0)) for tier in store.tiers)
+    assert all(store.expiry.remove(tier, make_key(0)) for tier in store.tiers)

@@ -109,7 +109,8 @@ def test_an_eviction_reaches_what_waits_and_what_is_just_being_written(held):
 
 def test_listing_and_age_count_what_waits(held, clock):
     store, _ = held
-    store.ttl_seconds = 10
+    for tier in store.tiers:
+        tier.ttl_seconds = 10
     store.put(KEYS[1], make_kv())
     clock.advance(11)
     store.put(KEYS[0], make_kv())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -88,6 +88,11 @@ class Tier(TierContract):
         """Return the chunks that are not written yet; to be asked for before ``entries``."""
         keys = [] if self._queue is None else self._queue.keys()
         return [(key, chunk.entry) for key, chunk in self._not_written(keys).items()]
+
+    def all_entries(self) -> Iterator[tuple[KVKey, Entry]]:
+        """Go through all chunks; what is on its way first: it may have arrived meanwhile."""
+        yield from self.queued()
+        yield from self.entries()
 
     def _stored_entries(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         try:
@@ -254,6 +259,10 @@ class Tier(TierContract):
     def unpin(self, key: KVKey) -> None:
         """Undo pin."""
         self._pinned.discard(key)
+
+    def is_pinned(self, key: KVKey) -> bool:
+        """Whether a chunk is exempt from eviction by capacity and by age."""
+        return key in self._pinned
 
     def _put(self, key: KVKey, chunk: StoredChunk) -> PutResult:
         try:

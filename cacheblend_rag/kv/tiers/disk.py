@@ -15,18 +15,14 @@ import re
 import stat
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import FileIO, RawIOBase
-from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 from uuid import uuid4
 
 from filelock import FileLock
-from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.background import BESIDE_BYTES, begin
@@ -38,6 +34,15 @@ from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
 from cacheblend_rag.kv.tiers.contract import Usage
+from cacheblend_rag.kv.tiers.files import (
+    check_kind,
+    create,
+    fill,
+    new_file,
+    overwrite,
+    read_small,
+    write_parts,
+)
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 logger = logging.getLogger(__name__)
@@ -46,8 +51,6 @@ TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
-PARTS_A_WRITE = 1024
-"""Linux' IOV_MAX."""
 SAME_USE_SECONDS = 60.0
 """How long a chunk may take from being computed to its file."""
 LATELY_SECONDS = 86_400.0
@@ -193,7 +196,7 @@ class DiskTier(BytesTier):
             last = found.st_size if end is None else min(end, found.st_size)
             raw = room_for(max(last - start, 0))
             file.seek(start)
-            _fill(raw, file)
+            fill(raw, file)
         return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
     def _mark_used(self, key: KVKey, written_at: float) -> None:
@@ -242,7 +245,7 @@ class DiskTier(BytesTier):
             except FileNotFoundError:  # another reader was quicker
                 return
             self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
-        _create(f"{target}.reason", f"{reason}\n".encode(), fsync=self._fsync)
+        create(f"{target}.reason", f"{reason}\n".encode(), fsync=self._fsync)
         for name in self.quarantined()[:-QUARANTINE_FILES]:
             for leaf in (name, f"{name}.reason"):
                 (folder / leaf).unlink(missing_ok=True)
@@ -259,7 +262,7 @@ class DiskTier(BytesTier):
         path = self._file(key)
         leaf = os.path.dirname(path)
         for folder in (os.path.dirname(leaf), leaf):
-            _check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
+            check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
         return path
 
     def _make_folders(self, path: str) -> None:
@@ -268,19 +271,19 @@ class DiskTier(BytesTier):
         for folder in (os.path.dirname(leaf), leaf):
             with suppress(FileExistsError):
                 os.mkdir(folder, mode=0o700)
-            _check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
+            check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
 
     def _create(self, path: str, data: EncodedChunk) -> None:
         """Write a chunk's file, whose digests are taken beside the writing where that pays."""
-        with _new_file(path, fsync=self._fsync) as file:
+        with new_file(path, fsync=self._fsync) as file:
             if data.nbytes < BESIDE_BYTES:
-                _write(file, data.parts())
+                write_parts(file, data.parts())
                 return
             head = begin(data.head)
             file.seek(data.head_bytes)
-            _write(file, data.body)
+            write_parts(file, data.body)
             file.seek(0)
-            _write(file, [head.result()])
+            write_parts(file, [head.result()])
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -293,7 +296,7 @@ class DiskTier(BytesTier):
             return
         with self._mutex:
             with suppress(FileNotFoundError):
-                _check_kind(self._lock, os.lstat(self._lock), stat.S_ISREG, "file")
+                check_kind(self._lock, os.lstat(self._lock), stat.S_ISREG, "file")
             with self._file_lock.acquire(poll_interval=0.005):
                 yield
 
@@ -307,7 +310,7 @@ class DiskTier(BytesTier):
         folder = os.path.join(above, second)
         try:
             for path in (above, folder):
-                _check_kind(path, os.lstat(path), stat.S_ISDIR, "folder")
+                check_kind(path, os.lstat(path), stat.S_ISDIR, "folder")
             found = list(os.scandir(folder))
         except FileNotFoundError:
             return
@@ -382,7 +385,7 @@ class DiskTier(BytesTier):
 
     def _read_usage(self) -> Usage:
         """Return what the folder holds, under the lock; counted afresh when unknown."""
-        match = _USAGE.fullmatch(_read_plainly(self.path / "usage", _LONGEST_USAGE))
+        match = _USAGE.fullmatch(read_small(self.path / "usage", _LONGEST_USAGE))
         return Usage(int(match[1]), int(match[2])) if match else self._scan()
 
     def _write_usage(self, usage: Usage) -> None:
@@ -394,11 +397,11 @@ class DiskTier(BytesTier):
         """
         path = os.path.join(self._root, "usage")
         text = b"%018d %018d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
-        if _overwrite(path, text):
+        if overwrite(path, text):
             return
         with suppress(FileNotFoundError):  # of a writer that was killed
             os.unlink(f"{path}.new")
-        _create(f"{path}.new", text, fsync=False)
+        create(f"{path}.new", text, fsync=False)
         os.replace(f"{path}.new", path)
 
 
@@ -406,91 +409,9 @@ def _lock_at(path: str) -> FileLock:
     return FileLock(path, timeout=LOCK_TIMEOUT_SECONDS, mode=0o600)
 
 
-def _check_kind(
-    path: str, found: os.stat_result, is_right: Callable[[int], bool], wanted: str
-) -> None:
-    """Raise OSError where a link, a pipe or whatever stands for a store's own file or folder."""
-    if is_right(found.st_mode):
-        return
-    kinds = {stat.S_ISLNK: "a link", stat.S_ISFIFO: "a pipe", stat.S_ISDIR: "a folder"}
-    kind = next((name for test, name in kinds.items() if test(found.st_mode)), "something else")
-    kind = "a file" if stat.S_ISREG(found.st_mode) else kind
-    raise OSError(f"{path} is {kind}, and has to be the store's own {wanted}: remove it")
-
-
 def file_of(folder: str | os.PathLike[str], key: KVKey) -> str:
     """Return where a chunk's file is, in a tier's folder."""
     return os.path.join(folder, key.chunk_id[0], key.chunk_id[1], f"{key}{SUFFIX}")
-
-
-def _write(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
-    """Write all parts, many a call: behind each one, this thread waits for the interpreter."""
-    left = deque(memoryview(part) for part in parts)
-    while left:
-        written = os.writev(file.fileno(), list(islice(left, PARTS_A_WRITE)))
-        while left and written >= left[0].nbytes:
-            written -= left.popleft().nbytes
-        if written:
-            left[0] = left[0][written:]
-
-
-def _create(path: str, text: bytes, *, fsync: bool) -> None:
-    with _new_file(path, fsync=fsync) as file:
-        _write(file, [text])
-
-
-def _overwrite(path: str, text: bytes) -> bool:
-    """Write over a small regular file of as many bytes; returns whether there is such a one.
-
-    In one call, which a kill does not cut in two. Takes half a millisecond less than a new file.
-    """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        found = os.fstat(descriptor)
-        is_own = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
-        fits = is_own and found.st_size == len(text)
-        return fits and os.pwrite(descriptor, text, 0) == len(text)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _new_file(path: str, *, fsync: bool) -> Iterator[FileIO]:
-    """Write a file that must not be there yet, under whatever kind of name."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb", buffering=0) as file:
-        yield file
-        if fsync:
-            os.fsync(descriptor)
-
-
-def _fill(raw: Tensor, file: RawIOBase) -> None:
-    """Read as many bytes as raw, (bytes,) uint8, has room for."""
-    left = raw.numpy().data
-    while left:
-        count = file.readinto(left)
-        if not count:
-            raise DamagedChunkError("was cut short")
-        left = left[count:]
-
-
-def _read_plainly(path: Path, most: int) -> bytes:
-    """Return a small regular file's bytes; b"" where there is none, or something else, or more.
-
-    Neither follows a link nor waits for what may be a pipe.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return b""
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return b""
-        text = file.read(most + 1)
-    return text if len(text) <= most else b""
 
 
 def _entry(found: os.stat_result) -> Entry:
