@@ -20,6 +20,8 @@ from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.tiers import Tier
 
 T = TypeVar("T")
+FETCH_THREADS = 16
+"""Reads of one tier at once, for all prompts on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,11 @@ class Way:
 
 
 class TierThreads:
-    """Threads for reading, of each tier its own, so many at most."""
+    """Threads for reading, of each tier its own."""
 
-    def __init__(self, tiers: Sequence[Tier], at_once: int) -> None:
+    def __init__(self, tiers: Sequence[Tier]) -> None:
         self._pools = {
-            tier.name: ThreadPoolExecutor(at_once, thread_name_prefix=f"kv-fetch-{tier.name}")
+            tier.name: ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix=f"kv-fetch-{tier.name}")
             for tier in tiers
         }
 

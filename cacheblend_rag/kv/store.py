@@ -32,8 +32,6 @@ from cacheblend_rag.kv.tiers.urls import memory_and_disk, open_tiers
 from cacheblend_rag.kv.whole_chunks import WholeChunks
 from cacheblend_rag.settings import Precision, StoreConfig
 
-FETCH_THREADS = 16
-"""Reads of one tier at once, for all prompts on their way."""
 READ_ONLY = "the store is read only: store and evict where it is opened with read_only=False"
 
 
@@ -43,8 +41,8 @@ class TieredKVStore:
     A get tries the tiers in order and keeps what it found lower down in the tiers before, a put
     writes to all of them, but for tiers that say otherwise (``keeps_found``, ``takes_puts``). No
     method that a request needs raises because of storage: damage, a full disk or a foreign file is
-    a miss or a failed put; and none lists a tier. Pins hold in this process: they exempt a chunk
-    from eviction by capacity and by age.
+    a miss or a failed put; and none lists a tier. Pins exempt a chunk from eviction by capacity and
+    by age: in a folder for all processes that share it, elsewhere in this process.
 
     Args:
         tiers: from fastest to slowest, each with a name of its own.
@@ -58,9 +56,8 @@ class TieredKVStore:
 
     Attributes:
         tiers, ttl_seconds, precision, seal: as given.
-        locks: of chunks that somebody is at work on.
-        reads, prefetching, expiry: what prompts are reading now, what is loaded ahead of them, and
-            what removes chunks that are past their time.
+        reads, prefetching: what prompts are reading now, and what is loaded ahead of them.
+        expiry, locks: what removes chunks past their time; chunks that somebody is at work on.
         access_log: where it is noted what prompts ask for, or None.
         speeds: how fast tiers were read lately, noted by whoever waits for them.
     """
@@ -84,9 +81,7 @@ class TieredKVStore:
         self.ttl_seconds = ttl_seconds
         self.precision, self.seal = precision, seal
         for tier in self.tiers:
-            tier.seal = seal
-            given = [s for s in (tier.policy.ttl_seconds, ttl_seconds) if s is not None]
-            tier.ttl_seconds = min(given, default=None)
+            tier.join(seal, ttl_seconds)
         self.access_log: AccessLog | None = None
         self.speeds = Speeds()
         self._begin_threads()
@@ -95,7 +90,7 @@ class TieredKVStore:
     def _begin_threads(self) -> None:
         """Make all that threads share, in a new store and in a process that was forked."""
         self.locks = KeyLocks()
-        self._threads = TierThreads(self.tiers, FETCH_THREADS)
+        self._threads = TierThreads(self.tiers)
         self._closing = threading.Event()
         self.expiry = Expiry(self.tiers, self.locks, self._threads)
         self.expiry.keep_sweeping(self._closing)
@@ -106,7 +101,7 @@ class TieredKVStore:
     def after_fork(self) -> None:
         """Begin anew in a forked process; nothing there waits for threads of its parent's.
 
-        Called by itself. What waits to be written, and what prompts are reading, is the parent's.
+        Called by itself. What waits to be written, and what prompts read, is the parent's.
         """
         for tier in self.tiers:
             tier.after_fork()
@@ -267,8 +262,7 @@ class TieredKVStore:
         Args:
             key: the name it is stored under.
             kv: the chunk KV; its tensors must not be written to afterwards.
-            written_at: when it was first stored, a Unix time; None is now, and so is what cannot
-                be.
+            written_at: when it was first stored, a Unix time; None, and what cannot be, is now.
 
         Returns:
             Whether any tier took it (it is true then), and what failed where that lost it.
@@ -351,15 +345,23 @@ class TieredKVStore:
         """Remove the copies past their time to live from all tiers; returns how many."""
         return self.expiry.remove_all()
 
-    def pin(self, key: KVKey) -> None:
-        """Never evict this chunk for capacity or age, from now on, stored yet or not."""
-        for tier in self.tiers:
-            tier.pin(key)
+    def pin(self, *keys: KVKey) -> None:
+        """Never evict these chunks for capacity or age, from now on, stored yet or not.
 
-    def unpin(self, key: KVKey) -> None:
-        """Undo pin."""
+        Raises:
+            StoreError: when a folder's pins cannot be written, or are too many.
+        """
         for tier in self.tiers:
-            tier.unpin(key)
+            tier.pin(*keys)
+
+    def unpin(self, *keys: KVKey) -> None:
+        """Undo pin; raises as it."""
+        for tier in self.tiers:
+            tier.unpin(*keys)
+
+    def pinned(self) -> set[KVKey]:
+        """Return the keys that are pinned in any tier, of chunks stored or not."""
+        return set[KVKey]().union(*(tier.pinned() for tier in self.tiers))
 
     def promote(self, key: KVKey) -> bool:
         """Bring a chunk into the fastest tier; returns whether it is there now."""
@@ -370,8 +372,7 @@ class TieredKVStore:
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Start loading chunks into the fastest tier, as many as fit; returns at once.
 
-        A get for one of them waits for its load rather than loading it again. What memory would
-        turn away is left where it is.
+        A get for one of them waits for its load. What memory would turn away stays where it is.
         """
         self.prefetching.begin(keys)
 
@@ -392,10 +393,8 @@ class TieredKVStore:
         """Return numbers by tier.
 
         Returns:
-            Under each tier's name: entries, bytes, capacity_bytes, and this process's counts of
-            hits, misses, admitted, rejected, refused, evictions, expired, quarantined, errors,
-            skipped (reads while it was out), dropped (writes) and queued (chunks not written yet);
-            entries and bytes are None where it cannot be asked.
+            Under each tier's name: entries, bytes (None where it cannot be asked), capacity_bytes,
+            and this process's counts: see ``COUNTED`` in kv/tiers/counters.py.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 

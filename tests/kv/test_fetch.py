@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
-from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec, reading
+from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec, opening, reading
 from cacheblend_rag.kv import fetch as fetch_module
-from cacheblend_rag.kv import store as store_module
 from cacheblend_rag.kv.fetch import BusySeconds, Threshold
 from cacheblend_rag.kv.reader import LayersInMemory, RangeReader
 from cacheblend_rag.kv.tiers import StoredChunk
@@ -248,7 +247,7 @@ def test_all_there_is_room_for_is_read_ahead_though_nobody_asks(slow):
 
 
 def test_layers_of_one_number_are_read_before_the_next_ones(monkeypatch, slow):
-    monkeypatch.setattr(store_module, "FETCH_THREADS", 1)
+    monkeypatch.setattr(opening, "FETCH_THREADS", 1)
     gate = threading.Event()
     slow.gate = lambda *_: gate.wait(10)
     with TieredKVStore([slow]) as store, store.fetch(KEYS[:3]) as source:
@@ -384,7 +383,7 @@ def test_what_was_evicted_or_replaced_meanwhile_is_not_kept(slow, gate, how):
 
 
 def test_closing_drops_what_has_not_begun_and_gives_the_room_back(monkeypatch, slow, gate):
-    monkeypatch.setattr(store_module, "FETCH_THREADS", 2)
+    monkeypatch.setattr(opening, "FETCH_THREADS", 2)
     slow.gate = lambda *_: gate.wait(10)
     with TieredKVStore([slow]) as store:
         given_up = store.fetch(KEYS[:1])
@@ -402,7 +401,7 @@ def test_closing_drops_what_has_not_begun_and_gives_the_room_back(monkeypatch, s
 
 
 def test_closing_the_store_ends_a_source(monkeypatch, slow, gate):
-    monkeypatch.setattr(store_module, "FETCH_THREADS", 1)
+    monkeypatch.setattr(opening, "FETCH_THREADS", 1)
     slow.gate = lambda *_: gate.wait(10)
     store = TieredKVStore([slow])
     source = store.fetch(KEYS[:1])

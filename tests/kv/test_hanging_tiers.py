@@ -5,8 +5,7 @@ import time
 
 import pytest
 
-from cacheblend_rag.kv import HostTier, StoredChunk, TieredKVStore, reading
-from cacheblend_rag.kv import store as store_module
+from cacheblend_rag.kv import HostTier, StoredChunk, TieredKVStore, opening, reading
 from cacheblend_rag.kv.budget import Budget
 
 from .samples import SlowTier, make_key, make_kv, same, taken, until
@@ -42,7 +41,7 @@ def test_reads_that_hang_in_one_tier_delay_no_other(hanging, gate, order):
     tiers = [hanging, other] if order == "above" else [other, hanging]
     with TieredKVStore([filled("host", NEAR), *tiers]) as store:
         stuck = [store.fetch([key]) for key in HANGING]
-        assert until(lambda: len(hanging.keys) == store_module.FETCH_THREADS)
+        assert until(lambda: len(hanging.keys) == opening.FETCH_THREADS)
         if order == "above":  # what is not in memory has to be asked for there first
             store.tiers[0].put(BELOW, StoredChunk(make_kv(9), time.time()))
         for key in (NEAR, BELOW):

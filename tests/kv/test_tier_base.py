@@ -185,10 +185,10 @@ def test_what_lasts_decides_whether_a_chunk_is_stored(memory, lasting, stored, r
 def test_pins_are_kept_and_let_go():
     tier = Plain()
     tier.pin(KEY)
-    assert tier._pinned == {KEY}
+    assert tier.is_pinned(KEY)
     tier.unpin(make_key(1))
     tier.unpin(KEY)
-    assert tier._pinned == set()
+    assert not tier.is_pinned(KEY)
 
 
 def test_a_tier_that_cannot_tell_relatives_knows_none():

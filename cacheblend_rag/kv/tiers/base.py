@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from cacheblend_rag.errors import (
     UnsealedChunkError,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.mac import CHECKSUM
+from cacheblend_rag.kv.mac import CHECKSUM, Mac
 from cacheblend_rag.kv.packed_kv import LayerKV
 from cacheblend_rag.kv.put_result import PutResult, told
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
@@ -58,6 +58,12 @@ class Tier(TierContract):
         self._queue = WriteQueue(self._put, name) if self.policy.write == "behind" else None
         self._admission = Admission(self.policy)
         self._pinned: set[KVKey] = set()
+
+    def join(self, seal: Mac, ttl_seconds: float | None) -> None:
+        """Become part of a store with this seal and age, unless the policy's is lower."""
+        self.seal = seal
+        given = [s for s in (self.policy.ttl_seconds, ttl_seconds) if s is not None]
+        self.ttl_seconds = min(given, default=None)
 
     @property
     def is_failing(self) -> bool:
@@ -252,17 +258,24 @@ class Tier(TierContract):
         except OSError as error:
             self.access.could_not_write("set %s aside", key, error)
 
-    def pin(self, key: KVKey) -> None:
-        """Exempt a chunk from eviction by capacity, in this process, stored yet or not."""
-        self._pinned.add(key)
+    def pin(self, *keys: KVKey) -> None:
+        """Exempt chunks from eviction by capacity and age, stored yet or not.
 
-    def unpin(self, key: KVKey) -> None:
+        In this process, unless the tier keeps pins.
+        """
+        self._pinned.update(keys)
+
+    def unpin(self, *keys: KVKey) -> None:
         """Undo pin."""
-        self._pinned.discard(key)
+        self._pinned.difference_update(keys)
+
+    def pinned(self) -> Set[KVKey]:
+        """Return the keys that are pinned here, of chunks stored or not."""
+        return self._pinned
 
     def is_pinned(self, key: KVKey) -> bool:
         """Whether a chunk is exempt from eviction by capacity and by age."""
-        return key in self._pinned
+        return key in self.pinned()
 
     def _put(self, key: KVKey, chunk: StoredChunk) -> PutResult:
         try:

@@ -38,7 +38,8 @@ class TierContract(ABC):
     thread costs more than it saves. parts_at_once: see SharedChunk's at_once. fails_whole: whether
     any failure is one of the tier as a whole (a network's), not of one chunk or of writing alone (a
     disk's). keeps_found: whether a chunk found in a slower tier is kept here, too. takes_puts:
-    whether what is put into the store is stored here.
+    whether what is put into the store is stored here. keeps_pins: whether pins outlive this process
+    and are honoured by all that share the tier.
     """
 
     name: str
@@ -51,6 +52,7 @@ class TierContract(ABC):
     reads_at_once: ClassVar[int] = 8
     parts_at_once: ClassVar[int] = PARTS_AT_ONCE
     fails_whole: ClassVar[bool] = False
+    keeps_pins: ClassVar[bool] = False
     keeps_found: bool = True
     takes_puts: bool = True
 

@@ -1,17 +1,16 @@
 """Chunk KV in files, one a chunk, in a folder that several processes may share.
 
 Layout: ``<a>/<b>/<key>.safetensors``, where a and b are the chunk id's first hex digits;
-``quarantine/`` for unusable files, each beside a ``.reason``; ``usage`` (entries and bytes) and
-``lock``. A file appears by rename, whole, and is never written again, so readers need no lock;
-its access time says when it was used last, its modification time when it was written. The folder
-must be one that only trusted processes write to.
+``quarantine/`` for unusable files, each beside a ``.reason``; ``usage`` (entries and bytes),
+``pins`` (keys) and ``lock``. A file appears by rename, whole, and is never written again, so
+readers need no lock; its access time says when it was used last, its modification time when it was
+written. The folder must be one that only trusted processes write to.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import stat
 import threading
 import time
@@ -39,11 +38,11 @@ from cacheblend_rag.kv.tiers.files import (
     create,
     fill,
     new_file,
-    overwrite,
-    read_small,
     write_parts,
 )
+from cacheblend_rag.kv.tiers.pins import PinFile
 from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.tiers.usage_file import UsageFile
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +57,6 @@ SWEPT_FOLDERS = 4
 """Folders of 256 that are looked through at a time for chunks past their time."""
 
 _HEX = "0123456789abcdef"
-_USAGE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
-_LONGEST_USAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +76,7 @@ class DiskTier(BytesTier):
     Raises StoreError when the folder cannot be made or written to, or is read only and not there.
     """
 
+    keeps_pins: ClassVar[bool] = True
     entries_at_once: ClassVar[int] = 1  # a file's status takes less time than a thread's start
     # Reading files takes processors, on which the pass computes: more would hold it up.
     parts_at_once: ClassVar[int] = min(PARTS_AT_ONCE, 2 * (os.cpu_count() or 1))
@@ -96,6 +94,7 @@ class DiskTier(BytesTier):
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
         self._fsync = fsync
+        self._pins, self._usage = PinFile(self.path / "pins"), UsageFile(self.path / "usage")
         self._mutex = threading.Lock()
         self._swept, self._told = 0, set[str]()
         self._lock = os.path.join(self._root, "lock")
@@ -107,7 +106,7 @@ class DiskTier(BytesTier):
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._exclusive():
-                self._write_usage(self._scan())
+                self._usage.write(self._scan())
         except OSError as error:
             raise StoreError(f"cannot keep chunk KV in {self.path}: {error}") from error
 
@@ -143,7 +142,7 @@ class DiskTier(BytesTier):
         """Return what all processes on this folder stored; raises StoreError."""
         try:
             with self._exclusive():
-                return self._read_usage()
+                return self._usage.read() or self._scan()
         except OSError as error:
             raise StoreError(f"cannot read {self.path}: {error}") from error
 
@@ -164,6 +163,31 @@ class DiskTier(BytesTier):
             times = before.st_atime_ns, before.st_mtime_ns
             os.utime(path, ns=times, follow_symlinks=False)
         return wrong
+
+    def pin(self, *keys: KVKey) -> None:
+        """As for any tier, for all processes on the folder; where it is only read, for this one."""
+        if self.policy.read_only:
+            super().pin(*keys)
+        else:
+            self._write_pins(set(keys), set())
+
+    def unpin(self, *keys: KVKey) -> None:
+        """Undo pin; raises StoreError."""
+        if self.policy.read_only:
+            super().unpin(*keys)
+        else:
+            self._write_pins(set(), set(keys))
+
+    def pinned(self) -> frozenset[KVKey]:
+        """As for any tier; whichever process pinned it."""
+        return self._pins.keys() | self._pinned
+
+    def _write_pins(self, more: set[KVKey], fewer: set[KVKey]) -> None:
+        try:
+            with self._exclusive():
+                self._pins.write((self._pins.keys() | more) - fewer)
+        except OSError as error:
+            raise StoreError(f"cannot pin in {self.path}: {error}") from error
 
     def quarantined(self) -> list[str]:
         """Return the names of the files in quarantine, oldest first."""
@@ -215,7 +239,7 @@ class DiskTier(BytesTier):
             self._create(temporary, data)
             with self._exclusive():
                 os.stat(temporary)  # gone where another's clock is far ahead: nothing is recorded
-                self._write_usage(self._make_room(key, data.nbytes))
+                self._usage.write(self._make_room(key, data.nbytes))
                 # Not before: until it is in place, its modification time says whether it is stale.
                 os.utime(temporary, ns=(time.time_ns(), int(written_at * 1e9)))
                 os.replace(temporary, path)
@@ -237,14 +261,14 @@ class DiskTier(BytesTier):
             raise OSError(f"{folder} is a link: nothing is written through it")
         target = folder / f"{key}.{time.time_ns()}"
         with self._exclusive():
-            usage = self._read_usage()
+            usage = self._usage.read() or self._scan()
             try:
                 path = self._own_file(key)
                 nbytes = os.lstat(path).st_size
                 os.replace(path, target)
             except FileNotFoundError:  # another reader was quicker
                 return
-            self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
+            self._usage.write(Usage(usage.entries - 1, usage.nbytes - nbytes))
         create(f"{target}.reason", f"{reason}\n".encode(), fsync=self._fsync)
         for name in self.quarantined()[:-QUARANTINE_FILES]:
             for leaf in (name, f"{name}.reason"):
@@ -340,7 +364,7 @@ class DiskTier(BytesTier):
 
         Under the lock. Refuses before evicting in vain.
         """
-        usage = self._read_usage()
+        usage = self._usage.read() or self._scan()
         own = self._entry(key)
         if own is not None:
             usage = Usage(usage.entries - 1, usage.nbytes - own.nbytes)
@@ -365,44 +389,23 @@ class DiskTier(BytesTier):
         return Usage(len(left) + 1, sum(left.values()) + nbytes)
 
     def _oldest_first(self, files: list[_File]) -> list[Resident]:
-        now = time.time()
+        now, pinned = time.time(), self.pinned()
         return [
             Resident(file.key, file.entry.nbytes, _seen(file.entry, now))
             for file in sorted(files, key=lambda file: file.entry.used_at)
-            if file.key not in self._pinned
+            if file.key not in pinned
         ]
 
     def _unlink(self, path: str) -> bool:
         """Remove a chunk's file, under the lock; returns whether it was there."""
-        usage = self._read_usage()
+        usage = self._usage.read() or self._scan()
         try:
             nbytes = os.lstat(path).st_size
             os.unlink(path)
         except FileNotFoundError:
             return False
-        self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
+        self._usage.write(Usage(usage.entries - 1, usage.nbytes - nbytes))
         return True
-
-    def _read_usage(self) -> Usage:
-        """Return what the folder holds, under the lock; counted afresh when unknown."""
-        match = _USAGE.fullmatch(read_small(self.path / "usage", _LONGEST_USAGE))
-        return Usage(int(match[1]), int(match[2])) if match else self._scan()
-
-    def _write_usage(self, usage: Usage) -> None:
-        """Record what the folder holds, under the lock.
-
-        A writer records before its file appears and an eviction after its file is gone: whoever
-        is killed in between leaves the record too high, which the next look at a full store
-        corrects, never too low.
-        """
-        path = os.path.join(self._root, "usage")
-        text = b"%018d %018d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
-        if overwrite(path, text):
-            return
-        with suppress(FileNotFoundError):  # of a writer that was killed
-            os.unlink(f"{path}.new")
-        create(f"{path}.new", text, fsync=False)
-        os.replace(f"{path}.new", path)
 
 
 def _lock_at(path: str) -> FileLock:

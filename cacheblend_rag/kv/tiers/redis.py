@@ -249,7 +249,7 @@ class RedisTier(BytesTier):
 
     def _expires(self, key: KVKey, written_at: float) -> list[str]:
         """Return how a SET says when the value is gone, where copies here have a time to live."""
-        if self.ttl_seconds is None or key in self._pinned:
+        if self.ttl_seconds is None or self.is_pinned(key):
             return []
         ends = written_at + self.ttl_seconds
         return ["PXAT", str(max(int(ends * 1000), 1))] if math.isfinite(ends) else []
