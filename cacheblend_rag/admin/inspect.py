@@ -33,14 +33,13 @@ class Holding:
 
 @dataclass(frozen=True)
 class StoreCount:
-    """What a store holds: in all and by fingerprint, of older versions, and in quarantine.
+    """What a store holds: in all, by fingerprint, and in quarantine.
 
     labels: what is known of fingerprints' models. tiers: each tier's own numbers.
     """
 
     total: Holding
     fingerprints: Mapping[str, Holding]
-    old: int
     quarantined: int
     labels: Mapping[str, Label]
     tiers: Mapping[str, Mapping[str, int | None]]
@@ -73,7 +72,6 @@ class OpenStore:
         return StoreCount(
             total,
             dict(by_fingerprint),
-            old=sum(key.is_old for key in held),
             quarantined=sum(
                 len(t.quarantined()) for t in self.store.tiers if isinstance(t, DiskTier)
             ),

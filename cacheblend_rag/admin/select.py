@@ -72,7 +72,7 @@ class Choice:
             yield lambda key, _: key.fingerprint == fingerprint
         if self.namespace is not None:
             digits = namespace_id(self.namespace)
-            yield lambda key, _: key.fingerprint.startswith(digits) and not key.is_old
+            yield lambda key, _: key.fingerprint.startswith(digits)
 
     def _by_folder(self, store: Path | None) -> Iterator[Condition]:
         if self.model is None and self.document is None:

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -31,12 +30,6 @@ class FusedKV:
         self.tokens, self._geometry = tokens, geometry
         self.keys = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
         self.values = torch.empty(shape, dtype=geometry.dtype, device=geometry.device)
-
-    def fits(self, shape: Sequence[int], dtype: torch.dtype, tokens: int) -> bool:
-        """Whether KV of this shape and type is this model's, and of so many tokens."""
-        geometry = self._geometry
-        wanted = (geometry.layers, geometry.kv_heads, tokens, geometry.head_dim)
-        return tuple(shape) == wanted and dtype == geometry.dtype
 
     @staticmethod
     def bytes_for(geometry: Geometry, tokens: int) -> int:

@@ -53,6 +53,11 @@ class Geometry:
     dtype: torch.dtype
     device: torch.device
 
+    def fits(self, shape: Sequence[int], dtype: torch.dtype, tokens: int) -> bool:
+        """Whether KV of this shape and type is this model's, and of so many tokens."""
+        wanted = (self.layers, self.kv_heads, tokens, self.head_dim)
+        return tuple(shape) == wanted and dtype == self.dtype
+
 
 class DecoderStack(Protocol):
     """A decoder whose layers can be run one at a time, with attention intercepted.

@@ -78,7 +78,6 @@ def stats(
         "entries": held.total.entries,
         "bytes": held.total.nbytes,
         "quarantined": held.quarantined,
-        "old": held.old,
         "tiers": held.tiers,
         "fingerprints": {
             name: {"entries": of.entries, "bytes": of.nbytes}
@@ -94,8 +93,6 @@ def stats(
     total = ("all", "", held.total.entries, held.total.nbytes)
     columns = ("fingerprint", "model", "entries", "bytes")
     _show(result, as_json, columns, [*rows, total, *tiers])
-    if held.old and not as_json:
-        typer.echo(f"{held.old} of an older version: nothing reads them, `evict` removes them")
     if held.quarantined and not as_json:
         typer.echo(f"{held.quarantined} in {path / 'quarantine'}")
 
@@ -199,6 +196,53 @@ def evict(
             typer.confirm(f"Evict all chunks in {path}?", abort=True, err=True)
         evicted = opened.store.evict_where(condition)
     _show({"path": str(path), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
+
+
+@store_app.command("pin")
+def pin_document(
+    document: Annotated[str, typer.Argument(help="A document's id.")],
+    *,
+    path: KvPathOption = DEFAULT_STORE,
+    store: StoreOption = None,
+    namespace: NamespaceOption = None,
+    model: OfModelOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Keep a document's stored chunks from eviction for room and age, in all processes."""
+    from cacheblend_rag.admin import pins
+
+    with _opened(path, store) as opened:
+        choice = _choice(document=document, namespace=namespace, model=model)
+        pinned = pins.pin(opened.store, choice.condition(path))
+        elsewhere = pins.without_pins(opened.store)
+    _show({"path": str(path), "pinned": pinned}, as_json, ("pinned",), [(pinned,)])
+    if elsewhere:
+        typer.echo(
+            f"no pins are kept in {', '.join(elsewhere)}: chunks may be evicted there", err=True
+        )
+
+
+@store_app.command("unpin")
+def unpin_document(
+    document: Annotated[str | None, typer.Argument(help="A document's id.")] = None,
+    *,
+    path: KvPathOption = DEFAULT_STORE,
+    store: StoreOption = None,
+    everything: Annotated[bool, typer.Option("--all", help="All that are pinned.")] = False,
+    namespace: NamespaceOption = None,
+    model: OfModelOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let chunks that were pinned be evicted again: a document's, or all."""
+    from cacheblend_rag.admin import pins
+
+    if (document is None) != everything:
+        raise StoreError("give a document, or --all")
+    with _opened(path, store) as opened:
+        choice = _choice(document=document, namespace=namespace, model=model)
+        chosen = None if everything else choice.condition(path)
+        unpinned = pins.unpin(opened.store, chosen)
+    _show({"path": str(path), "unpinned": unpinned}, as_json, ("unpinned",), [(unpinned,)])
 
 
 @store_app.command()

@@ -154,15 +154,6 @@ def _open_registry(config: EngineConfig) -> ChunkRegistry:
     from cacheblend_rag.kv.chunk_kv import namespace_id
 
     own = Path(kv_path) / f"chunks-{namespace_id(namespace)}.sqlite"
-    old = sorted(path.name for path in Path(kv_path).glob("chunks-??????.sqlite"))
-    if old and not own.exists():
-        logger.warning(
-            "%s in %s is a registry of an older version, in which namespaces may be mixed: index "
-            "again, or rename it to %s if one namespace alone wrote it",
-            old[0],
-            kv_path,
-            own.name,
-        )
     if config.store.read_only and not own.exists():
         logger.warning(
             "%s holds no known chunks of this namespace: those that are indexed from now on are "

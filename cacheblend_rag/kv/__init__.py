@@ -2,8 +2,9 @@
 
 from cacheblend_rag.kv.chunk_kv import FORMAT_VERSION, ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import LayerSource
+from cacheblend_rag.kv.integrity import DamagedObject, VerifyReport
 from cacheblend_rag.kv.lookup import Lookup, StoreMiss
-from cacheblend_rag.kv.store import DamagedObject, TieredKVStore, VerifyReport
+from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.tiers import (
     BytesTier,
     DeviceTier,

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.fetch import Found
+from cacheblend_rag.kv.shared_chunk import Found
 
 logger = logging.getLogger(__name__)
 
@@ -196,10 +196,9 @@ class FoundChunks:
         self._found: set[KVKey] = set()
         self._left, self._lock = len(keys), threading.Lock()
 
-    def watch(self, key: KVKey, opened: Future[Found]) -> Future[Found]:
-        """Take in what looking a chunk up comes to; returns the same future."""
+    def watch(self, key: KVKey, opened: Future[Found]) -> None:
+        """Take in what looking a chunk up comes to."""
         opened.add_done_callback(lambda done: self._add(key, done))
-        return opened
 
     def _add(self, key: KVKey, opened: Future[Found]) -> None:
         is_there = not opened.cancelled() and opened.exception() is None

@@ -21,7 +21,6 @@ NAMESPACE_DIGITS = 32
 
 _HASH_32 = re.compile("[0-9a-f]{32}")
 _FINGERPRINT = re.compile("[0-9a-f]{64}")
-_OLD_FINGERPRINT = re.compile("[0-9a-f]{16}")
 
 
 def chunk_id(token_ids: Sequence[int]) -> str:
@@ -71,7 +70,7 @@ class KVKey:
 
     Args:
         chunk_id: hash of the chunk's token ids, 32 hex digits.
-        fingerprint: what ``fingerprint`` returned, 64 hex digits; 16 where an older version stored.
+        fingerprint: what ``fingerprint`` returned, 64 hex digits.
         context_id: chunk_id() of the document tokens the chunk was computed behind; "" without.
 
     Raises:
@@ -85,7 +84,7 @@ class KVKey:
     def __post_init__(self) -> None:
         if not _HASH_32.fullmatch(self.chunk_id):
             raise ValueError(f"chunk_id={self.chunk_id!r} must be 32 hex digits")
-        if not (_FINGERPRINT.fullmatch(self.fingerprint) or self.is_old):
+        if not _FINGERPRINT.fullmatch(self.fingerprint):
             raise ValueError(f"fingerprint={self.fingerprint!r} must be 64 hex digits")
         if self.context_id and not _HASH_32.fullmatch(self.context_id):
             raise ValueError(f"context_id={self.context_id!r} must be 32 hex digits or empty")
@@ -93,11 +92,6 @@ class KVKey:
     def __str__(self) -> str:
         tail = f"-{self.context_id}" if self.context_id else ""
         return f"{self.fingerprint}-{self.chunk_id}{tail}"
-
-    @property
-    def is_old(self) -> bool:
-        """Whether it names what an older version stored, which none now asks for."""
-        return bool(_OLD_FINGERPRINT.fullmatch(self.fingerprint))
 
     def is_relative(self, other: KVKey) -> bool:
         """Whether ``other`` is this chunk in this namespace, but of another model or lead-in."""

@@ -2,105 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import heapq
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Self, cast
 from weakref import ref
 
-from cacheblend_rag.errors import (
-    DamagedChunkError,
-    ForeignChunkError,
-    StoreError,
-    UnsealedChunkError,
-)
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.access_log import FoundChunks
+from cacheblend_rag.kv.budget import Reservation
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.lookup import StoreMiss
+from cacheblend_rag.kv.opening import Way
 from cacheblend_rag.kv.packed_kv import LayerKV
-from cacheblend_rag.kv.reader import ChunkReader
-from cacheblend_rag.kv.shared_chunk import Part, SharedChunk
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """What looking a chunk up came to: the chunk, or the reason why there is none.
-
-    failed: name of the tier that could not be read, if that is the reason.
-    """
-
-    chunk: SharedChunk | None
-    reason: StoreMiss | None
-    failed: str | None = None
-
-    @property
-    def head(self) -> ChunkReader | None:
-        """What is known of the chunk before its layers are read."""
-        return None if self.chunk is None else self.chunk.reader
-
-    @property
-    def tier(self) -> str | None:
-        """Name of the tier where it was found, or that could not be read."""
-        return self.failed if self.chunk is None else self.chunk.tier
-
-
-class Reservation:
-    """ByteBudget that is taken until it is given back, or until nobody holds on to this any more.
-
-    So whoever is interrupted, wherever that is, gives back what it had taken.
-    """
-
-    __slots__ = ("_of", "size")
-
-    def __init__(self, of: ByteBudget) -> None:
-        self._of, self.size = of, 0
-
-    def give_back(self, _: object = None) -> None:
-        """Give it back, if that was not done; fit to be told that a future is done."""
-        self._of.regain(self)
-
-    def __del__(self) -> None:
-        self.give_back()
-
-
-class ByteBudget:
-    """What may be read before it is used, of all prompts on their way: bytes, or places."""
-
-    def __init__(self, size: int) -> None:
-        self._left, self._lock = size, threading.RLock()
-
-    def take(self, size: int, *, anyway: bool = False) -> Reservation | None:
-        """Take so much of it; None where there is less.
-
-        anyway: also where there is less, since it is needed now.
-        """
-        taken = Reservation(self)
-        with self._lock:
-            if size > self._left and not anyway:
-                return None
-            # Both or neither: no interrupt comes between two assignments.
-            self._left -= size
-            taken.size = size
-        return taken
-
-    def regain(self, taken: Reservation) -> None:
-        """Have back what was taken."""
-        with self._lock:
-            self._left += taken.size
-            taken.size = 0
-
-
-class Slots(ByteBudget):
-    """Slots for chunks whose heads are read before they are handed out."""
-
-    @property
-    def _value(self) -> int:
-        """Those that are free, as a semaphore has it."""
-        return self._left
+from cacheblend_rag.kv.reading import SharedReads
+from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
 
 
 class BusySeconds:
@@ -159,6 +78,17 @@ class _Ahead:
     under_way: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Threshold:
+    """How much of a prompt has to be found before any layer of it is read.
+
+    tokens: of each of its chunks, in order. least: of those that are found.
+    """
+
+    tokens: Sequence[int]
+    least: int
+
+
 class LayerSource:
     """The layers of a prompt's chunks: first the heads, in order, by ``take``; then ``layer``.
 
@@ -167,22 +97,23 @@ class LayerSource:
     asked for next is read in any case. Layers of one number are read before those of the next,
     from all chunks. Used by one thread at a time. Whoever does not take all of it closes it.
 
-    open: begins to look a chunk up. submit: has a part read, on threads of the tier that is named.
-    places, room: for all prompts.
+    reads: what all prompts of a store read. way: how this one does. found: told of each chunk that
+    is found, where that is noted. threshold: what has to be found before layers are read ahead.
     """
 
     def __init__(
         self,
         keys: Iterable[KVKey],
-        open: Callable[[KVKey], Future[Found]],
-        submit: Callable[[str, Callable[[], Part]], Future[Part]],
-        places: Slots,
-        room: ByteBudget,
+        reads: SharedReads,
+        way: Way,
+        found: FoundChunks | None = None,
+        threshold: Threshold | None = None,
     ) -> None:
         self._keys = list(keys)
         self._places = [_Place() for _ in self._keys]
-        self._open, self._submit = open, submit
-        self._heads, self._room = places, room
+        self._shared, self._way, self._found = reads, way, found
+        self._tokens = [0] * len(self._keys) if threshold is None else list(threshold.tokens)
+        self._lacking = 0 if threshold is None else threshold.least
         self._lock = threading.RLock()
         self._begun = self._given = 0
         self._reads, self._unpacks = _Ahead(), _Ahead()
@@ -310,7 +241,7 @@ class LayerSource:
         return cast("Future[Found]", self._places[index].opened)
 
     def _open_ahead(self) -> None:
-        while self._begun < len(self._keys) and (ahead := self._heads.take(1)) is not None:
+        while self._begun < len(self._keys) and (ahead := self._shared.places.take(1)) is not None:
             self._begin_open(ahead)
 
     def _open_next(self) -> None:
@@ -323,9 +254,12 @@ class LayerSource:
         index, me = self._begun, ref(self)
         place = self._places[index]
         place.ahead = ahead
-        place.opened = opened = self._open(self._keys[index])
+        key = self._keys[index]
+        place.opened = opened = self._shared.begin_open(key, self._way)
         self._begun += 1  # not before: whoever is interrupted goes on here
         self.busy.watch(opened)
+        if self._found is not None:
+            self._found.watch(key, opened)
 
         def settle(opened: Future[Found]) -> None:
             if (source := me()) is not None:
@@ -342,6 +276,7 @@ class LayerSource:
             place.is_settled, place.chunk = True, found.chunk
             if found.chunk is not None:
                 found.chunk.join()
+                self._lacking -= self._tokens[index]
                 self._queue(index, found.chunk, 0)
             self._read_ahead()
 
@@ -369,10 +304,13 @@ class LayerSource:
     def _read_ahead(self) -> None:
         """Begin to read the next parts, as far as there is room; under the lock.
 
+        Not before as much was found as is worth it: what is too little reads heads alone.
         Not all at once, so that those of the first layers are not behind others in the queue; and
         until all heads are known, first parts only. Heads count as reads: without them nothing
         can be computed, and where reading takes processors, parts would hold them up.
         """
+        if self._lacking > 0:
+            return
         settled = sum(place.is_settled for place in self._places)
         most = settled == len(self._places)
         self._begin_parts(self._reads, self._begun - settled, most)
@@ -398,11 +336,13 @@ class LayerSource:
         if first in place.parts:
             return True
         nbytes = chunk.part_bytes(first)
-        taken = self._room.take(nbytes, anyway=anyway)
+        taken = self._shared.room.take(nbytes, anyway=anyway)
         if taken is None:
             return False
         place.taken[first] = taken
-        place.parts[first] = future = chunk.begin(first, partial(self._submit, chunk.tier))
+        place.parts[first] = future = chunk.begin(
+            first, partial(self._shared.begin_read, chunk.tier)
+        )
         if not future.done():
             self._ahead(chunk).under_way += 1
             self.busy.watch(future)
@@ -451,16 +391,3 @@ def _part(chunk: SharedChunk, future: Future[Part], layer: int) -> LayerKV | Sto
         return StoreError("the store was closed")
     except StoreError as error:
         return chunk.failure or error
-
-
-def miss_of(error: StoreError) -> StoreMiss:
-    """Say in a word why a chunk could not be had."""
-    if isinstance(error, UnsealedChunkError):
-        return "unsealed"
-    if isinstance(error, ForeignChunkError):
-        return "other model"
-    if isinstance(error, DamagedChunkError):
-        return "damaged"
-    cause = error.__cause__
-    is_lack = isinstance(cause, OSError) and cause.errno == errno.ENOMEM
-    return "no room" if is_lack else "store error"

@@ -11,15 +11,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.fetch import Found, miss_of
-from cacheblend_rag.kv.lookup import StoreMiss
+from cacheblend_rag.kv.lookup import StoreMiss, miss_of
+from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.tiers import Tier
 
 T = TypeVar("T")
+FETCH_THREADS = 16
+"""Reads of one tier at once, for all prompts on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,11 @@ class Way:
 
 
 class TierThreads:
-    """Threads for reading, of each tier its own, so many at most."""
+    """Threads for reading, of each tier its own."""
 
-    def __init__(self, tiers: Sequence[Tier], at_once: int) -> None:
+    def __init__(self, tiers: Sequence[Tier]) -> None:
         self._pools = {
-            tier.name: ThreadPoolExecutor(at_once, thread_name_prefix=f"kv-fetch-{tier.name}")
+            tier.name: ThreadPoolExecutor(FETCH_THREADS, thread_name_prefix=f"kv-fetch-{tier.name}")
             for tier in tiers
         }
 
@@ -77,20 +79,26 @@ class Search:
         return all(asker.cancelled() for asker in list(self.askers))
 
 
-class Opening:
-    """Looks chunks up.
+class Opener(Protocol):
+    """Opens chunks in one tier."""
 
-    open_in: opens a chunk in the tier at a depth, None where it is absent; called on that tier's
-    threads, which it may hold as long as the tier takes.
-    """
+    def open_in(self, depth: int, search: Search) -> Found | None:
+        """Open a chunk in the tier at a depth, None where it is absent.
+
+        Called on that tier's threads, which it may hold as long as the tier takes.
+        """
+
+
+class Opening:
+    """Looks chunks up, in one tier after the other."""
 
     def __init__(
         self,
         tiers: Sequence[Tier],
         threads: TierThreads,
-        open_in: Callable[[int, Search], Found | None],
+        opener: Opener,
     ) -> None:
-        self._tiers, self._threads, self._open_in = tiers, threads, open_in
+        self._tiers, self._threads, self._opener = tiers, threads, opener
         self._lock = threading.Lock()
         self._searches: dict[tuple[KVKey, Way], Search] = {}
 
@@ -132,7 +140,7 @@ class Opening:
         if search.is_given_up:
             self._end(search, Found(None, "store error"))
             return
-        found = self._open_in(depth, search)
+        found = self._opener.open_in(depth, search)
         if found is not None and found.reason is None:
             self._end(search, found)
             return
@@ -194,4 +202,4 @@ class Opening:
 
 
 def _failing(tiers: Sequence[Tier]) -> str | None:
-    return next((tier.name for tier in tiers if tier.reading.is_failing), None)
+    return next((tier.name for tier in tiers if tier.is_failing), None)

@@ -187,8 +187,6 @@ def open_ranges(
     if not total:
         raise DamagedChunkError("empty")
     head = codec.read_head(read, total, key, seal)
-    if head is None:  # of format 1, which is read as a whole
-        return WholeReader(codec.decode_raw(read(0, total), key, seal), written_at)
     reader = RangeReader(head, read_range, written_at, least)
     if first.numel() < total:
         return reader

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
+from cacheblend_rag.kv.lookup import StoreMiss
 from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV, unpacked_layer
 from cacheblend_rag.kv.reader import ChunkReader, LayersInMemory
 
@@ -170,6 +172,28 @@ class SharedChunk:
     def _end(self, first: int) -> None:
         with self._lock:
             self._under_way.pop(first, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What looking a chunk up came to: the chunk, or the reason why there is none.
+
+    failed: name of the tier that could not be read, if that is the reason.
+    """
+
+    chunk: SharedChunk | None
+    reason: StoreMiss | None
+    failed: str | None = None
+
+    @property
+    def head(self) -> ChunkReader | None:
+        """What is known of the chunk before its layers are read."""
+        return None if self.chunk is None else self.chunk.reader
+
+    @property
+    def tier(self) -> str | None:
+        """Name of the tier where it was found, or that could not be read."""
+        return self.failed if self.chunk is None else self.chunk.tier
 
 
 def _done(part: Part) -> Future[Part]:

@@ -7,13 +7,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.compact import compact
-
-if TYPE_CHECKING:
-    from cacheblend_rag.kv.tiers.base import StoredChunk
+from cacheblend_rag.kv.stored_chunk import StoredChunk
 
 logger = logging.getLogger(__name__)
 

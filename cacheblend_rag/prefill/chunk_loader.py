@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from cacheblend_rag.blend.copy_stream import (
     Event,
@@ -20,9 +20,11 @@ from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.blend.transfer import LayerPart, Numbers, Sendable, Upload
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.fetch import Found, LayerSource, miss_of
+from cacheblend_rag.kv.fetch import LayerSource, Threshold
+from cacheblend_rag.kv.lookup import miss_of
 from cacheblend_rag.kv.packed_kv import LayerKV, PackedLayer
 from cacheblend_rag.kv.reader import ChunkReader
+from cacheblend_rag.kv.shared_chunk import Found
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.report import MissReason
 
@@ -31,13 +33,19 @@ WAIT_SECONDS = 0.001
 
 
 def begin_reading(
-    store: TieredKVStore, keys: Iterable[KVKey], stack: DecoderStack, *, promote: bool = True
+    store: TieredKVStore,
+    keys: Iterable[KVKey],
+    stack: DecoderStack,
+    *,
+    promote: bool = True,
+    threshold: Threshold | None = None,
 ) -> LayerSource:
     """Begin to read chunks for a pass; what its device unpacks itself stays packed.
 
-    promote: see ``TieredKVStore.fetch``.
+    promote, threshold: see ``TieredKVStore.fetch``.
     """
-    return store.fetch(keys, promote=promote, unpack=not has_copy_stream(stack.geometry.device))
+    unpack = not has_copy_stream(stack.geometry.device)
+    return store.fetch(keys, promote=promote, unpack=unpack, threshold=threshold)
 
 
 class LostChunkError(Exception):
@@ -93,21 +101,17 @@ class LaidChunk:
 class ChunkLoader:
     """Lays chunks into the buffer of a pass, all ranks alike.
 
-    places: where they stand, in the order in which ``source`` hands them out.
-
+    places: where they stand, in the order in which ``source`` hands them out. fused: the buffer,
+    once ``into`` has named it; finding chunks needs none.
 
     On a GPU a layer is copied beside the pass's work, which waits for it on the device; while a
     layer is computed the next one is on its way, once it is read.
     """
 
-    def __init__(
-        self,
-        stack: DecoderStack,
-        fused: FusedKV,
-        places: Sequence[Place],
-        source: LayerSource,
-    ) -> None:
-        self.stack, self.fused, self.source = stack, fused, source
+    fused: FusedKV
+
+    def __init__(self, stack: DecoderStack, places: Sequence[Place], source: LayerSource) -> None:
+        self.stack, self.source = stack, source
         self.chunks = [LaidChunk(*place) for place in places]
         self._laid: set[int] = set()
         self._seconds = self._sending = 0.0
@@ -115,6 +119,11 @@ class ChunkLoader:
         self._parts: list[LayerKV | StoreError] | None = None
         self._upload: Upload | None = None
         self._free: Event | None = None
+
+    def into(self, fused: FusedKV) -> Self:
+        """Say which buffer chunks are laid into; returns this."""
+        self.fused = fused
+        return self
 
     def heads(self) -> Steps[None]:
         """Find out which chunks all ranks have; yields after each, and waits for them."""
@@ -128,7 +137,7 @@ class ChunkLoader:
         chunk.tier, chunk.reason = found.tier, found.reason
         if head is None:
             return
-        if not self.fused.fits(head.shape, head.dtype, chunk.whole_tokens):
+        if not self.stack.geometry.fits(head.shape, head.dtype, chunk.whole_tokens):
             chunk.tier, chunk.reason = None, "damaged"
             return
         chunk.head = head

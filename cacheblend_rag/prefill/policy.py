@@ -2,12 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cacheblend_rag.kv.fetch import Threshold
+from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import MissReason
+from cacheblend_rag.report import ChunkReport, MissReason
 
 NO_CHUNK = Reason(ReasonCode.NO_CHUNK, "no known chunk in the prompt")
 NOT_STORED = Reason(ReasonCode.NOT_STORED, "no chunk of the prompt is stored")
 UNREADABLE = Reason(ReasonCode.UNREADABLE, "no stored chunk could be read")
+
+
+def threshold(placed: Sequence[PlacedChunk], least: int) -> Threshold:
+    """Return what has to be found of a prompt before layers of it are read; least: min_tokens."""
+    return Threshold([chunk.end - chunk.start for chunk in placed], least)
+
+
+def refusal(found: Sequence[ChunkReport], least: int) -> tuple[Reason, list[ChunkReport]] | None:
+    """Decide by what was found of a prompt's chunks, before any layer is read.
+
+    found: as if all that are there were used. least: ``min_tokens``.
+    Returns why the prompt is not blended, and what to say of its chunks; None when it is.
+    """
+    refused = too_little(sum(chunk.tokens for chunk in found if chunk.hit), least)
+    if refused is None:
+        return None
+    reason, miss = refused
+    if miss is None and any(chunk.reason not in ("not stored", "other model") for chunk in found):
+        reason = UNREADABLE
+    return reason, missed(found, miss) if miss else list(found)
+
+
+def missed(found: Sequence[ChunkReport], reason: MissReason) -> list[ChunkReport]:
+    """Report the chunks that were found as missed for ``reason``, the others as they are."""
+    return [
+        replace(chunk, hit=False, reason=reason, tier=None) if chunk.hit else chunk
+        for chunk in found
+    ]
 
 
 def too_little(reusable: int, least: int) -> tuple[Reason, MissReason | None] | None:

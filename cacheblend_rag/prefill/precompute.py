@@ -193,7 +193,8 @@ def _cut_out(
     Those are the missing ones and those that were not there after all.
     """
     fused = RingKV(stack.geometry, ids.numel())
-    laying = ChunkLoader(stack, fused, [Place(*_span(member)) for member in earlier], source)
+    places = [Place(*_span(member)) for member in earlier]
+    laying = ChunkLoader(stack, places, source).into(fused)
     yield from laying.heads()
     while True:
         cached = torch.zeros(ids.numel(), dtype=torch.bool)

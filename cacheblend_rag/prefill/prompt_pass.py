@@ -17,10 +17,11 @@ from cacheblend_rag.blend.rows import Mask
 from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.fetch import LayerSource
-from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.memory import NO_ROOM, no_room
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LaidChunk, LostChunkError, Place
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.policy import refusal
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -65,7 +66,10 @@ class FusedPrompt:
 
 @dataclass(frozen=True)
 class NotWorthLoading:
-    """A prompt whose chunks are computed sooner than loaded: why, and what to say of them."""
+    """A prompt that is not blended: why, and what to say of its chunks.
+
+    Too little of it is stored, there is no room, or its chunks are computed sooner than loaded.
+    """
 
     why: Reason
     chunks: list[ChunkReport]
@@ -84,7 +88,9 @@ class PromptPass:
     before the pass starts anew, since a chunk was lost on its way. controller: decides by measured
     speeds what is loaded; without one everything is. own_seconds: a clock that stands still while
     others have their turn between the steps: what the pass takes is measured by it. observer: sees
-    what the pass does, from its start again where a chunk was lost on its way.
+    what the pass does, from its start again where a chunk was lost on its way. lack_of_room: asked
+    once chunks are found, says why there is no room for the pass, if so. found: what is known of
+    the chunks by then, as if all that are there were used.
     """
 
     stack: DecoderStack
@@ -101,6 +107,8 @@ class PromptPass:
     controller: Controller | None = None
     own_seconds: Callable[[], float] = time.perf_counter
     observer: Observer | None = None
+    lack_of_room: Callable[[], str | None] | None = None
+    found: list[ChunkReport] = field(default_factory=list, init=False)
     watch: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,16 +120,21 @@ class PromptPass:
     def steps(self) -> Steps[FusedPrompt | NotWorthLoading]:
         """Load, select, recompute: yields after each chunk, then after each block of rows.
 
-        The buffer is made in a step of its own: a rank that cannot have it says so before the
-        others wait for it in the midst of a layer. Chunks are found first; their layers are laid
-        in one by one, each just before it is run. Yields, too, while a layer is waited for.
+        Chunks are found first, and by what is found it is decided whether any is loaded. The buffer
+        is made in a step of its own: a rank that cannot have it says so before the others wait for
+        it in the midst of a layer. Layers are laid in one by one, each just before it is run.
+        Yields, too, while a layer is waited for.
         """
-        laying = self._laying()
-        yield
+        yield  # before anything is taken: whoever runs the steps waits for it first
+        places = [Place(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
+        laying = ChunkLoader(self.stack, places, self.source)
         yield from laying.heads()
         self.watch.lap("load")
-        if why := self._decide(laying):
-            return NotWorthLoading(why, self._reports(laying))
+        if refused := self._refused(laying):
+            return refused
+        yield
+        laying.into(self._buffer())
+        yield
         while True:
             try:
                 done = yield from self._blended(laying)
@@ -134,6 +147,17 @@ class PromptPass:
                 done.seconds["load_hidden"] = max(0.0, hidden)
                 self._measure(done)
                 return done
+
+    def _refused(self, laying: ChunkLoader) -> NotWorthLoading | None:
+        """Say why the prompt is not blended, if so; all ranks alike."""
+        self.found = self._reports(laying)
+        if refused := refusal(self.found, self.config.min_tokens):
+            return NotWorthLoading(*refused)
+        if self.lack_of_room is not None and (lack := self.lack_of_room()) is not None:
+            told = [placed.report(NO_ROOM) for placed in self.placed]
+            return NotWorthLoading(no_room(lack), told)
+        why = self._decide(laying)
+        return NotWorthLoading(why, self._reports(laying)) if why else None
 
     def _decide(self, laying: ChunkLoader) -> Reason | None:
         """Choose by measured speeds what to load and recompute; why nothing is to be loaded, if so.
@@ -165,15 +189,11 @@ class PromptPass:
             for tier, (nbytes, seconds) in self.source.measured().items():
                 self.controller.speeds.record(tier, nbytes, seconds)
 
-    def _laying(self) -> ChunkLoader:
+    def _buffer(self) -> FusedKV:
         geometry, tokens = self.stack.geometry, self.token_ids.numel()
-        fused = (
-            RingKV(geometry, tokens)
-            if self.reserve is None
-            else FusedKV(geometry, tokens, self.reserve)
-        )
-        places = [Place(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
-        return ChunkLoader(self.stack, fused, places, self.source)
+        if self.reserve is None:
+            return RingKV(geometry, tokens)
+        return FusedKV(geometry, tokens, self.reserve)
 
     def _blended(self, laying: ChunkLoader) -> Steps[FusedPrompt]:
         """Run the pass over the chunks that are there; raises LostChunkError."""
@@ -290,12 +310,6 @@ def _stored_part(placed: PlacedChunk, chunk: LaidChunk) -> StoredPart:
     """What the controller is to know of a chunk; what is in memory takes no reading."""
     nbytes = 0 if chunk.head is None else chunk.head.layers * chunk.head.layer_bytes
     return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, placed.protected)
-
-
-def absent(store: TieredKVStore, chunk: PlacedChunk) -> ChunkReport:
-    """Report a chunk that the store does not hold, and why."""
-    found = store.absence(chunk.key)
-    return chunk.report(found.reason, found.tier)
 
 
 def _report(placed: PlacedChunk, chunk: LaidChunk) -> ChunkReport:

@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 60.0
 READ_SECONDS = 0.1
-UPGRADE = "ALTER TABLE chunks ADD COLUMN collection BLOB NOT NULL DEFAULT x''"
-"""What version 1, which knew no collections, lacks."""
 
 
 class SharedChunkRegistry(ChunkRegistry):
@@ -291,9 +289,6 @@ class SharedChunkRegistry(ChunkRegistry):
             if (version, tables) == (0, 0):
                 for statement in TABLES.split(";"):
                     self._file.execute(statement)
-                self._file.execute(f"PRAGMA user_version = {VERSION}")
-            elif version == 1:
-                self._file.execute(UPGRADE)
                 self._file.execute(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:
                 raise StoreError(

@@ -32,7 +32,7 @@ def test_counts_are_those_of_the_files(folder):
     assert (count.total.entries, count.total.nbytes) == (3, sum(sizes.values()))
     assert count.fingerprints[ONE].nbytes == sizes[str(KEYS[0])] + sizes[str(KEYS[1])]
     assert count.fingerprints[TWO] == inspect.Holding(1, sizes[str(KEYS[2])])
-    assert (count.old, count.quarantined) == (0, 0)
+    assert count.quarantined == 0
 
 
 def test_chunks_are_listed_least_recently_used_first(folder):

@@ -138,7 +138,7 @@ def _ask(engine: TransformersEngine, prompt: BlendPrompt, where: str, _turn: int
 
 def _check_out(engine: TransformersEngine) -> None:
     far = engine.store.tiers[1]
-    if not far.reading.is_out:
+    if not far.access.reading.is_out:
         raise CacheBlendError("Redis is not as dead as it was made")
 
 

@@ -60,14 +60,6 @@ def test_stats_count_in_all_and_by_fingerprint(store, folder):
     assert result["fingerprints"][TWO] == {"entries": 1, "bytes": sizes[0]}
 
 
-def test_what_an_older_version_stored_is_named(store, folder):
-    file = next(folder.rglob("*.safetensors"))
-    old = file.name.split("-", 1)[1]
-    file.rename(file.with_name(f"{'0' * 16}-{old}"))
-    assert printed(store("stats", "--json"))["old"] == 1
-    assert "1 of an older version" in store("stats").stdout
-
-
 def test_stats_is_a_table_otherwise(store):
     result = store("stats")
     assert result.exit_code == 0

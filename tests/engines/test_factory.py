@@ -158,15 +158,6 @@ def test_namespaces_whose_hashes_began_alike_are_apart(tmp_path: Path) -> None:
     assert (len(ours.registry), len(theirs.registry)) == (2, 0)
 
 
-def test_an_older_versions_registry_is_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "chunks-0a1b2c.sqlite").touch()
-    open_tiny(tmp_path)
-    assert "chunks-0a1b2c.sqlite" in caplog.text
-    assert namespace_id("default") in caplog.text
-
-
 def test_documents_of_one_id_in_a_call_are_variants_and_a_later_call_replaces_them() -> None:
     engine = open_tiny(None)
     titled = Document("report", tuple(f"title: t {text}" for text in DOCUMENT.chunks))

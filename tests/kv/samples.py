@@ -73,23 +73,41 @@ class SlowTier(HostTier):
         return super()._load(key)
 
 
+class CountingTier(HostTier):
+    """Memory that notes what it is asked for, by a look or a read. lookups: the keys, in order."""
+
+    def __init__(self, capacity_bytes=None):
+        super().__init__(capacity_bytes)
+        self.lookups = []
+
+    def _entry(self, key):
+        self.lookups.append(key)
+        return super()._entry(key)
+
+    def _load(self, key):
+        self.lookups.append(key)
+        return super()._load(key)
+
+
 class SlowBytes(HostTier):
     """Objects that are read by ranges, as slow as a network: reads wait at ``gate(key, start)``.
 
     objects: the bytes, to be altered. heads: bytes that are read first. least: bytes worth a read.
     ranges: what was read behind the heads, in the order in which the reads began.
+    opened, looked_up: chunks that were asked for, by their heads and otherwise.
     """
 
     def __init__(self, gate=lambda key, start: None, *, least=1, name="bytes"):
         super().__init__(None, name=name)
         self.gate, self.least, self.objects, self.ranges, self.opened = gate, least, {}, [], []
-        self.written_at = time.time()
+        self.written_at, self.looked_up = time.time(), []
 
     def fill(self, kvs):
         for key, kv in kvs.items():
             self.objects[key] = bytearray(b"".join(codec.EncodedChunk(key, kv).parts()))
 
     def _entry(self, key):
+        self.looked_up.append(key)
         return Entry(len(self.objects[key]), 0, 0) if key in self.objects else None
 
     def _drop(self, key):

@@ -24,7 +24,7 @@ from cacheblend_rag.kv.access_log import (
     NOTED_A_MINUTE,
     AccessLog,
 )
-from cacheblend_rag.kv.store import ASKED_AT_ONCE
+from cacheblend_rag.kv.prefetch import ASKED_AT_ONCE
 from cacheblend_rag.kv.tiers import Entry
 
 from .samples import chunk_files, make_key, make_kv, taken, until
@@ -287,7 +287,7 @@ def test_closing_ends_a_warm_up_that_has_begun(tmp_path: Path) -> None:
     assert begun.wait(20)
     closer = Thread(target=store.close)
     closer.start()
-    until(store._closing.is_set)
+    until(store.prefetching.closing.is_set)
     closing.set()
     closer.join(20)
     assert not closer.is_alive()

@@ -30,8 +30,9 @@ class Dead(HostTier):
     def __init__(self, ticks, *, takes=2.0, fails_whole=False, **options):
         self.fails_whole = fails_whole
         super().__init__(**{"name": "far", **options})
-        self.reading, self.failure, self.takes, self.calls = Breaker(ticks), None, takes, 0
-        self.writing = self.reading if fails_whole else Breaker(ticks)
+        self.failure, self.takes, self.calls = None, takes, 0
+        self.access.reading = Breaker(ticks)
+        self.access.writing = self.access.reading if fails_whole else Breaker(ticks)
         self._ticks, self._counting = ticks, threading.Lock()
 
     entries_at_once = reads_at_once = 1
@@ -83,7 +84,7 @@ def recovered(tier, ticks):
     """Let time pass until the tier is tried, and let the trial end."""
     ticks.now += MOST_SECONDS + 1
     tier.contains(KEYS[0])
-    return until(lambda: not tier.reading.is_out)
+    return until(lambda: not tier.access.reading.is_out)
 
 
 @pytest.mark.parametrize(
@@ -102,14 +103,13 @@ def test_a_dead_tier_is_asked_once_and_comes_back_by_itself(ticks, takes, fails_
                 (None, "store error", "far")
             }
         assert tier.calls == 1, "of 3 x 16 questions"
-        assert store.absence(KEYS[0]).tier == "far"
         stats = store.stats()["far"]
         assert stats["errors"] == 1
         assert stats["skipped"] >= 3 * len(KEYS)
         tier.failure = None
         assert recovered(tier, ticks)
         assert {lookup.tier for lookup in request(store)} == {"far"}
-        assert store.absence(make_key(99)).reason == "not stored"
+        assert store.get(make_key(99)).reason == "not stored"
 
 
 def test_writes_are_dropped_and_counted_while_a_network_tier_is_out(ticks):
@@ -145,10 +145,10 @@ def test_what_fails_at_once_on_a_disk_is_about_one_chunk(ticks):
         with pytest.raises(StoreError, match=r"^far tier: could not read .*: is a directory$"):
             tier.get(key)
     assert tier.calls == len(KEYS)
-    assert tier.reading.is_failing
+    assert tier.is_failing
     tier.failure = None
     assert same(tier.get(KEYS[0]).kv, make_kv(0))
-    assert not tier.reading.is_failing
+    assert not tier.is_failing
 
 
 def test_an_answer_later_than_the_timeout_is_taken_and_is_a_failure(ticks):
@@ -212,7 +212,7 @@ def test_whatever_a_tier_raises_no_request_fails(ticks, failure, tmp_path):
 
 def tier_error(tier, ticks):
     """What reading the tier raises once it is asked again."""
-    tier.reading = Breaker(ticks)
+    tier.access.reading = Breaker(ticks)
     with pytest.raises(StoreError) as caught:
         tier.get(KEYS[0])
     return caught.value
@@ -281,7 +281,7 @@ def test_a_look_aside_that_finds_no_memory_is_soon_followed_by_another(ticks):
     tier = filled(Dead(ticks, fails_whole=True))
     tier.failure = OSError("gone")
     assert not tier.contains(KEYS[0])
-    assert tier.reading.is_out
+    assert tier.access.reading.is_out
     ticks.now += FIRST_SECONDS
     tier.failure, calls = MemoryError(), tier.calls
     tier.contains(KEYS[0])

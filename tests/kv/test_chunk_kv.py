@@ -85,18 +85,12 @@ def test_a_relative_is_another_models_in_the_same_namespace():
     assert not key("a").is_relative(key("b", chunk=2))
 
 
-def test_an_older_versions_key_is_known_as_such():
-    old = KVKey(chunk_id([1]), "0" * 16)
-    assert old.is_old
-    assert not KVKey(chunk_id([1]), "0" * 64).is_old
-    assert KVKey.parse(str(old)) == old
-
-
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
         (("x" * 32, "0" * 64), "chunk_id='x{32}' must be 32 hex digits"),
         (("0" * 32, "0" * 63), "fingerprint='0{63}' must be 64 hex digits"),
+        (("0" * 32, "0" * 16), "fingerprint='0{16}' must be 64 hex digits"),
         (("0" * 32, "0" * 64, "0" * 31), "context_id='0{31}' must be 32 hex digits or empty"),
     ],
 )

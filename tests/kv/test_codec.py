@@ -17,14 +17,10 @@ from cacheblend_rag.kv import ChunkKV, KVKey, chunk_id, codec
 from cacheblend_rag.kv.mac import CHECKSUM, KeyedMac
 from cacheblend_rag.settings.secret import Secret
 
-from . import format1
 from .samples import OTHER_FINGERPRINT, make_key, make_kv, rounded, same
 
 KEY = make_key(1)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-ENCODE = {"format 1": format1.encode, "format 2": codec.encode}
-
-in_each_format = pytest.mark.parametrize("encode", ENCODE.values(), ids=ENCODE)
 
 
 @st.composite
@@ -58,13 +54,10 @@ def with_header(fields, body, *, padding=8):
 def sealed(fields, body):
     """An object whose checksums are right for whatever its header claims, as a forger would make.
 
-    What a header of format 2 says of its layers' checksums is left as it is.
+    What a header says of its layers' checksums is left as it is.
     """
     metadata = fields["__metadata__"]
     tensors = {n: f for n, f in sorted(fields.items()) if n != "__metadata__"}
-    if "head" not in metadata:
-        metadata["checksum"] = format1.checksum(metadata, tensors, body)
-        return with_header(fields, body)
     essential = {n: v for n, v in sorted(metadata.items()) if n != "head"}
     shapes = [[n, f["dtype"], *f["shape"]] for n, f in tensors.items()]
     digest = xxhash.xxh3_128(json.dumps([essential, shapes]).encode())
@@ -81,12 +74,11 @@ def layers_sealed(body, layers=2, prior=16):
     return "".join(xxhash.xxh3_128_hexdigest(part) for part in parts)
 
 
-@in_each_format
 @settings(deadline=None, max_examples=60)
 @given(kv=chunk_kvs(), context=st.sampled_from(["", chunk_id([7])]))
-def test_what_is_encoded_is_decoded(encode, kv, context):
+def test_what_is_encoded_is_decoded(kv, context):
     key = KVKey(KEY.chunk_id, KEY.fingerprint, context)
-    assert same(codec.decode(encode(key, kv), key), kv)
+    assert same(codec.decode(codec.encode(key, kv), key), kv)
 
 
 def test_views_that_are_not_contiguous_are_stored_by_value():
@@ -114,16 +106,11 @@ def test_the_safetensors_library_reads_our_files(tmp_path):
     assert metadata["tokens"] == "4"
 
 
-@in_each_format
-def test_objects_laid_out_by_the_safetensors_library_are_read(encode):
+def test_objects_laid_out_by_the_safetensors_library_are_read():
     kv = make_kv(dtype=torch.float16)
-    fields, _ = header_of(encode(KEY, kv))
-    tensors = {"keys": kv.keys, "values": kv.values, "prior": kv.prior}
-    if "kv" in fields:
-        tensors = {"kv": torch.stack([kv.keys, kv.values], 1), "prior": kv.prior}
+    fields, _ = header_of(codec.encode(KEY, kv))
+    tensors = {"kv": torch.stack([kv.keys, kv.values], 1), "prior": kv.prior}
     theirs = save(tensors, metadata=fields["__metadata__"])
-    if "kv" not in fields:
-        assert header_of(theirs)[0]["prior"]["data_offsets"] != fields["prior"]["data_offsets"]
     assert same(codec.decode(theirs, KEY), kv)
 
 
@@ -136,17 +123,15 @@ def test_a_prior_that_stands_behind_the_layers_is_read():
     assert same(codec.decode(moved, KEY), kv)
 
 
-@in_each_format
-def test_no_truncation_is_read(encode):
-    data = encode(KEY, make_kv())
+def test_no_truncation_is_read():
+    data = codec.encode(KEY, make_kv())
     for length in range(len(data)):
         with pytest.raises(DamagedChunkError):
             codec.decode(data[:length], KEY)
 
 
-@in_each_format
-def test_no_flipped_bit_is_read(encode):
-    data = encode(KEY, make_kv(tokens=2))
+def test_no_flipped_bit_is_read():
+    data = codec.encode(KEY, make_kv(tokens=2))
     for bit in range(8 * len(data)):
         altered = bytearray(data)
         altered[bit // 8] ^= 1 << bit % 8
@@ -163,106 +148,20 @@ def test_arbitrary_bytes_are_damage(data):
             codec.decode(junk, KEY)
 
 
-@in_each_format
 @pytest.mark.parametrize("extra", [b"\0", b"x" * 64])
-def test_trailing_bytes_are_damage(encode, extra):
+def test_trailing_bytes_are_damage(extra):
     with pytest.raises(DamagedChunkError, match="follow"):
-        codec.decode(encode(KEY, make_kv()) + extra, KEY)
+        codec.decode(codec.encode(KEY, make_kv()) + extra, KEY)
 
 
-@in_each_format
 @pytest.mark.parametrize("length", [2**16 + 8, 2**40, 2**63, 2**64 - 1])
-def test_absurd_header_lengths_are_damage(encode, length):
-    data = struct.pack("<Q", length) + encode(KEY, make_kv())[8:]
+def test_absurd_header_lengths_are_damage(length):
+    data = struct.pack("<Q", length) + codec.encode(KEY, make_kv())[8:]
     with pytest.raises(DamagedChunkError, match="header"):
         codec.decode(data, KEY)
 
 
 def forge_fields(fields):
-    """Yield (what is wrong, header fields): headers of format 1 that no writer of ours made."""
-
-    def changed(name, **change):
-        return {**fields, name: {**fields[name], **change}}
-
-    metadata = fields["__metadata__"]
-    yield "values of another shape", changed("values", shape=[2, 1, 8, 4])
-    yield "keys of rank 3", changed("keys", shape=[2, 4, 8])
-    yield "negative sizes", changed("keys", shape=[-2, -1, 4, 8])
-    yield "a size of 0", changed("keys", shape=[2, 1, 4, 0])
-    yield "absurd sizes", changed("keys", shape=[2**62, 2**62, 2**62, 2**62])
-    yield "sizes that are true", changed("keys", shape=[2, True, 4, 8])
-    yield "an integer dtype", changed("keys", dtype="I32")
-    yield "mixed dtypes", changed("keys", dtype="BF16", shape=[2, 2, 4, 8])
-    yield "prior of another dtype", changed("prior", dtype="F16", shape=[8])
-    yield "prior of another length", changed("prior", shape=[2, 2])
-    yield "an overlap", changed("values", data_offsets=fields["keys"]["data_offsets"])
-    yield "offsets beyond the end", changed("prior", data_offsets=[2**40, 2**40 + 16])
-    yield "no values", {n: f for n, f in fields.items() if n != "values"}
-    yield "another tensor", {**fields, "extra": {**fields["prior"]}}
-    yield "a tensor that is text", {**fields, "prior": "x"}
-    yield "another token count", {**fields, "__metadata__": {**metadata, "tokens": "5"}}
-    yield (
-        "a position that is no number",
-        {
-            **fields,
-            "__metadata__": {**metadata, "position": "-1"},
-        },
-    )
-    yield (
-        "a key that is a path",
-        {
-            **fields,
-            "__metadata__": {**metadata, "key": "../../etc/passwd"},
-        },
-    )
-    yield (
-        "a contradicting fingerprint",
-        {
-            **fields,
-            "__metadata__": {**metadata, "fingerprint": OTHER_FINGERPRINT},
-        },
-    )
-
-
-FORGERIES = dict(forge_fields(header_of(format1.encode(KEY, make_kv()))[0]))
-
-
-@pytest.mark.parametrize("what", FORGERIES)
-def test_forged_headers_are_damage_even_with_a_right_checksum(what):
-    _, body = header_of(format1.encode(KEY, make_kv()))
-    fields = json.loads(json.dumps(FORGERIES[what]))
-    try:
-        data = sealed(fields, body)
-    except (TypeError, KeyError):
-        data = with_header(fields, body)
-    with pytest.raises(DamagedChunkError, match=f"^{SAID[what]}$"):
-        codec.decode(data, KEY)
-
-
-SAID = {
-    "values of another shape": r"values are torch.float32 \(2, 1, 8, 4\), keys are .*",
-    "keys of rank 3": r"keys are torch.float32 \(2, 4, 8\), want float .*",
-    "negative sizes": "keys is ill described",
-    "a size of 0": "keys's shape and bytes contradict each other",
-    "absurd sizes": "keys's shape and bytes contradict each other",
-    "sizes that are true": "keys is ill described",
-    "an integer dtype": "keys is ill described",
-    "mixed dtypes": r"values are torch.float32 .*, keys are torch.bfloat16 \(2, 2, 4, 8\)",
-    "prior of another dtype": r"prior is torch.float16 \(8,\), want float32 \(4,\)",
-    "prior of another length": r"prior is torch.float32 \(2, 2\), want float32 \(4,\)",
-    "an overlap": "values does not start where the last tensor ends",
-    "offsets beyond the end": "prior does not start where the last tensor ends",
-    "no values": "holds tensors 'keys, prior'",
-    "another tensor": "holds tensors 'extra, keys, prior, values'",
-    "a tensor that is text": "prior is ill described",
-    "another token count": "header counts 5 tokens, keys 4",
-    "a position that is no number": "position is no number",
-    "a key that is a path": "metadata names no KV key",
-    "a contradicting fingerprint": "key and fingerprint contradict each other",
-}
-
-
-def forge_layered_fields(fields):
     """Yield (what is wrong, header fields, what is said): headers no writer of ours makes."""
 
     def changed(name, **change):
@@ -338,16 +237,16 @@ def forge_layered_fields(fields):
     yield "no precision", {**fields, "__metadata__": without}, "metadata is not that of a chunk KV"
 
 
-LAYERED = {
+FORGERIES = {
     what: (forged, said)
-    for what, forged, said in forge_layered_fields(header_of(codec.encode(KEY, make_kv()))[0])
+    for what, forged, said in forge_fields(header_of(codec.encode(KEY, make_kv()))[0])
 }
 
 
-@pytest.mark.parametrize("what", LAYERED)
-def test_forged_headers_of_layers_are_damage_even_with_right_checksums(what):
+@pytest.mark.parametrize("what", FORGERIES)
+def test_forged_headers_are_damage_even_with_right_checksums(what):
     _, body = header_of(codec.encode(KEY, make_kv()))
-    forged, said = LAYERED[what]
+    forged, said = FORGERIES[what]
     fields = json.loads(json.dumps(forged))
     try:
         data = sealed(fields, body)
@@ -442,11 +341,6 @@ def test_a_head_that_claims_too_much_asks_for_nothing():
     assert read.asked == [(0, len(data))]
 
 
-def test_an_object_of_format_1_has_no_head_of_its_own():
-    data = format1.encode(KEY, make_kv())
-    assert codec.read_head(Ranges(data), len(data), KEY) is None
-
-
 @pytest.mark.parametrize("together", [True, False])
 def test_layers_that_lie_together_are_written_without_a_copy(together):
     kv = torch.randn(3, 2, 1, 4, 8)
@@ -509,19 +403,15 @@ def test_what_is_no_safetensors_header_is_named(data, said):
 
 
 def test_tensors_at_odd_offsets_are_damage():
-    keys = torch.ones(1, 1, 1, 3, dtype=torch.float16)
-    fields, body = header_of(format1.encode(KEY, ChunkKV(keys, keys, 0, torch.ones(1))))
-    fields["prior"]["data_offsets"] = [6, 10]
-    fields["values"]["data_offsets"] = [10, 16]
-    with pytest.raises(DamagedChunkError, match="contradict"):
+    fields, body = header_of(codec.encode(KEY, make_kv(dtype=torch.float16)))
+    fields["prior"]["data_offsets"] = [2, 18]
+    with pytest.raises(DamagedChunkError, match=r"^prior's shape and bytes contradict each other$"):
         codec.decode(sealed(fields, body), KEY)
 
 
-@in_each_format
-def test_the_forger_of_these_tests_can_seal_an_honest_object(encode):
-    fields, body = header_of(encode(KEY, make_kv()))
-    name = "head" if "head" in fields["__metadata__"] else "checksum"
-    fields["__metadata__"][name] = ""
+def test_the_forger_of_these_tests_can_seal_an_honest_object():
+    fields, body = header_of(codec.encode(KEY, make_kv()))
+    fields["__metadata__"]["head"] = ""
     assert same(codec.decode(sealed(fields, body), KEY), make_kv())
 
 
@@ -534,17 +424,16 @@ def test_the_forger_of_these_tests_can_seal_an_honest_object(encode):
     ],
     ids=["chunk", "fingerprint", "context"],
 )
-@in_each_format
-def test_another_keys_object_is_foreign(encode, asked):
+def test_another_keys_object_is_foreign(asked):
     with pytest.raises(ForeignChunkError, match=str(asked)):
-        codec.decode(encode(KEY, make_kv()), asked)
+        codec.decode(codec.encode(KEY, make_kv()), asked)
 
 
-@in_each_format
-def test_another_format_version_is_foreign(encode):
-    fields, body = header_of(encode(KEY, make_kv()))
-    fields["__metadata__"]["format"] = "cacheblend-rag/999"
-    with pytest.raises(ForeignChunkError, match="999"):
+@pytest.mark.parametrize("version", ["cacheblend-rag/1", "cacheblend-rag/999"])
+def test_another_format_version_is_foreign(version):
+    fields, body = header_of(codec.encode(KEY, make_kv()))
+    fields["__metadata__"]["format"] = version
+    with pytest.raises(ForeignChunkError, match=version):
         codec.decode(sealed(fields, body), KEY)
 
 

@@ -179,7 +179,8 @@ def test_a_clock_that_jumps_costs_misses_at_most(tmp_path, clock, jump):
             store.put(key, make_kv(number))
         clock.advance(jump)
         assert still_there(store, range(6))
-        store.ttl_seconds = 3600
+        for tier in tiers:
+            tier.ttl_seconds = 3600
         for number, key in enumerate(KEYS[:6]):
             found = store.get(key)
             gone = jump > 3600 or jump < -300

@@ -18,8 +18,8 @@ from filelock import FileLock
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, StoredChunk, TieredKVStore, codec
 from cacheblend_rag.kv.packed_kv import unpacked
+from cacheblend_rag.kv.tiers import Usage
 from cacheblend_rag.kv.tiers import disk as disk_module
-from cacheblend_rag.kv.tiers.base import Usage
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
@@ -377,7 +377,7 @@ def test_no_tier_keeps_what_is_no_number_whichever_looks_first(
         for tier in opened:
             assert not tier.contains(KEY)
             assert same(unpacked(tier.get(OTHER).kv), rounded(make_kv(), precision))
-            assert not tier.writing.is_failing
+            assert not tier.access.writing.is_failing
             assert tier.stats()["errors"] == 0
     assert not temporaries(tmp_path)
     assert len(chunk_files(tmp_path)) == ("disk" in tiers)

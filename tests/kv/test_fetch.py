@@ -9,14 +9,12 @@ import pytest
 import torch
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
-from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec
+from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, TieredKVStore, codec, opening, reading
 from cacheblend_rag.kv import fetch as fetch_module
-from cacheblend_rag.kv import store as store_module
-from cacheblend_rag.kv.fetch import BusySeconds
+from cacheblend_rag.kv.fetch import BusySeconds, Threshold
 from cacheblend_rag.kv.reader import LayersInMemory, RangeReader
 from cacheblend_rag.kv.tiers import StoredChunk
 
-from . import format1
 from .samples import (
     OTHER_FINGERPRINT,
     SlowBytes,
@@ -115,7 +113,6 @@ def test_every_tier_hands_out_layers_and_says_why_not(tmp_path):
             for path in chunk_files(tmp_path)
             if str(key) in path.name
         }
-        files[str(KEYS[2])].write_bytes(format1.encode(KEYS[2], KVS[KEYS[2]]))
         files[str(KEYS[3])].write_bytes(b"rubbish")
         asked = [*KEYS, make_key(99)]
         with store.fetch(asked) as source:
@@ -203,8 +200,27 @@ def test_one_of_two_readers_may_leave(slow, gate):
         assert holds(layers_of(one), KEYS[:1])
 
 
+@pytest.mark.parametrize("ttl_seconds", [None, 3600.0])
+@pytest.mark.parametrize(("least", "is_worth"), [(35, True), (36, False)])
+def test_no_layer_is_read_of_what_is_too_little(slow, least, is_worth, ttl_seconds):
+    """A chunk is looked up once, by its head; layers are read once enough was found, or never."""
+    del slow.objects[KEYS[1]]
+    threshold = Threshold([10, 100, 10, 5, 5, 5], least)
+    with TieredKVStore([slow], ttl_seconds=ttl_seconds) as store:
+        with store.fetch(KEYS, threshold=threshold) as source:
+            found = heads(source)
+            assert until(lambda: bool(slow.ranges), 5 if is_worth else 0.1) == is_worth
+            if is_worth:
+                rest = [key for key in KEYS if key != KEYS[1]]
+                assert holds(layers_of(source), rest)
+        assert [each.chunk is not None for each in found] == [True, False, *[True] * 4]
+        assert sorted(slow.opened, key=str) == sorted(KEYS, key=str)
+        assert slow.looked_up == []
+        assert store.reads.room.left == reading.ROOM_AHEAD_BYTES
+
+
 def test_layers_are_read_ahead_as_far_as_there_is_room(monkeypatch, slow, gate):
-    monkeypatch.setattr(store_module, "ROOM_AHEAD_BYTES", 5 * LAYER_BYTES)
+    monkeypatch.setattr(reading, "ROOM_AHEAD_BYTES", 5 * LAYER_BYTES)
     with TieredKVStore([slow]) as store, store.fetch(KEYS[:2]) as source:
         heads(source)
         assert until(lambda: len(slow.ranges) == 5)
@@ -215,7 +231,7 @@ def test_layers_are_read_ahead_as_far_as_there_is_room(monkeypatch, slow, gate):
                 [[source.layer(layer)][0]], KEYS[:2], {k: _from(v, layer) for k, v in KVS.items()}
             )
             assert until(lambda layer=layer: len(slow.ranges) == min(12, 5 + 2 * (layer + 1)))
-    assert store._room._left == 5 * LAYER_BYTES
+    assert store.reads.room.left == 5 * LAYER_BYTES
 
 
 def test_all_there_is_room_for_is_read_ahead_though_nobody_asks(slow):
@@ -231,7 +247,7 @@ def test_all_there_is_room_for_is_read_ahead_though_nobody_asks(slow):
 
 
 def test_layers_of_one_number_are_read_before_the_next_ones(monkeypatch, slow):
-    monkeypatch.setattr(store_module, "FETCH_THREADS", 1)
+    monkeypatch.setattr(opening, "FETCH_THREADS", 1)
     gate = threading.Event()
     slow.gate = lambda *_: gate.wait(10)
     with TieredKVStore([slow]) as store, store.fetch(KEYS[:3]) as source:
@@ -261,7 +277,7 @@ def test_so_many_reads_are_under_way_as_the_tier_says_heads_among_them(slow, gat
 
 
 def test_what_is_wanted_is_read_though_others_took_all_the_room(monkeypatch, slow):
-    monkeypatch.setattr(store_module, "ROOM_AHEAD_BYTES", 4 * LAYER_BYTES)
+    monkeypatch.setattr(reading, "ROOM_AHEAD_BYTES", 4 * LAYER_BYTES)
     with TieredKVStore([slow]) as store, store.fetch(KEYS[:2]) as first:
         heads(first)
         assert until(lambda: len(slow.ranges) == 4)
@@ -269,7 +285,7 @@ def test_what_is_wanted_is_read_though_others_took_all_the_room(monkeypatch, slo
             heads(second)
             assert holds(layers_of(second), KEYS[2:4])
         assert holds(layers_of(first), KEYS[:2])
-    assert store._room._left == 4 * LAYER_BYTES
+    assert store.reads.room.left == 4 * LAYER_BYTES
 
 
 def test_to_wait_is_bounded_and_needs_what_is_wanted_only(slow, gate):
@@ -367,7 +383,7 @@ def test_what_was_evicted_or_replaced_meanwhile_is_not_kept(slow, gate, how):
 
 
 def test_closing_drops_what_has_not_begun_and_gives_the_room_back(monkeypatch, slow, gate):
-    monkeypatch.setattr(store_module, "FETCH_THREADS", 2)
+    monkeypatch.setattr(opening, "FETCH_THREADS", 2)
     slow.gate = lambda *_: gate.wait(10)
     with TieredKVStore([slow]) as store:
         given_up = store.fetch(KEYS[:1])
@@ -377,7 +393,7 @@ def test_closing_drops_what_has_not_begun_and_gives_the_room_back(monkeypatch, s
         assert given_up.wait(0)
         assert len(given_up) == 0
         gate.set()
-        assert until(lambda: store._room._left == store_module.ROOM_AHEAD_BYTES)
+        assert until(lambda: store.reads.room.left == reading.ROOM_AHEAD_BYTES)
         assert len(slow.ranges) == 2
         with store.fetch(KEYS[:1]) as source:
             heads(source)
@@ -385,7 +401,7 @@ def test_closing_drops_what_has_not_begun_and_gives_the_room_back(monkeypatch, s
 
 
 def test_closing_the_store_ends_a_source(monkeypatch, slow, gate):
-    monkeypatch.setattr(store_module, "FETCH_THREADS", 1)
+    monkeypatch.setattr(opening, "FETCH_THREADS", 1)
     slow.gate = lambda *_: gate.wait(10)
     store = TieredKVStore([slow])
     source = store.fetch(KEYS[:1])

@@ -9,8 +9,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import DiskTier, HostTier, ObjectTier, StoredChunk, TieredKVStore, codec
-from cacheblend_rag.kv import store as store_module
+from cacheblend_rag.kv import (
+    DiskTier,
+    HostTier,
+    ObjectTier,
+    StoredChunk,
+    TieredKVStore,
+    codec,
+    expiry,
+)
 from cacheblend_rag.kv.tiers import disk as disk_module
 from tests.kv.samples import chunk_files, make_key, make_kv, same, taken, until
 from tests.servers import HOST, redis_place, tier_at
@@ -121,7 +128,7 @@ def test_a_time_that_cannot_be_is_past(written_at):
 
 def test_expired_files_go_while_the_store_is_open(tmp_path, clock, monkeypatch):
     """A part at a time, whoever uses the store, and without anybody's asking for them."""
-    monkeypatch.setattr(store_module, "SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(expiry, "SWEEP_SECONDS", 0.01)
     with TieredKVStore([DiskTier(tmp_path)], ttl_seconds=10) as store:
         for number in range(4):
             store.put(KEYS[number], make_kv(number))

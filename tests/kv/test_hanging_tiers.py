@@ -5,9 +5,8 @@ import time
 
 import pytest
 
-from cacheblend_rag.kv import HostTier, StoredChunk, TieredKVStore
-from cacheblend_rag.kv import store as store_module
-from cacheblend_rag.kv.fetch import ByteBudget
+from cacheblend_rag.kv import HostTier, StoredChunk, TieredKVStore, opening, reading
+from cacheblend_rag.kv.budget import Budget
 
 from .samples import SlowTier, make_key, make_kv, same, taken, until
 
@@ -42,7 +41,7 @@ def test_reads_that_hang_in_one_tier_delay_no_other(hanging, gate, order):
     tiers = [hanging, other] if order == "above" else [other, hanging]
     with TieredKVStore([filled("host", NEAR), *tiers]) as store:
         stuck = [store.fetch([key]) for key in HANGING]
-        assert until(lambda: len(hanging.keys) == store_module.FETCH_THREADS)
+        assert until(lambda: len(hanging.keys) == opening.FETCH_THREADS)
         if order == "above":  # what is not in memory has to be asked for there first
             store.tiers[0].put(BELOW, StoredChunk(make_kv(9), time.time()))
         for key in (NEAR, BELOW):
@@ -131,12 +130,12 @@ def test_an_interrupt_anywhere_gives_all_places_and_room_back(monkeypatch, at):
     with TieredKVStore([filled("host", *keys)], precision="int8") as store:
         for number, key in enumerate(keys):
             store.put(key, make_kv(number))
-        monkeypatch.setattr(ByteBudget, "take", interrupted(ByteBudget.take))
-        monkeypatch.setattr(store._opening, "begin", interrupted(store._opening.begin))
+        monkeypatch.setattr(Budget, "take", interrupted(Budget.take))
+        monkeypatch.setattr(store.reads, "begin_open", interrupted(store.reads.begin_open))
         try:
             with store.fetch(keys) as source:
                 taken(source)
         except Interrupt:
             source = None
-        assert until(lambda: store._room._left == store_module.ROOM_AHEAD_BYTES)
-        assert until(lambda: store._room_ahead._value == store_module.FETCHED_AHEAD)
+        assert until(lambda: store.reads.room.left == reading.ROOM_AHEAD_BYTES)
+        assert until(lambda: store.reads.places.left == reading.FETCHED_AHEAD)

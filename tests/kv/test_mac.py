@@ -8,7 +8,6 @@ from cacheblend_rag.kv.mac import CHECKSUM, VARIABLE, KeyedMac, seal_of
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.secret import Secret
 
-from . import format1
 from .samples import chunk_files, make_key, make_kv, rounded, same
 from .test_codec import header_of, with_header
 
@@ -61,11 +60,6 @@ def test_no_object_is_sealed_by_saying_so():
     ours[-1] ^= 1
     with pytest.raises(DamagedChunkError, match="layer 1"):
         codec.decode(ours, KEY, keyed())
-
-
-def test_format_1_vouches_for_nothing():
-    with pytest.raises(UnsealedChunkError):
-        codec.decode(format1.encode(KEY, make_kv()), KEY, keyed())
 
 
 def test_a_foreign_writers_chunk_is_a_miss_with_a_reason_and_is_set_aside(opened, tmp_path):

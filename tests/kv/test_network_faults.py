@@ -49,7 +49,7 @@ def check_out(store, name):
     assert store.contains_many([KEY, OTHER]) == [False, False]
     assert not store.put(OTHER, make_kv(1))
     assert not store.evict(KEY)
-    assert not store.has_relative(KEY)
+    assert not store.tiers[0].has_relative(KEY)
     stats = store.stats()[name]
     assert stats["entries"] is None
     assert stats["errors"] >= 1

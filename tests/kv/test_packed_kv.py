@@ -22,7 +22,7 @@ from cacheblend_rag.kv import (
 from cacheblend_rag.kv.packed_kv import PackedKV, PackedLayer, packed
 from cacheblend_rag.kv.precision import are_finite, are_written, pack, unpack
 from cacheblend_rag.kv.reader import WholeReader
-from cacheblend_rag.kv.store import ROOM_AHEAD_BYTES
+from cacheblend_rag.kv.reading import ROOM_AHEAD_BYTES
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
@@ -170,7 +170,7 @@ def test_unpacking_from_memory_takes_room_and_time_that_are_counted():
         with store.fetch([KEY]) as source:
             source.take()
             source.want(0)
-            assert store._room._left <= ROOM_AHEAD_BYTES - 2 * chunk().keys[0].nbytes
+            assert store.reads.room.left <= ROOM_AHEAD_BYTES - 2 * chunk().keys[0].nbytes
             for layer in range(LAYERS):
                 source.layer(layer)
             (tier,) = source.measured()
@@ -181,7 +181,7 @@ def test_unpacking_from_memory_takes_room_and_time_that_are_counted():
         with store.fetch([KEY], unpack=False) as source:
             source.take()
             source.want(0)
-            assert store._room._left == ROOM_AHEAD_BYTES, "what is there takes none"
+            assert store.reads.room.left == ROOM_AHEAD_BYTES, "what is there takes none"
             source.layer(0)
             assert source.measured() == {}
 
@@ -239,9 +239,9 @@ def test_moving_between_tiers_unpacks_nothing(tmp_path, unpackings):
     host, disk = HostTier(None), DiskTier(tmp_path)
     with TieredKVStore([host, disk], precision="fp8") as store:
         store.put(KEY, chunk())
-        assert store.demote(KEY)
+        store.forget([KEY])
         assert store.promote(KEY)
-        assert store.demote(KEY)
+        store.forget([KEY])
         store.prefetch([KEY])
         assert until(lambda: host.contains(KEY))
     assert unpackings == []

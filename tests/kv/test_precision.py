@@ -195,7 +195,7 @@ def test_what_is_put_is_rounded_once_for_all_tiers(tmp_path):
         from_host = store.get(KEY).kv
         assert same(from_host, rounded(kv, "fp8"))
         assert not torch.equal(from_host.keys, kv.keys)
-        store.demote(KEY)
+        store.forget([KEY])
         from_disk = store.get(KEY)
         assert from_disk.tier == "disk"
         assert same(from_disk.kv, from_host)

@@ -136,13 +136,13 @@ class Disk:
         self.monkeypatch.setattr(os, "open", refuse)
 
     def be_slow(self):
-        real, self.go_on = disk_module._fill, threading.Event()
+        real, self.go_on = disk_module.fill, threading.Event()
 
         def fill(raw, file):
             self.go_on.wait(20)
             real(raw, file)
 
-        self.monkeypatch.setattr(disk_module, "_fill", fill)
+        self.monkeypatch.setattr(disk_module, "fill", fill)
 
     def fill_up(self, monkeypatch):
         def refuse(*_):
@@ -190,10 +190,10 @@ def begin(state, place, store, monkeypatch):
         old = place.read(FAR)
         store.put(FAR, make_kv(9))
         store.tiers[0].evict(FAR)
-        store.ttl_seconds = 60
+        place.tier.ttl_seconds = 60
         place.write(FAR, old)  # with a time of today beside it
     elif state == "expired":
-        store.ttl_seconds = 60
+        place.tier.ttl_seconds = 60
 
 
 @pytest.mark.parametrize(("state", "tier"), ROWS)
@@ -222,7 +222,7 @@ def test_what_a_request_gets(state, tier, tmp_path, request, monkeypatch, caplog
         assert same(found.kv, make_kv(1))
     assert words in caplog.text
     if state in ("dead", "slow", "dripping"):
-        assert place.tier.reading.is_failing
+        assert place.tier.is_failing
         with store.fetch([FAR, NEAR]) as after:
             assert after.wait(10)
             assert same(taken(after)[1].kv, make_kv())

@@ -64,7 +64,7 @@ def test_nothing_in_the_folder_changes(folder: Path) -> None:
         assert store.get(KEYS[3]).reason == "damaged"  # it is still where it was
         store.put(make_key(9), make_kv(9))
         store.put(KEYS[0], make_kv(5))
-        store.demote(KEYS[0])
+        store.forget([KEYS[0]])
         store.evict_expired()
         assert len(store.verify(repair=True).damaged) == 1
         assert store.stats()["disk"]["entries"] == 4

@@ -5,8 +5,16 @@ import time
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import ChunkKV, DiskTier, HostTier, Lookup, StoredChunk, TieredKVStore, codec
-from cacheblend_rag.kv import store as store_module
+from cacheblend_rag.kv import (
+    ChunkKV,
+    DiskTier,
+    HostTier,
+    Lookup,
+    StoredChunk,
+    TieredKVStore,
+    codec,
+    expiry,
+)
 
 from .samples import (
     FINGERPRINT,
@@ -95,7 +103,6 @@ def test_what_was_never_put_is_not_stored(store):
     assert store.nbytes(KEYS[0]) is None
     assert not store.evict(KEYS[0])
     assert not store.promote(KEYS[0])
-    assert not store.demote(KEYS[0])
 
 
 def test_questions_about_keys_read_nothing(open_store):
@@ -112,7 +119,6 @@ def test_memory_alone_is_a_store():
     with TieredKVStore.open(host_bytes=None) as store:
         store.put(KEYS[0], make_kv())
         assert store.get(KEYS[0]).tier == "host"
-        assert not store.demote(KEYS[0])
         assert store.contains(KEYS[0])
 
 
@@ -289,8 +295,8 @@ def test_a_miss_lists_no_tier(tmp_path, monkeypatch):
         with store.fetch([key, KEYS[1]]) as fetch:
             assert [fetch.take().reason for _ in range(2)] == ["other model", "not stored"]
         store.prefetch([key])
-        assert store.has_relative(key)
-        assert not store.has_relative(KEYS[1])
+        assert store.tiers[1].has_relative(key)
+        assert not store.tiers[1].has_relative(KEYS[1])
 
 
 def test_a_tier_says_whether_it_keeps_what_is_found_below():
@@ -310,7 +316,6 @@ def test_a_tier_says_whether_it_takes_puts():
     with TieredKVStore(tiers) as store:
         assert store.put(KEYS[0], make_kv())
         assert tiers_holding(store, KEYS[0]) == ["near"]
-        assert not store.demote(KEYS[0])
         tiers[1].put(KEYS[1], StoredChunk(make_kv(), time.time()))
         assert store.get(KEYS[1]).tier == "far"
         tiers[0].takes_puts = False
@@ -333,28 +338,6 @@ def test_evict_where_takes_what_matches_and_nothing_else(open_store):
     assert store.keys() == [foreign]
 
 
-def test_demote_drops_from_memory_and_keeps_below(store):
-    store.put(KEYS[0], make_kv())
-    assert store.demote(KEYS[0])
-    assert tiers_holding(store, KEYS[0]) == ["disk"]
-    assert store.demote(KEYS[0])
-
-
-def test_demote_writes_below_first_where_absent(store):
-    store.put(KEYS[0], make_kv())
-    store.tiers[1].evict(KEYS[0])
-    assert store.demote(KEYS[0])
-    assert tiers_holding(store, KEYS[0]) == ["disk"]
-    assert same(store.get(KEYS[0]).kv, make_kv())
-
-
-def test_demote_keeps_what_no_lower_tier_takes(open_store):
-    store = open_store(disk_bytes=1)
-    store.put(KEYS[0], make_kv())
-    assert not store.demote(KEYS[0])
-    assert tiers_holding(store, KEYS[0]) == ["host"]
-
-
 def test_chunks_expire_in_every_tier(open_store, clock):
     store = open_store(ttl_seconds=100)
     store.put(KEYS[0], make_kv())
@@ -375,7 +358,6 @@ def test_use_and_promotion_do_not_prolong_a_chunks_life(open_store, clock):
         clock.advance(40)
         assert store.get(KEYS[0]).kv is not None
     store.tiers[1].evict(KEYS[0])
-    assert store.demote(KEYS[0])
     clock.advance(21)
     assert not store.contains(KEYS[0])
 
@@ -453,7 +435,7 @@ def test_prefetch_stops_when_memory_is_full(tmp_path):
     disk.go_on.set()
     store = TieredKVStore([HostTier(2 * DISK_CHUNK), disk])
     store.prefetch(KEYS)
-    store._pool.shutdown(wait=True)
+    store.prefetching.close(cancel=False)
     assert disk.loads == 2
     assert all(store.tiers[0].contains(key) for key in KEYS[:2])
 
@@ -553,7 +535,7 @@ def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
     store.put(make_key(0), make_kv())
     clock.advance(11)
     sweeping = threading.Thread(target=store.evict_expired)
-    with store._locks.held(make_key(0)):
+    with store.locks.held(make_key(0)):
         sweeping.start()
         sweeping.join(0.3)
         assert sweeping.is_alive()
@@ -562,7 +544,7 @@ def test_an_expiry_waits_for_whoever_uses_the_chunk(open_store, clock):
 
 
 def test_what_expires_is_removed_from_a_disk_that_nobody_uses(tmp_path, monkeypatch):
-    monkeypatch.setattr(store_module, "SWEEP_SECONDS", 0.01)
+    monkeypatch.setattr(expiry, "SWEEP_SECONDS", 0.01)
     with TieredKVStore.open(host_bytes=0, kv_path=tmp_path, ttl_seconds=0.5) as store:
         store.put(make_key(1), make_kv())
         assert [*tmp_path.rglob("*.safetensors")]
@@ -576,6 +558,6 @@ def test_a_chunk_pinned_since_the_sweep_began_stays(open_store, clock):
     store.put(make_key(0), make_kv())
     clock.advance(11)
     store.pin(make_key(0))
-    assert not any(store._expire(tier, make_key(0)) for tier in store.tiers)
+    assert not any(store.expiry.remove(tier, make_key(0)) for tier in store.tiers)
     store.unpin(make_key(0))
-    assert all(store._expire(tier, make_key(0)) for tier in store.tiers)
+    assert all(store.expiry.remove(tier, make_key(0)) for tier in store.tiers)

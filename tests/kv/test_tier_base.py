@@ -8,7 +8,9 @@ import pytest
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv import StoredChunk
 from cacheblend_rag.kv.put_result import PutResult
-from cacheblend_rag.kv.tiers.base import COUNTED, RefusedError, Tier, Usage
+from cacheblend_rag.kv.tiers import Tier, Usage
+from cacheblend_rag.kv.tiers.admission import RefusedError
+from cacheblend_rag.kv.tiers.counters import COUNTED
 from tests.kv.samples import OTHER_FINGERPRINT, make_key, make_kv
 
 KEY = make_key(0)
@@ -150,8 +152,10 @@ def test_one_cause_is_one_warning_until_an_access_succeeds(caplog):
 
 
 def test_a_tier_that_is_left_alone_says_what_failed_before():
-    tier = Plain(OSError("no route to host"))
-    tier.fails_whole = True
+    class Far(Plain):
+        fails_whole = True
+
+    tier = Far(OSError("no route to host"))
     for _ in range(2):
         assert tier.put(KEY, CHUNK).failure == "far tier: no route to host"
 
@@ -181,10 +185,10 @@ def test_what_lasts_decides_whether_a_chunk_is_stored(memory, lasting, stored, r
 def test_pins_are_kept_and_let_go():
     tier = Plain()
     tier.pin(KEY)
-    assert tier._pinned == {KEY}
+    assert tier.is_pinned(KEY)
     tier.unpin(make_key(1))
     tier.unpin(KEY)
-    assert tier._pinned == set()
+    assert not tier.is_pinned(KEY)
 
 
 def test_a_tier_that_cannot_tell_relatives_knows_none():

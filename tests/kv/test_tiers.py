@@ -25,7 +25,7 @@ from cacheblend_rag.kv import (
     codec,
     fingerprint,
 )
-from cacheblend_rag.kv.tiers import Usage
+from cacheblend_rag.kv.tiers import Usage, files
 from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.bytes import SUFFIX
 from cacheblend_rag.kv.tiers.object import open_store
@@ -364,7 +364,7 @@ def test_disk_writes_on_behind_what_a_call_has_written(tmp_path, monkeypatch, mo
         return os.write(descriptor, b"".join(wanted)[:most])
 
     monkeypatch.setattr(disk_module, "BESIDE_BYTES", beside)
-    monkeypatch.setattr(disk_module, "PARTS_A_WRITE", parts)
+    monkeypatch.setattr(files, "PARTS_A_WRITE", parts)
     monkeypatch.setattr(os, "writev", some)
     assert DiskTier(tmp_path).put(KEYS[0], stored())
     (path,) = tmp_path.rglob(f"*{SUFFIX}")

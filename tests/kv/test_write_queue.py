@@ -109,7 +109,8 @@ def test_an_eviction_reaches_what_waits_and_what_is_just_being_written(held):
 
 def test_listing_and_age_count_what_waits(held, clock):
     store, _ = held
-    store.ttl_seconds = 10
+    for tier in store.tiers:
+        tier.ttl_seconds = 10
     store.put(KEYS[1], make_kv())
     clock.advance(11)
     store.put(KEYS[0], make_kv())
@@ -185,8 +186,8 @@ def test_what_cannot_be_written_in_time_is_lost_and_said(caplog):
 
 def test_what_waits_for_a_tier_that_is_out_is_dropped_and_counted():
     tier = Held()
-    tier.writing = Breaker(lambda: 0.0)
-    tier.writing.failed(tier.writing.ask())
+    tier.access.writing = Breaker(lambda: 0.0)
+    tier.access.writing.failed(tier.access.writing.ask())
     with TieredKVStore([tier]) as store:
         store.put(KEYS[0], make_kv())
         assert idle(tier)

@@ -65,8 +65,9 @@ def prompt_pass(
     **config: Any,
 ) -> PromptPass:
     source = store.fetch(chunk.key for chunk in chunks)
+    settings = BlendConfig(**{"min_tokens": 0, **config})
     return PromptPass(
-        stack or FakeStack(), prompt_ids(), chunks, source, BlendConfig(**config), **(options or {})
+        stack or FakeStack(), prompt_ids(), chunks, source, settings, **(options or {})
     )
 
 

@@ -31,7 +31,15 @@ from tests.blend.fake_stack import LAYERS, Event, FakeStack
 from tests.kv.samples import SlowBytes
 from tests.prefill import test_precompute as documents
 from tests.prefill.prompts import Ranks, chunk_kv, placed, prompt_ids, run
-from tests.prefill.test_chunk_loader import NAMES, Told, assert_same, over, slow_tier, spans_of
+from tests.prefill.test_chunk_loader import (
+    NAMES,
+    Told,
+    assert_same,
+    over,
+    over_nothing,
+    slow_tier,
+    spans_of,
+)
 
 CPU = torch.device("cpu")
 BUFFER_BYTES = 700
@@ -192,7 +200,7 @@ def test_all_chunks_may_be_lost_while_others_are_on_their_way(beside: Beside) ->
         data[spans_of(data, name).span(layer + 1, layer + 2)[0]] ^= 1
     options = {"ring": True, "recompute_ratio": 0.3}
     found = over([tier], stack=beside.stack(), **options)
-    wanted = beside.plainly(lambda: over([host_tier("")], stack=beside.stack(), **options))
+    wanted = beside.plainly(lambda: over_nothing(stack=beside.stack(), **options))
     assert_same(found, wanted)
 
 
@@ -211,7 +219,10 @@ def test_what_one_rank_loses_midway_both_do_without(beside: Beside, rank: int, n
 
     found = Ranks().run(of)
     left = names.replace("b", "")
-    wanted = beside.plainly(lambda: over([host_tier(left)], recompute_ratio=0.3))
+    options = {"recompute_ratio": 0.3}
+    wanted = beside.plainly(
+        lambda: over([host_tier(left)], **options) if left else over_nothing(**options)
+    )
     for each in found:
         assert_same(each, wanted)
 
@@ -264,7 +275,7 @@ def test_a_pass_that_is_given_up_gives_everything_back(
         source = store.fetch(chunk.key for chunk in placed())
         work = PromptPass(
             stack, prompt_ids().to(stack.device), placed(), source,
-            BlendConfig(recompute_ratio=0.3), reserve=None if ring else 0,
+            BlendConfig(recompute_ratio=0.3, min_tokens=0), reserve=None if ring else 0,
         )  # fmt: skip
         running = work.steps()
         for _ in range(steps):

@@ -20,9 +20,11 @@ from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.kv import DiskTier, codec
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, fingerprint
 from cacheblend_rag.kv.speed import Speeds
+from cacheblend_rag.prefill import prompt_pass as prompt_pass_module
 from cacheblend_rag.prefill import stopwatch
 from cacheblend_rag.prefill.controller import Decision, Kind, Rates, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
+from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.prefill.prompt_pass import (
     CONTEXT_KEPT,
     FusedPrompt,
@@ -152,7 +154,11 @@ def vars_of(config: BlendConfig) -> dict[str, Any]:
     return {"selector": config.selector, "recompute_ratio": config.recompute_ratio}
 
 
-def test_nothing_stored_is_ordinary_prefill() -> None:
+def test_a_pass_that_goes_on_without_chunks_is_ordinary_prefill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where all of them are lost on their way."""
+    monkeypatch.setattr(prompt_pass_module, "refusal", lambda *_: None)
     found = finished(prompt_pass(TieredKVStore.open(), placed()))
     keys, values, hidden = plain_kv(FakeStack(), prompt_ids())
     torch.testing.assert_close(found.fused.keys, keys, atol=1e-5, rtol=0)
@@ -264,7 +270,7 @@ def test_a_step_is_the_buffer_or_a_chunk_or_a_block() -> None:
     while not stack.log:
         next(steps)
         before += 1
-    assert before - 1 == 1 + len(SPANS)
+    assert before - 1 == 1 + len(SPANS) + 2, "before them, a chunk each, the choice, the buffer"
     done = run(steps)
     assert [layer for layer, _ in told] == list(range(LAYERS))
     for layer, keys in told:
@@ -351,10 +357,76 @@ def test_all_ranks_hold_what_each_holds() -> None:
 
 
 def test_a_prompt_pass_needs_no_more_than_its_parts() -> None:
-    work = PromptPass(FakeStack(), prompt_ids(), [], TieredKVStore.open().fetch(()), BlendConfig())
+    source = filled(placed()).fetch(chunk.key for chunk in placed())
+    work = PromptPass(FakeStack(), prompt_ids(), placed(), source, BlendConfig(min_tokens=0))
     found = finished(work)
-    assert (found.chunks, found.blended) == ([], False)
+    assert ([chunk.hit for chunk in found.chunks], found.blended) == ([True] * 3, True)
     assert found.hidden is not None
+
+
+# Whether it is worth it, by what is found
+
+
+@pytest.mark.parametrize(
+    ("stored", "least", "why", "reasons"),
+    [
+        ("abc", 22, "21 reusable tokens are fewer than min_tokens=22", ["too short"] * 3),
+        ("ac", 16, "15 reusable tokens are fewer than min_tokens=16",
+         ["too short", "not stored", "too short"]),
+        ("", 0, NOT_STORED, ["not stored"] * 3),
+    ],
+)  # fmt: skip
+def test_too_little_is_told_by_the_heads_and_nothing_is_computed(
+    stored: str, least: int, why: str, reasons: list[str]
+) -> None:
+    stack, store = FakeStack(), filled(placed(names=stored))
+    refused = run(prompt_pass(store, placed(), stack, min_tokens=least).steps())
+    assert isinstance(refused, NotWorthLoading)
+    assert refused.why == why
+    assert [chunk.reason for chunk in refused.chunks] == reasons
+    assert {chunk.tier for chunk in refused.chunks} == {None}
+    assert not stack.log
+
+
+def test_just_enough_is_blended() -> None:
+    found = finished(prompt_pass(filled(placed(names="ac")), placed(), min_tokens=15))
+    assert [chunk.hit for chunk in found.chunks] == [True, False, True]
+
+
+def test_chunks_that_cannot_be_read_are_not_said_to_be_absent(tmp_path: Path) -> None:
+    chunks = placed()
+    with TieredKVStore([DiskTier(tmp_path)]) as store:
+        store.put(chunks[0].key, chunk_kv(FakeStack(), chunks[0]))
+        (file,) = tmp_path.rglob("*.safetensors")
+        file.write_bytes(b"rubbish")
+        refused = run(prompt_pass(store, chunks).steps())
+    assert isinstance(refused, NotWorthLoading)
+    assert refused.why == "no stored chunk could be read"
+    assert [chunk.reason for chunk in refused.chunks] == ["damaged", "not stored", "not stored"]
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_ranks_agree_on_what_is_too_little(lacking: int) -> None:
+    """One has all chunks, the other lacks one: together that is too little."""
+
+    def of(rank: int, stack: FakeStack) -> tuple[str, int]:
+        store = filled(placed(names="ac" if rank == lacking else "abc"))
+        refused = run(prompt_pass(store, placed(), stack, min_tokens=16).steps())
+        assert isinstance(refused, NotWorthLoading)
+        return refused.why, len(stack.log)
+
+    assert Ranks().run(of) == [("15 reusable tokens are fewer than min_tokens=16", 0)] * 2
+
+
+def test_without_room_nothing_is_computed_and_too_little_goes_before() -> None:
+    stack, options = FakeStack(), {"lack_of_room": lambda: "there is less"}
+    refused = run(prompt_pass(filled(placed()), placed(), stack, options).steps())
+    assert isinstance(refused, NotWorthLoading)
+    assert refused.why == "no room: there is less"
+    assert [chunk.reason for chunk in refused.chunks] == ["no room"] * 3
+    little = run(prompt_pass(filled(placed()), placed(), stack, options, min_tokens=99).steps())
+    assert "fewer than min_tokens=99" in little.why
+    assert not stack.log
 
 
 # What is loaded by measured speeds

@@ -434,24 +434,6 @@ def test_a_reader_does_not_wait_for_a_writer(tmp_path: Path) -> None:
     assert len(registry) == 5
 
 
-def test_a_registry_of_before_collections_is_read_on(path: Path) -> None:
-    registry = SharedChunkRegistry(path)
-    registry.add_many(REPORT.to_chunks())
-    registry.close()
-    with sqlite3.connect(path) as file:
-        file.execute("ALTER TABLE chunks DROP COLUMN collection")
-        file.execute("PRAGMA user_version = 1")
-    file.close()
-
-    again = SharedChunkRegistry(path)
-    assert again.document("report", "") == tuple(REPORT.to_chunks())
-    fine = Document("report", REPORT.chunks, collection="fine")
-    again.add_many(fine.to_chunks())
-    other = SharedChunkRegistry(path)
-    assert other.document("report", "fine") == tuple(fine.to_chunks())
-    assert len(other.document("report")) == 6
-
-
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

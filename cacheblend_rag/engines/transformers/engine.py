@@ -54,7 +54,7 @@ from cacheblend_rag.kv.verify import unreadable
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory, no_room
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.lead_in import ChunkPlan
-from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
+from cacheblend_rag.prefill.policy import NO_CHUNK
 from cacheblend_rag.prefill.precompute import (
     ComputeAlone,
     Computed,
@@ -65,7 +65,7 @@ from cacheblend_rag.prefill.precompute import (
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import MissReason, PrefillReport
+from cacheblend_rag.report import PrefillReport
 from cacheblend_rag.settings import BlendConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
@@ -304,14 +304,12 @@ class TransformersEngine(Engine):
         """
         chunks = PromptChunks(request.prepared, self.store)
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
-        refusal, miss = self._refusal(request, chunks)
-        if refusal is None and self._stack is not None:
-            blended = self._blended(self._stack, request, chunks, reserve)
-            if not isinstance(blended, NotWorthLoading):
-                return blended
-            told = PrefillReport(blended.why, chunks=blended.chunks)
-        else:
-            told = PrefillReport(refusal, chunks=[] if request.full else chunks.missed(miss))
+        if self._stack is None or request.full or not chunks.placed:
+            return self._ordinarily(request, reserve, self._told_unasked(request))
+        blended = self._blended(self._stack, request, chunks, reserve)
+        if not isinstance(blended, NotWorthLoading):
+            return blended
+        told = PrefillReport(blended.why, chunks=blended.chunks)
         return self._ordinarily(request, reserve, told)
 
     def _blended(
@@ -334,7 +332,7 @@ class TransformersEngine(Engine):
     def _run_pass(
         self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
     ) -> Prefilled | NotWorthLoading | None:
-        with chunks.source(stack) as source:
+        with chunks.source(stack, request.config) as source:
             steps = blended_prefill(
                 stack, chunks, source, request.config, reserve, controller=self._controller
             )
@@ -350,19 +348,15 @@ class TransformersEngine(Engine):
             self._controller.rates.record("prefill", work, done.seconds["recompute"])
         return done
 
-    def _refusal(
-        self, request: Request, chunks: PromptChunks
-    ) -> tuple[Reason | None, MissReason | None]:
-        """Why the prompt is not blended, and what to say of its chunks; (None, None) when it is."""
+    def _told_unasked(self, request: Request) -> PrefillReport:
+        """Say why a prompt is not blended of which the store need not be asked."""
+        placed, refusal = request.prepared.placed, self._blend_refusal
         if request.full:
-            return FULL_PREFILL, None
-        if not request.prepared.placed:
-            return NO_CHUNK, None
-        if self._blend_refusal is not None:
-            why = f"{UNSUPPORTED}: {self._blend_refusal}"
-            return Reason(self._blend_refusal.code, why), UNSUPPORTED
-        refused = too_little(chunks.stored_tokens(), request.config.min_tokens)
-        return refused or (None, None)
+            return PrefillReport(FULL_PREFILL)
+        if not placed or refusal is None:
+            return PrefillReport(NO_CHUNK)
+        why = Reason(refusal.code, f"{UNSUPPORTED}: {refusal}")
+        return PrefillReport(why, chunks=[chunk.report(UNSUPPORTED) for chunk in placed])
 
     def _tokens(self, request: Request, prefilled: Prefilled) -> Iterator[int]:
         """Draw at most max_tokens tokens, each decoded from the one before it."""

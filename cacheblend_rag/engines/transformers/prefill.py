@@ -19,12 +19,10 @@ from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.memory import NO_ROOM
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.controller import Controller
-from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import UNREADABLE
-from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass, absent
+from cacheblend_rag.prefill.policy import UNREADABLE, missed, threshold
+from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.settings import BlendConfig
@@ -58,36 +56,21 @@ def ordinary_prefill(
 
 
 class PromptChunks:
-    """The chunks of one prompt and what the store holds of them."""
+    """The chunks of one prompt. found: what is known of them, once the store was asked."""
 
     def __init__(self, prompt: PreparedPrompt, store: TieredKVStore) -> None:
         self.token_ids, self.placed, self.store = prompt.token_ids, prompt.placed, store
+        self.found: list[ChunkReport] = []
 
-    def held(self) -> list[tuple[PlacedChunk, bool]]:
-        """The chunks, each with whether the store says that it holds its KV."""
-        held = self.store.contains_many([chunk.key for chunk in self.placed])
-        return list(zip(self.placed, held, strict=True))
-
-    def stored_tokens(self) -> int:
-        """Tokens of chunks whose KV the store says it holds."""
-        return sum(chunk.end - chunk.start for chunk, there in self.held() if there)
-
-    def source(self, stack: DecoderStack) -> LayerSource:
+    def source(self, stack: DecoderStack, config: BlendConfig) -> LayerSource:
         """Begin to read them, for a pass over a model."""
-        return begin_reading(self.store, (chunk.key for chunk in self.placed), stack)
+        keys = (chunk.key for chunk in self.placed)
+        worth = threshold(self.placed, config.min_tokens)
+        return begin_reading(self.store, keys, stack, threshold=worth)
 
-    def missed(self, reason: MissReason | None = None) -> list[ChunkReport]:
-        """Report every chunk as a miss, for ``reason`` or else as not stored.
-
-        Of a prompt of which too little is stored, or which found no memory, the rest is not stored
-        all the same.
-        """
-        if reason not in {"too short", NO_ROOM}:
-            return [c.report(reason) if reason else absent(self.store, c) for c in self.placed]
-        return [
-            chunk.report(reason) if there else absent(self.store, chunk)
-            for chunk, there in self.held()
-        ]
+    def missed(self, reason: MissReason) -> list[ChunkReport]:
+        """Report every chunk as a miss; of those that the store does not have it is told so."""
+        return missed(self.found, reason) or [chunk.report(reason) for chunk in self.placed]
 
 
 def blended_prefill(
@@ -102,7 +85,10 @@ def blended_prefill(
     """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.token_ids, device=stack.geometry.device)
     work = PromptPass(stack, ids, chunks.placed, source, config, reserve, controller=controller)
-    done = yield from work.steps()
+    try:
+        done = yield from work.steps()
+    finally:
+        chunks.found = work.found  # of a pass that is given up, too: it is not held on to
     if isinstance(done, NotWorthLoading):
         return done
     logits = stack.logits(cast(Tensor, done.hidden))

@@ -1,8 +1,10 @@
 """Tiers, fastest first: one file each, named here."""
 
 from cacheblend_rag.kv.reader import StoredBytes
-from cacheblend_rag.kv.tiers.base import Entry, Read, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
+from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.kv.tiers.bytes import BytesTier
+from cacheblend_rag.kv.tiers.contract import Usage
 from cacheblend_rag.kv.tiers.device import DeviceTier
 from cacheblend_rag.kv.tiers.disk import DiskTier
 from cacheblend_rag.kv.tiers.host import HostTier

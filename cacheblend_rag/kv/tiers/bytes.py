@@ -17,11 +17,12 @@ from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv import codec
+from cacheblend_rag.kv.chunk_header import MAX_BODY_BYTES
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import ChunkReader, StoredBytes, open_ranges
-from cacheblend_rag.kv.tiers.admission import RefusedError
-from cacheblend_rag.kv.tiers.base import StoredChunk, Tier
+from cacheblend_rag.kv.stored_chunk import StoredChunk
+from cacheblend_rag.kv.tiers.base import Tier
 
 SUFFIX = ".safetensors"
 """Of the names of files and objects."""
@@ -92,8 +93,7 @@ class BytesTier(Tier):
         data = codec.EncodedChunk(
             key, chunk.kv, self.seal, check=chunk.check, written_at=written_at
         )
-        if self.capacity_bytes is not None and data.nbytes > self.capacity_bytes:
-            raise RefusedError(f"{data.nbytes} bytes, capacity is {self.capacity_bytes}")
+        self._check_fits(data.nbytes)
         self._write(key, data, chunk.written_at)
 
 
@@ -104,8 +104,8 @@ def key_of(name: str) -> KVKey | None:
 
 def check_size(nbytes: int) -> None:
     """Raise DamagedChunkError when no object has that many bytes."""
-    if nbytes > codec.MAX_BODY_BYTES:
-        raise DamagedChunkError(f"more than {codec.MAX_BODY_BYTES} bytes")
+    if nbytes > MAX_BODY_BYTES:
+        raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
 
 
 def tensor_of(data: Any) -> Tensor:

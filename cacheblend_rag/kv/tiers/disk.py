@@ -1,32 +1,27 @@
 """Chunk KV in files, one a chunk, in a folder that several processes may share.
 
 Layout: ``<a>/<b>/<key>.safetensors``, where a and b are the chunk id's first hex digits;
-``quarantine/`` for unusable files, each beside a ``.reason``; ``usage`` (entries and bytes) and
-``lock``. A file appears by rename, whole, and is never written again, so readers need no lock;
-its access time says when it was used last, its modification time when it was written. The folder
-must be one that only trusted processes write to.
+``quarantine/`` for unusable files, each beside a ``.reason``; ``usage`` (entries and bytes),
+``pins`` (keys) and ``lock``. A file appears by rename, whole, and is never written again, so
+readers need no lock; its access time says when it was used last, its modification time when it was
+written. The folder must be one that only trusted processes write to.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import stat
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from io import FileIO, RawIOBase
-from itertools import islice
 from pathlib import Path
 from typing import ClassVar
 from uuid import uuid4
 
 from filelock import FileLock
-from torch import Tensor
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv.background import BESIDE_BYTES, begin
@@ -34,10 +29,20 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
+from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
-from cacheblend_rag.kv.tiers.base import Entry, Usage
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for
+from cacheblend_rag.kv.tiers.contract import Usage
+from cacheblend_rag.kv.tiers.files import (
+    check_kind,
+    create,
+    fill,
+    new_file,
+    write_parts,
+)
+from cacheblend_rag.kv.tiers.pins import PinFile
 from cacheblend_rag.kv.tiers.policy import TierPolicy
+from cacheblend_rag.kv.tiers.usage_file import UsageFile
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +50,6 @@ TEMPORARY_SUFFIX = ".tmp"
 STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
-PARTS_A_WRITE = 1024
-"""Linux' IOV_MAX."""
 SAME_USE_SECONDS = 60.0
 """How long a chunk may take from being computed to its file."""
 LATELY_SECONDS = 86_400.0
@@ -54,8 +57,6 @@ SWEPT_FOLDERS = 4
 """Folders of 256 that are looked through at a time for chunks past their time."""
 
 _HEX = "0123456789abcdef"
-_USAGE = re.compile(rb"([0-9]{1,18}) ([0-9]{1,18})\n")
-_LONGEST_USAGE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,7 @@ class DiskTier(BytesTier):
     Raises StoreError when the folder cannot be made or written to, or is read only and not there.
     """
 
+    keeps_pins: ClassVar[bool] = True
     entries_at_once: ClassVar[int] = 1  # a file's status takes less time than a thread's start
     # Reading files takes processors, on which the pass computes: more would hold it up.
     parts_at_once: ClassVar[int] = min(PARTS_AT_ONCE, 2 * (os.cpu_count() or 1))
@@ -92,6 +94,7 @@ class DiskTier(BytesTier):
         self.path = Path(path).expanduser().absolute()
         self._root = str(self.path)
         self._fsync = fsync
+        self._pins, self._usage = PinFile(self.path / "pins"), UsageFile(self.path / "usage")
         self._mutex = threading.Lock()
         self._swept, self._told = 0, set[str]()
         self._lock = os.path.join(self._root, "lock")
@@ -103,7 +106,7 @@ class DiskTier(BytesTier):
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             with self._exclusive():
-                self._write_usage(self._scan())
+                self._usage.write(self._scan())
         except OSError as error:
             raise StoreError(f"cannot keep chunk KV in {self.path}: {error}") from error
 
@@ -139,7 +142,7 @@ class DiskTier(BytesTier):
         """Return what all processes on this folder stored; raises StoreError."""
         try:
             with self._exclusive():
-                return self._read_usage()
+                return self._usage.read() or self._scan()
         except OSError as error:
             raise StoreError(f"cannot read {self.path}: {error}") from error
 
@@ -160,6 +163,31 @@ class DiskTier(BytesTier):
             times = before.st_atime_ns, before.st_mtime_ns
             os.utime(path, ns=times, follow_symlinks=False)
         return wrong
+
+    def pin(self, *keys: KVKey) -> None:
+        """As for any tier, for all processes on the folder; where it is only read, for this one."""
+        if self.policy.read_only:
+            super().pin(*keys)
+        else:
+            self._write_pins(set(keys), set())
+
+    def unpin(self, *keys: KVKey) -> None:
+        """Undo pin; raises StoreError."""
+        if self.policy.read_only:
+            super().unpin(*keys)
+        else:
+            self._write_pins(set(), set(keys))
+
+    def pinned(self) -> frozenset[KVKey]:
+        """As for any tier; whichever process pinned it."""
+        return self._pins.keys() | self._pinned
+
+    def _write_pins(self, more: set[KVKey], fewer: set[KVKey]) -> None:
+        try:
+            with self._exclusive():
+                self._pins.write((self._pins.keys() | more) - fewer)
+        except OSError as error:
+            raise StoreError(f"cannot pin in {self.path}: {error}") from error
 
     def quarantined(self) -> list[str]:
         """Return the names of the files in quarantine, oldest first."""
@@ -192,7 +220,7 @@ class DiskTier(BytesTier):
             last = found.st_size if end is None else min(end, found.st_size)
             raw = room_for(max(last - start, 0))
             file.seek(start)
-            _fill(raw, file)
+            fill(raw, file)
         return StoredBytes(raw, found.st_size, found.st_mtime_ns / 1e9)
 
     def _mark_used(self, key: KVKey, written_at: float) -> None:
@@ -211,7 +239,7 @@ class DiskTier(BytesTier):
             self._create(temporary, data)
             with self._exclusive():
                 os.stat(temporary)  # gone where another's clock is far ahead: nothing is recorded
-                self._write_usage(self._make_room(key, data.nbytes))
+                self._usage.write(self._make_room(key, data.nbytes))
                 # Not before: until it is in place, its modification time says whether it is stale.
                 os.utime(temporary, ns=(time.time_ns(), int(written_at * 1e9)))
                 os.replace(temporary, path)
@@ -233,15 +261,15 @@ class DiskTier(BytesTier):
             raise OSError(f"{folder} is a link: nothing is written through it")
         target = folder / f"{key}.{time.time_ns()}"
         with self._exclusive():
-            usage = self._read_usage()
+            usage = self._usage.read() or self._scan()
             try:
                 path = self._own_file(key)
                 nbytes = os.lstat(path).st_size
                 os.replace(path, target)
             except FileNotFoundError:  # another reader was quicker
                 return
-            self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
-        _create(f"{target}.reason", f"{reason}\n".encode(), fsync=self._fsync)
+            self._usage.write(Usage(usage.entries - 1, usage.nbytes - nbytes))
+        create(f"{target}.reason", f"{reason}\n".encode(), fsync=self._fsync)
         for name in self.quarantined()[:-QUARANTINE_FILES]:
             for leaf in (name, f"{name}.reason"):
                 (folder / leaf).unlink(missing_ok=True)
@@ -258,7 +286,7 @@ class DiskTier(BytesTier):
         path = self._file(key)
         leaf = os.path.dirname(path)
         for folder in (os.path.dirname(leaf), leaf):
-            _check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
+            check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
         return path
 
     def _make_folders(self, path: str) -> None:
@@ -267,19 +295,19 @@ class DiskTier(BytesTier):
         for folder in (os.path.dirname(leaf), leaf):
             with suppress(FileExistsError):
                 os.mkdir(folder, mode=0o700)
-            _check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
+            check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
 
     def _create(self, path: str, data: EncodedChunk) -> None:
         """Write a chunk's file, whose digests are taken beside the writing where that pays."""
-        with _new_file(path, fsync=self._fsync) as file:
+        with new_file(path, fsync=self._fsync) as file:
             if data.nbytes < BESIDE_BYTES:
-                _write(file, data.parts())
+                write_parts(file, data.parts())
                 return
             head = begin(data.head)
             file.seek(data.head_bytes)
-            _write(file, data.body)
+            write_parts(file, data.body)
             file.seek(0)
-            _write(file, [head.result()])
+            write_parts(file, [head.result()])
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
@@ -292,7 +320,7 @@ class DiskTier(BytesTier):
             return
         with self._mutex:
             with suppress(FileNotFoundError):
-                _check_kind(self._lock, os.lstat(self._lock), stat.S_ISREG, "file")
+                check_kind(self._lock, os.lstat(self._lock), stat.S_ISREG, "file")
             with self._file_lock.acquire(poll_interval=0.005):
                 yield
 
@@ -306,7 +334,7 @@ class DiskTier(BytesTier):
         folder = os.path.join(above, second)
         try:
             for path in (above, folder):
-                _check_kind(path, os.lstat(path), stat.S_ISDIR, "folder")
+                check_kind(path, os.lstat(path), stat.S_ISDIR, "folder")
             found = list(os.scandir(folder))
         except FileNotFoundError:
             return
@@ -336,7 +364,7 @@ class DiskTier(BytesTier):
 
         Under the lock. Refuses before evicting in vain.
         """
-        usage = self._read_usage()
+        usage = self._usage.read() or self._scan()
         own = self._entry(key)
         if own is not None:
             usage = Usage(usage.entries - 1, usage.nbytes - own.nbytes)
@@ -361,135 +389,32 @@ class DiskTier(BytesTier):
         return Usage(len(left) + 1, sum(left.values()) + nbytes)
 
     def _oldest_first(self, files: list[_File]) -> list[Resident]:
-        now = time.time()
+        now, pinned = time.time(), self.pinned()
         return [
             Resident(file.key, file.entry.nbytes, _seen(file.entry, now))
             for file in sorted(files, key=lambda file: file.entry.used_at)
-            if file.key not in self._pinned
+            if file.key not in pinned
         ]
 
     def _unlink(self, path: str) -> bool:
         """Remove a chunk's file, under the lock; returns whether it was there."""
-        usage = self._read_usage()
+        usage = self._usage.read() or self._scan()
         try:
             nbytes = os.lstat(path).st_size
             os.unlink(path)
         except FileNotFoundError:
             return False
-        self._write_usage(Usage(usage.entries - 1, usage.nbytes - nbytes))
+        self._usage.write(Usage(usage.entries - 1, usage.nbytes - nbytes))
         return True
-
-    def _read_usage(self) -> Usage:
-        """Return what the folder holds, under the lock; counted afresh when unknown."""
-        match = _USAGE.fullmatch(_read_plainly(self.path / "usage", _LONGEST_USAGE))
-        return Usage(int(match[1]), int(match[2])) if match else self._scan()
-
-    def _write_usage(self, usage: Usage) -> None:
-        """Record what the folder holds, under the lock.
-
-        A writer records before its file appears and an eviction after its file is gone: whoever
-        is killed in between leaves the record too high, which the next look at a full store
-        corrects, never too low.
-        """
-        path = os.path.join(self._root, "usage")
-        text = b"%018d %018d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
-        if _overwrite(path, text):
-            return
-        with suppress(FileNotFoundError):  # of a writer that was killed
-            os.unlink(f"{path}.new")
-        _create(f"{path}.new", text, fsync=False)
-        os.replace(f"{path}.new", path)
 
 
 def _lock_at(path: str) -> FileLock:
     return FileLock(path, timeout=LOCK_TIMEOUT_SECONDS, mode=0o600)
 
 
-def _check_kind(
-    path: str, found: os.stat_result, is_right: Callable[[int], bool], wanted: str
-) -> None:
-    """Raise OSError where a link, a pipe or whatever stands for a store's own file or folder."""
-    if is_right(found.st_mode):
-        return
-    kinds = {stat.S_ISLNK: "a link", stat.S_ISFIFO: "a pipe", stat.S_ISDIR: "a folder"}
-    kind = next((name for test, name in kinds.items() if test(found.st_mode)), "something else")
-    kind = "a file" if stat.S_ISREG(found.st_mode) else kind
-    raise OSError(f"{path} is {kind}, and has to be the store's own {wanted}: remove it")
-
-
 def file_of(folder: str | os.PathLike[str], key: KVKey) -> str:
     """Return where a chunk's file is, in a tier's folder."""
     return os.path.join(folder, key.chunk_id[0], key.chunk_id[1], f"{key}{SUFFIX}")
-
-
-def _write(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
-    """Write all parts, many a call: behind each one, this thread waits for the interpreter."""
-    left = deque(memoryview(part) for part in parts)
-    while left:
-        written = os.writev(file.fileno(), list(islice(left, PARTS_A_WRITE)))
-        while left and written >= left[0].nbytes:
-            written -= left.popleft().nbytes
-        if written:
-            left[0] = left[0][written:]
-
-
-def _create(path: str, text: bytes, *, fsync: bool) -> None:
-    with _new_file(path, fsync=fsync) as file:
-        _write(file, [text])
-
-
-def _overwrite(path: str, text: bytes) -> bool:
-    """Write over a small regular file of as many bytes; returns whether there is such a one.
-
-    In one call, which a kill does not cut in two. Takes half a millisecond less than a new file.
-    """
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    try:
-        found = os.fstat(descriptor)
-        is_own = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
-        fits = is_own and found.st_size == len(text)
-        return fits and os.pwrite(descriptor, text, 0) == len(text)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _new_file(path: str, *, fsync: bool) -> Iterator[FileIO]:
-    """Write a file that must not be there yet, under whatever kind of name."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with open(descriptor, "wb", buffering=0) as file:
-        yield file
-        if fsync:
-            os.fsync(descriptor)
-
-
-def _fill(raw: Tensor, file: RawIOBase) -> None:
-    """Read as many bytes as raw, (bytes,) uint8, has room for."""
-    left = raw.numpy().data
-    while left:
-        count = file.readinto(left)
-        if not count:
-            raise DamagedChunkError("was cut short")
-        left = left[count:]
-
-
-def _read_plainly(path: Path, most: int) -> bytes:
-    """Return a small regular file's bytes; b"" where there is none, or something else, or more.
-
-    Neither follows a link nor waits for what may be a pipe.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return b""
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return b""
-        text = file.read(most + 1)
-    return text if len(text) <= most else b""
 
 
 def _entry(found: os.stat_result) -> Entry:

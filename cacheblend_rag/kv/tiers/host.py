@@ -12,8 +12,10 @@ import torch
 
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.compact import compact
+from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk
 from cacheblend_rag.kv.tiers.admission import RefusedError, Resident
-from cacheblend_rag.kv.tiers.base import Entry, StoredChunk, Tier, Usage
+from cacheblend_rag.kv.tiers.base import Tier
+from cacheblend_rag.kv.tiers.contract import Usage
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 
@@ -70,7 +72,7 @@ class HostTier(Tier):
             for key in gone:
                 self._discard(key)
             freed = before - self._nbytes
-        self._count("evictions", len(gone))
+        self._counts.add("evictions", len(gone))
         self._admission.forget_rejections()
         return freed
 
@@ -108,9 +110,7 @@ class HostTier(Tier):
             return chunk
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        # Checked before copying too, so that a refusal costs nothing.
-        if self.capacity_bytes is not None and chunk.kv.nbytes > self.capacity_bytes:
-            raise RefusedError(f"{chunk.kv.nbytes} bytes, capacity is {self.capacity_bytes}")
+        self._check_fits(chunk.kv.nbytes)  # before copying, so that a refusal costs nothing
         chunk.check()
         kept = StoredChunk(compact(chunk.kv, self.device), chunk.written_at)
         with self._lock:

@@ -24,9 +24,10 @@ from cacheblend_rag.errors import DamagedChunkError, MissingExtraError, StoreErr
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk
 from cacheblend_rag.kv.reader import StoredBytes
+from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RejectedError, Resident
-from cacheblend_rag.kv.tiers.base import Entry, Usage
 from cacheblend_rag.kv.tiers.bytes import SUFFIX, BytesTier, key_of, room_for, tensor_of
+from cacheblend_rag.kv.tiers.contract import Usage
 from cacheblend_rag.kv.tiers.loop import LoopThread
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 

@@ -21,9 +21,10 @@ from cacheblend_rag.errors import DamagedChunkError, MissingExtraError, StoreErr
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.codec import EncodedChunk, Parts
 from cacheblend_rag.kv.reader import StoredBytes
+from cacheblend_rag.kv.stored_chunk import Entry
 from cacheblend_rag.kv.tiers.admission import RefusedError, RejectedError, Resident
-from cacheblend_rag.kv.tiers.base import Entry, Usage
 from cacheblend_rag.kv.tiers.bytes import BytesTier, tensor_of
+from cacheblend_rag.kv.tiers.contract import Usage
 from cacheblend_rag.kv.tiers.deadline import BoundedSocket, deadline
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.redis_index import (
@@ -248,7 +249,7 @@ class RedisTier(BytesTier):
 
     def _expires(self, key: KVKey, written_at: float) -> list[str]:
         """Return how a SET says when the value is gone, where copies here have a time to live."""
-        if self.ttl_seconds is None or key in self._pinned:
+        if self.ttl_seconds is None or self.is_pinned(key):
             return []
         ends = written_at + self.ttl_seconds
         return ["PXAT", str(max(int(ends * 1000), 1))] if math.isfinite(ends) else []

@@ -1,7 +1,8 @@
-"""From a tier's URL to the tier."""
+"""Opens the tiers that a URL or a StoreConfig describes."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -13,10 +14,34 @@ from cacheblend_rag.kv.tiers.host import HostTier
 from cacheblend_rag.kv.tiers.object import ObjectTier, open_store
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 from cacheblend_rag.kv.tiers.redis import PREFIX, RedisTier
+from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.tier_url import OBJECT_SCHEMES, REDIS_SCHEMES, TierUrl
 
 MEMORY_BYTES = {"device": 1 << 30, "host": 4 << 30}
 """Capacities of memory where a URL tells none."""
+
+
+def open_tiers(config: StoreConfig, device: torch.device | str) -> list[Tier]:
+    """Return the tiers of a config, fastest first; raises as ``open_tier``."""
+    if config.tiers is not None:
+        return [open_tier(url, device, read_only=config.read_only) for url in config.urls]
+    return memory_and_disk(
+        config.host_bytes, config.kv_path, config.disk_bytes, read_only=config.read_only
+    )
+
+
+def memory_and_disk(
+    host_bytes: int | None,
+    path: str | os.PathLike[str] | None,
+    disk_bytes: int | None,
+    *,
+    read_only: bool,
+) -> list[Tier]:
+    """Return tiers in memory, unless it is 0 bytes, and in a folder, where there is one."""
+    tiers: list[Tier] = [] if host_bytes == 0 else [HostTier(host_bytes)]
+    if path is not None:
+        tiers.append(DiskTier(path, policy=TierPolicy(disk_bytes, read_only=read_only)))
+    return tiers
 
 
 def open_tier(url: TierUrl, device: torch.device | str, *, read_only: bool = False) -> Tier:

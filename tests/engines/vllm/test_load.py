@@ -20,7 +20,7 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
-from cacheblend_rag.kv.store import FETCHED_AHEAD
+from cacheblend_rag.kv.reading import FETCHED_AHEAD
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS
@@ -168,7 +168,7 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
     assert not worker.at_work
     assert not worker.blender.at_work
     assert not worker.blender.sources
-    assert until(lambda: worker.blender.store._room_ahead._value == FETCHED_AHEAD)
+    assert until(lambda: worker.blender.store.reads.places.left == FETCHED_AHEAD)
     # What was blended meanwhile is in no ordinary request's way.
     again = [engine.transport.run(answer(engine, request)) for request in distinct]
     assert again == references

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from cacheblend_rag.memory import NO_ROOM, give_back_unused, no_room
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
-from cacheblend_rag.prefill.policy import too_little
+from cacheblend_rag.prefill.policy import threshold
 from cacheblend_rag.prefill.precompute import (
     Computed,
     DocumentPlan,
@@ -48,7 +49,7 @@ from cacheblend_rag.prefill.precompute import (
     compute_document,
     compute_one_by_one,
 )
-from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass, absent
+from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
 from cacheblend_rag.reason import Reason
 
 WorkResult = (
@@ -89,8 +90,9 @@ class JobRunner:
 
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job is to blend."""
-        keys = self._chunk_keys(allotted) if allotted.job.kind == "blend" else ()
-        return begin_reading(self.store, keys, self.stack)
+        placed = self._placed(allotted) if allotted.job.kind == "blend" else []
+        worth = threshold(placed, allotted.job.config.min_tokens)
+        return begin_reading(self.store, (c.key for c in placed), self.stack, threshold=worth)
 
     def work(self, allotted: Allotted, source: LayerSource) -> Work:
         """Do a job, a piece at a time; source: of the chunks that it is to blend."""
@@ -140,13 +142,7 @@ class JobRunner:
     def _blend(self, allotted: Allotted, source: LayerSource) -> Work:
         started = time.perf_counter()
         handed_over = started - max(0.0, time.time() - allotted.arrived)
-        placed = self._placed(allotted)
-        if refusal := self._too_little(placed, allotted.job.config.min_tokens):
-            return refusal
-        checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
-        if lack := self._lack_of_room(len(allotted.tokens), checks=bool(checks)):
-            return _declined(lack, placed)
-        work = self._pass(allotted, placed, source)
+        work = self._pass(allotted, source)
         done = yield from work.steps()
         if isinstance(done, NotWorthLoading):
             return Declined(done.why, tuple(done.chunks))
@@ -163,14 +159,13 @@ class JobRunner:
             trace=done.trace,
         )
 
-    def _pass(
-        self, allotted: Allotted, placed: Sequence[PlacedChunk], source: LayerSource
-    ) -> PromptPass:
+    def _pass(self, allotted: Allotted, source: LayerSource) -> PromptPass:
+        checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
         paged = PagedKV(self.cache, allotted.block_ids, allotted.first, allotted.until, self.mode)
         return PromptPass(
             self.stack,
             torch.tensor(allotted.tokens, device=self.stack.geometry.device),
-            placed,
+            self._placed(allotted),
             source,
             allotted.job.config,
             reserve=None,
@@ -181,21 +176,8 @@ class JobRunner:
             on_restart=paged.forget,
             own_seconds=self.own_time.seconds,
             controller=Controller(self.stack.costs, self.rates, self.store.speeds),
+            lack_of_room=partial(self._lack_of_room, len(allotted.tokens), checks=bool(checks)),
         )
-
-    def _too_little(self, placed: Sequence[PlacedChunk], least: int) -> Declined | None:
-        """Say why so few stored chunk tokens are not worth blending; None when they are."""
-        held = on_all_ranks(self.stack, self.store.contains_many(c.key for c in placed))
-        stored = sum(c.end - c.start for c, there in zip(placed, held, strict=True) if there)
-        refused = too_little(stored, least)
-        if refused is None:
-            return None
-        reason, miss = refused
-        missed = [
-            chunk.report(miss) if there and miss else absent(self.store, chunk)
-            for chunk, there in zip(placed, held, strict=True)
-        ]
-        return Declined(reason, tuple(missed))
 
     def _lack_of_room(self, tokens: int, *, checks: bool = False) -> str | None:
         """Say why a pass over so many tokens does not fit beside vLLM, on some rank, or None.

@@ -1,0 +1,52 @@
+"""What may be read before it is used, of all prompts on their way."""
+
+from __future__ import annotations
+
+import threading
+
+
+class Reservation:
+    """A part of a budget: taken until it is given back, or until nobody holds on to this any more.
+
+    So whoever is interrupted, wherever that is, gives back what it had taken.
+    """
+
+    __slots__ = ("_of", "size")
+
+    def __init__(self, of: Budget) -> None:
+        self._of, self.size = of, 0
+
+    def give_back(self, _: object = None) -> None:
+        """Give it back, if that was not done; fit to be told that a future is done."""
+        self._of.regain(self)
+
+    def __del__(self) -> None:
+        self.give_back()
+
+
+class Budget:
+    """Bytes, or places, that all prompts share. left: those that nobody has taken."""
+
+    def __init__(self, size: int) -> None:
+        # Reentrant: a reservation may be collected, and given back, while its thread holds it.
+        self.left, self._lock = size, threading.RLock()
+
+    def take(self, size: int, *, anyway: bool = False) -> Reservation | None:
+        """Take so much of it; None where there is less.
+
+        anyway: also where there is less, since it is needed now.
+        """
+        taken = Reservation(self)
+        with self._lock:
+            if size > self.left and not anyway:
+                return None
+            # Both or neither: no interrupt comes between two assignments.
+            self.left -= size
+            taken.size = size
+        return taken
+
+    def regain(self, taken: Reservation) -> None:
+        """Have back what was taken."""
+        with self._lock:
+            self.left += taken.size
+            taken.size = 0

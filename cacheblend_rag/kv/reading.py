@@ -1,0 +1,145 @@
+"""Chunks that prompts are looking up or reading now: each once, for all that want it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from weakref import WeakValueDictionary
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.budget import Budget
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.expiry import Expiry
+from cacheblend_rag.kv.key_locks import KeyLocks
+from cacheblend_rag.kv.lookup import miss_of
+from cacheblend_rag.kv.opening import Opening, Search, TierThreads, Way
+from cacheblend_rag.kv.packed_kv import StoredKV
+from cacheblend_rag.kv.reader import ChunkReader, WholeReader
+from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
+from cacheblend_rag.kv.stored_chunk import StoredChunk
+from cacheblend_rag.kv.tiers import Tier
+
+FETCHED_AHEAD = 32
+"""Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
+ROOM_AHEAD_BYTES = 512 << 20
+"""Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
+
+_KEEPING = [Way(True, unpacks) for unpacks in (True, False)]
+_WAYS = [*_KEEPING, *(Way(False, unpacks) for unpacks in (True, False))]
+
+
+class SharedReads:
+    """What all prompts read of a store's tiers.
+
+    No lock is held while a tier is asked: whoever stores or evicts a chunk meanwhile, in this tier
+    or another one, makes the search stale, and nothing of it is kept.
+
+    places: for heads that are read before they are handed out. room: bytes of layers that are.
+    """
+
+    def __init__(
+        self, tiers: Sequence[Tier], expiry: Expiry, locks: KeyLocks, threads: TierThreads
+    ) -> None:
+        self._tiers, self._expiry, self._locks, self._threads = tiers, expiry, locks, threads
+        self.places, self.room = Budget(FETCHED_AHEAD), Budget(ROOM_AHEAD_BYTES)
+        self._opening = Opening(tiers, threads, self)
+        self._open: WeakValueDictionary[tuple[KVKey, Way], SharedChunk] = WeakValueDictionary()
+
+    def begin_open(self, key: KVKey, way: Way) -> Future[Found]:
+        """Begin to look a chunk up, or join those who do."""
+        if way.promotes:
+            self.see([key])
+        return self._opening.begin(key, way)
+
+    def see(self, keys: Iterable[KVKey]) -> None:
+        """Tell all tiers what is asked for: the fastest have it, the others keep it, too."""
+        seen = list(dict.fromkeys(keys))
+        for tier in self._tiers:
+            tier.see(seen)
+
+    def begin_read(self, tier: str, work: Callable[[], Part]) -> Future[Part]:
+        """Have a part of a chunk read on threads of the tier that is named."""
+        return self._threads.submit(tier, work)
+
+    @contextmanager
+    def changing(self, key: KVKey) -> Iterator[None]:
+        """Around what stores or removes a chunk: nobody joins those who read what was there.
+
+        Before it, and behind it once more: who looked meanwhile may have seen either.
+        """
+        self._part_with(key)
+        try:
+            yield
+        finally:
+            self._part_with(key)
+
+    def open_in(self, depth: int, search: Search) -> Found | None:
+        """Open a chunk in one tier, or join those who read it there; None where it is not."""
+        tier, key, way = self._tiers[depth], search.key, search.way
+        shared = self._open.get((key, way))
+        if shared is not None and shared.failure is None and shared.tier == tier.name:
+            return Found(shared, None)
+        opened = tier.open(key)
+        if opened is None:
+            return None
+        if isinstance(opened, StoreError):
+            reason = miss_of(opened)
+            return Found(None, reason, tier.name if reason == "store error" else None)
+        if self._expiry.is_past(tier, key, opened.written_at):
+            self._expiry.remove_opened(tier, key)
+            return None
+        return Found(self._shared(search, depth, opened), None)
+
+    def _shared(self, search: Search, depth: int, reader: ChunkReader) -> SharedChunk:
+        """Return what prompts read a chunk through; what is kept of it is kept once it is whole."""
+        tier, above = self._tiers[depth], self._tiers[:depth]
+        key, way = search.key, search.way
+        if isinstance(reader, WholeReader):
+            if way.promotes and above:
+                self._keep_found(search, depth, StoredChunk(reader.kv, reader.written_at))
+            shared = SharedChunk(reader, tier.name, reader.read, unpacks=way.unpacks)
+            if not shared.only_unpacks:
+                return shared
+        else:
+            keeps = way.promotes and any(other.keeps_found for other in above)
+            shared = SharedChunk(
+                reader,
+                tier.name,
+                partial(tier.read_layers, key, reader),
+                partial(self._keep_read, key, depth, reader) if keeps else None,
+                at_once=tier.parts_at_once,
+                unpacks=way.unpacks,
+            )
+        self._open[key, way] = shared
+        if not self._opening.is_current(search):  # looked at behind it: whoever comes now sees it
+            self._open.pop((key, way), None)
+        return shared
+
+    def _keep_found(self, search: Search, depth: int, chunk: StoredChunk) -> None:
+        """Keep a chunk in faster tiers, unless it is evicted, replaced or worked on meanwhile."""
+        with self._locks.tried(search.key) as is_held:
+            if is_held and self._opening.is_current(search):
+                keep_in(self._tiers[:depth], search.key, chunk)
+
+    def _keep_read(self, key: KVKey, depth: int, reader: ChunkReader, kv: StoredKV) -> None:
+        """As _keep_found, for a chunk that was read by its layers."""
+        with self._locks.tried(key) as is_held:
+            read = [self._open.get((key, way)) for way in _KEEPING]
+            is_current = any(shared is not None and shared.reader is reader for shared in read)
+            if is_held and is_current:
+                keep_in(self._tiers[:depth], key, StoredChunk(kv, reader.written_at))
+
+    def _part_with(self, key: KVKey) -> None:
+        """Let nobody join those who read a chunk that is not the stored one any more."""
+        self._opening.part_with([key], _WAYS)
+        for way in _WAYS:
+            self._open.pop((key, way), None)
+
+
+def keep_in(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
+    """Keep a chunk that was found below these tiers in those that keep such."""
+    for tier in tiers:
+        if tier.keeps_found:
+            tier.put(key, chunk)

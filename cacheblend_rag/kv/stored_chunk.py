@@ -1,0 +1,49 @@
+"""A stored chunk as tiers, the write queue and the store hand it to one another."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cacheblend_rag.errors import StoreError
+from cacheblend_rag.kv.packed_kv import StoredKV
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What a tier knows of a stored chunk without reading it; times are Unix seconds."""
+
+    nbytes: int
+    written_at: float
+    used_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk KV and when it was first written, which moving it between tiers does not change.
+
+    check: looks at the numbers, or does nothing where that was done, as when they were read. A tier
+    calls it before anyone can find the chunk there; whoever writes may do so beside it.
+    """
+
+    kv: StoredKV
+    written_at: float
+    check: Callable[[], None] = lambda: None
+
+    @property
+    def entry(self) -> Entry:
+        """What a tier would know of it, if it were written there now."""
+        return Entry(self.kv.nbytes, self.written_at, self.written_at)
+
+
+Read = StoredChunk | StoreError | None
+"""What reading one of several chunks came to: there, unusable or out of reach, absent."""
+
+
+def first_stored_at(told: float | None) -> float:
+    """Return when a chunk was first stored: as told, if that can be, else now."""
+    if told is None or not math.isfinite(told):
+        return time.time()
+    return max(told, 0.0)

@@ -1,0 +1,167 @@
+"""Access to one tier: tells its failures from its answers, and leaves it alone while it fails."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Thread
+
+from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError
+from cacheblend_rag.kv.chunk_kv import KVKey, NotFiniteError
+from cacheblend_rag.kv.put_result import told
+from cacheblend_rag.kv.tiers.admission import RefusedError
+from cacheblend_rag.kv.tiers.breaker import Breaker, OutError
+from cacheblend_rag.kv.tiers.contract import TierContract
+from cacheblend_rag.kv.tiers.counters import Counters
+from cacheblend_rag.memory import lack_of_memory
+
+logger = logging.getLogger(__name__)
+
+SLOW_FAILURE_SECONDS = 0.25
+"""A failure that takes less costs a request next to nothing, and may be about one chunk alone."""
+
+
+class Access:
+    """What every access to a tier goes through.
+
+    A tier that fails as a whole, or takes long to fail, is out: it is not asked, so that no request
+    waits for it, until a trial succeeds.
+
+    tier: whose ``_entry`` is the trial. counts: where failures are counted. reading, writing:
+    whether the tier is out, by themselves where it does not fail as a whole. last_failure: what
+    it said last.
+    """
+
+    def __init__(self, tier: TierContract, counts: Counters) -> None:
+        self._tier, self._counts = tier, counts
+        self.reading = Breaker()
+        self.writing = self.reading if tier.fails_whole else Breaker()
+        self.last_failure = ""
+        self._warned_reading, self._warned_writing = set[str](), set[str]()
+
+    def after_fork(self) -> None:
+        """Go on in a forked process, where whoever held a lock is no more."""
+        self.reading.after_fork()
+        if self.writing is not self.reading:
+            self.writing.after_fork()
+
+    @contextmanager
+    def to_read(self, *keys: KVKey, timed: bool = True) -> Iterator[int]:
+        """Around reading; see ``_around``."""
+        with self._around(self.reading, keys, timed) as permit:
+            yield permit
+
+    @contextmanager
+    def to_write(self, *keys: KVKey) -> Iterator[int]:
+        """Around what takes the tier's lock; see ``_around``."""
+        with self._around(self.writing, keys, timed=True) as permit:
+            yield permit
+
+    @contextmanager
+    def _around(self, breaker: Breaker, keys: Sequence[KVKey], timed: bool) -> Iterator[int]:
+        """Around every access: the one place that decides what is a failure, and tells the breaker.
+
+        A chunk that is damaged, foreign, refused or no numbers is an answer; whatever else is
+        raised is a failure and raised on as OSError; it is the tier's, but for want of memory.
+        keys: one to try the tier with while it is out. timed: whether what takes long counts; not
+        for several chunks together.
+        Raises OutError where the tier is not asked.
+        """
+        permit = self._permit(breaker, keys)
+        began = breaker.clock()
+        try:
+            yield permit
+        except (RefusedError, DamagedChunkError, ForeignChunkError, NotFiniteError):
+            breaker.succeeded(permit)
+            raise
+        except Exception as error:
+            if lack := lack_of_memory(error):  # no fault of the tier's
+                breaker.withdrawn(permit)
+                raise OSError(errno.ENOMEM, lack) from None
+            self.last_failure = told(error)
+            slow = timed and breaker.clock() - began >= SLOW_FAILURE_SECONDS
+            breaker.failed(permit, trips=self._tier.fails_whole or slow)
+            if isinstance(error, OSError):
+                raise
+            logger.warning("%s tier: failed unexpectedly", self._tier.name, exc_info=True)
+            raise OSError(f"{type(error).__name__}: {error}") from error
+        if timed:  # otherwise each chunk has told for itself
+            self._note_seconds(breaker, permit, breaker.clock() - began)
+
+    def _note_seconds(self, breaker: Breaker, permit: int, seconds: float) -> None:
+        """Tell the breaker of an access that ended well, unless it took too long."""
+        most = self._tier.policy.timeout_seconds
+        if most is not None and seconds > most:
+            self._counts.add("errors")
+            logger.warning("%s tier: took %.1f s, more than %g", self._tier.name, seconds, most)
+            self.last_failure = f"took {seconds:.1f} s, more than {most:g}"
+            breaker.failed(permit)
+        else:
+            breaker.succeeded(permit)
+            self._warned_of(breaker).clear()
+
+    def _permit(self, breaker: Breaker, keys: Sequence[KVKey]) -> int:
+        permit = breaker.ask()
+        if permit is None and breaker is self.reading:
+            self._try_aside(keys)
+        elif permit is None:
+            permit = breaker.ask_for_trial()
+        if permit is None:
+            raise OutError("left alone for a while after a failure")
+        return permit
+
+    def _try_aside(self, keys: Sequence[KVKey]) -> None:
+        """Look a chunk up on a thread where a trial is due: a request does not wait for it."""
+        if keys and (permit := self.reading.ask_for_trial()) is not None:
+            trial = Thread(target=self._try, args=(permit, keys[0]), daemon=True, name="kv-trial")
+            try:
+                trial.start()
+            except RuntimeError:  # no thread can be started now: later
+                self.reading.failed(permit)
+
+    def _try(self, permit: int, key: KVKey) -> None:
+        began = self.reading.clock()
+        try:
+            self._tier._entry(key)
+        except Exception as error:
+            if lack_of_memory(error):
+                self.reading.withdrawn(permit)
+                return
+            logger.warning("%s tier: still fails: %s", self._tier.name, error)
+            self.reading.failed(permit)
+            return
+        most = self._tier.policy.timeout_seconds
+        if most is not None and self.reading.clock() - began > most:
+            self.reading.failed(permit)
+            return
+        logger.warning("%s tier: answers again", self._tier.name)
+        self.reading.succeeded(permit)
+
+    def could_not_read(self, what: str, key: KVKey, error: OSError) -> None:
+        """Count and log a failed reading; see ``_could_not``."""
+        self._could_not(what, key, error, self.reading, "skipped")
+
+    def could_not_write(self, what: str, key: KVKey, error: OSError) -> None:
+        """Count and log a failed writing; see ``_could_not``."""
+        self._could_not(what, key, error, self.writing, "dropped")
+
+    def _could_not(
+        self, what: str, key: KVKey, error: OSError, breaker: Breaker, skipped: str
+    ) -> None:
+        """Count what failed, and log it: one warning a cause, until an access succeeds.
+
+        Quietly where the tier was out, which was said before.
+        """
+        out = isinstance(error, OutError)
+        self._counts.add(skipped if out else "errors")
+        warned, cause = self._warned_of(breaker), what + told(error)
+        level = logging.DEBUG if out or cause in warned else logging.WARNING
+        if not out:
+            warned.add(cause)
+        logger.log(level, f"%s tier: could not {what}: %s", self._tier.name, key, error)
+
+    def _warned_of(self, breaker: Breaker) -> set[str]:
+        """Return the causes that were logged since an access of this kind succeeded last."""
+        return self._warned_writing if breaker is self.writing else self._warned_reading

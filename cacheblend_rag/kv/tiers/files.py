@@ -1,0 +1,103 @@
+"""Files and folders that are the store's own: no link is followed, no pipe waited for."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from io import FileIO, RawIOBase
+from itertools import islice
+from pathlib import Path
+
+from torch import Tensor
+
+from cacheblend_rag.errors import DamagedChunkError
+
+PARTS_A_WRITE = 1024
+"""Linux' IOV_MAX."""
+
+
+def check_kind(
+    path: str, found: os.stat_result, is_right: Callable[[int], bool], wanted: str
+) -> None:
+    """Raise OSError where a link, a pipe or whatever stands for a store's own file or folder."""
+    if is_right(found.st_mode):
+        return
+    kinds = {stat.S_ISLNK: "a link", stat.S_ISFIFO: "a pipe", stat.S_ISDIR: "a folder"}
+    kind = next((name for test, name in kinds.items() if test(found.st_mode)), "something else")
+    kind = "a file" if stat.S_ISREG(found.st_mode) else kind
+    raise OSError(f"{path} is {kind}, and has to be the store's own {wanted}: remove it")
+
+
+def write_parts(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
+    """Write all parts, many a call: behind each one, this thread waits for the interpreter."""
+    left = deque(memoryview(part) for part in parts)
+    while left:
+        written = os.writev(file.fileno(), list(islice(left, PARTS_A_WRITE)))
+        while left and written >= left[0].nbytes:
+            written -= left.popleft().nbytes
+        if written:
+            left[0] = left[0][written:]
+
+
+def create(path: str, text: bytes, *, fsync: bool) -> None:
+    """Write a small file that must not be there yet."""
+    with new_file(path, fsync=fsync) as file:
+        write_parts(file, [text])
+
+
+def overwrite(path: str, text: bytes) -> bool:
+    """Write over a small regular file of as many bytes; returns whether there is such a one.
+
+    In one call, which a kill does not cut in two. Takes half a millisecond less than a new file.
+    """
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        found = os.fstat(descriptor)
+        is_own = stat.S_ISREG(found.st_mode) and found.st_nlink == 1
+        fits = is_own and found.st_size == len(text)
+        return fits and os.pwrite(descriptor, text, 0) == len(text)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def new_file(path: str, *, fsync: bool) -> Iterator[FileIO]:
+    """Write a file that must not be there yet, under whatever kind of name."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "wb", buffering=0) as file:
+        yield file
+        if fsync:
+            os.fsync(descriptor)
+
+
+def fill(raw: Tensor, file: RawIOBase) -> None:
+    """Read as many bytes as raw, (bytes,) uint8, has room for."""
+    left = raw.numpy().data
+    while left:
+        count = file.readinto(left)
+        if not count:
+            raise DamagedChunkError("was cut short")
+        left = left[count:]
+
+
+def read_small(path: Path, most: int) -> bytes:
+    """Return a small regular file's bytes; b"" where there is none, or something else, or more.
+
+    Neither follows a link nor waits for what may be a pipe.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        return b""
+    with open(descriptor, "rb") as file:
+        text = file.read(most + 1)
+    return text if len(text) <= most else b""
