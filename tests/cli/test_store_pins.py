@@ -32,7 +32,7 @@ def wanted(folder: Path) -> set[Any]:
 @pytest.fixture
 def store(folder: Path, wanted: set[Any]) -> Callable[..., Any]:
     return lambda *arguments: CliRunner().invoke(
-        app, ["store", *arguments, "--path", str(folder), "--json"]
+        app, ["store", *arguments, "--kv-path", str(folder), "--json"]
     )
 
 
