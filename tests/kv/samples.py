@@ -48,14 +48,15 @@ def taken(source):
 class SlowTier(HostTier):
     """Memory that is as slow to read as a network: reads wait at ``gate``, and are counted.
 
-    keys: those read, in the order in which their reads began. most_at_once: reads under way.
+    keys: those read, in the order in which their reads began. found: those whose KV was there.
+    most_at_once: reads under way.
     """
 
     reads_at_once = 8
 
     def __init__(self, gate=lambda: time.sleep(0.05), *, name="slow"):
         super().__init__(None, name=name)
-        self.gate, self.keys, self.most_at_once = gate, [], 0
+        self.gate, self.keys, self.found, self.most_at_once = gate, [], [], 0
         self._reading, self._counting = 0, threading.Lock()
 
     def fill(self, keys):
@@ -68,9 +69,12 @@ class SlowTier(HostTier):
             self._reading += 1
             self.most_at_once = max(self.most_at_once, self._reading)
         self.gate()
+        chunk = super()._load(key)
         with self._counting:
             self._reading -= 1
-        return super()._load(key)
+            if chunk is not None:
+                self.found.append(key)
+        return chunk
 
 
 class CountingTier(HostTier):

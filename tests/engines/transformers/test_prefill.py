@@ -105,8 +105,10 @@ def test_a_cancelled_request_does_not_wait_for_its_reads(engine: Any, slow: Slow
 
 def test_a_refused_prompt_reads_no_chunk(engine: Any, slow: SlowTier) -> None:
     engine.generate_full(TEXT, SHORT)
+    assert slow.keys == []
     for key in engine.store.entries():
         engine.store.evict(key)
     answer = engine.generate(TEXT, SHORT)
     assert {chunk.reason for chunk in answer.report.chunks} == {"not stored"}
-    assert slow.keys == []
+    assert len(slow.keys) == len(set(slow.keys)) == len(CHUNKS)
+    assert slow.found == []
