@@ -140,7 +140,8 @@ class Proxy:
         except OSError:
             pass
         if is_answer and self.cut_after is not None and not self.ends:
-            target.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with suppress(OSError):  # the other way may have closed it
+                target.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         for one in (source, target):
             with suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)

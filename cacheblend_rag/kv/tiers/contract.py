@@ -87,7 +87,10 @@ class TierContract(ABC):
         """Remove a chunk; returns whether it was there."""
 
     def _open(self, key: KVKey) -> ChunkReader | None:
-        """Open a chunk and mark it used; raises as ``_load``, which is asked for all of it here."""
+        """Open a chunk and mark it used; raises as ``_load``, which is asked for all of it here.
+
+        A tier that can read a chunk's head by itself overrides this: prompts are decided on by it.
+        """
         found = self._load(key)
         return None if found is None else WholeReader(found.kv, found.written_at)
 

@@ -103,7 +103,9 @@ def test_a_cancelled_request_does_not_wait_for_its_reads(engine: Any, slow: Slow
     assert engine.generate(TEXT, SHORT).report.blended
 
 
-def test_a_refused_prompt_reads_no_chunk(engine: Any, slow: SlowTier) -> None:
+def test_a_refused_prompt_asks_for_each_chunk_once_and_a_full_prefill_for_none(
+    engine: Any, slow: SlowTier
+) -> None:
     engine.generate_full(TEXT, SHORT)
     assert slow.keys == []
     for key in engine.store.entries():
