@@ -30,7 +30,8 @@ _thread = threading.local()
 """``is_idle`` is set in the threads of idle queues: what jobs ask an engine is idle work, too."""
 
 
-def _nothing() -> None: ...
+def _nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True, eq=False)
