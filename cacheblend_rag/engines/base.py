@@ -70,8 +70,8 @@ class Engine(Backend):
         It replaces the one that was given before. Siblings call it, too. It must not ask the engine
         for its fingerprint.
         """
-        self._family.fingerprint_hook = hook
-        hook(self, self.fingerprint)
+        fingerprint, self._family.fingerprint_hook = self.fingerprint, hook
+        hook(self, fingerprint)
 
     @property
     def has_chat_template(self) -> bool:

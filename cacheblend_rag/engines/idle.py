@@ -31,7 +31,7 @@ _thread = threading.local()
 
 
 def _nothing() -> None:
-    """Do nothing when a job is over."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1206,26 +1206,28 @@ class EngineContract:
 
     def test_idle_jobs_run_only_in_idle_time(self, hooked: Engine) -> None:
         steps: SimpleQueue[int] = SimpleQueue()
-        go_on = Event()
+        begun, go_on = Event(), Event()
 
         def endless() -> Generator[None, None, None]:
             for step in count():
+                if step == 1:
+                    begun.set()
+                    go_on.wait(PATIENCE)
                 steps.put(step)
                 yield
-                go_on.wait(PATIENCE)
 
         with self.busy(hooked):
             assert hooked.when_idle(IdleJob("endless", endless))
             time.sleep(0.3)
             assert steps.empty()
         assert steps.get(timeout=PATIENCE) == 0
+        assert begun.wait(PATIENCE)
         with self.busy(hooked):
             go_on.set()
-            time.sleep(0.1)  # the step that had begun may still end
-            [*taken(steps)]
+            assert steps.get(timeout=PATIENCE) == 1, "a request ends no step"
             time.sleep(0.3)
-            assert steps.empty(), "a request ends no job, but comes before its next step"
-        assert steps.get(timeout=PATIENCE) > 0
+            assert steps.empty(), "but comes before the next one"
+        assert steps.get(timeout=PATIENCE) == 2
 
     def test_an_idle_job_may_ask_the_engine(self, hooked: Engine, texts: Texts) -> None:
         answers: SimpleQueue[Generation] = SimpleQueue()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
+from weakref import ref
 
 import pytest
 
+from cacheblend_rag import SamplingParams
 from tests.engines import toy_engine
 from tests.engines.contract import CONFIG, EngineContract
 from tests.engines.toy_engine import ToyEngine
@@ -25,3 +28,21 @@ class TestToyEngine(EngineContract):
 
 def test_a_third_engine_is_short() -> None:
     assert len(Path(toy_engine.__file__).read_text().splitlines()) < MOST_LINES
+
+
+def test_an_engine_that_is_dropped_frees_its_memory_at_once() -> None:
+    """Neither it nor a sibling is in a circle that waits for the garbage collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = ToyEngine(make_tokenizer(), config=CONFIG)
+        sibling = engine.sibling(lead_in="bos")
+        for one in (engine, sibling):
+            one.precompute(["w2 w3 w4"], progress=False)
+            one.generate("w2 w3 w4 w5", SamplingParams(max_tokens=2))
+        registry, gone = engine.registry, [ref(engine), ref(sibling)]
+        del engine, sibling, one
+        assert [found() for found in gone] == [None, None]
+        assert len(registry) == 1, "a registry outlives engines"
+    finally:
+        gc.enable()
