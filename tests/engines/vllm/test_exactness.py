@@ -124,36 +124,6 @@ def llama(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
     engine.close()
 
 
-@pytest.mark.parametrize("selector", ["hkvd", "prior"])
-def test_both_engines_trace_the_same(
-    llama: InProcessEngine, model_folder: Callable[[str], Path], selector: str
-) -> None:
-    config = BlendConfig(
-        min_tokens=0, selector=selector, recompute_ratio=SOME, cost_model=False, trace=True
-    )
-    embedded = TransformersEngine(
-        model_folder("llama"), tokenizer=make_tokenizer(), config=config, dtype=torch.float32
-    )
-    traces = []
-    for engine in (embedded, llama):
-        engine.precompute(DOCUMENTS, progress=False)
-        report = engine.generate(retrieved(seed=31), SHORT, config=config).report
-        assert report.trace is not None
-        assert report.trace.rows[-1] == report.recomputed_tokens > 0
-        traces.append(report.trace)
-    embedded.close()
-    ours, theirs = traces
-    assert ours.rows == theirs.rows
-    for one, other in zip(ours.selections, theirs.selections, strict=True):
-        assert (one.layer, one.positions, one.chosen) == (
-            other.layer, other.positions, other.chosen
-        )  # fmt: skip
-        assert sum(one.chosen) == ours.rows[-1]
-        for part in ("scores", "key_deviations", "value_deviations"):
-            wanted, found = getattr(one, part), getattr(other, part)
-            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6)
-
-
 def check_exact(engine: InProcessEngine, seed: int = 9, rounding: float = 0.0) -> None:
     """Ratio 1 is ordinary prefill; less is not, and is blended all the same."""
     prompt = retrieved(seed=seed)
@@ -258,6 +228,36 @@ def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(
 ) -> None:
     engine = open_family(settings={"attention": attention})
     assert difference(engine, retrieved(), 1.0) < 1e-4
+
+
+@pytest.mark.parametrize("selector", ["hkvd", "prior"])
+def test_both_engines_trace_the_same(
+    llama: InProcessEngine, model_folder: Callable[[str], Path], selector: str
+) -> None:
+    config = BlendConfig(
+        min_tokens=0, selector=selector, recompute_ratio=SOME, cost_model=False, trace=True
+    )
+    embedded = TransformersEngine(
+        model_folder("llama"), tokenizer=make_tokenizer(), config=config, dtype=torch.float32
+    )
+    traces = []
+    for engine in (embedded, llama):
+        engine.precompute(DOCUMENTS, progress=False)
+        report = engine.generate(retrieved(seed=31), SHORT, config=config).report
+        assert report.trace is not None
+        assert report.trace.rows[-1] == report.recomputed_tokens > 0
+        traces.append(report.trace)
+    embedded.close()
+    ours, theirs = traces
+    assert ours.rows == theirs.rows
+    for one, other in zip(ours.selections, theirs.selections, strict=True):
+        assert (one.layer, one.positions, one.chosen) == (
+            other.layer, other.positions, other.chosen
+        )  # fmt: skip
+        assert sum(one.chosen) == ours.rows[-1]
+        for part in ("scores", "key_deviations", "value_deviations"):
+            wanted, found = getattr(one, part), getattr(other, part)
+            assert found == pytest.approx(wanted, rel=1e-3, abs=1e-6)
 
 
 def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -> None:

@@ -33,6 +33,7 @@ from tests.servers import redis_place, tier_at
 SELECTORS = ("hkvd", "prior", "question", "question_prior", "chunk_head", "random")
 ENDS_WITHIN_SECONDS = 20.0
 BY_SHARE = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
+WEIGHED = Reason(ReasonCode.SLOW, "weighed")
 
 
 Answers = dict[str, tuple[Generation, list[float]]]
@@ -136,7 +137,7 @@ def test_the_first_rank_weighs_for_all(
     def by_rank(self: Controller, *given: Any) -> Decision:
         decided = decide(self, *given)
         gives_up = given[-1].ratio == given_up_by[get_tensor_model_parallel_rank()]
-        return replace(decided, load=(), why="weighed") if gives_up else decided
+        return replace(decided, load=(), why=WEIGHED) if gives_up else decided
 
     monkeypatch.setattr(Controller, "decide", by_rank)
     engine = open_vllm(tensor_parallel_size=2, config=BY_SHARE)
@@ -146,7 +147,8 @@ def test_the_first_rank_weighs_for_all(
         engine.generate(prompt, SHORT, config=BY_SHARE.with_ratio(ratio))
         for ratio in given_up_by.values()
     )
-    assert first.report.reason == "weighed"
+    assert first.report.reason == WEIGHED
+    assert first.report.reason_code is WEIGHED.code
     assert [chunk.reason for chunk in first.report.chunks] == ["slow"] * 3
     assert first.token_ids == plain.token_ids
     assert second.report.blended
