@@ -1,4 +1,4 @@
-"""The plans of the installed benchmarks: what ``cacheblend-rag bench NAME`` measures."""
+"""The parameters of the installed benchmarks (``cacheblend-rag bench NAME``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VLLM_BATCHED_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class BlendPlan(ModelPlan):
-    """A benchmark whose prompts are chunks and a question, at one rule of choosing rows."""
+    """A benchmark whose prompts are chunks and a question, with one selector."""
 
     chunk_tokens: int = option(512, "Tokens a chunk.", least=1)
     question_tokens: int = option(32, "Tokens behind the chunks.", least=1)
@@ -34,7 +34,7 @@ class BlendPlan(ModelPlan):
     )
 
     def blend_config(self, ratio: float) -> BlendConfig:
-        """Return the config of a blend at ``ratio``; raises ConfigError for what cannot be run."""
+        """Return the config of a blend at ``ratio``; raises ConfigError if it cannot be run."""
         from cacheblend_rag.blend import plan_schedule
 
         config = BlendConfig(
@@ -92,7 +92,7 @@ class TtftPlan(BlendPlan):
 
     @cached_property
     def setting(self) -> VLLMSetting:
-        """The model as vLLM is to run it."""
+        """The model and how vLLM runs it."""
         from cacheblend_rag.bench.vllm import VLLMSetting
 
         return VLLMSetting(self.model_shape, self.torch_dtype, self.torch_device, self.eager)
@@ -154,7 +154,7 @@ class ThroughputPlan(BlendPlan):
 
     @cached_property
     def setting(self) -> VLLMSetting:
-        """The model as vLLM is to run it."""
+        """The model and how vLLM runs it."""
         from cacheblend_rag.bench.vllm import VLLMSetting
 
         return VLLMSetting(self.model_shape, self.torch_dtype, self.torch_device, self.eager)

@@ -43,9 +43,7 @@ class Rotation:
         Layers that share a table and a layout share one row of cos and sin.
         """
         if layouts is None:
-            raise RuntimeError(
-                "the rotary layouts are not known yet: call find_layouts"
-            )
+            raise RuntimeError("the rotary layouts are not known yet: call find_layouts")
         made: dict[tuple[int, Layout | None], int] = {}
         turns: list[Table | None] = []
         which: list[int] = []

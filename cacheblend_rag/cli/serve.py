@@ -1,4 +1,4 @@
-"""``cacheblend-rag serve``: vLLM's OpenAI-compatible server, started so that it blends."""
+"""``cacheblend-rag serve``: starts vLLM's OpenAI-compatible server with blending."""
 
 from __future__ import annotations
 
@@ -95,14 +95,14 @@ def serve_command(
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
 ) -> None:
-    """Start a vLLM server that blends; every other option is handed to vLLM as it is.
+    """Start a vLLM server that blends; all other options are passed to vLLM unchanged.
 
-    VLLM_API_KEY in the environment is the key that clients must give, on every path but /health;
-    CACHEBLEND_STORE_KEY is the one that is needed to store, evict and release chunk KV.
+    VLLM_API_KEY in the environment is the key that clients must send, on every path but /health;
+    CACHEBLEND_STORE_KEY is the key for storing, evicting and releasing chunk KV.
     """
     if model.startswith("-"):
         raise ConfigError(
-            f"{model!r} stands before the model: give serve MODEL first, options after"
+            f"{model!r} comes before the model: give `serve MODEL` first, then options"
         )
     kept = options.store_settings(
         store, kv_path=kv_path, host_bytes=_bytes(host_gib), disk_bytes=_bytes(disk_gib)

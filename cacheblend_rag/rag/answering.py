@@ -1,4 +1,4 @@
-"""Asker: a collection ready for questions: retrieval, the prompt, the answer as it is generated."""
+"""Answers questions from a collection: retrieval, the prompt, the streamed answer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ANSWER_SHARE = 4
 
 @dataclass(frozen=True)
 class AskedTurn:
-    """A turn and the passages it shows."""
+    """A turn and its passages."""
 
     turn: Turn
     sources: tuple[Source, ...]
@@ -43,9 +43,9 @@ class AskedTurn:
 
 @dataclass(frozen=True)
 class FittedPrompt:
-    """A prompt that leaves room for an answer, and what it holds.
+    """A prompt that leaves room for an answer, and its turns.
 
-    turns: the earlier turns that found room, then the one that asks.
+    turns: the earlier turns that fit, then the current one.
     """
 
     prompt: BlendPrompt
@@ -53,19 +53,19 @@ class FittedPrompt:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The passages of the turn that asks."""
+        """The passages of the current turn."""
         return self.turns[-1].sources
 
 
 class Asker:
     """Answers questions from a collection.
 
-    placement: where the engine runs. engine: instead of the collection's own, such as the URL that
-    its server has now. ratio, selector: how answers are blended, where given. watcher: is told what
-    is loaded. What is wrong is told before models are loaded.
+    placement: where the engine runs. engine: replaces the collection's own, such as the current URL
+    of its server. ratio, selector: override how answers are blended. watcher: gets progress.
+    Arguments are checked before models are loaded.
 
-    Raises StoreError when there is none or it is damaged, ConfigError when its models are not those
-    it was indexed with, ModelLoadError, MissingExtraError.
+    Raises StoreError when the collection is missing or damaged, ConfigError when its models are not
+    those it was indexed with, ModelLoadError, MissingExtraError.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class Asker:
         self.engine.close()
 
     def stopping(self, sampling: SamplingParams) -> SamplingParams:
-        """Return sampling settings that end an answer where the prompt's next turn would begin."""
+        """Return sampling settings with stop strings for the beginning of the next turn."""
         return replace(sampling, stop=(*sampling.stop, *self._prompt.stop))
 
     def retrieve(self, question: str, top_k: int, order: PassageOrder) -> list[Source]:
-        """Return the passages nearest to a question, in the order of the prompt."""
+        """Return the passages nearest to a question, in the order for the prompt."""
         (vector,) = self._embedder.embed([question])
         self._check_size(vector)
         found = [
@@ -140,9 +140,9 @@ class Asker:
         sources: Sequence[Source],
         max_tokens: int,
     ) -> FittedPrompt:
-        """Make the prompt; what does not fit is left out whole: the oldest turns, then passages.
+        """Build the prompt; the oldest turns, then the worst passages, are dropped until it fits.
 
-        Of the passages, the worst go first. Raises PromptError when the question alone is too long.
+        Raises PromptError when the question alone is too long.
         """
         window = self.engine.context_window
         room = window - min(max_tokens, window // ANSWER_SHARE)
@@ -164,7 +164,7 @@ class Asker:
     def stream(
         self, fitted: FittedPrompt, sampling: SamplingParams, cancel: Event | None = None
     ) -> Iterator[Delta]:
-        """Answer piece by piece."""
+        """Stream the answer."""
         hints = _chunks_of(fitted.turns)
         return self.engine.stream(
             fitted.prompt, sampling, config=self._config, hints=hints, cancel=cancel
@@ -185,7 +185,7 @@ class Asker:
 def _check(
     settings: CollectionSettings, device: str | None, ratio: float | None, selector: str | None
 ) -> None:
-    """Raise what a question is going to fail with, as far as that is known before loading."""
+    """Raise errors that are known before anything is loaded."""
     checks.check_blend(ratio, selector)
     checks.check_engine(settings.engine)
     checks.check_model(settings.model)
