@@ -1,4 +1,4 @@
-"""Stopwatch: seconds by phase of a request."""
+"""Measures the seconds of a request's phases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cacheblend_rag.blend.passes import synchronize
 
 
 class Stopwatch:
-    """Adds up seconds by phase; on an accelerator each reading waits for the work queued so far."""
+    """Adds up seconds by phase; on an accelerator each reading first synchronizes."""
 
     def __init__(self, device: torch.device, seconds: dict[str, float] | None = None) -> None:
         self.device = device
@@ -18,17 +18,17 @@ class Stopwatch:
         self.skip()
 
     def skip(self) -> None:
-        """Charge the time since the last reading to nothing."""
+        """Discard the time since the last reading."""
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Charge the time since the last reading to ``phase``."""
+        """Add the time since the last reading to ``phase``."""
         synchronize(self.device)
         self._add(phase, time.perf_counter() - self._last)
         self.skip()
 
     def move(self, seconds: float, source: str, target: str) -> None:
-        """Charge some of one phase's seconds to another."""
+        """Move some seconds from one phase to another."""
         self._add(source, -seconds)
         self._add(target, seconds)
 
