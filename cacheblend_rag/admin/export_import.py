@@ -182,7 +182,7 @@ def _objects(source: Path) -> Iterator[_Object]:
     elif source.is_file():
         yield from _in_tar(source)
     else:
-        raise StoreError(f"{source} is no folder and no tar")
+        raise StoreError(f"{source} is neither a folder nor a tar")
 
 
 def _in_folder(folder: Path) -> Iterator[_Object]:

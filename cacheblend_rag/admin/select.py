@@ -78,13 +78,13 @@ class Choice:
         if self.model is None and self.document is None:
             return
         if store is None:
-            raise StoreError("documents and models are noted in a folder: give --path")
+            raise StoreError("the store's folder lists documents and models: give --path")
         labels = labels_in(store)
         if self.model is not None:
             named = _of_model(labels, self.model)
             if self.document is None and not named:
                 raise StoreError(
-                    f"no chunk in {store} is known to be of model {self.model!r}: `store stats` "
+                    f"no chunk in {store} is recorded for model {self.model!r}: `store stats` "
                     "prints models and fingerprints"
                 )
             if named:
@@ -104,7 +104,7 @@ class Choice:
     ) -> dict[LeadInConfig, ChunkNames]:
         """Return the ids of a document's chunks, for each lead-in recorded in the store."""
         if self.model is None:
-            raise StoreError("--document asks a tokenizer for its chunks: give --model, too")
+            raise StoreError("--document needs the model's tokenizer: give --model, too")
         tokenizer = load_tokenizer(self.model)
         settings = {label.lead_in for label in labels.values()} | {LeadInConfig()}
         registries = [*_registries(store, self.namespace)]
@@ -169,11 +169,11 @@ def _check_fingerprint(text: str) -> None:
     try:
         KVKey(chunk_id([]), text)
     except ValueError as error:
-        raise StoreError(f"{text!r} is no fingerprint: `store stats` prints them") from error
+        raise StoreError(f"{text!r} is not a fingerprint: `store stats` prints them") from error
 
 
 def _canonical(text: str) -> str:
     try:
         return str(KVKey.parse(text))
     except ValueError as error:
-        raise StoreError(f"{text!r} is no KV key: `store ls` prints them") from error
+        raise StoreError(f"{text!r} is not a KV key: `store ls` prints them") from error

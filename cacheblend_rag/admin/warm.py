@@ -40,7 +40,7 @@ def most_used(store: TieredKVStore, condition: Condition, log: Path | None) -> l
         return sorted(entries, key=lambda key: entries[key].used_at, reverse=True)
     if not log.is_file():
         raise StoreError(
-            f"{log} is no access log: `--store access_log=FILE` has an engine write one"
+            f"{log} is not an access log: an engine writes one with `--store access_log=FILE`"
         )
     return [key for key in AccessLog(log).most_used() if key in entries]
 

@@ -77,7 +77,7 @@ class TtftPlan(BlendPlan):
             raise ConfigError(f"engine={self.engine!r} must be one of {', '.join(ENGINES)}")
         from cacheblend_rag.engines.vllm.connector.settings import check_attention_mode
 
-        StoreConfig(precision=self.precision)  # which raises where there is none of that name
+        StoreConfig(precision=self.precision)  # raises for an unknown name
         check_attention_mode(self.attention)
         for tier in self.tiers:
             check_tier(tier)

@@ -187,11 +187,11 @@ def find_layouts(
             what = (
                 "its rotary embedding cannot be undone by an offset"
                 if handed
-                else "its layers are handed no rotary table"
+                else "its layers get no rotary table"
             )
             raise UnsupportedModelError(
-                f"{what}: keys of layer {layer}, moved by {max(offsets)} positions, are not those "
-                "that it computes there"
+                f"{what}: keys of layer {layer}, moved by {max(offsets)} positions, differ from "
+                "those computed there"
             )
         tolerances = [max(by, TURN_STEPS * (cache_step or 0.0)) for by in tolerances]
         moves = [found.move(*table) for table in handed] if found else [None] * len(far)
@@ -249,7 +249,7 @@ def _check_shift(stack: DecoderStack, layer: int, differs: Mapping[int, str | No
         if not all(on_all_ranks(stack, [what is None])):
             raise UnsupportedModelError(
                 f"it depends on absolute positions beyond its rotary embedding: the "
-                f"{what or 'result'} of layer {layer} changes by position {offset}"
+                f"{what or 'result'} of layer {layer} changes at position {offset}"
             )
 
 
@@ -261,7 +261,7 @@ def _check_alike(layouts: Sequence[Layout | None], tables: Sequence[Table | None
         if layout is not None and table is not None
     }
     if len(kinds) > 1:
-        raise UnsupportedModelError("its layers turn different components of their keys")
+        raise UnsupportedModelError("its layers rotate different components of their keys")
 
 
 def key_traits(stack: DecoderStack, ids: Tensor) -> list[int]:
@@ -343,8 +343,7 @@ def check_layers(
             alike = is_faithful(layer, before, wanted)
         if not alike:
             raise UnsupportedModelError(
-                f"layer {layer}, driven alone on some of its rows, gives another result than in "
-                "the model"
+                f"layer {layer}, run alone on some rows, gives a different result than in the model"
             )
 
 

@@ -76,7 +76,7 @@ def _take(line: str, conversation: Conversation) -> None:
     elif line == "/reset":
         conversation.reset()
     elif line not in {"/sources", "/report"}:
-        output.warn(f"{line} is no command: {COMMANDS}")
+        output.warn(f"{line} is not a command: {COMMANDS}")
     elif last is None:
         output.warn("nothing was asked yet")
     elif line == "/sources":

@@ -136,7 +136,7 @@ def _tokenizer_line(tokenizer: Mapping[str, Any]) -> str:
     markers = {
         None: "no chat template",
         "none": "the chat template marks no roles",
-        "special tokens": "the chat template's roles are special tokens, not to be had in passages",
+        "special tokens": "the chat template's roles are special tokens, never part of passages",
         "text": "the chat template's roles are plain text, so a passage can imitate them",
     }[tokenizer["role_markers"]]
     return f"{prefix}; {markers}"

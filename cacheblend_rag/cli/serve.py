@@ -136,9 +136,9 @@ def serve_command(
     has_key = serve.flag_value(context.args, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
     if not (has_key or _is_loopback(host)):
         output.warn(
-            f"whoever reaches {host}:{port} may ask, store, evict and release: set "
+            f"any client of {host}:{port} may ask, store, evict and release: set "
             f"{KEY_VARIABLE}, and "
-            f"{STORE_KEY_VARIABLE} for who may store, evict and release"
+            f"{STORE_KEY_VARIABLE} to restrict storing, evicting and releasing"
         )
     logger.info("starting %s", shlex.join(command[: len(command) - len(context.args)]))
     environment = {**os.environ, **kept.environment(), BODY_VARIABLE: str(max_body_mib)}

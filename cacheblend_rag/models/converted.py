@@ -131,7 +131,7 @@ def remove(folder: Path) -> int:
         freed = size_of(folder)
         removed = folder.with_name(f".{folder.name}.removed")
         shutil.rmtree(removed, ignore_errors=True)
-        folder.rename(removed)  # at once for whoever looks it up
+        folder.rename(removed)  # so that other processes no longer find it
         shutil.rmtree(removed, ignore_errors=True)
     return freed
 

@@ -188,7 +188,7 @@ class Controller:
         return 0.0 if read is None else read.seconds
 
     def _loading(self, parts: Sequence[StoredPart]) -> _Time:
-        """Return the loading time: tiers are read concurrently, parts of one share its bandwidth."""
+        """Return the loading time: tiers are read at once, parts of one share its bandwidth."""
         total: dict[str, int] = {}
         for part in parts:
             total[part.tier] = total.get(part.tier, 0) + part.nbytes

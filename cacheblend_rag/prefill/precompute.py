@@ -125,7 +125,7 @@ def or_no_room(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:
             raise
     else:
         return
-    del work  # the error's traceback holds the last references to the pass
+    del work  # its traceback holds the last reference to the pass
     give_back_unused()
     yield NoRoom(list(left.values()), lack)
 

@@ -115,7 +115,7 @@ class Collection:
             (application,) = file.execute("PRAGMA application_id").fetchone()
             (version,) = file.execute("PRAGMA user_version").fetchone()
             if (application, version) != (APPLICATION_ID, VERSION):
-                raise sqlite3.DatabaseError(f"it is no collection of version {VERSION}")
+                raise sqlite3.DatabaseError(f"it is not a collection of version {VERSION}")
             ((body,),) = file.execute("SELECT body FROM settings").fetchall()
             return cls(folder, _settings(body), file)
 
@@ -307,7 +307,7 @@ def prepare_folder(folder: Path) -> None:
     except OSError as error:
         raise StoreError(f"{folder} cannot be created: {error.strerror}") from error
     if not folder.is_dir():
-        raise StoreError(f"{folder} is no folder")
+        raise StoreError(f"{folder} is not a folder")
 
 
 def clear(folder: Path) -> None:

@@ -46,7 +46,7 @@ def open_file(path: str, *, timeout: float) -> sqlite3.Connection:
     file = sqlite3.connect(
         path, timeout=timeout, isolation_level=None, check_same_thread=False, uri=True
     )
-    # What is stored as text is none of ours, and SQLite does not check that it is UTF-8.
+    # Our columns hold bytes; SQLite does not check that values stored as text are UTF-8.
     file.text_factory = lambda stored: stored.decode("utf-8", "replace")
     file.execute("PRAGMA trusted_schema = OFF")
     file.execute("PRAGMA cell_size_check = ON")
@@ -63,7 +63,7 @@ def check_schema(file: sqlite3.Connection) -> None:
     ours = {_squeezed(statement) for statement in TABLES.split(";")}
     missing = {statement for statement in ours if statement.startswith("createtable")}
     for kind, name, statement in file.execute("SELECT type, name, sql FROM sqlite_master"):
-        if str(name).startswith("sqlite_"):  # SQLite lets nobody else name anything so
+        if str(name).startswith("sqlite_"):  # a name that SQLite reserves for itself
             continue
         squeezed = _squeezed(str(statement))
         if squeezed not in ours:
@@ -151,7 +151,7 @@ class RegistryRows:
 def as_number(stored: object, what: str) -> int:
     """Return a stored number; raises BadRowError, since SQLite columns accept any type."""
     if not isinstance(stored, int):
-        raise BadRowError(f"{what} {str(stored)[:40]!r} is no number")
+        raise BadRowError(f"{what} {str(stored)[:40]!r} is not a number")
     return stored
 
 

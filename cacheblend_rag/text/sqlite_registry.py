@@ -290,7 +290,7 @@ class SharedChunkRegistry(ChunkRegistry):
                 self._file.execute(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:
                 raise StoreError(
-                    f"{self.path} is no chunk registry of version {VERSION}: give another path, "
+                    f"{self.path} is not a chunk registry of version {VERSION}: give another path, "
                     "or delete it and index again"
                 )
 

@@ -62,7 +62,7 @@ WRONG = {
     ("ask", "Who?", "--from", "{nothing}"): "holds no collection",
     ("chat", "--from", "{nothing}"): "holds no collection",
     ("index", "{nothing}", "--into", "{new}"): "does not exist",
-    ("index", "{notes}", "--into", "{file}", "--model", "demo"): "is no folder",
+    ("index", "{notes}", "--into", "{file}", "--model", "demo"): "is not a folder",
     (*INDEX, "--chunk-size", "32", "--chunk-overlap", "32"): "--chunk-overlap 32",
     (*INDEX, "--chunk-size", "100000"): "prompts of model 'demo' hold 4,096 tokens",
     (*INDEX, "--chunk-size", "4096"): "give a smaller one",
@@ -144,8 +144,8 @@ WRONG = {
     ("store", "ls", "--path", "{collection}"): "is a collection: its store is --path",
     ("store", "gc", "--collection", "{notes}"): "holds no collection",
     ("store", "evict", "--path", "{store}"): "give keys, or --all",
-    ("store", "evict", "x", "--path", "{store}"): "is no KV key",
-    ("store", "evict", "--fingerprint", "x", "--path", "{store}"): "'x' is no fingerprint",
+    ("store", "evict", "x", "--path", "{store}"): "is not a KV key",
+    ("store", "evict", "--fingerprint", "x", "--path", "{store}"): "'x' is not a fingerprint",
     ("store", "evict", "--older-than", "-1", "--path", "{store}"): "'--older-than'",
 }
 
