@@ -15,7 +15,7 @@ STALE_SECONDS = 60.0
 class Speeds:
     """Measurements of tiers, by name. May be used by several threads at once.
 
-    clock: says what time it is, in seconds.
+    clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

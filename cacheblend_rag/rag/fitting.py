@@ -23,7 +23,7 @@ EDGE_TOKENS = 4
 
 @dataclass(frozen=True)
 class AskedTurn:
-    """A turn and the passages it shows."""
+    """A turn and its passages."""
 
     turn: Turn
     sources: tuple[Source, ...]
@@ -31,9 +31,9 @@ class AskedTurn:
 
 @dataclass(frozen=True)
 class FittedPrompt:
-    """A prompt that leaves room for an answer, encoded, and what it holds.
+    """A prompt that leaves room for an answer, encoded, and its turns.
 
-    turns: the earlier turns that found room, then the one that asks.
+    turns: the earlier turns that fit, then the current one.
     """
 
     prepared: PreparedPrompt
@@ -41,7 +41,7 @@ class FittedPrompt:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The passages of the turn that asks."""
+        """The passages of the current turn."""
         return self.turns[-1].sources
 
 
@@ -63,9 +63,9 @@ class PromptFitter:
         sources: Sequence[Source],
         max_tokens: int,
     ) -> FittedPrompt:
-        """Make the prompt; what does not fit is left out whole: the oldest turns, then passages.
+        """Build the prompt; the oldest turns, then the worst passages, are dropped until it fits.
 
-        Of the passages, the worst go first. Raises PromptError when the question alone is too long.
+        Raises PromptError when the question alone is too long.
         """
         window = self._engine.context_window
         room = window - min(max_tokens, window // ANSWER_SHARE)

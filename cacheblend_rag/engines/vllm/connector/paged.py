@@ -223,7 +223,7 @@ class PagedKV:
             most = self.cache.most_runs or len(edges)
             starts = range(0, len(edges) - 1, most)
             parts = [edges[start : start + most + 1] for start in starts]
-            # the rows are kept too, so that their id is not given to others meanwhile
+            # the rows are kept too, so that Python does not reuse their id for other rows
             made = [(slice(int(p[0]), int(p[-1])), self._batch(rows, p)) for p in parts]
             self._runs[id(rows)] = (rows, made)
         return self._runs[id(rows)][1]
