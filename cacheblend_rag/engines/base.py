@@ -33,7 +33,7 @@ class Engine(Backend):
 
     Attributes:
         name: the kind of engine, as reports name it.
-        part_chunks: how many chunks are handed on to be stored at once, at least.
+        part_chunks: least number of chunks to store in one part.
         model_name, tokenizer, instruction, namespace: as in EngineSetup.
         config, lead_in, registry: as in EngineSetup, with defaults for None.
         encoder: encodes prompts with the tokenizer, and finds chunks among their tokens.
@@ -57,9 +57,9 @@ class Engine(Backend):
 
     @property
     def fingerprint(self) -> str:
-        """What this engine's chunk KV is stored under: model, tokenizer, lead-in, namespace.
+        """The hash that is part of all KV keys: model, tokenizer, lead-in, namespace.
 
-        It changes with the model, where that can change while the engine lives.
+        It changes if the model changes while the engine is open.
         """
         self._refresh()
         return self._led.fingerprint
@@ -80,7 +80,7 @@ class Engine(Backend):
 
     @property
     def is_open(self) -> bool:
-        """Whether ``close`` has yet to be called."""
+        """Whether ``close`` was not called yet."""
         return self._lifetime.is_open
 
     @property
@@ -96,16 +96,16 @@ class Engine(Backend):
         self._parts.filling.is_on = is_on
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of ``text`` as a chunk: what looks like a special token is text."""
+        """Return the tokens of ``text`` as a chunk, without special tokens."""
         return self.encoder.chunk(text)
 
     def key(self, chunk: Chunk) -> KVKey:
-        """Return what a chunk's KV is stored under."""
+        """Return the key of a chunk's KV."""
         self._refresh()
         return self._led.key(chunk)
 
     def prepare(self, prompt: PromptLike, hints: Hints = ()) -> PreparedPrompt:
-        """Return a prompt's tokens, and the chunks that stand in it with the keys of their KV.
+        """Return a prompt's tokens, and the chunks in it with the keys of their KV.
 
         Args:
             prompt: as for generate. A PreparedPrompt is prepared again if its engine had another
@@ -121,7 +121,7 @@ class Engine(Backend):
     # Index time
 
     def register(self, items: Iterable[Item]) -> None:
-        """Make chunks known without computing anything (after a restart, say)."""
+        """Register chunks without computing anything (after a restart, say)."""
         self._index.register(items)
 
     def precompute(
@@ -141,13 +141,13 @@ class Engine(Backend):
 
         Args:
             items: chunks, documents, or texts that stand alone.
-            progress: whether a bar is shown.
-            register_only: nothing is computed now; documents take the place of what was known of
-                them all the same. An engine with ``fill_on_miss`` computes what requests miss.
-            verify: what is stored already is read through, and computed anew where it is damaged.
+            progress: whether to show a progress bar.
+            register_only: compute nothing now; documents still replace their earlier versions. An
+                engine with ``fill_on_miss`` computes the chunks that requests miss.
+            verify: check chunks that are stored already, and recompute damaged ones.
 
         Returns:
-            How many chunks were computed, skipped, refused and replaced, or only registered. Where
+            How many chunks were computed, skipped, refused and replaced, or only registered. If
             ``failed`` is above 0, a tier failed or memory was short: call it again later.
 
         Raises:
@@ -156,7 +156,7 @@ class Engine(Backend):
         return self._index.precompute(items, progress, register_only, verify)
 
     def fill_report(self) -> FillReport:
-        """Return what was done so far about chunks that requests missed (``fill_on_miss``)."""
+        """Return the counts of filling missed chunks so far (``fill_on_miss``)."""
         return self._parts.filling.report()
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
@@ -184,7 +184,7 @@ class Engine(Backend):
         Killed writers can leave some. Returns how many were dropped.
 
         Raises:
-            ConfigError: when the engine does not tell what it stores.
+            ConfigError: when the engine cannot list what it stores.
         """
         return self._index.evict_unregistered()
 
@@ -215,8 +215,8 @@ class Engine(Backend):
 
         Args:
             prompt: a text, a BlendPrompt, chat messages, or what ``prepare`` made of one of them.
-            sampling: how tokens are drawn; the defaults for None.
-            config: how KV is fused; the engine's own for None.
+            sampling: how tokens are sampled; the defaults for None.
+            config: how KV is blended; the engine's own for None.
             hints: chunks, or ids of documents, that the prompt is known to hold.
             cancel: set it to stop the work; what was generated so far is returned.
 
@@ -243,9 +243,9 @@ class Engine(Backend):
         Args:
             prompt: as for generate.
             sampling: as for generate.
-            hints: as given to generate, since they decide where a prompt is cut, hence its tokens.
-            cache_salt: prompts with the same one may share the engine's own prefix cache, where it
-                has one; without, nothing of earlier prompts is reused.
+            hints: as given to generate, since they affect a prompt's segments and tokens.
+            cache_salt: prompts with the same one may share the engine's own prefix cache, if it
+                has one; without it, nothing of earlier prompts is reused.
         """
         options: dict[str, Any] = {"full": True, "cache_salt": cache_salt}
         request = self._questions.request(prompt, sampling, None, hints, **options)
@@ -282,8 +282,8 @@ class Engine(Backend):
     ) -> list[Generation]:
         """Answer several prompts; all are checked, as generate does, before the first is served.
 
-        Those that share chunks are served next to each other, so that KV is loaded once. When one
-        fails the others are given up. Returns the answers in the prompts' order.
+        Prompts that share chunks are served next to each other, so that KV is loaded once. If one
+        fails, the others are cancelled. Returns the answers in the prompts' order.
 
         Args:
             prompts: each as for generate.
@@ -365,7 +365,7 @@ class Engine(Backend):
         return younger
 
     def close(self) -> None:
-        """Give up what is at work, and free what the engine holds."""
+        """Cancel running work, and free the engine's resources."""
         if not self._lifetime.end() or self._lifetime.is_forked:
             return  # forked: threads, connections and memory are the parent's to end and free
         self._parts.idle.close()
@@ -392,7 +392,7 @@ class Engine(Backend):
         return self._family.activity.is_idle
 
     def _identify(self, identity: Mapping[str, Any]) -> None:
-        """Go on as the engine of a model with another identity (``model_identity``)."""
+        """Switch to another identity of the model (``model_identity``)."""
         self._family.identity = identity
         self._led.identify(identity)
         self._family.fingerprint_hook(self, self._led.fingerprint)

@@ -24,19 +24,19 @@ from cacheblend_rag.text.chunk import Chunk
 KIND = "fill"
 """Of the idle jobs."""
 MOST_WAITING = 256
-"""Chunks that wait at most; the least missed one makes room, and is counted as dropped."""
+"""Length of the queue; if it is full, the least missed chunk is dropped."""
 MOST_AT_ONCE = 16
-"""Chunks of one document that are computed together at most."""
+"""Most chunks of one document that are computed together."""
 MOST_REFUSALS = 4096
-"""Chunks of which it is remembered that they were refused."""
+"""How many refused chunks are remembered."""
 FILLED: frozenset[MissReason | None] = frozenset({"not stored", "other model"})
-"""Why chunks were missed that are filled."""
+"""Miss reasons of chunks that are filled."""
 BEING_FILLED: MissReason = "not stored, being filled"
 
 
 @dataclass
 class _Wanted:
-    """A chunk that waits, and how many requests missed it."""
+    """A waiting chunk, and how many requests missed it."""
 
     chunk: Chunk
     misses: int = 1
@@ -72,7 +72,7 @@ class Filling:
         return replace(answer, report=replace(answer.report, chunks=told))
 
     def report(self) -> FillReport:
-        """Return what was done so far."""
+        """Return the counts so far."""
         with self._lock:
             done = self._tally.report(self._seconds, 0)
             return FillReport(
@@ -86,13 +86,13 @@ class Filling:
             )
 
     def _seen(self, told: ChunkReport, missed: tuple[KVKey, Chunk] | None) -> ChunkReport:
-        """Queue one chunk if it was missed; returns its report, which says so."""
+        """Queue one chunk if it was missed; returns its updated report."""
         if missed is None or told.reason not in FILLED or not self._want(*missed):
             return told
         return replace(told, reason=BEING_FILLED) if told.reason == "not stored" else told
 
     def _want(self, key: KVKey, chunk: Chunk) -> bool:
-        """Queue a chunk unless it is there already; returns whether it is going to be filled."""
+        """Queue a chunk unless it is queued; returns whether it will be filled."""
         if not self._index_time.has(chunk):
             return False
         with self._lock:
@@ -158,7 +158,7 @@ class Filling:
                 self._queue()
 
     def _take(self) -> list[Chunk]:
-        """Take what was missed most, of equals the latest, with what waits of its document."""
+        """Take the most missed chunk, the latest of equals, and others of its document."""
         with self._lock:
             first = max(reversed(self._waiting), key=self._misses)
             others = (key for key in self._waiting if self._is_related(key, first))
@@ -167,7 +167,7 @@ class Filling:
             return sorted(self._at_work.values(), key=lambda chunk: len(chunk.context))
 
     def _is_related(self, key: KVKey, first: KVKey) -> bool:
-        """Whether two chunks that wait, not the same one, are of one document."""
+        """Whether two different waiting chunks belong to one document."""
         one, other = self._waiting[key].chunk, self._waiting[first].chunk
         here, there = (chunk.document_id for chunk in (one, other))
         same = here is not None and here == there and one.collection == other.collection
@@ -175,16 +175,16 @@ class Filling:
 
 
 class _Refusals:
-    """Chunks that could not be stored: each is tried again after twice as many misses as before.
+    """Chunks that could not be stored: each retry needs twice as many misses as the one before.
 
-    A store that is full, or keeps what is asked for more often, would have them computed in vain.
+    Otherwise a full store, which keeps more popular chunks, would have them computed in vain.
     """
 
     def __init__(self) -> None:
         self._barred: dict[KVKey, tuple[int, int]] = {}
 
     def note(self, keys: Iterable[KVKey]) -> None:
-        """Note that chunks were refused."""
+        """Record refused chunks."""
         for key in keys:
             after, _ = self._barred.pop(key, (1, 0))
             self._barred[key] = (2 * after, after)

@@ -26,7 +26,7 @@ from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry
 
 FORGOTTEN = Reason(ReasonCode.FORGOTTEN, "forgotten meanwhile")
-"""Of chunks whose KV was dropped again, as another writer no longer has them."""
+"""The reason for chunks whose KV was dropped again, since another writer has removed them."""
 TOO_LONG = Reason(ReasonCode.TOO_LONG, "longer than the context window")
 
 
@@ -88,7 +88,7 @@ class IndexTime:
         return tally.report(time.perf_counter() - started, replaced)
 
     def fill(self, chunks: Sequence[Chunk]) -> Generator[Stored, None, None]:
-        """Store chunks in idle time; those that are forgotten by then, or meanwhile, are not."""
+        """Store chunks in idle time, without those that are forgotten by then or meanwhile."""
         with working():
             self._backend._refresh()
             known = [chunk for chunk in chunks if self._known.has(chunk)]
@@ -141,7 +141,7 @@ class IndexTime:
     def _stored(
         self, chunks: Iterable[Chunk], refusal: Reason | None, verify: bool
     ) -> Generator[Stored, None, None]:
-        """Store chunks; yields what became of them, a few at a time."""
+        """Store chunks; yields results, a few at a time."""
         plans, done = self._admitted(chunks, refusal)
         yield done
         if plans and verify:
@@ -155,7 +155,7 @@ class IndexTime:
     def _admitted(
         self, chunks: Iterable[Chunk], refusal: Reason | None
     ) -> tuple[list[ChunkPlan], Stored]:
-        """Return the distinct chunks that can be stored, and what became of the others."""
+        """Return the distinct chunks that can be stored, and the results of the others."""
         plans: dict[KVKey, ChunkPlan] = {}
         refused: Counter[Reason] = Counter()
         admitted = 0
@@ -169,7 +169,7 @@ class IndexTime:
         return list(plans.values()), Stored(skipped=admitted - len(plans), refused=refused)
 
     def _unfit(self, plan: ChunkPlan) -> Reason | None:
-        """Say why a chunk cannot be computed, or None."""
+        """Return why a chunk cannot be computed, or None."""
         if not plan.token_ids:
             return EMPTY
         behind = plan.context if self._lead_in.name == "document" else ()

@@ -34,7 +34,7 @@ class Lifetime:
         return not was_closed
 
     def check(self) -> None:
-        """Raise ConfigError once the engine is closed, or in a process that was forked."""
+        """Raise ConfigError if the engine is closed, or in a forked process."""
         if not self.is_open:
             raise ConfigError(CLOSED)
         if self.is_forked:

@@ -1,4 +1,4 @@
-"""PromptPreparer: from a prompt to tokens, and to the chunks in it with the keys of their KV."""
+"""Prepares a prompt: its tokens, and the chunks in it with the keys of their KV."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class PreparedPrompt:
         text: the whole prompt.
         encoded: its tokens, and where chunks stand.
         placed: the chunks in it, in order, with the keys that their KV is stored under.
-        unmatched: reports of chunks that do not stand in it as such.
+        unmatched: reports of expected chunks that were not found in it.
         room: tokens that an answer may have within the context window, at least 1.
-        seconds: what preparing took.
-        expects_chunks: whether known or hinted chunks are to stand in it.
+        seconds: duration of preparing.
+        expects_chunks: whether known or hinted chunks are expected in it.
     """
 
     source: str | BlendPrompt | Sequence[Message]
@@ -74,7 +74,7 @@ PromptLike = str | BlendPrompt | Sequence[Message] | PreparedPrompt
 
 @dataclass(frozen=True)
 class PromptPreparer:
-    """Cuts prompts at the chunks that a registry knows, and tokenizes them.
+    """Splits prompts at registered chunks, and tokenizes them.
 
     context_window: tokens of a prompt and its answer together.
     """
@@ -132,7 +132,7 @@ class PromptPreparer:
         return BlendPrompt.from_messages(prompt, self.registry, self.tokenizer, hints)
 
     def _unmatched(self, prompt: EncodedPrompt, hints: Sequence[Chunk | str]) -> list[ChunkReport]:
-        """Report chunks that do not stand in the prompt by themselves, or not word for word."""
+        """Report chunks that are inseparable from the text beside them, or altered."""
         present = {span.chunk.text for span in prompt.spans}
         present |= {chunk.text for chunk in prompt.inseparable}
         reports = [self._missed(chunk, "inseparable") for chunk in prompt.inseparable]

@@ -17,7 +17,7 @@ class Reservation:
         self._of, self.size = of, 0
 
     def give_back(self, _: object = None) -> None:
-        """Give it back, if that was not done; fit to be told that a future is done."""
+        """Release it, once; can be used as a future's done callback."""
         self._of.regain(self)
 
     def __del__(self) -> None:
@@ -32,9 +32,9 @@ class Budget:
         self.left, self._lock = size, threading.RLock()
 
     def take(self, size: int, *, anyway: bool = False) -> Reservation | None:
-        """Take so much of it; None where there is less.
+        """Reserve an amount; None if there is less left.
 
-        anyway: also where there is less, since it is needed now.
+        anyway: reserve it even if there is less left, since it is needed now.
         """
         taken = Reservation(self)
         with self._lock:
@@ -46,7 +46,7 @@ class Budget:
         return taken
 
     def regain(self, taken: Reservation) -> None:
-        """Have back what was taken."""
+        """Return a reserved amount."""
         with self._lock:
             self.left += taken.size
             taken.size = 0

@@ -177,10 +177,10 @@ def _check_scales(span: Span | None, precision: Precision, shape: tuple[int, ...
 
 
 def check_seal(metadata: Mapping[str, str], seal: Mac) -> None:
-    """Check that an object is vouched for in the way that is asked for."""
+    """Check that an object is signed with the store's kind of MAC."""
     found = metadata["seal"]
     if found not in SEALS:
-        raise DamagedChunkError(f"is sealed in no known way ({found!r:.40})")
+        raise DamagedChunkError(f"has an unknown kind of digest ({found!r:.40})")
     if found == seal.name:
         return
     if seal.by_key:

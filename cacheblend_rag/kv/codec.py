@@ -1,4 +1,4 @@
-"""Chunk KV to bytes and back: one safetensors object a chunk, checked before it is trusted.
+"""Encodes chunk KV as one safetensors object per chunk, and checks it when decoding.
 
 Layout: the safetensors header (8 bytes of length, JSON), then ``prior`` where there is
 one, ``scales`` where numbers are stored in a byte, then ``kv``: (layers, 2, kv_heads, tokens,
@@ -150,8 +150,8 @@ class Head:
 class EncodedChunk:
     """A chunk as one safetensors object, whose digests are taken when its head is asked for.
 
-    So whoever can writes the body at its place meanwhile. Layers that are on the CPU, contiguous
-    and stored as they are, are not copied. body: its bytes in order. head_bytes: those before.
+    So a caller can write the body at its offset meanwhile. Layers that are on the CPU, contiguous
+    and stored unchanged, are not copied. body: its bytes in order. head_bytes: size of the head.
 
     kv: of the form that it promises. check: looks at its numbers where nobody has; it is called
     when the head is asked for, and what it raises is raised there. written_at: when the chunk was
@@ -193,7 +193,7 @@ class EncodedChunk:
         self.nbytes = self.head_bytes + sum(part.nbytes for part in self.body)
 
     def head(self) -> bytes:
-        """Return what stands before the body, once the numbers are checked."""
+        """Return the bytes before the body, after checking the numbers."""
         self._check()
         layers = "".join(self._seal.digest(*parts) for parts in self._layers)
         metadata = {**self._metadata, "layers": layers}
@@ -214,7 +214,7 @@ def encode(key: KVKey, kv: ChunkKV, seal: Mac = CHECKSUM) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Mac = CHECKSUM) -> ChunkKV:
-    """Read what ``encode`` wrote, unpacked. The tensors share ``data`` where they can.
+    """Read what ``encode`` wrote, unpacked. The tensors share the memory of ``data`` if possible.
 
     Raises DamagedChunkError, or ForeignChunkError when it is another key's or format's.
     """
@@ -254,7 +254,7 @@ def read_head(
 
 
 def _layers_of(kv: StoredKV) -> list[list[memoryview]]:
-    """Return each layer's bytes: one part where its keys and values lie side by side, else two."""
+    """Return each layer's bytes: one part if keys and values are adjacent in memory, else two."""
     if isinstance(kv, PackedKV):
         return [[_bytes_of(codes.contiguous())] for codes in kv.codes.cpu()]
     keys, values = kv.keys.detach().cpu(), kv.values.detach().cpu()

@@ -19,7 +19,7 @@ from cacheblend_rag.kv.tiers import Tier
 SWEEP_SECONDS = 1.0
 """How often a part of each near tier is looked through for what is past its time."""
 CLOCK_SKEW_SECONDS = 300.0
-"""How far machines' clocks may lie apart: what is written later than that is expired, too."""
+"""Tolerated clock difference between machines: chunks further in the future are expired."""
 
 
 class Expiry:
@@ -34,7 +34,7 @@ class Expiry:
         self._swept_at = time.monotonic()
 
     def is_past(self, tier: Tier, key: KVKey, written_at: float) -> bool:
-        """Whether a chunk is past its time; one of no time, or of a later one than now, is, too."""
+        """Whether a chunk has expired; one without a time, or from the future, has, too."""
         if tier.ttl_seconds is None:
             return False
         in_time = -CLOCK_SKEW_SECONDS <= time.time() - written_at <= tier.ttl_seconds

@@ -21,7 +21,7 @@ class DamagedObject:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What verify did. checked: objects read. expired: removed as past their time to live."""
+    """The result of verify. checked: objects read. expired: removed as past their time to live."""
 
     checked: int
     expired: int

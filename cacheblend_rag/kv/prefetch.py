@@ -15,7 +15,7 @@ from cacheblend_rag.kv.whole_chunks import WholeChunks
 
 PREFETCH_THREADS = 2
 ASKED_AT_ONCE = 64
-"""Chunks that tiers are asked for together before they are prefetched."""
+"""Chunks that are looked up together before they are prefetched."""
 
 
 class Prefetch:
@@ -68,7 +68,7 @@ class Prefetch:
                 self._chunks.get_many([key], promote=True)
 
     def _is_kept(self, key: KVKey, nbytes: int) -> bool:
-        """Whether memory that lacks a chunk would keep it; without memory there is none to ask."""
+        """Whether a memory tier without a chunk would keep it; True without memory tiers."""
         memory = [tier for tier in self._tiers if tier.keeps_found and not tier.durable]
         lacking = [tier for tier in memory if not tier.contains(key)]
         return not memory or any(tier.would_take(key, nbytes) for tier in lacking)

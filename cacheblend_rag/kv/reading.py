@@ -22,9 +22,9 @@ from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers import Tier
 
 FETCHED_AHEAD = 32
-"""Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
+"""Chunks that all running prompts may read ahead; they take memory besides the tiers'."""
 ROOM_AHEAD_BYTES = 512 << 20
-"""Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
+"""Bytes of layers that all running prompts may read ahead, besides the tiers' memory."""
 
 _KEEPING = [Way(True, unpacks) for unpacks in (True, False)]
 _WAYS = [*_KEEPING, *(Way(False, unpacks) for unpacks in (True, False))]
@@ -54,7 +54,7 @@ class SharedReads:
         return self._opening.begin(key, way)
 
     def see(self, keys: Iterable[KVKey]) -> None:
-        """Tell all tiers what is asked for: the fastest have it, the others keep it, too."""
+        """Count accesses in all tiers, so that slower ones keep popular chunks, too."""
         seen = list(dict.fromkeys(keys))
         for tier in self._tiers:
             tier.see(seen)
@@ -65,9 +65,9 @@ class SharedReads:
 
     @contextmanager
     def changing(self, key: KVKey) -> Iterator[None]:
-        """Around what stores or removes a chunk: nobody joins those who read what was there.
+        """Wrap a change of a chunk, so that new readers do not join reads of the old version.
 
-        Before it, and behind it once more: who looked meanwhile may have seen either.
+        Before the change and once more after it: a reader in between may have seen either version.
         """
         self._part_with(key)
         try:

@@ -1,4 +1,4 @@
-"""TieredKVStore: chunk KV in several tiers, fastest first, looked up and stored as one."""
+"""The KV store: chunk KV in several tiers, fastest first, behind one interface."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class TieredKVStore:
 
     Args:
         tiers: from fastest to slowest, each with a name of its own.
-        ttl_seconds: age since it was first stored at which a chunk is gone, None is never; a tier's
-            own policy may say less.
-        precision: to which the numbers of what is put are rounded, see kv/precision.py.
-        seal: what vouches for stored bytes, see kv/mac.py.
+        ttl_seconds: time after which a stored chunk expires, None is never; a tier's own policy
+            may set less.
+        precision: to which numbers are rounded when stored, see kv/precision.py.
+        seal: the MAC of stored bytes, see kv/mac.py.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
@@ -62,8 +62,8 @@ class TieredKVStore:
         tiers, ttl_seconds, precision, seal: as given.
         reads, prefetching: what prompts are reading now, and what is loaded ahead of them.
         expiry, locks: what removes chunks past their time; chunks that somebody is at work on.
-        access_log: where it is noted what prompts ask for, or None.
-        speeds: how fast tiers were read lately, noted by whoever waits for them.
+        access_log: the log of chunks that prompts ask for, or None.
+        speeds: recent read speeds of tiers, measured by the readers.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TieredKVStore:
         _stores.add(self)
 
     def _begin_threads(self) -> None:
-        """Make all that threads share, in a new store and in a process that was forked."""
+        """Create locks and threads, in a new store and in a forked process."""
         self.locks = KeyLocks()
         self._threads = TierThreads(self.tiers)
         self._closing = threading.Event()
@@ -168,14 +168,14 @@ class TieredKVStore:
         return store
 
     def follow(self, log: AccessLog) -> None:
-        """Note in ``log`` what prompts find here, and prefetch what it says most asked for."""
+        """Write found chunks to ``log``, and prefetch those that it shows as most requested."""
         self.access_log = log
         most_used = partial(log.most_used, self._closing.is_set)
         self.prefetching.submit(lambda: self.prefetching.begin(most_used()))
 
     @property
     def read_only(self) -> bool:
-        """Whether a tier is only read, so that nothing is stored or evicted for good."""
+        """Whether a tier is read-only, so that nothing is stored or evicted permanently."""
         return any(tier.policy.read_only for tier in self.tiers)
 
     def contains(self, key: KVKey) -> bool:
@@ -238,9 +238,9 @@ class TieredKVStore:
         unpack: bool = True,
         threshold: Threshold | None = None,
     ) -> LayerSource:
-        """Begin to read chunks, to be taken layer by layer; returns at once.
+        """Begin to read chunks layer by layer; returns at once.
 
-        Whoever reads the same chunk at the same time reads it together.
+        Concurrent reads of the same chunk are shared.
 
         Args:
             keys: the chunks of one prompt.
@@ -251,7 +251,7 @@ class TieredKVStore:
                 them as chunks are found.
 
         Returns:
-            What hands the layers out; to be closed by whoever may not take them all.
+            The source of the layers; close it unless all are taken.
         """
         self.expiry.sweep_now_and_then()
         keys, found = list(keys), None
@@ -287,9 +287,9 @@ class TieredKVStore:
         return taken
 
     def put_computed(self, key: KVKey, kv: ChunkKV) -> PutResult:
-        """Store what a model computed: as put, but NaN and infinity are refused, not an error.
+        """Store computed KV: as put, but NaN and infinity are refused instead of raising.
 
-        A model whose activations overflow in 16 bits computes such.
+        They occur in models whose activations overflow in 16 bits.
 
         Args:
             key: the name it is stored under.
@@ -315,7 +315,7 @@ class TieredKVStore:
         return any(evicted)
 
     def forget(self, keys: Iterable[KVKey]) -> None:
-        """Remove chunks from this process' memory alone: others have evicted them elsewhere.
+        """Remove chunks from this process' memory only: others have evicted them elsewhere.
 
         Args:
             keys: chunks, stored or not.
@@ -346,7 +346,7 @@ class TieredKVStore:
         return sum(self.evict(key) for key in doomed)
 
     def evict_expired(self) -> int:
-        """Remove the copies past their time to live from all tiers; returns how many."""
+        """Remove expired copies from all tiers; returns how many."""
         return self.expiry.remove_all()
 
     def pin(self, *keys: KVKey) -> None:
@@ -368,7 +368,7 @@ class TieredKVStore:
         return set[KVKey]().union(*(tier.pinned() for tier in self.tiers))
 
     def promote(self, key: KVKey) -> bool:
-        """Bring a chunk into the fastest tier; returns whether it is there now."""
+        """Copy a chunk into the fastest tier; returns whether it is there now."""
         with self.locks.held(key):
             self._chunks.get_many([key], promote=True)
             return self.tiers[0].contains(key)
@@ -385,7 +385,7 @@ class TieredKVStore:
         return list(self.entries())
 
     def entries(self) -> dict[KVKey, Entry]:
-        """Return what is known of each stored chunk, from the fastest tier that holds it."""
+        """Return the entry of each stored chunk, from the fastest tier that holds it."""
         return {
             key: entry
             for tier in reversed(self.tiers)
@@ -405,11 +405,11 @@ class TieredKVStore:
     def verify(
         self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> VerifyReport:
-        """Read every object in durable tiers through, after removing expired ones.
+        """Read and check every object in durable tiers, after removing expired ones.
 
         Args:
             repair: quarantine what is damaged.
-            progress: called with objects done and in all.
+            progress: called with the number of objects done and the total.
 
         Returns:
             How many were read and expired, and which are damaged.
@@ -419,7 +419,7 @@ class TieredKVStore:
         return VerifyReport(checked, expired, damaged)
 
     def close(self) -> None:
-        """Stop reading ahead, write what waits for it and let go of memory.
+        """Stop reading ahead, write queued chunks and free memory.
 
         The store must not be used afterwards.
         """

@@ -13,7 +13,7 @@ from cacheblend_rag.kv.packed_kv import StoredKV
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a tier knows of a stored chunk without reading it; times are Unix seconds."""
+    """A tier's record of a stored chunk, known without reading it; times are Unix seconds."""
 
     nbytes: int
     written_at: float
@@ -39,7 +39,7 @@ class StoredChunk:
 
 
 Read = StoredChunk | StoreError | None
-"""What reading one of several chunks came to: there, unusable or out of reach, absent."""
+"""The result of reading one of several chunks: the chunk, an error, or None if absent."""
 
 
 def first_stored_at(told: float | None) -> float:

@@ -24,7 +24,7 @@ class Got:
 
     @property
     def lookup(self) -> Lookup:
-        """The same with the chunk's numbers, for whoever asked."""
+        """The same with the chunk unpacked."""
         return self.told if self.chunk is None else replace(self.told, kv=unpacked(self.chunk.kv))
 
 

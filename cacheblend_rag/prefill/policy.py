@@ -1,4 +1,4 @@
-"""When blending a prompt is not worth it: the rule and its words, for every engine."""
+"""The rule for prompts with too few reusable tokens to blend, and its reasons."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ def missed(found: Sequence[ChunkReport], reason: MissReason) -> list[ChunkReport
 
 
 def too_little(reusable: int, least: int) -> tuple[Reason, MissReason | None] | None:
-    """Return why so few tokens are not worth blending, and what to say of their chunks.
+    """Return why so few tokens are not worth blending, and the miss reason of their chunks.
 
-    reusable: tokens of chunks that are stored, or known to be there. least: ``min_tokens``. None
-    when they are worth it; no word of the chunks leaves the reason to the store.
+    reusable: tokens of chunks that are stored. least: ``min_tokens``. None if blending is worth it;
+    without a miss reason the store gives it.
     """
     if reusable == 0:
         return NOT_STORED, None

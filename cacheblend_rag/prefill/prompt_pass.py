@@ -1,4 +1,4 @@
-"""PromptPass: choose rows of a prompt, recompute them, a step at a time, while its KV is read."""
+"""Blends a prompt in steps: chooses rows and recomputes them while its chunk KV is read."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from cacheblend_rag.trace import Trace
 CONTEXT_KEPT = Reason(
     ReasonCode.CONTEXT_KEPT, "nothing to recompute: the chunks know their own documents"
 )
-"""Of a blend whose every chunk is contextual: fresh KV would forget its document."""
+"""The reason if all chunks are contextual, since recomputing would lose their context."""
 FASTER_WITHOUT = Reason(ReasonCode.SLOW, "ordinary prefill is faster")
 """Of a prompt of which another rank decided to load nothing."""
 
 
 @dataclass
 class FusedPrompt:
-    """A prompt's KV, and how it came to be.
+    """A prompt's KV, and facts on its pass.
 
     hidden: the last token's final hidden state (1, 1, hidden), None when it was not asked for.
     selector: the rule that chose rows. selector_reason: why not the one of the config, if so.
@@ -160,9 +160,9 @@ class PromptPass:
         return NotWorthLoading(why, self._reports(laying)) if why else None
 
     def _decide(self, laying: ChunkLoader) -> Reason | None:
-        """Choose by measured speeds what to load and recompute; why nothing is to be loaded, if so.
+        """Choose by measured speeds what to load and recompute; returns why nothing is loaded.
 
-        The first rank decides for all.
+        None if something is. The first rank decides for all.
         """
         found = [chunk for chunk in laying.chunks if chunk.is_used]
         if self.controller is None or not found:
@@ -181,7 +181,7 @@ class PromptPass:
         return None if any(kept) else decided.why or FASTER_WITHOUT
 
     def _measure(self, done: FusedPrompt) -> None:
-        """Note what reading and computing took; others' turns are spread over all of the pass."""
+        """Record the times of reading and computing, without other requests' steps."""
         if self.controller is not None:
             own, all_ = self.own_seconds() - self._own_began, time.perf_counter() - self._began
             seconds = done.seconds["recompute"] * own / max(all_, own, 1e-9)
@@ -196,7 +196,7 @@ class PromptPass:
         return FusedKV(geometry, tokens, self.reserve)
 
     def _blended(self, laying: ChunkLoader) -> Steps[FusedPrompt]:
-        """Run the pass over the chunks that are there; raises LostChunkError."""
+        """Run the pass over the available chunks; raises LostChunkError."""
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
         candidates, has_prior = self._candidates(laying, schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
@@ -242,12 +242,12 @@ class PromptPass:
         return [_report(placed, chunk) for placed, chunk in pairs]
 
     def _charge(self, laying: ChunkLoader, phase: str) -> None:
-        """Charge the time since the last reading to a phase, but for that of loading in it."""
+        """Add the time since the last reading to a phase, without the time of loading in it."""
         self.watch.lap(phase)
         self.watch.move(laying.taken_seconds(), phase, "load")
 
     def _candidates(self, laying: ChunkLoader, schedule: Schedule) -> tuple[Candidates, bool]:
-        """Return what is known of the prompt's tokens, and whether any has a prior."""
+        """Return the candidates among the prompt's tokens, and whether any has a prior."""
         priors = [chunk.head.prior if chunk.head else None for chunk in laying.chunks]
         ranked = on_all_ranks(self.stack, [prior is not None for prior in priors])
         known = Candidates.none(self.token_ids.numel())
@@ -274,9 +274,9 @@ class PromptPass:
     def _workable(
         self, schedule: Schedule, candidates: Candidates, has_prior: bool
     ) -> tuple[Schedule, str, Reason | None]:
-        """Replace a schedule that this prompt gives nothing to go by.
+        """Replace a schedule whose selector lacks its input in this prompt.
 
-        Returns it with its selector's name, and why that is not the config's, if so.
+        Returns the schedule, its selector's name, and why that is not the config's, if so.
         """
         name = self.config.selector
         if schedule.recomputes_all:
@@ -307,13 +307,13 @@ class PromptPass:
 
 
 def _stored_part(placed: PlacedChunk, chunk: LaidChunk) -> StoredPart:
-    """What the controller is to know of a chunk; what is in memory takes no reading."""
+    """Return a chunk's size and tier for the controller; chunks in memory need no reading."""
     nbytes = 0 if chunk.head is None else chunk.head.layers * chunk.head.layer_bytes
     return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, placed.protected)
 
 
 def _report(placed: PlacedChunk, chunk: LaidChunk) -> ChunkReport:
-    """Say what became of a chunk; of one that only other ranks lack, that it is not stored."""
+    """Return a chunk's report; a chunk that only other ranks lack is not stored."""
     if chunk.is_used or chunk.reason:
         return placed.report(chunk.reason, chunk.tier)
     return placed.report("not stored")

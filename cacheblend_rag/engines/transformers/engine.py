@@ -1,4 +1,4 @@
-"""TransformersEngine: precompute, blend and answer on any Hugging Face decoder, in process."""
+"""The embedded engine: precomputes, blends and answers on any Hugging Face decoder, in process."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 
 ASYNC_THREADS = 32
 MODEL_CHANGED = Reason(ReasonCode.MODEL_CHANGED, "the model changed meanwhile")
-"""Of chunks that were computed while other adapters or weights were put in its place."""
+"""The reason for chunks that were computed while adapters or weights were changed."""
 NOT_COMPUTED = Reason(ReasonCode.NO_ROOM, NO_ROOM)
 """Of chunks that there was no memory to compute."""
 
@@ -82,8 +82,8 @@ NOT_COMPUTED = Reason(ReasonCode.NO_ROOM, NO_ROOM)
 class TransformersEngine(Engine):
     """The embedded engine.
 
-    Requests take turns, one layer or decode step at a time, also those of other engines around the
-    same model. Nothing else may use the model meanwhile.
+    Requests take turns, one layer or decode step at a time, including those of other engines around
+    the same model. Nothing else may use the model meanwhile.
 
     Attributes:
         model: the loaded model.
@@ -107,7 +107,7 @@ class TransformersEngine(Engine):
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> None:
-        """Load a model, and try whether it can be blended.
+        """Load a model, and test whether it can be blended.
 
         Args:
             model: a name (``smollm2``, ``demo``, a GGUF file, a folder in hub format, a hub name),
@@ -174,13 +174,13 @@ class TransformersEngine(Engine):
         )
 
     def _take(self, tried: TriedModel) -> None:
-        """Use the stack, the ordinary prefill and the controller that a trial of the model made."""
+        """Use the stack, the ordinary prefill and the controller of a tested model."""
         self._tried = tried
         self._stack, self._blend_refusal = tried.stack, tried.refusal
         self._ordinary, self._controller = tried.ordinary, tried.controller
 
     def _refresh(self) -> None:
-        """Go by the model as it is now: its weights and adapters may have changed."""
+        """Detect changes of the model's weights and adapters."""
         # Under a lock: no thread may work with new adapters under the old fingerprint.
         with self._refreshing:
             tried = self._watched.tried()
@@ -283,9 +283,9 @@ class TransformersEngine(Engine):
         yield Delta(rest, tell(text.text, text.token_ids, reason, prefilled.report).generation)
 
     def _renewed(self, request: Request) -> Request:
-        """Return a request with its chunks' keys as the model is now.
+        """Return a request with its chunks' keys for the model's current state.
 
-        It may have been prepared before other adapters were put in effect.
+        Adapters may have been changed after it was prepared.
         """
         self._refresh()
         prepared, fingerprint = request.prepared, self._led.fingerprint
@@ -298,9 +298,9 @@ class TransformersEngine(Engine):
         return replace(request, prepared=replace(prepared, placed=placed))
 
     def _prefilled(self, request: Request) -> Prefilled | None:
-        """Prefill, blended where there is something to reuse; None when cancelled meanwhile.
+        """Prefill, blended if there is something to reuse; None if cancelled meanwhile.
 
-        The store is asked, and waited for, while others may have the model.
+        Other requests may use the model while this one waits for the store.
         """
         chunks = PromptChunks(request.prepared, self.store)
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
@@ -315,7 +315,7 @@ class TransformersEngine(Engine):
     def _blended(
         self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
     ) -> Prefilled | NotWorthLoading | None:
-        """Prefill by a blend pass; one that finds no memory is given up, and all it held freed."""
+        """Prefill by a blend pass; one that runs out of memory is abandoned and freed."""
         try:
             return self._run_pass(stack, request, chunks, reserve)
         except Exception as error:
@@ -359,7 +359,7 @@ class TransformersEngine(Engine):
         return PrefillReport(why, chunks=[chunk.report(UNSUPPORTED) for chunk in placed])
 
     def _tokens(self, request: Request, prefilled: Prefilled) -> Iterator[int]:
-        """Draw at most max_tokens tokens, each decoded from the one before it."""
+        """Sample at most max_tokens tokens, one per decode step."""
         watch = Stopwatch(prefilled.logits.device, prefilled.seconds, prefilled.starts)
         sampler = Sampler(request.sampling, prefilled.logits.device)
         token_ids, logits = list(request.prepared.token_ids), prefilled.logits
@@ -388,7 +388,7 @@ class TransformersEngine(Engine):
         return self._kept(plans, in_idle_turns(self._turns, steps))
 
     def _kept(self, plans: Sequence[ChunkPlan], steps: Computed) -> Generator[Stored, None, None]:
-        """Store what the steps compute of some chunks."""
+        """Store the chunks that the steps compute."""
         yield Stored(skipped=sum(self.store.contains_many([plan.key for plan in plans])))
         for computed in steps:
             if computed is None:
@@ -409,7 +409,7 @@ class TransformersEngine(Engine):
                 yield Stored.after_put(put, kv.tokens)
 
     def _compute(self, plans: Sequence[ChunkPlan], alone: ComputeAlone) -> Computed:
-        """Compute the KV of all that is not stored, a layer or batch at a time."""
+        """Compute the KV of chunks that are not stored, a layer or batch at a time."""
         stack, in_document = cast(TransformersStack, self._stack), self.lead_in.kind == "document"
         return compute_chunks(
             stack, plans, self.store, alone=alone, in_document=in_document, leaves_out=True

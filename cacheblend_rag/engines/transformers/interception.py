@@ -56,7 +56,7 @@ class Interception:
 
     @contextmanager
     def implementation(self, name: str) -> Iterator[None]:
-        """Put an attention implementation of ours in force."""
+        """Activate one of our attention implementations."""
         before = [config._attn_implementation for config in self._configs]
         try:
             for config in self._configs:
@@ -79,7 +79,7 @@ def _intercepted(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention: hands the call to whoever drives the layer on this thread."""
+    """The registered attention function: passes the call to this thread's runner of the layer."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(_active.layer, query, key, value, scaling, _active.window, softcap, s_aux)
     return _active.attend(call), None

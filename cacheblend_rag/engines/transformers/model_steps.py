@@ -19,7 +19,7 @@ from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.kv.fetch import LayerSource
 
 PATIENCE_SECONDS = 0.05
-"""Between two looks at whether a request that waits for its chunks was cancelled."""
+"""Seconds between checks whether a request that waits for its chunks was cancelled."""
 
 _locks: WeakKeyDictionary[PreTrainedModel, PriorityLock] = WeakKeyDictionary()
 _locks_lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""Prefill: from a prompt's tokens to a filled cache and first logits, blended or ordinary."""
+"""Prefills a prompt, blended or ordinary: fills a cache and returns the first logits."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from cacheblend_rag.settings import BlendConfig
 
 @dataclass
 class Prefilled:
-    """A prompt's KV and what is known about how it came to be.
+    """A prompt's KV, and the report of its prefill.
 
-    cache: None where the model keeps nothing. logits: (1, vocabulary) float32 of the first new
+    cache: None if the model has none. logits: (1, vocabulary) float32 of the first new
     token. seconds, starts: by phase, those of ``report``, to which decoding adds its own.
     """
 
@@ -46,7 +46,7 @@ class Prefilled:
 def ordinary_prefill(
     ordinary: OrdinaryPrefill, token_ids: Sequence[int], reserve: int, report: PrefillReport
 ) -> Steps[Prefilled]:
-    """The model's own prefill; report: why it is asked, and what to say of chunks."""
+    """Run the model's own prefill; report: the reason, and the reports of chunks."""
     watch = Stopwatch(run_device(ordinary.model))
     cache, logits = ordinary.prefill(token_ids, reserve)
     watch.lap("recompute")
@@ -82,7 +82,7 @@ def blended_prefill(
     *,
     controller: Controller | None = None,
 ) -> Steps[Prefilled | NotWorthLoading]:
-    """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
+    """Load, select and recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.token_ids, device=stack.geometry.device)
     work = PromptPass(stack, ids, chunks.placed, source, config, reserve, controller=controller)
     try:

@@ -1,4 +1,4 @@
-"""Admission: what a full tier takes and what goes for it, by how often chunks are asked for.
+"""Admission and eviction by access frequency (TinyLFU).
 
 TinyLFU over the order of last use: a sketch counts how often keys were seen lately, stored or not,
 and a chunk takes the place of others only where it was seen more often. Libraries that do so
@@ -19,9 +19,9 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 LOOKED_AT = 32
-"""Least recently used chunks of which the least often seen go."""
+"""Number of least recently used chunks from which the least often seen ones are evicted."""
 SAMPLE = 16
-"""Sightings per chunk held after which counts are halved: old fame fades."""
+"""Accesses per held chunk after which counts are halved."""
 MOST = 255
 REMEMBERED_SECONDS = 10.0
 
@@ -31,16 +31,16 @@ _HALVED = bytes(count >> 1 for count in range(MOST + 1))
 
 
 class RefusedError(Exception):
-    """A tier's ``_save`` will not take a chunk; the message says why. Never leaves ``put``."""
+    """A tier's ``_save`` refuses a chunk; the message says why. ``put`` handles it."""
 
 
 class RejectedError(RefusedError):
-    """A full tier holds chunks that are asked for as often."""
+    """A full tier holds only chunks that are requested at least as often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A chunk that may have to go. seen: what its tier knows of its use besides the sketch."""
+    """A candidate for eviction. seen: accesses that its tier knows of besides the sketch."""
 
     key: KVKey
     nbytes: int
@@ -48,9 +48,9 @@ class Resident:
 
 
 class Sightings:
-    """About how often each key was seen lately: a count-min sketch that ages.
+    """Approximate recent access counts of keys: a count-min sketch with aging.
 
-    It counts too high where keys collide, never too low, and takes some bytes a chunk held,
+    It overcounts when keys collide, and never undercounts; it takes some bytes per held chunk,
     however many keys are seen.
     """
 
@@ -64,7 +64,7 @@ class Sightings:
         self._lock = threading.Lock()
 
     def add(self, key: KVKey) -> None:
-        """See a key once more."""
+        """Count one access of a key."""
         with self._lock:
             places = self._places(key)
             least = min(self._read(places))
@@ -76,12 +76,12 @@ class Sightings:
                 self._age()
 
     def count(self, key: KVKey) -> int:
-        """Return how often a key was seen lately."""
+        """Return the recent access count of a key."""
         with self._lock:
             return min(self._read(self._places(key)))
 
     def fit(self, held: int) -> None:
-        """Be wide enough for a tier that holds so many chunks; what was counted stays."""
+        """Grow for a tier that holds so many chunks; counts are kept."""
         with self._lock:
             while self._width < 2 * SAMPLE * held:
                 self._rows = [row + row for row in self._rows]
@@ -104,7 +104,7 @@ class Sightings:
 
 
 class Admission:
-    """Chooses what a full tier lets go of for a chunk, or turns the chunk away."""
+    """Chooses what a full tier evicts for a new chunk, or rejects the new chunk."""
 
     def __init__(self, policy: TierPolicy) -> None:
         self._counts = policy.admit == "frequency" and policy.capacity_bytes is not None
@@ -112,7 +112,7 @@ class Admission:
         self._turned_away, self._until = 0, 0.0
 
     def see(self, keys: Iterable[KVKey]) -> None:
-        """Count chunks as asked for, or stored, once more."""
+        """Count one access of each chunk."""
         if self._counts:
             for key in keys:
                 self._sightings.add(key)
@@ -120,7 +120,7 @@ class Admission:
     def victims(
         self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, spare: int, held: int
     ) -> list[Resident]:
-        """Return what goes so that a chunk of that key fits.
+        """Return the chunks to evict so that a new one fits.
 
         by_last_use: what may go, the least recently used first. excess: bytes that have to go.
         spare: bytes that go besides, so that not every put has to look. held: chunks in the tier.
@@ -143,19 +143,19 @@ class Admission:
         self._sightings.after_fork()
 
     def would_reject(self, key: KVKey) -> bool:
-        """Whether a chunk seen as often was turned away a moment ago; spares looking again."""
+        """Whether a chunk seen as often was just rejected, so that the search can be skipped."""
         lately = self._counts and time.monotonic() < self._until
         return lately and self._sightings.count(key) <= self._turned_away
 
     def forget_rejections(self) -> None:
-        """Look again at the next chunk: room was made."""
+        """Forget recent rejections, since room was made."""
         self._until = 0.0
 
     def _seen(self, one: Resident) -> int:
         return max(self._sightings.count(one.key), one.seen) if self._counts else 0
 
     def _check_worth(self, key: KVKey, victims: Sequence[Resident]) -> None:
-        """Turn a chunk away that is not asked for more often than what would go for it.
+        """Reject a chunk that is not requested more often than the ones it would displace.
 
         Chunks that were seen once tell nothing of themselves: there the newest is taken. Beyond
         that one sighting more is not enough: it is what lies between any two chunks of a loop,

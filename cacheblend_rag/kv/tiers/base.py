@@ -173,7 +173,7 @@ class Tier(TierContract):
             raise failed or error from error
 
     def see(self, keys: Iterable[KVKey]) -> None:
-        """Count chunks as asked for, wherever they are: what is seen often is kept."""
+        """Count accesses of chunks in any tier: often accessed chunks are kept."""
         self._admission.see(keys)
 
     def _get_stored(self, keys: Sequence[KVKey]) -> list[Read]:
@@ -199,12 +199,12 @@ class Tier(TierContract):
             return error
 
     def _settled(self, key: KVKey, found: Read | OSError) -> Read:
-        """Count what reading a chunk came to, and take one that is unusable out of sight."""
+        """Count the result of a read, and quarantine an unusable chunk."""
         self._counts.add("hits" if isinstance(found, StoredChunk) else "misses")
         return found if isinstance(found, StoredChunk) else self._failed(key, found)
 
     def _failed(self, key: KVKey, found: StoreError | OSError | None) -> StoreError | None:
-        """Take a chunk that is unusable out of sight; returns what to say of one, if there is."""
+        """Quarantine an unusable chunk; returns the error to report, if any."""
         if isinstance(found, UnsealedChunkError) and not self.seal.by_key:
             # It is sound to those who have the key, and theirs to remove.
             logger.warning("%s tier: %s is not read: %s", self.name, key, found)
@@ -246,7 +246,7 @@ class Tier(TierContract):
         return self._remove(key, "expired")
 
     def quarantine(self, key: KVKey, reason: str) -> None:
-        """Take an unusable chunk out of sight, and count it; what is read only stays as it is."""
+        """Move an unusable chunk out of use and count it; a read-only tier leaves it in place."""
         if self.policy.read_only:
             logger.warning("%s tier: %s cannot be used: %s", self.name, key, reason)
             return
@@ -352,7 +352,7 @@ class Tier(TierContract):
         }
 
     def drain(self) -> None:
-        """Take nothing more, and write what waits; what cannot be within a minute is lost."""
+        """Accept no more puts, and write the queue for at most a minute; the rest is lost."""
         chunks, nbytes = (0, 0) if self._queue is None else self._queue.close()
         if chunks:
             self._counts.add("dropped", chunks)
@@ -364,7 +364,7 @@ class Tier(TierContract):
             )
 
     def after_fork(self) -> None:
-        """Begin anew in a forked process, which has none of its parent's threads.
+        """Reset locks and threads in a forked process, which has none of its parent's threads.
 
         Locks that those held are held for ever there; what waits to be written is the parent's to
         write.
@@ -386,7 +386,7 @@ class Tier(TierContract):
 
 
 def _side_by_side(do: Callable[[KVKey], T], keys: Sequence[KVKey], at_once: int) -> list[T]:
-    """Return what ``do`` makes of each key, so many at once."""
+    """Return the results of ``do`` for all keys, computed with so many threads."""
     threads = min(at_once, len(keys))
     if threads <= 1:
         return [do(key) for key in keys]

@@ -17,7 +17,7 @@ from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a tier holds now."""
+    """A tier's current number of chunks and bytes."""
 
     entries: int
     nbytes: int
@@ -62,7 +62,7 @@ class TierContract(ABC):
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Go through all stored chunks, in no given order; never on a request's way."""
+        """Yield all stored chunks in any order; never called during a request."""
 
     @abstractmethod
     def usage(self) -> Usage:
@@ -92,7 +92,7 @@ class TierContract(ABC):
         return None if found is None else WholeReader(found.kv, found.written_at)
 
     def _set_aside(self, key: KVKey, reason: str) -> None:
-        """Keep the bytes for inspection where that is possible; here they are dropped."""
+        """Keep the bytes for inspection if possible; by default they are dropped."""
         self._drop(key)
 
     def some_entries(self) -> Iterable[tuple[KVKey, Entry]]:
@@ -104,7 +104,7 @@ class TierContract(ABC):
         return ()
 
     def check(self, key: KVKey) -> str | None:
-        """Read a stored chunk through; returns what is wrong with it, None when sound or gone."""
+        """Check a stored chunk; returns what is wrong with it, None if it is sound or gone."""
         return None
 
     def has_relative(self, key: KVKey) -> bool:
@@ -115,7 +115,7 @@ class TierContract(ABC):
         return False
 
     def would_take(self, key: KVKey, nbytes: int) -> bool:
-        """Whether a chunk of so many bytes would be stored, as far as can be told at once."""
+        """Whether a chunk of so many bytes would probably be stored."""
         return True
 
     def release(self) -> int:
@@ -126,4 +126,4 @@ class TierContract(ABC):
         return 0
 
     def close(self) -> None:  # noqa: B027 - most tiers have nothing to let go of
-        """Let go of memory, files and connections."""
+        """Free memory, files and connections."""

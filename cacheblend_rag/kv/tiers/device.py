@@ -1,4 +1,4 @@
-"""Chunk KV in an accelerator's own memory: found there, it crosses no bus."""
+"""Chunk KV in an accelerator's memory, which needs no copy over the bus."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chunk KV in files, one a chunk, in a folder that several processes may share.
+"""Chunk KV in files, one per chunk, in a folder that several processes may share.
 
 Layout: ``<a>/<b>/<key>.safetensors``, where a and b are the chunk id's first hex digits;
 ``quarantine/`` for unusable files, each beside a ``.reason``; ``usage`` (entries and bytes),
@@ -51,10 +51,10 @@ STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
 SAME_USE_SECONDS = 60.0
-"""How long a chunk may take from being computed to its file."""
+"""Most seconds between computing a chunk and creating its file."""
 LATELY_SECONDS = 86_400.0
 SWEPT_FOLDERS = 4
-"""Folders of 256 that are looked through at a time for chunks past their time."""
+"""How many of the 256 folders are searched at a time for expired chunks."""
 
 _HEX = "0123456789abcdef"
 
@@ -67,7 +67,7 @@ class _File:
 
 
 class DiskTier(BytesTier):
-    """Chunk KV as files; what is asked for least goes first.
+    """Chunk KV as files; the least requested chunks are evicted first.
 
     capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
     fsync: wait until each file has reached the disk; without it a power cut may cost recent chunks,
@@ -204,7 +204,7 @@ class DiskTier(BytesTier):
         return _entry(found) if stat.S_ISREG(found.st_mode) else None
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
-        """Read into memory of its own: what befalls the file later changes nothing.
+        """Read into private memory, so that later changes of the file have no effect.
 
         A memory map would save a copy, but end the process when the file is cut short, and pass on
         what is written into it after it was checked.
@@ -278,7 +278,7 @@ class DiskTier(BytesTier):
         return file_of(self._root, key)
 
     def _own_file(self, key: KVKey) -> str:
-        """Return a chunk's path, once its folders are seen to be the store's own.
+        """Return a chunk's path, after checking that its folders are real folders.
 
         Raises OSError where a link, a pipe or a file stands for one, FileNotFoundError where there
         is none.
@@ -311,9 +311,9 @@ class DiskTier(BytesTier):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold off other threads and processes; raises OSError when the lock stays taken.
+        """Lock the folder against other threads and processes; raises OSError after a timeout.
 
-        Whoever only reads takes no lock: what it reads appears by rename.
+        Readers take no lock: files appear by rename.
         """
         if self.policy.read_only:
             yield
@@ -422,7 +422,7 @@ def _entry(found: os.stat_result) -> Entry:
 
 
 def _seen(entry: Entry, now: float) -> int:
-    """Return how often a file was seen lately at least, by its times, whichever process it was.
+    """Return a lower bound of a file's recent accesses by any process, from its times.
 
     Processes do not know what others see; what any of them has read since it was written is no
     chunk that was seen once.

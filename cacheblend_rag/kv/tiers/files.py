@@ -77,7 +77,7 @@ def new_file(path: str, *, fsync: bool) -> Iterator[FileIO]:
 
 
 def fill(raw: Tensor, file: RawIOBase) -> None:
-    """Read as many bytes as raw, (bytes,) uint8, has room for."""
+    """Fill raw, (bytes,) uint8, from a file; raises OSError if the file is shorter."""
     left = raw.numpy().data
     while left:
         count = file.readinto(left)

@@ -20,7 +20,7 @@ from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 
 class HostTier(Tier):
-    """Chunk KV as CPU tensors; what is asked for least goes first.
+    """Chunk KV as CPU tensors; the least requested chunks are evicted first.
 
     Tensors are kept as given, without a copy, when they are on the CPU, each layer contiguous, and
     hold on to no larger storage; whoever gets or puts them must not write into them.
@@ -160,7 +160,7 @@ class HostTier(Tier):
             self._discard(victim)
 
     def _excess(self, key: KVKey, nbytes: int) -> int:
-        """Return the bytes too many once ``nbytes`` are stored in place of ``key``."""
+        """Return the bytes over capacity once ``nbytes`` replace ``key``."""
         if self.capacity_bytes is None:
             return 0
         own = self._chunks[key].kv.nbytes if key in self._chunks else 0

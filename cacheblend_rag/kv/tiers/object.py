@@ -1,8 +1,8 @@
-"""Chunk KV in an object store: S3 and what speaks like it, Google's, Azure's, a folder, memory.
+"""Chunk KV in an object store: S3-compatible, Google's, Azure's, a folder, or memory.
 
-One object a chunk, ``<aa>/<key>.safetensors`` behind the prefix, where aa are the chunk id's first
-hex digits; ``quarantine/`` for unusable ones. When a chunk was first stored is in its object's
-metadata. An object store knows no last use: each process knows its own.
+There is one object per chunk, ``<aa>/<key>.safetensors`` after the prefix, where aa are the chunk
+id's first hex digits; ``quarantine/`` holds unusable ones. The object's metadata holds the time at
+which the chunk was first stored. Object stores record no last use: each process knows its own.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ LISTED_SECONDS = 60.0
 
 
 class ObjectTier(BytesTier):
-    """Chunk KV in an object store; what is asked for least goes first, where there is a capacity.
+    """Chunk KV in an object store; with a capacity, the least requested are evicted first.
 
-    A bounded tier goes by a list of what is stored, a minute old at most: several processes may
-    each pass the capacity by what they write meanwhile.
+    A bounded tier uses a listing that is at most a minute old: several processes may each exceed
+    the capacity by what they write meanwhile.
 
     store: of obstore. keeps_metadata: whether objects can have some; without, a chunk counts as
     written when its object was.
@@ -302,7 +302,7 @@ async def _bytes_of(found: Any, nbytes: int) -> Tensor:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise what obstore says as OSError, in one line."""
+    """Turn obstore's errors into an OSError of one line."""
     from obstore.exceptions import BaseError
 
     try:
@@ -317,7 +317,7 @@ def _tells_of_the_bucket(error: BaseException) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    """Return what an error says, without what is meant for obstore's makers."""
+    """Return an error's message, without its debugging details."""
     return " ".join(str(error).partition("\n\n")[0].split())
 
 

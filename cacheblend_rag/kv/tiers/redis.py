@@ -1,8 +1,8 @@
 """Chunk KV in Redis, shared by all processes that name the same server and prefix.
 
-Layout, behind the prefix: ``kv:<key>`` holds a chunk's bytes; the hash ``about`` has its size and
-when it was written, the sorted set ``used`` when it was used last. Redis may evict or expire a
-value by itself: what has no value is a miss, whatever the index says, and leaves the index then.
+Layout, after the prefix: ``kv:<key>`` holds a chunk's bytes; the hash ``about`` has its size and
+time of writing, the sorted set ``used`` its last use. Redis may evict or expire a value by itself:
+a chunk without a value is a miss, whatever the index says, and is then removed from the index.
 The index is checked as it is read, see redis_index.py.
 """
 
@@ -54,7 +54,7 @@ RECOUNT_SECONDS = 600.0
 
 
 class RedisTier(BytesTier):
-    """Chunk KV in a Redis server; what is asked for least goes first, where there is a capacity.
+    """Chunk KV in a Redis server; with a capacity, the least requested are evicted first.
 
     Several processes may each pass the capacity by the chunks that they are writing at the time.
     Where the server has a limit of its own (maxmemory), it evicts by its own policy, too.
@@ -101,7 +101,7 @@ class RedisTier(BytesTier):
         self._forget = self.client.register_script(FORGET)
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Go through the index, forgetting what is wrong there and what the server let go of."""
+        """Yield the index' entries, removing invalid ones and those whose value is gone."""
         for names in self._indexed():
             yield from self._known_of(names)
 
@@ -117,7 +117,7 @@ class RedisTier(BytesTier):
         return Usage(max(int(count) - 1, 0), held)
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         self.client.close()
 
     def after_fork(self) -> None:
@@ -207,7 +207,7 @@ class RedisTier(BytesTier):
             return self._pipeline(ask)
 
     def _drop_wrong(self, key: KVKey) -> None:
-        """Forget what the index says of a chunk that cannot be read by it."""
+        """Remove an index entry that does not lead to a readable chunk."""
         if not self.policy.read_only:
             self._drop(key)
 
@@ -216,9 +216,9 @@ class RedisTier(BytesTier):
 
     @contextmanager
     def _asking(self, most_bytes: int = INDEX_BYTES) -> Iterator[None]:
-        """Around one operation, however many commands it takes: all of it keeps to the timeout.
+        """Run one operation, of any number of commands, within the timeout.
 
-        Raises what Redis says as OSError.
+        Raises Redis' errors as OSError.
         """
         from redis.exceptions import RedisError
 
@@ -229,7 +229,7 @@ class RedisTier(BytesTier):
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _pipeline(self, ask: Callable[[Any], object]) -> list[Any]:
-        """Return the answers to several questions that are sent together."""
+        """Send several commands together and return their answers."""
         with self.client.pipeline(transaction=False) as pipe:
             ask(pipe)
             return list(pipe.execute())
@@ -248,14 +248,14 @@ class RedisTier(BytesTier):
         return answers
 
     def _expires(self, key: KVKey, written_at: float) -> list[str]:
-        """Return how a SET says when the value is gone, where copies here have a time to live."""
+        """Return the arguments of SET for the time to live, if there is one."""
         if self.ttl_seconds is None or self.is_pinned(key):
             return []
         ends = written_at + self.ttl_seconds
         return ["PXAT", str(max(int(ends * 1000), 1))] if math.isfinite(ends) else []
 
     def _set(self, name: str, parts: Parts, nbytes: int, options: Sequence[str]) -> None:
-        """Send a value as it lies in memory: joining its parts would cost as much as sending it."""
+        """Send a value in its parts: joining them would cost as much as sending it."""
         words = [b"SET", name.encode(), *(option.encode() for option in options)]
         before = b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words[:2])
         after = b"".join(b"\r\n$%d\r\n%s" % (len(word), word) for word in words[2:])
@@ -295,7 +295,7 @@ class RedisTier(BytesTier):
             self._drop_all([str(victim) for victim in victims[first : first + LISTED]])
 
     def _recount(self) -> Usage:
-        """Count what is stored by the values themselves, and mend the index and its total."""
+        """Count stored chunks by their values, and repair the index and its total."""
         with self._asking():
             before = total_of(self.client.hget(self._about, TOTAL))
             sizes: dict[KVKey, int] = {}
@@ -312,7 +312,7 @@ class RedisTier(BytesTier):
         return Usage(len(sizes), total)
 
     def _known_of(self, names: Sequence[bytes]) -> list[tuple[KVKey, Entry]]:
-        """Return what is stored of some names in the index; what is wrong there is dropped."""
+        """Return the stored chunks of some names in the index; invalid entries are removed."""
         keys = {name: key for name in names if (key := key_of(name)) is not None}
         entries = dict(zip(keys, self._entry_many(list(keys.values())), strict=True))
         wrong = [name for name in names if entries.get(name) is None]
@@ -372,7 +372,7 @@ def _connect(**options: Any) -> Any:
 
 
 def _bounded(connection_class: Any) -> Any:
-    """Return a kind of connection whose socket keeps to the deadline of an operation."""
+    """Return a connection class whose sockets enforce the deadline of an operation."""
 
     class Bounded(connection_class):  # type: ignore[misc]
         def _connect(self) -> BoundedSocket:
@@ -383,7 +383,7 @@ def _bounded(connection_class: Any) -> Any:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise that the server's memory is full as RefusedError: it can be read as before."""
+    """Turn the server's out-of-memory error into a RefusedError: reads still work."""
     from redis.exceptions import OutOfMemoryError
 
     try:
@@ -393,7 +393,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _entry(about: Any, score: Any, nbytes: Any, now: float) -> Entry | None:
-    """Return what is known of a chunk of which index and value are both there."""
+    """Return the entry of a chunk with an index entry and a value."""
     note = note_of(about)
     if note is None or not isinstance(nbytes, int) or not 0 < nbytes <= VALUE_BYTES:
         return None

@@ -86,7 +86,7 @@ def test_a_model_goes_on_from_what_was_kept_in_every_precision(
     monkeypatch.setattr(ordinary_prefill, "OrdinaryPrefill", WrongPositions)
     assert not find_ordinary_prefill(model, opened).positioned, "it finds them by itself"
     monkeypatch.setattr(ordinary_prefill, "OrdinaryPrefill", Forgetful)
-    with pytest.raises(UnsupportedModelError, match="does not go on from KV"):
+    with pytest.raises(UnsupportedModelError, match="does not continue from its cached KV"):
         find_ordinary_prefill(model, opened)
 
 

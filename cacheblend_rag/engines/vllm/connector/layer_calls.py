@@ -95,7 +95,7 @@ class LayerCalls:
         return {**given, names.hidden: states, names.residual: residual if layer else None}
 
     def hidden_of(self, done: Any) -> Tensor:
-        """Return what a layer hands on, (1, rows, hidden)."""
+        """Return a layer's output for the next layer, (1, rows, hidden)."""
         parts = done if isinstance(done, tuple) else (done,)
         states = parts[0] if self._convention.batched else parts[0][None]
         if self._convention.residual is None:
@@ -165,7 +165,7 @@ class LayerCalls:
         return _beside(states, bound[self._convention.residual])
 
     def _found_convention(self) -> _CallingConvention:
-        """Watch the model call its first layer, and the layer answer."""
+        """Record how the model calls its first layer, and what the layer returns."""
         positions = torch.arange(2, device=self._geometry.device)
         bound = self._record_first(positions=positions)
         tensors = {name: value for name, value in bound.items() if isinstance(value, Tensor)}
@@ -186,7 +186,7 @@ class LayerCalls:
         )
 
     def _constant_arguments(self) -> list[dict[str, Any]] | None:
-        """What layers are handed beside states and positions; None when it depends on positions."""
+        """Return the layers' constant arguments; None if they depend on positions."""
         positions = torch.arange(2, device=self._geometry.device)
         moving = {self._convention.hidden, self._convention.positions, self._convention.residual}
         found = [
@@ -201,7 +201,7 @@ class LayerCalls:
     def _record_first(
         self, input_ids: Tensor | None = None, positions: Tensor | None = None
     ) -> dict[str, Any]:
-        """What the model passes its first layer, by name; one of the two must be given."""
+        """Return the arguments of the first layer, by name; one parameter must be given."""
         recorded: list[dict[str, Any]] = []
 
         def first(*given: Any, **named: Any) -> Any:
@@ -254,6 +254,6 @@ def _attend_to_nothing(call: AttentionCall) -> Tensor:
 
 
 def _beside(states: Tensor, residual: Tensor | None) -> Tensor:
-    """Lay a state and a residual side by side: (1, rows, 2 x hidden)."""
+    """Concatenate a state and a residual: (1, rows, 2 x hidden)."""
     residual = torch.zeros_like(states) if residual is None else residual
     return torch.cat((states, residual.view_as(states)), -1)

@@ -1,4 +1,4 @@
-"""What blending did, for vLLM's metrics endpoint and for its log line."""
+"""Counters of blending for vLLM's metrics endpoint and its log line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class BlendStats(KVConnectorStats):
             _add(self.data, name, value)
 
     def record(self, result: Result) -> None:
-        """Count what came of one request that was to be blended."""
+        """Count the result of one request with a blend job."""
         chunks = (result.chunks or ()) if isinstance(result, BlendResult | Declined) else ()
         seconds = getattr(result, "work_seconds", None) or 0.0
         hits = sum(chunk.hit for chunk in chunks)

@@ -1,4 +1,4 @@
-"""VLLMStack: a model loaded by vLLM, driven layer by layer inside its worker, unpatched."""
+"""Runs a model loaded by vLLM layer by layer inside its worker, unpatched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 
 KEPT_ROTATIONS = 64
 WRITTEN_AT_ONCE = 4096
-"""Tokens of which KV is copied, to be written into the paged cache."""
+"""Tokens whose KV is copied at a time into the paged cache."""
 
 
 class VLLMStack:
@@ -138,7 +138,7 @@ class VLLMStack:
         return [made[id(rotary)] for rotary in own]
 
     def pass_bytes(self, tokens: int, *, checks: bool = False) -> int:
-        """Return the most device memory that a pass over so many tokens takes, in bytes.
+        """Return the peak device memory of a pass over so many tokens, in bytes.
 
         That is two layers' fused KV, what is copied of it into the paged cache at once, and on a
         GPU of chunk KV that arrives; all tokens' hidden states, what attention lays out, and what a
@@ -173,11 +173,11 @@ class VLLMStack:
         return broadcast(part)
 
     def recorded(self) -> AbstractContextManager[tuple[list[Tensor], list[Tensor]]]:
-        """Note the hidden states before and after each layer, while the model itself runs."""
+        """Record the hidden states before and after each layer, while the model itself runs."""
         return self._calls.recorded()
 
     def run_model(self, token_ids: Tensor, positions: Tensor, metadata: Any, slots: Tensor) -> None:
-        """Have vLLM's own layers, not compiled, compute tokens (tokens,) with paged attention."""
+        """Run vLLM's own layers, uncompiled, on tokens (tokens,) with paged attention."""
         with set_forward_context(
             dict.fromkeys(self.names, metadata),
             self._config,
@@ -199,7 +199,7 @@ class VLLMStack:
 
 
 def _rotary_of(layer: nn.Module) -> Any:
-    """Return the rotary embedding that a layer holds, or None; raises where there are several."""
+    """Return a layer's rotary embedding, or None; raises if there are several."""
     found = {id(m): m for m in layer.modules() if hasattr(m, "_compute_cos_sin_cache")}
     if len(found) > 1:
         raise UnsupportedModelError("a layer has several rotary embeddings")
@@ -207,7 +207,7 @@ def _rotary_of(layer: nn.Module) -> Any:
 
 
 def _table(rotary: Any, offset: int, device: torch.device) -> Table | None:
-    """Return the turns by ``offset`` that a rotary embedding computes, or that were handed on."""
+    """Return a rotary embedding's table for ``offset``, or the recorded one."""
     if not hasattr(rotary, "_compute_cos_sin_cache"):
         return normal_table(rotary)
     if not hasattr(rotary, "_cacheblend_turns"):  # kept on the host, in float32
@@ -217,7 +217,7 @@ def _table(rotary: Any, offset: int, device: torch.device) -> Table | None:
 
 
 def _width(module: Any) -> int:
-    """Return how wide the output of a linear layer is, 0 of other modules."""
+    """Return the output width of a linear layer, 0 for other modules."""
     return int(getattr(module, "output_size_per_partition", 0) or 0)
 
 

@@ -50,7 +50,7 @@ class StandIns:
 
     @contextmanager
     def context(self, **changes: Any) -> Iterator[None]:
-        """A forward context of our own: what the step under way says of its tokens is not ours."""
+        """Set a separate forward context: the running step's metadata belongs to other tokens."""
         with set_forward_context(None, self._config):
             context: ForwardContext = get_forward_context()
         own = replace(
@@ -64,7 +64,7 @@ class StandIns:
 
 
 class _StandIn:
-    """Answers to an attention layer's name while that layer is driven; also its own ``impl``."""
+    """Replaces an attention layer while it runs; it is its own ``impl``, too."""
 
     def __init__(self, index: int, layer: Any) -> None:
         self.index, self.layer, self.impl = index, layer, self
@@ -72,7 +72,7 @@ class _StandIn:
         self.attend: Attend | None = None
 
     def do_kv_cache_update(self, *_: Any, **__: Any) -> None:
-        """Store nothing: whoever drives the layer does."""
+        """Store nothing: the caller that runs the layer does."""
 
     def forward(  # noqa: PLR0917 (vLLM's signature)
         self,
@@ -85,7 +85,7 @@ class _StandIn:
         output: Tensor,
         **_: Any,
     ) -> Tensor:
-        """Hand (rows, heads, head_dim) over as an AttentionCall; write what comes back."""
+        """Pass (rows, heads, head_dim) on as an AttentionCall; write the result."""
         if self.attend is None:
             raise RuntimeError(f"{self.layer_name} was called while another layer was driven")
         impl = self.layer.impl
@@ -106,7 +106,7 @@ class _StandIn:
 
 
 def on_first_row(attend: Attend) -> Attend:
-    """Compute attention for the first of two equal rows, and give it to both."""
+    """Compute attention for the first of two equal rows, and use it for both."""
 
     def both(call: AttentionCall) -> Tensor:
         one = {name: getattr(call, name)[:, :, :1] for name in ("query", "key", "value")}
