@@ -121,10 +121,10 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class PhaseStarts:
-    """When each phase began, in seconds since the request began; None where it had none.
+    """When each phase began, in seconds since the request began; None if it did not take place.
 
-    A phase that took place several times, as loading does beside other work, has the start of the
-    first time. Names are those of PhaseSeconds.
+    A phase that took place several times, such as loading beside other work, has its first start.
+    Names are those of PhaseSeconds.
 
     Args:
         prepare: always 0, since a request begins with it.
@@ -144,17 +144,17 @@ class PhaseStarts:
 
     @classmethod
     def of(cls, readings: Mapping[str, float], began: float) -> PhaseStarts:
-        """Return them of readings of one clock by phase, of which ``began`` is the request's."""
+        """Return the starts from readings of one clock by phase; ``began``: the request's own."""
         return cls(**{phase: max(0.0, at - began) for phase, at in readings.items()})
 
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """How a prompt's KV came to be.
+    """The report of a prompt's prefill.
 
-    reason: why nothing was reused, None when something was. chunks: of the prompt, in order.
-    seconds: by phase, as PhaseSeconds names them. starts: readings of ``time.perf_counter`` when
-    phases began. was_run: False when it was given up before. The others are as in BlendReport.
+    reason: why nothing was reused, None if something was. chunks: of the prompt, in order. seconds:
+    by phase, as PhaseSeconds names them. starts: readings of ``time.perf_counter`` when phases
+    began. was_run: False if it was cancelled before. The others are as in BlendReport.
     """
 
     reason: Reason | None = None
@@ -181,7 +181,7 @@ REASONS = ("reason", "selector_reason", "ratio_reason")
 
 @dataclass(frozen=True)
 class BlendReport:
-    """What one request did.
+    """The report of one request.
 
     ``prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens``. Each reason is a
     sentence with a ``code``: ``reason_code`` is that of ``reason``.
@@ -205,10 +205,10 @@ class BlendReport:
         selector_reason: why ``selector`` is not the requested rule, None if it is.
         ratio_reason: what was chosen by measured speeds, and why: the ratio if it is ``auto``,
             chunks that are computed faster than loaded. None if there was no choice.
-        request_id: 16 hex digits, drawn for each request; also in vLLM's own name of it.
+        request_id: 16 random hex digits; vLLM's own id of the request contains it.
         starts: when each phase began.
-        trace: which tokens were chosen, by which scores; None unless ``BlendConfig(trace=True)``
-            asked for it and the prompt was blended.
+        trace: the chosen tokens and their scores; None unless ``BlendConfig(trace=True)`` requests
+            it and the prompt was blended.
 
     Raises:
         TypeError: when a reason is a sentence without a code.
@@ -237,7 +237,7 @@ class BlendReport:
         for name in REASONS:
             reason = getattr(self, name)
             if reason is not None and not isinstance(reason, Reason):
-                raise TypeError(f"{name}={reason!r} has no code: make it a Reason")
+                raise TypeError(f"{name}={reason!r} has no code: use a Reason")
 
     @property
     def reason_code(self) -> ReasonCode | None:

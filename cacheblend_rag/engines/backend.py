@@ -1,7 +1,7 @@
-"""Backend: what a subclass of Engine gives, be it over PyTorch, over vLLM or over anything else.
+"""The part of an engine that its subclass implements, for PyTorch, vLLM or anything else.
 
-A backend states its facts, begins to answer requests, and does what its KV store is asked for. What
-users call (``base.py``) is made of that, the same on every engine.
+A backend describes itself, begins to answer requests, and operates on its KV store. The methods
+that users call (``base.py``) are built on it, the same for every engine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ UNSUPPORTED: Final = "unsupported model"
 
 
 class Backend(ABC):
-    """Facts, requests and the verbs of a KV store.
+    """Facts, requests, and the operations of a KV store.
 
     Attributes:
         name: the kind of engine, as reports name it.
-        part_chunks: how many chunks are handed on to be stored at once, at least.
-        config: of requests that bring none.
+        part_chunks: least number of chunks to store in one part.
+        config: the default for requests without one.
     """
 
     name: str
@@ -74,7 +74,7 @@ class Backend(ABC):
         """Most tokens of a lead-in, a context and a chunk together."""
         return self.context_window
 
-    def _refresh(self) -> None:  # noqa: B027 - most engines' models stay what they are
+    def _refresh(self) -> None:  # noqa: B027 - most engines' models do not change
         """Detect changes of the model; called before keys are computed."""
 
     # Requests
@@ -127,7 +127,7 @@ class Backend(ABC):
 
     def _stored_keys(self) -> Iterable[KVKey]:
         """Return the keys of all KV that is stored under this engine's fingerprint."""
-        raise ConfigError(f"a {self.name} engine does not tell which chunks it stores")
+        raise ConfigError(f"a {self.name} engine cannot list its stored chunks")
 
     def _storing_refusal(self) -> Reason | None:
         """Return why no chunk's KV can be stored now, or None."""

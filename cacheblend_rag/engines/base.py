@@ -1,4 +1,4 @@
-"""Engine: the public contract that every engine keeps. A subclass gives what Backend asks of it."""
+"""The public contract of all engines; a subclass implements Backend."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ class Engine(Backend):
         part_chunks: least number of chunks to store in one part.
         model_name, tokenizer, instruction, namespace: as in EngineSetup.
         config, lead_in, registry: as in EngineSetup, with defaults for None.
-        encoder: encodes prompts with the tokenizer, and finds chunks among their tokens.
+        encoder: encodes prompts with the tokenizer, and finds chunks in their tokens.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Make an engine of what its subclass and its user settle."""
+        """Create an engine from the settings of its subclass and its user."""
         self._lifetime, self._family = Lifetime(), Family(setup.identity)
         self._settle(setup)
 
     def _settle(self, setup: EngineSetup) -> None:
-        """Make the parts, for one lead-in and one registry."""
+        """Create the parts for one lead-in and one registry."""
         parts = self._parts = EngineParts(self, setup, self._lifetime, self._family)
         self.model_name, self.tokenizer = setup.model_name, setup.tokenizer
         self.config, self.lead_in, self.registry = parts.config, parts.lead_in, parts.registry
@@ -67,8 +67,8 @@ class Engine(Backend):
     def watch_fingerprint(self, hook: Callable[[Engine, str], None]) -> None:
         """Call a hook with this engine and its fingerprint, now and whenever that changes.
 
-        It replaces the one that was given before. Siblings call it, too. It must not ask the engine
-        for its fingerprint.
+        It replaces an earlier one. Siblings call it, too. It must not read the engine's
+        fingerprint.
         """
         self._family.fingerprint_hook = hook
         hook(self, self.fingerprint)
@@ -87,7 +87,8 @@ class Engine(Backend):
     def fill_on_miss(self) -> bool:
         """Whether registered chunks whose KV a request missed are stored in idle time.
 
-        As if by ``precompute``. It may be changed; what waits already is still filled.
+        As if by ``precompute``. It may be changed at any time; chunks that wait already are still
+        filled.
         """
         return self._parts.filling.is_on
 
@@ -132,12 +133,11 @@ class Engine(Backend):
         register_only: bool = False,
         verify: bool = False,
     ) -> PrecomputeReport:
-        """Register chunks and store their KV; what is stored already is skipped.
+        """Register chunks and store their KV; chunks that are stored already are skipped.
 
-        A Document replaces what was known of its document_id in its collection before this call:
-        chunks that it no longer has are forgotten and their KV dropped. Several Documents with one
-        document_id in a call are variants of it and stand side by side. An interrupted run goes on
-        where it stopped.
+        A Document replaces the one with its document_id in its collection: chunks that it no longer
+        has are forgotten and their KV dropped. Several Documents with one document_id in one call
+        are variants that are kept side by side. An interrupted run continues where it stopped.
 
         Args:
             items: chunks, documents, or texts that stand alone.
@@ -170,8 +170,8 @@ class Engine(Backend):
 
         Args:
             document_id: the document.
-            collection: only what was cut for it; None is all.
-            kept: chunks that the document has still.
+            collection: only the chunks of this collection; None is all.
+            kept: chunks that the document still has.
 
         Raises:
             StoreError: when the registry cannot be written, or the store is read only.
@@ -179,23 +179,23 @@ class Engine(Backend):
         return self._index.evict_document(document_id, collection, kept)
 
     def evict_unregistered(self) -> int:
-        """Drop the chunk KV of this engine's fingerprint that no registered chunk has.
+        """Drop this engine's chunk KV that belongs to no registered chunk.
 
-        Killed writers can leave some. Returns how many were dropped.
+        Killed writers can leave such KV. Returns how many were dropped.
 
         Raises:
-            ConfigError: when the engine cannot list what it stores.
+            ConfigError: when the engine cannot list its stored chunks.
         """
         return self._index.evict_unregistered()
 
     def release(self) -> int:
-        """Free the memory that chunk KV takes, on the host and on the device; the engine lives on.
+        """Free the memory of chunk KV, on the host and on the device; the engine stays open.
 
-        Chunks stay known, and stored on disk, in Redis and in object stores: requests read them
-        from there again. What was in memory only is computed again (``not stored``). Chunks that
-        wait to be written, are being read, or are pinned, stay in memory until that is over. Memory
-        of buffers, and what PyTorch keeps for later, is freed besides. Engines around one store,
-        siblings for example, share its memory. Returns how many bytes were freed.
+        Chunks stay registered, and stored on disk, in Redis and in object stores, from where
+        requests read them again. Chunks that were in memory only are computed again
+        (``not stored``). Chunks that wait to be written, are being read, or are pinned, stay in
+        memory until then. Buffers for copies and PyTorch's cached memory are freed, too. Engines
+        around one store, such as siblings, share its memory. Returns how many bytes were freed.
         """
         self._lifetime.check()
         return self._release()
@@ -214,7 +214,8 @@ class Engine(Backend):
         """Answer one prompt.
 
         Args:
-            prompt: a text, a BlendPrompt, chat messages, or what ``prepare`` made of one of them.
+            prompt: a text, a BlendPrompt, chat messages, or the result of ``prepare`` for one of
+                them.
             sampling: how tokens are sampled; the defaults for None.
             config: how KV is blended; the engine's own for None.
             hints: chunks, or ids of documents, that the prompt is known to hold.
@@ -225,7 +226,7 @@ class Engine(Backend):
 
         Raises:
             PromptError: when the prompt is empty or longer than the context window.
-            ConfigError: when ``config`` does not suit the model or tells what is an engine's.
+            ConfigError: when ``config`` does not suit the model, or names an unknown selector.
         """
         request = self._questions.request(prompt, sampling, config, hints, cancel)
         return self._questions.generate(request)
@@ -260,7 +261,7 @@ class Engine(Backend):
         hints: Hints = (),
         cancel: Event | None = None,
     ) -> Iterator[Delta]:
-        """As generate, which returns what the last piece carries; closing the iterator stops it.
+        """As generate, piece by piece, the last with the report; closing the iterator stops it.
 
         Args:
             prompt: as for generate; errors come before anything is computed.
@@ -336,17 +337,17 @@ class Engine(Backend):
         """Call a hook with each request of this engine, and its answer, before its caller gets it.
 
         Args:
-            hook: is called after those that were added before; may return the answer with something
-                replaced. What it raises is logged, once, and never reaches a request.
+            hook: is called after those that were added before; may return a changed answer. Its
+                exceptions are logged once, and fail no request.
         """
         self._parts.after_answer.add(hook)
 
     def when_idle(self, job: IdleJob) -> bool:
-        """Queue work for idle time; returns whether it was taken.
+        """Queue work for idle time; returns whether it was accepted.
 
         Args:
-            job: is not taken while many wait, a while after one of its kind failed, and once the
-                engine is closed, which ends it between two steps.
+            job: it is refused while many jobs wait, for a while after one of its kind failed, and
+                once the engine is closed. Closing ends a running job between two steps.
         """
         return self._parts.idle.add(job)
 
@@ -355,7 +356,7 @@ class Engine(Backend):
     def sibling(self, *, lead_in: LeadInConfig | str) -> Self:
         """Return an engine with another lead-in around the same model and store.
 
-        It knows no chunks yet, has no hooks, and closes with this one.
+        It has an empty registry and no hooks, and closes with this one.
         """
         self._lifetime.check()
         younger = copy.copy(self)
@@ -367,7 +368,7 @@ class Engine(Backend):
     def close(self) -> None:
         """Cancel running work, and free the engine's resources."""
         if not self._lifetime.end() or self._lifetime.is_forked:
-            return  # forked: threads, connections and memory are the parent's to end and free
+            return  # forked: the parent ends the threads and connections, and frees the memory
         self._parts.idle.close()
         if self._lifetime.elder is None:
             for queue in list(self._family.idle_queues):
@@ -388,7 +389,7 @@ class Engine(Backend):
         return self._questions.answered(request, text, token_ids, finish_reason, prefill)
 
     def _is_idle(self) -> bool:
-        """Whether no request is at work: asked before each step of idle work."""
+        """Whether no request is running; called before each step of idle work."""
         return self._family.activity.is_idle
 
     def _identify(self, identity: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Filling: registered chunks that requests missed are computed and stored in idle time.
+"""Filling on miss: computes and stores registered chunks that requests missed, in idle time.
 
-A corpus too large to precompute warms by its traffic. After an answer, what its prompt missed waits
-in a bounded queue, what was missed most often first; an IdleJob has it computed.
+A corpus too large to precompute is filled by its traffic. After an answer, the chunks that its
+prompt missed wait in a bounded queue, the most often missed first; an IdleJob computes them.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class _Wanted:
 
 
 class Filling:
-    """Sees answers as an AnswerHook, and fills what their prompts missed by jobs of an IdleQueue.
+    """An AnswerHook that queues the chunks that prompts missed, and fills them by an IdleQueue.
 
-    index_time: computes and stores. is_on: whether what is missed from now on is filled.
+    index_time: computes and stores. is_on: whether newly missed chunks are queued.
     """
 
     def __init__(self, index_time: IndexTime, idle: IdleQueue) -> None:
@@ -59,7 +59,7 @@ class Filling:
         self._tally, self._seconds, self._dropped = Tally(), 0.0, 0
 
     def see(self, request: Request, answer: Generation) -> Generation | None:
-        """Queue what a prompt missed; returns the answer with reports of chunks that say so."""
+        """Queue the chunks that a prompt missed; returns the answer with updated reports."""
         chunks = answer.report.chunks
         if not self.is_on or not self._index_time.is_writable or all(one.hit for one in chunks):
             return None
@@ -110,7 +110,7 @@ class Filling:
             return self._queue()
 
     def _queue(self) -> bool:
-        """Queue a job for what waits, or drop it where none is taken; with the lock held."""
+        """Queue a job for waiting chunks, or drop them if it is refused; with the lock held."""
         job = IdleJob(
             KIND,
             self._filled,
@@ -133,7 +133,7 @@ class Filling:
     # In the idle queue's thread
 
     def _filled(self) -> Generator[None, None, None]:
-        """Fill what was missed most."""
+        """Fill the most often missed chunks."""
         chunks, started = self._take(), time.perf_counter()
         told = refused = 0
         try:
@@ -151,7 +151,7 @@ class Filling:
                     self._refusals.note(self._at_work)
 
     def _ended(self) -> None:
-        """Let another job fill what waits by now; none is taken after a failure."""
+        """Queue a job for chunks that wait by now; it is refused after a failure."""
         with self._lock:
             self._at_work, self._has_job = {}, False
             if self._waiting:

@@ -44,7 +44,7 @@ class FirstMiss:
         self._said = False
 
     def see(self, request: Request, answer: Generation) -> None:
-        """Look at what became of a prompt; an AnswerHook."""
+        """Check the result of a prompt; an AnswerHook."""
         report, prepared = answer.report, request.prepared
         uncalled = report.reason == FULL_PREFILL or answer.finish_reason == "cancelled"
         is_healing = any(chunk.reason == BEING_FILLED for chunk in report.chunks)

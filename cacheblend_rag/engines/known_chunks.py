@@ -23,7 +23,7 @@ COMPARED = 8
 
 
 class KnownChunks:
-    """Chunks that are registered, and whose KV is dropped once no registered chunk shares it.
+    """Registered chunks; their KV is dropped once no registered chunk shares it.
 
     backend: drops KV; may be a weak proxy.
     """
@@ -65,16 +65,16 @@ class KnownChunks:
         return given, replaced
 
     def forget(self, document_id: str, collection: str | None, kept: Collection[Chunk]) -> int:
-        """Forget a document's chunks, but for those ``kept``; returns of how many KV was dropped.
+        """Forget a document's chunks except ``kept``; returns for how many KV was dropped.
 
-        KV goes first: on a full disk, forgetting needs the room that it leaves.
+        KV is dropped first: on a full disk, changing the registry needs that room.
         """
         self.registry.refresh()
         found = self.registry.document(document_id, collection)
         chunks = [chunk for chunk in found if chunk not in kept]
         dropped = self._drop(chunks, besides=frozenset(chunks))
         self.registry.discard_many(chunks)
-        return dropped + self._drop(chunks)  # what others stored of it in between
+        return dropped + self._drop(chunks)  # KV that others stored in between
 
     def has(self, chunk: Chunk) -> bool:
         """Whether this very chunk, with its document and context, is registered."""

@@ -121,7 +121,7 @@ class ChunkLoader:
         self._free: Event | None = None
 
     def into(self, fused: FusedKV) -> Self:
-        """Say which buffer chunks are laid into; returns this."""
+        """Set the buffer that chunks are copied into; returns this object."""
         self.fused = fused
         return self
 

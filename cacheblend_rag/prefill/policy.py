@@ -16,15 +16,15 @@ UNREADABLE = Reason(ReasonCode.UNREADABLE, "no stored chunk could be read")
 
 
 def threshold(placed: Sequence[PlacedChunk], least: int) -> Threshold:
-    """Return what has to be found of a prompt before layers of it are read; least: min_tokens."""
+    """Return how much of a prompt must be found before its layers are read; least: min_tokens."""
     return Threshold([chunk.end - chunk.start for chunk in placed], least)
 
 
 def refusal(found: Sequence[ChunkReport], least: int) -> tuple[Reason, list[ChunkReport]] | None:
-    """Decide by what was found of a prompt's chunks, before any layer is read.
+    """Decide by the found chunks of a prompt, before any layer is read.
 
-    found: as if all that are there were used. least: ``min_tokens``.
-    Returns why the prompt is not blended, and what to say of its chunks; None when it is.
+    found: reports as if all found chunks were used. least: ``min_tokens``. Returns why the prompt
+    is not blended, and the reports of its chunks; None if it is blended.
     """
     refused = too_little(sum(chunk.tokens for chunk in found if chunk.hit), least)
     if refused is None:
@@ -36,7 +36,7 @@ def refusal(found: Sequence[ChunkReport], least: int) -> tuple[Reason, list[Chun
 
 
 def missed(found: Sequence[ChunkReport], reason: MissReason) -> list[ChunkReport]:
-    """Report the chunks that were found as missed for ``reason``, the others as they are."""
+    """Report the found chunks as missed for ``reason``, the others unchanged."""
     return [
         replace(chunk, hit=False, reason=reason, tier=None) if chunk.hit else chunk
         for chunk in found

@@ -34,17 +34,17 @@ CONTEXT_KEPT = Reason(
 )
 """The reason if all chunks are contextual, since recomputing would lose their context."""
 FASTER_WITHOUT = Reason(ReasonCode.SLOW, "ordinary prefill is faster")
-"""Of a prompt of which another rank decided to load nothing."""
+"""The reason if another rank decided to load nothing."""
 
 
 @dataclass
 class FusedPrompt:
     """A prompt's KV, and facts on its pass.
 
-    hidden: the last token's final hidden state (1, 1, hidden), None when it was not asked for.
-    selector: the rule that chose rows. selector_reason: why not the one of the config, if so.
-    seconds: by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds.
-    trace: what was chosen by which scores, where the config asks for it.
+    hidden: the last token's final hidden state (1, 1, hidden), None if it was not requested.
+    selector: the rule that chose rows. selector_reason: why it is not the config's, if so. seconds:
+    by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds. trace:
+    the chosen tokens and their scores, if the config requests it.
     """
 
     fused: FusedKV
@@ -66,9 +66,9 @@ class FusedPrompt:
 
 @dataclass(frozen=True)
 class NotWorthLoading:
-    """A prompt that is not blended: why, and what to say of its chunks.
+    """A prompt that is not blended: the reason, and the reports of its chunks.
 
-    Too little of it is stored, there is no room, or its chunks are computed sooner than loaded.
+    Too little of it is stored, memory is short, or its chunks are computed faster than loaded.
     """
 
     why: Reason
@@ -79,18 +79,17 @@ class NotWorthLoading:
 class PromptPass:
     """The pass over one prompt.
 
-    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. source: their KV, on
-    its way in that order; whoever began it closes it. reserve: room in the buffer for tokens
-    decoded later; None when no layer is needed once it is final: the buffer is a ring.
-    needs_hidden: whether the last token's hidden state is wanted.
-    until: only so many of the first tokens are wanted, at least all chunks; None is all.
-    attention: see BlendPass. on_layer: called with each layer whose KV is final. on_restart: called
-    before the pass starts anew, since a chunk was lost on its way. controller: decides by measured
-    speeds what is loaded; without one everything is. own_seconds: a clock that stands still while
-    others have their turn between the steps: what the pass takes is measured by it. observer: sees
-    what the pass does, from its start again where a chunk was lost on its way. lack_of_room: asked
-    once chunks are found, says why there is no room for the pass, if so. found: what is known of
-    the chunks by then, as if all that are there were used.
+    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. source: reads their
+    KV in that order; the caller closes it. reserve: room in the buffer for tokens decoded later;
+    None if no layer is needed once it is final: the buffer is a ring. needs_hidden: whether the
+    last token's hidden state is needed. until: compute only so many of the first tokens, at least
+    all chunks; None is all. attention: see BlendPass. on_layer: called with each layer whose KV is
+    final. on_restart: called before the pass starts again because a chunk was lost. controller:
+    decides by measured speeds what is loaded; without one everything is. own_seconds: a clock that
+    stops while other requests run between the steps, for measuring the pass. observer: watches the
+    pass; it sees the pass again from its start after a chunk was lost. lack_of_room: called once
+    chunks are found; returns why memory is too short for the pass, or None. found: the reports of
+    chunks by then, as if all found chunks were used.
     """
 
     stack: DecoderStack
@@ -120,12 +119,12 @@ class PromptPass:
     def steps(self) -> Steps[FusedPrompt | NotWorthLoading]:
         """Load, select, recompute: yields after each chunk, then after each block of rows.
 
-        Chunks are found first, and by what is found it is decided whether any is loaded. The buffer
-        is made in a step of its own: a rank that cannot have it says so before the others wait for
-        it in the midst of a layer. Layers are laid in one by one, each just before it is run.
-        Yields, too, while a layer is waited for.
+        Chunks are found first, which decides whether any is loaded. The buffer is allocated in a
+        separate step, so that a rank that lacks memory fails before others wait for it within a
+        layer. Layers are copied in one by one, each just before it is run. Also yields while
+        waiting for a layer.
         """
-        yield  # before anything is taken: whoever runs the steps waits for it first
+        yield  # before anything is taken: the caller waits for it first
         places = [Place(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
         laying = ChunkLoader(self.stack, places, self.source)
         yield from laying.heads()
@@ -149,7 +148,7 @@ class PromptPass:
                 return done
 
     def _refused(self, laying: ChunkLoader) -> NotWorthLoading | None:
-        """Say why the prompt is not blended, if so; all ranks alike."""
+        """Return why the prompt is not blended, or None; the same on all ranks."""
         self.found = self._reports(laying)
         if refused := refusal(self.found, self.config.min_tokens):
             return NotWorthLoading(*refused)

@@ -115,14 +115,14 @@ class TransformersEngine(Engine):
                 ``torch.compile`` gives). Adapters may be changed while the engine lives: KV is
                 stored apart for each. Whatever of it is compiled is run uncompiled.
             tokenizer: the model's own by default; must be given with a loaded model.
-            config: of requests that bring none.
+            config: the default for requests without one.
             store: where chunk KV is kept; by default 4 GiB of host memory.
             registry: known chunks; several engines may share one.
             instruction: what prompts say before their first chunk; lead-ins ``instruction`` and
                 ``document`` compute chunks behind it. A function is given the tokenizer and returns
                 it.
             namespace: tenants with different namespaces never share KV.
-            lead_in: what chunks are computed behind, as settings or by its kind's name.
+            lead_in: the text that chunks are computed after, as settings or by its kind's name.
             fill_on_miss: whether registered chunks whose KV a request missed are computed and
                 stored when no request wants the model: also between calls, so with a loaded model
                 that nothing else uses.

@@ -82,11 +82,11 @@ class VLLMEngine(Engine):
         Args:
             transport: InProcessVLLM or VLLMServer.
             tokenizer: the model's own by default.
-            config: of requests that bring none.
+            config: the default for requests without one.
             registry: known chunks; several engines may share one.
             instruction: what prompts say before their first chunk.
             namespace: the one that vLLM was started with.
-            lead_in: what chunks are computed behind, as settings or by its kind's name.
+            lead_in: the text that chunks are computed after, as settings or by its kind's name.
             fill_on_miss: whether registered chunks whose KV a request missed are computed and
                 stored while vLLM does nothing else.
 

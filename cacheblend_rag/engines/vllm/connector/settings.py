@@ -58,7 +58,7 @@ class ConnectorSettings(Settings):
         """Read them from vLLM's config.
 
         Raises:
-            ConfigError: for a name that is none of them, or a value out of range.
+            ConfigError: for an unknown name, or a value out of range.
         """
         transfer = vllm_config.kv_transfer_config
         return cls.from_extra_config(
@@ -70,7 +70,7 @@ class ConnectorSettings(Settings):
         """Read ``kv_connector_extra_config``, where a store's settings stand beside the others.
 
         Raises:
-            ConfigError: for a name that is none of them, or a value out of range.
+            ConfigError: for an unknown name, or a value out of range.
         """
         known = names_of(cls) - {"store"} | names_of(StoreConfig)
         return cls(**StoreConfig.gather(Arguments(cls._noun, known).read(given)))
