@@ -30,7 +30,7 @@ from cacheblend_rag.kv.shared_chunk import Found
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 8 << 20
-"""Size at which a log goes on in a new file, and the most that is read of either of the two."""
+"""Size at which a log continues in a new file, and the most that is read of each file."""
 MOST_KEYS_A_LINE = 1024
 LONGEST_LINE = 256 << 10
 MOST_KEYS = 1 << 16
@@ -49,8 +49,9 @@ class AccessLog:
 
     Args:
         path: the file; its folder must exist.
-        most_bytes: size at which it goes on in a new file, and the most that is read of each file.
-        clock: says what time it is, in seconds.
+        most_bytes: size at which it continues in a new file, and the most that is read of each
+            file.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -66,15 +67,15 @@ class AccessLog:
         self._warned = False
 
     def check(self) -> None:
-        """Check that the log's files are regular ones, where they exist.
+        """Check that the log's files, if they exist, are regular files.
 
         Raises:
-            StoreError: where one is a link, a pipe, a device or a folder.
+            StoreError: if one is a link, a pipe, a device or a folder.
         """
         for path in (self.path, self._before):
             try:
                 mode = os.lstat(path).st_mode
-            except OSError:  # not there; what else it may be is told when it is used
+            except OSError:  # not there; other errors are reported when it is used
                 continue
             if not stat.S_ISREG(mode):
                 raise StoreError(
@@ -196,7 +197,7 @@ class FoundChunks:
         self._left, self._lock = len(keys), threading.Lock()
 
     def watch(self, key: KVKey, opened: Future[Found]) -> None:
-        """Take in what looking a chunk up comes to."""
+        """Record the result of looking a chunk up."""
         opened.add_done_callback(lambda done: self._add(key, done))
 
     def _add(self, key: KVKey, opened: Future[Found]) -> None:

@@ -23,7 +23,7 @@ def begin(work: Callable[[], T]) -> Future[T]:
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # whoever waits for it is told
+        except BaseException as error:  # passed on to whoever waits for the result
             done.set_exception(error)
 
     try:

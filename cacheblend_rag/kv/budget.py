@@ -1,4 +1,4 @@
-"""What may be read before it is used, of all prompts on their way."""
+"""Limits on reading ahead that all running prompts share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import threading
 
 
 class Reservation:
-    """A part of a budget: taken until it is given back, or until nobody holds on to this any more.
+    """A part of a budget, released explicitly or when this object is garbage-collected.
 
-    So whoever is interrupted, wherever that is, gives back what it had taken.
+    So an interrupt at any point releases it, too.
     """
 
     __slots__ = ("_of", "size")
@@ -25,7 +25,7 @@ class Reservation:
 
 
 class Budget:
-    """Bytes, or places, that all prompts share. left: those that nobody has taken."""
+    """Bytes, or slots, that all prompts share. left: those that are free."""
 
     def __init__(self, size: int) -> None:
         # Reentrant: a reservation may be collected, and given back, while its thread holds it.

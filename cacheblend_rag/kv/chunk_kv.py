@@ -43,7 +43,7 @@ def fingerprint(parts: Mapping[str, Any], namespace: str = "default") -> str:
 
     parts: model, revision, weights dtype, tokenizer, rope, lead-in, TP rank and size: any JSON
     values. The namespace and the format version are added here. The first half depends on the
-    namespace alone, so that a store can tell what belongs to one tenant without looking at others.
+    namespace alone, so that a store can find one tenant's chunks without reading others'.
     """
     whole = {**parts, "namespace": namespace, "format": FORMAT_VERSION}
     text = json.dumps(whole, sort_keys=True, default=str)
@@ -54,7 +54,7 @@ def namespace_id(namespace: str) -> str:
     """Return the 32 hex digits that every fingerprint of ``namespace`` begins with.
 
     Raises:
-        ConfigError: when it is no text.
+        ConfigError: when it is not a text.
     """
     check_namespace(namespace)
     return hashlib.blake2b(namespace.encode(), digest_size=NAMESPACE_DIGITS // 2).hexdigest()
@@ -71,10 +71,10 @@ class KVKey:
     Args:
         chunk_id: hash of the chunk's token ids, 32 hex digits.
         fingerprint: what ``fingerprint`` returned, 64 hex digits.
-        context_id: chunk_id() of the document tokens the chunk was computed behind; "" without.
+        context_id: chunk_id() of the document tokens that the chunk was computed after; "" without.
 
     Raises:
-        ValueError: when a part is no such hash: a key is always safe as a file name.
+        ValueError: when a part is not such a hash: a key is always safe as a file name.
     """
 
     chunk_id: str
@@ -167,7 +167,7 @@ class ChunkKV:
         """Check shapes, dtypes and numbers.
 
         Raises:
-            ValueError: when they are not those the class promises.
+            ValueError: when they differ from the class's description.
         """
         self.check_form()
         self.check_numbers()
@@ -176,7 +176,7 @@ class ChunkKV:
         """Check shapes and dtypes, without reading the numbers.
 
         Raises:
-            ValueError: when they are not those the class promises.
+            ValueError: when they differ from the class's description.
         """
         keys, values, prior = self.keys, self.values, self.prior
         if keys.dim() != 4 or 0 in keys.shape or not keys.is_floating_point():

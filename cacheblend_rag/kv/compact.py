@@ -10,7 +10,7 @@ from torch import Tensor
 from cacheblend_rag.kv.packed_kv import StoredKV
 
 _SLACK_BYTES = 1 << 16
-"""A chunk read from bytes is views of one buffer, layer by layer, that holds its header besides."""
+"""Slack for a chunk read from bytes: views of one buffer that also holds the header."""
 
 
 def compact(kv: StoredKV, device: torch.device | str = "cpu") -> StoredKV:

@@ -53,10 +53,10 @@ class BusySeconds:
 
 @dataclass
 class _Place:
-    """One chunk of the prompt. chunk: once it is open, until it is let go of.
+    """One chunk of the prompt. chunk: set while it is open.
 
-    ahead: its place among those that are looked for ahead. parts: those that are read or being
-    read, by their first layer. taken: room they take up.
+    ahead: its slot among the chunks that are looked up ahead. parts: those that are read or being
+    read, by their first layer. taken: the room that they take.
     """
 
     opened: Future[Found] | None = None
@@ -80,9 +80,9 @@ class _Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """How much of a prompt has to be found before any layer of it is read.
+    """How much of a prompt must be found before any of its layers is read.
 
-    tokens: of each of its chunks, in order. least: of those that are found.
+    tokens: of each of its chunks, in order. least: fewest tokens of found chunks.
     """
 
     tokens: Sequence[int]
@@ -92,13 +92,13 @@ class Threshold:
 class LayerSource:
     """The layers of a prompt's chunks: first the heads, in order, by ``take``; then ``layer``.
 
-    All of it is read on the store's threads, begun at once and ahead of its use: heads as far as
-    there are places, layers as far as there is room, which all prompts of a store share; what is
-    asked for next is read in any case. Layers of one number are read before those of the next,
-    from all chunks. Used by one thread at a time. Whoever does not take all of it closes it.
+    All of it is read on the store's threads, from the start and ahead of its use: heads within
+    ``places``, layers within ``room``, which all prompts of a store share; the next item to be
+    taken is always read. A layer is read of all chunks before the next layer. Use it from one
+    thread at a time, and close it unless everything was taken.
 
-    reads: what all prompts of a store read. way: how this one does. found: told of each chunk that
-    is found, where that is noted. threshold: what has to be found before layers are read ahead.
+    reads: the reads of all prompts of a store. way: the options of this one. found: collects the
+    found chunks for the access log. threshold: how much must be found before layers are read ahead.
     """
 
     def __init__(
@@ -256,7 +256,7 @@ class LayerSource:
         place.ahead = ahead
         key = self._keys[index]
         place.opened = opened = self._shared.begin_open(key, self._way)
-        self._begun += 1  # not before: whoever is interrupted goes on here
+        self._begun += 1  # not before: after an interrupt it continues here
         self.busy.watch(opened)
         if self._found is not None:
             self._found.watch(key, opened)
@@ -304,10 +304,10 @@ class LayerSource:
     def _read_ahead(self) -> None:
         """Begin to read the next parts, as far as there is room; under the lock.
 
-        Not before as much was found as is worth it: what is too little reads heads alone.
-        Not all at once, so that those of the first layers are not behind others in the queue; and
-        until all heads are known, first parts only. Heads count as reads: without them nothing
-        can be computed, and where reading takes processors, parts would hold them up.
+        Not before the threshold is found: a prompt below it reads heads only. Not all at once, so
+        that those of the first layers are not behind others in the queue; and until all heads are
+        known, first parts only. Heads count as reads: without them nothing can be computed, and if
+        reading takes processors, parts would delay them.
         """
         if self._lacking > 0:
             return

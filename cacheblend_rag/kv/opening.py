@@ -36,7 +36,7 @@ class Way:
 
 
 class TierThreads:
-    """Threads for reading, of each tier its own."""
+    """A pool of reader threads for each tier."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._pools = {
@@ -83,9 +83,9 @@ class Opener(Protocol):
     """Opens chunks in one tier."""
 
     def open_in(self, depth: int, search: Search) -> Found | None:
-        """Open a chunk in the tier at a depth, None where it is absent.
+        """Open a chunk in the tier with index ``depth``, None if it is absent.
 
-        Called on that tier's threads, which it may hold as long as the tier takes.
+        Called on that tier's threads, which it may block.
         """
 
 
@@ -159,7 +159,7 @@ class Opening:
             self._look_for_relative(search, 0)
 
     def _look_for_relative(self, search: Search, depth: int) -> None:
-        """Ask the tiers behind ``depth`` for another model's KV of the chunk, each on its threads.
+        """Ask the tiers from ``depth`` on for another model's KV of the chunk, each on its threads.
 
         Tiers that cannot tell, and memory, are asked here: they answer at once.
         """

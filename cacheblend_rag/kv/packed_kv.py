@@ -44,7 +44,7 @@ class PackedLayer:
         """Return keys and values, each (kv_heads, tokens, head_dim)."""
         return self.arrived(self.tensors)
 
-    # As a device is sent it, see Sendable
+    # As it is sent to a device, see Sendable
 
     @property
     def tokens(self) -> int:

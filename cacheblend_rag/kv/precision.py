@@ -1,10 +1,10 @@
 """Packs chunk KV into 8-bit numbers, rounded once when it is stored.
 
-``fp8`` is e4m3 with a scale a head, keys and values apart. ``int8`` has a scale a channel for keys,
-whose channels differ in size alike in all tokens, and a scale a token for values (Source: KIVI,
-arXiv 2402.02750). All scales are powers of two. So what is rounded is exact in the model's own
-type, and rounding it again changes nothing: a chunk has the same numbers whichever tier it comes
-from, and however often it has moved.
+``fp8`` is e4m3 with a scale per head, separate for keys and values. ``int8`` has a scale per
+channel for keys, whose channels differ in size alike in all tokens, and a scale per token for
+values (Source: KIVI, arXiv 2402.02750). All scales are powers of two. So rounded numbers are exact
+in the model's own type, and rounding them again changes nothing: a chunk has the same numbers in
+every tier, however often it was moved.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ class PutResult:
 
     Args:
         stored: whether a tier took it.
-        failure: the error that kept it from being stored, or, of a store with tiers that outlive
+        failure: the error that kept it from being stored, or, for a store with tiers that outlive
             the process, from being stored in any of those; "" when nothing failed.
-        is_finite: whether the KV holds numbers.
+        is_finite: whether the KV has neither NaN nor infinity.
     """
 
     stored: bool
@@ -49,11 +49,11 @@ class PutResult:
         """Combine the results of several tiers.
 
         Args:
-            results: of each tier, whether it outlives the process, and what it said.
+            results: for each tier, whether it outlives the process, and its result.
 
         Returns:
-            Stored where any tier took it. A tier's failure counts unless another tier that
-            outlives the process took the chunk, or no tier outlives it and any took it.
+            Stored if any tier took it. A tier's failure counts unless another tier that outlives
+            the process took the chunk, or no tier outlives it and any took it.
         """
         lasting = [result for durable, result in results if durable]
         is_kept = any(lasting or [result for _, result in results])

@@ -14,10 +14,10 @@ from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV, unpacked_layer
 from cacheblend_rag.kv.reader import ChunkReader, LayersInMemory
 
 PARTS_AT_ONCE = 16
-"""Most reads of one prompt, where reading is waiting: parts, and heads before them."""
+"""Most reads in flight per prompt if reading is waiting: heads first, then parts."""
 UNPACKED_AT_ONCE = 1
-"""Parts of chunks in memory that are unpacked for a prompt at once: it takes processors, on which
-the pass computes. Of 16, passes on two cores took a tenth to a half longer."""
+"""Most parts of chunks in memory that are unpacked for a prompt at once, since unpacking takes
+processors from the pass. With 16, passes on two cores took a tenth to a half longer."""
 
 Submit = Callable[[Callable[[], "Part"]], "Future[Part]"]
 """Runs work on one of the store's threads."""
@@ -42,11 +42,11 @@ class SharedChunk:
     """A chunk whose parts are each read once while any prompt uses it.
 
     reader: its head. tier: where it was found. read: reads layers first to last - 1; raises
-    StoreError. keep: is handed the whole chunk once all of it was read, on the store's threads;
-    without it nothing is held on to but what prompts hold. at_once: reads that a prompt has under
-    way before it begins to read ahead here. unpacks: whether layers are handed out as numbers of
-    the model's type, for which threads of the store's unpack what is stored in a byte; what is kept
-    stays packed. only_unpacks: whether nothing is read for that. failure: why it could not be read.
+    StoreError. keep: called with the whole chunk once all of it was read, on the store's threads;
+    without it, only prompts hold the parts. at_once: most reads in flight of a prompt for which it
+    reads ahead here. unpacks: whether layers are returned as numbers of the model's type, unpacked
+    on the store's threads; the kept chunk stays packed. only_unpacks: whether unpacking needs no
+    read. failure: why it could not be read.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SharedChunk:
         self.only_unpacks = self._unpacks and reader.in_memory
         self.at_once = UNPACKED_AT_ONCE if self.only_unpacks else at_once
         self._read, self._keep = read, keep
-        self._lock = threading.RLock()  # what is cancelled under it ends under it
+        self._lock = threading.RLock()  # reentrant: cancelling a read runs its callbacks
         self._users = 0
         self._under_way: dict[int, Future[Part]] = {}
         self._held: WeakValueDictionary[int, Part] = WeakValueDictionary()
@@ -125,7 +125,7 @@ class SharedChunk:
         return self._kept.get(first)
 
     def _read_part(self, first: int) -> Part:
-        if self.failure is not None:  # set aside by now: no use in asking for it
+        if self.failure is not None:  # quarantined by now: asking for it is useless
             raise self.failure
         with self._lock:
             stored = self._stored(first)

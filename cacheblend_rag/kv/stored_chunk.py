@@ -1,4 +1,4 @@
-"""A stored chunk as tiers, the write queue and the store hand it to one another."""
+"""A stored chunk in the form that tiers, the write queue and the store exchange."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Entry:
 class StoredChunk:
     """A chunk KV and when it was first written, which moving it between tiers does not change.
 
-    check: looks at the numbers, or does nothing where that was done, as when they were read. A tier
-    calls it before anyone can find the chunk there; whoever writes may do so beside it.
+    check: checks the numbers, or does nothing if that was done, as when they were read. A tier
+    calls it before the chunk can be found there; writing may run at the same time.
     """
 
     kv: StoredKV
@@ -34,7 +34,7 @@ class StoredChunk:
 
     @property
     def entry(self) -> Entry:
-        """What a tier would know of it, if it were written there now."""
+        """The entry that a tier would have if the chunk were written there now."""
         return Entry(self.kv.nbytes, self.written_at, self.written_at)
 
 
@@ -43,7 +43,7 @@ Read = StoredChunk | StoreError | None
 
 
 def first_stored_at(told: float | None) -> float:
-    """Return when a chunk was first stored: as told, if that can be, else now."""
+    """Return when a chunk was first stored: the given time if it is possible, else now."""
     if told is None or not math.isfinite(told):
         return time.time()
     return max(told, 0.0)

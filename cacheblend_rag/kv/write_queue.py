@@ -70,7 +70,7 @@ class WriteQueue:
         except RuntimeError as error:
             return f"no thread to write it: {error}"
         finally:
-            if thread.ident is not None:  # also where the wait for its start was interrupted
+            if thread.ident is not None:  # also if the wait for its start was interrupted
                 self._thread = thread
         return None
 
@@ -117,7 +117,7 @@ class WriteQueue:
         while (taken := self._take()) is not None:
             try:
                 self._write(*taken)
-            except BaseException:  # of one chunk: the thread goes on to the others
+            except BaseException:  # of one chunk: the thread continues with the others
                 logger.exception("%s tier: %s is not stored", self._name, taken[0])
             finally:
                 self._put_down(taken[1])
@@ -125,7 +125,7 @@ class WriteQueue:
     def _take(self) -> tuple[KVKey, StoredChunk] | None:
         with self._changed:
             if self._thread is not threading.current_thread():
-                return None  # its start was interrupted: another one is begun, or will be
+                return None  # its start was interrupted: another thread has started, or will
             if not self._waiting:
                 self._thread = None
                 self._changed.notify_all()
