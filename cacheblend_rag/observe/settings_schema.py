@@ -1,4 +1,4 @@
-"""JSON schema of all settings, and the page of docs/ that is made of it."""
+"""Builds the JSON schema of all settings, and the page of docs/ from it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def settings_page() -> str:
-    """Return the settings as a page of Markdown, a table a model."""
+    """Return the settings as a page of Markdown, one table per model."""
     models = settings_schema()["$defs"]
     parts = (
         _section(f"{of}: `{kind.__name__}`", models[kind.__name__]) for kind, of in MODELS.items()
@@ -71,7 +71,7 @@ def _line(text: str) -> str:
 
 
 def _type(field: Mapping[str, Any]) -> str:
-    """Return in words what a field of a JSON schema holds."""
+    """Return the type of a field of a JSON schema in words."""
     if "anyOf" in field:
         return " or ".join(dict.fromkeys(_type(one) for one in field["anyOf"]))
     if "$ref" in field:

@@ -1,4 +1,4 @@
-"""Weights and arguments of 16 bits, in float32 for a while."""
+"""Converts 16-bit weights and arguments to float32 temporarily."""
 
 from __future__ import annotations
 

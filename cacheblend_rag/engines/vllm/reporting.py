@@ -1,4 +1,4 @@
-"""Makes a request's PrefillReport of what the connector said, and of what was seen of vLLM."""
+"""Builds a request's PrefillReport from the connector's result and the client's measurements."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.trace import Trace
 
 PHASES = frozenset({"load", "selection", "recompute"})
-"""Phases of a worker's pass; the others are seen from here."""
+"""Phases that the worker measures; the client measures the others."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def prefill_report(
 
 
 def _trace(sent: Sent, done: BlendResult) -> Trace | None:
-    """Return the trace that was asked for; what cannot be of the prompt is none."""
+    """Return the requested trace; None if it does not fit the prompt."""
     asked = sent.request.job is not None and sent.request.job.config.trace
     if not asked or done.trace is None or not done.trace.fits(len(sent.request.token_ids)):
         return None

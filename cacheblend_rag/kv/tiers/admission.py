@@ -1,10 +1,10 @@
 """Admission and eviction by access frequency (TinyLFU).
 
-TinyLFU over the order of last use: a sketch counts how often keys were seen lately, stored or not,
-and a chunk takes the place of others only where it was seen more often. Libraries that do so
-(theine) count entries, own the values and know no pins; here sizes differ from chunk to chunk, some
-are pinned, and the order of last use may be that of files which several processes read. So the
-order stays the tier's own, and this is all there is to add.
+TinyLFU over the order of last use: a sketch counts how often keys were seen recently, stored or
+not, and a chunk replaces others only if it was seen more often. Libraries for this (theine) count
+entries, own the values and have no pins; here sizes differ, some chunks are pinned, and the order
+of last use may be that of files which several processes read. So the tier keeps the order, and this
+module adds only the counts.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Sightings:
         self._lock = threading.Lock()
 
     def after_fork(self) -> None:
-        """Go on in a forked process, where whoever held the lock is no more."""
+        """Replace the lock in a forked process, where its holder does not exist."""
         self._lock = threading.Lock()
 
     def add(self, key: KVKey) -> None:
@@ -122,10 +122,10 @@ class Admission:
     ) -> list[Resident]:
         """Return the chunks to evict so that a new one fits.
 
-        by_last_use: what may go, the least recently used first. excess: bytes that have to go.
-        spare: bytes that go besides, so that not every put has to look. held: chunks in the tier.
+        by_last_use: candidates, the least recently used first. excess: bytes to evict. spare: more
+        bytes to evict, so that not every put has to search. held: chunks in the tier.
 
-        Raises RefusedError when there is too little to go, RejectedError when it is not worth it.
+        Raises RefusedError if too little can be evicted, RejectedError if it is not worth it.
         """
         if excess <= 0:
             return []
@@ -134,12 +134,12 @@ class Admission:
         needed = _freeing(coldest, excess)
         missing = excess - sum(one.nbytes for one in needed)
         if missing > 0:
-            raise RefusedError(f"{missing} bytes too many beside what is pinned")
+            raise RefusedError(f"{missing} bytes too many beside pinned chunks")
         self._check_worth(key, needed)
         return needed + _within(coldest[len(needed) :], spare)
 
     def after_fork(self) -> None:
-        """Go on in a forked process, where whoever held a lock is no more."""
+        """Replace the locks in a forked process, where their holders do not exist."""
         self._sightings.after_fork()
 
     def would_reject(self, key: KVKey) -> bool:
@@ -157,9 +157,9 @@ class Admission:
     def _check_worth(self, key: KVKey, victims: Sequence[Resident]) -> None:
         """Reject a chunk that is not requested more often than the ones it would displace.
 
-        Chunks that were seen once tell nothing of themselves: there the newest is taken. Beyond
-        that one sighting more is not enough: it is what lies between any two chunks of a loop,
-        each of which would drive out the next.
+        Counts of 1 say nothing: among such chunks the newest is taken. For higher counts a
+        difference of 1 is not enough: chunks of a loop differ by that, and each would displace the
+        next.
         """
         own = self._sightings.count(key)
         total = sum(one.nbytes for one in victims)
@@ -170,7 +170,7 @@ class Admission:
 
 
 def _looked_at(by_last_use: Iterable[Resident], wanted: int) -> list[Resident]:
-    """Return the first of them, some more than give so many bytes."""
+    """Return the first candidates, some more than needed for so many bytes."""
     order, looked = iter(by_last_use), list[Resident]()
     while wanted > 0 and (one := next(order, None)) is not None:
         looked.append(one)

@@ -17,8 +17,8 @@ class OutError(OSError):
 class Breaker:
     """Allows calls until one fails; then one trial call at a time, at growing intervals.
 
-    A call is given a permit and says with it how it ended, so that calls which began before the
-    failure change nothing when they end after it. clock: seconds that only rise.
+    A call gets a permit and reports its result with it, so that calls which began before a failure
+    change nothing when they end after it. clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -33,10 +33,10 @@ class BytesTier(Tier):
 
     A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and
     ``_read``, ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears
-    whole under its key or not at all, and is replaced, never written into.
+    complete under its key or not at all, and is replaced, never modified.
 
-    whole_bytes: up to so many, an object is read at once. range_bytes: as many are worth a read of
-    their own, so that layers of less are read together.
+    whole_bytes: objects up to this size are read at once. range_bytes: least bytes that are worth a
+    separate read; smaller layers are read together.
     """
 
     whole_bytes: ClassVar[int] = 1 << 18
@@ -44,10 +44,10 @@ class BytesTier(Tier):
 
     @abstractmethod
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
-        """Read an object's bytes from ``start`` to ``end``, or to its own end where that is first.
+        """Read an object's bytes from ``start`` to ``end``, or to its own end if that is first.
 
-        None when absent. No use of the chunk: see ``_mark_used``. Raises DamagedChunkError when
-        it cannot be an object, or has fewer bytes than it said.
+        None when absent. Does not count as a use of the chunk: see ``_mark_used``. Raises
+        DamagedChunkError for an impossible size, or for fewer bytes than the object declares.
         """
 
     @abstractmethod
@@ -109,21 +109,21 @@ def check_size(nbytes: int) -> None:
 
 
 def tensor_of(data: Any) -> Tensor:
-    """Return bytes as (bytes,) uint8 without a copy; nobody may write to them."""
+    """Return bytes as (bytes,) uint8 without a copy; they must not be written to."""
     array = np.frombuffer(data, dtype=np.uint8)
     return torch.from_numpy(array) if array.size else torch.empty(0, dtype=torch.uint8)
 
 
 with warnings.catch_warnings():
-    # torch warns once a process of bytes that are not to be written to. Nobody does.
+    # torch warns once per process about read-only bytes. Nobody writes to these.
     warnings.simplefilter("ignore")
     tensor_of(b"\0")
 
 
 def room_for(nbytes: int) -> Tensor:
-    """Return memory for bytes to be read into, (nbytes,) uint8.
+    """Return memory to read bytes into, (nbytes,) uint8.
 
-    Raises DamagedChunkError when no object is that large, OSError when there is no such memory.
+    Raises DamagedChunkError if no object can be that large, OSError if memory is short.
     """
     check_size(nbytes)
     try:

@@ -20,9 +20,9 @@ SENT_AT_ONCE = 1 << 20
 
 @dataclass
 class Deadline:
-    """When an operation has to be done, and how many bytes may still arrive for it.
+    """The time by which an operation must be done, and how many bytes may still arrive for it.
 
-    ends: of the monotonic clock. bytes_left: None is without limit.
+    ends: by the monotonic clock. bytes_left: None is without limit.
     """
 
     ends: float
@@ -51,7 +51,7 @@ _current = threading.local()
 def deadline(seconds: float, most_bytes: int | None = None) -> Iterator[Deadline]:
     """Limit this thread's use of bounded sockets to so many seconds and bytes in total.
 
-    Nested in another deadline, the earlier end counts, and the inner limit of bytes.
+    Inside another deadline, the earlier end counts, and the inner limit of bytes.
     """
     outer: Deadline | None = getattr(_current, "deadline", None)
     ends = time.monotonic() + seconds

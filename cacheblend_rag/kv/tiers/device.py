@@ -11,7 +11,7 @@ from cacheblend_rag.kv.tiers.policy import TierPolicy
 class DeviceTier(HostTier):
     """As HostTier, on the device where the engine computes.
 
-    device: where tensors are kept; a chunk that is put or found elsewhere is copied there.
+    device: where tensors are kept; a chunk from elsewhere is copied there.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class LoopThread:
         try:
             return future.result()
         finally:
-            future.cancel()  # whoever waits for it may be interrupted
+            future.cancel()  # the waiting thread may be interrupted
 
     def close(self) -> None:
         """End the thread; later work starts another one."""

@@ -61,12 +61,10 @@ class TierPolicy:
         """Return ``policy``, or the default for a capacity.
 
         Raises:
-            StoreError: when both tell the capacity.
+            StoreError: when both set the capacity.
         """
         if policy is None:
             return cls(capacity_bytes)
         if capacity_bytes is not None:
-            raise StoreError(
-                "capacity_bytes= and policy= both tell the capacity: give policy= alone"
-            )
+            raise StoreError("capacity_bytes= and policy= both set the capacity: give only policy=")
         return policy

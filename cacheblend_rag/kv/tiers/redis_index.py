@@ -17,7 +17,7 @@ VALUE_BYTES = 512 << 20
 TOTAL = ""
 """The field of ``about`` that holds the bytes of all chunks."""
 
-# A note that no tier wrote was added to no total.
+# A note that no tier wrote was never added to the total.
 _NOTED = """
 local function noted(about)
   local bytes = about and string.match(about, '^(%d+) %d[%d.]*$')
@@ -32,7 +32,7 @@ redis.pcall('HINCRBY', KEYS[1], '', bytes)
 redis.call('ZADD', KEYS[2], ARGV[4], ARGV[1])
 """
 """Notes a chunk: about, used; its key, bytes, time of writing, time of use."""
-# Where memory is full, a script may not begin with what could take more.
+# If memory is full, a script may not begin with a command that could take more.
 FORGET = f"""{_NOTED}
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])

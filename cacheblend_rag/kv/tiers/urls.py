@@ -37,7 +37,7 @@ def memory_and_disk(
     *,
     read_only: bool,
 ) -> list[Tier]:
-    """Return tiers in memory, unless it is 0 bytes, and in a folder, where there is one."""
+    """Return a tier in memory, unless it has 0 bytes, and one in a folder, if there is one."""
     tiers: list[Tier] = [] if host_bytes == 0 else [HostTier(host_bytes)]
     if path is not None:
         tiers.append(DiskTier(path, policy=TierPolicy(disk_bytes, read_only=read_only)))

@@ -1,8 +1,8 @@
-"""Stand-ins for a model's attention layers, which hand attention to whoever drives a layer.
+"""Replaces a model's attention layers while a decoder layer is run alone.
 
-vLLM's attention layers look themselves up by name in the forward context. While a layer is driven,
-a stand-in answers to that name: it receives query, key and value after norms and rotary, and what
-it gives back goes on through the layer's own code.
+vLLM's attention layers look themselves up by name in the forward context. While a layer runs alone,
+a stand-in has that name: it receives query, key and value after norms and rotary, and the layer's
+own code continues with its result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StandIns:
 
     @contextmanager
     def answering(self, layer: int, attend: Attend) -> Iterator[None]:
-        """Have a layer's attention computed by ``attend``."""
+        """Let a layer's attention use ``attend``."""
         stand_in = self._in_order[layer]
         stand_in.attend = attend
         try:
@@ -56,7 +56,7 @@ class StandIns:
         own = replace(
             context,
             no_compile_layers={**context.no_compile_layers, **self._by_name},
-            all_moe_layers=None,  # a layer that is driven alone looks its experts up by name
+            all_moe_layers=None,  # a layer that is run alone looks its experts up by name
             **changes,
         )
         with override_forward_context(own):
@@ -87,7 +87,7 @@ class _StandIn:
     ) -> Tensor:
         """Pass (rows, heads, head_dim) on as an AttentionCall; write the result."""
         if self.attend is None:
-            raise RuntimeError(f"{self.layer_name} was called while another layer was driven")
+            raise RuntimeError(f"{self.layer_name} was called while another layer was running")
         impl = self.layer.impl
         if query.dtype != key.dtype:  # with an fp8 cache, some kernels take the query quantized
             query = query.to(key.dtype) * self.layer._q_scale.to(key.dtype)
@@ -122,5 +122,5 @@ def window_of(attention: Any) -> int | None:
 
 
 def softcap_of(attention: Any) -> float | None:
-    """Return what an attention layer caps its logits at, or None."""
+    """Return the softcap of an attention layer's logits, or None."""
     return float(getattr(attention.impl, "logits_soft_cap", None) or 0) or None
