@@ -261,7 +261,7 @@ class Engine(Backend):
         hints: Hints = (),
         cancel: Event | None = None,
     ) -> Iterator[Delta]:
-        """As generate, piece by piece, the last with the report; closing the iterator stops it.
+        """Yield the answer piece by piece, the last with the report; closing it stops the work.
 
         Args:
             prompt: as for generate; errors come before anything is computed.
