@@ -30,11 +30,11 @@ HEAD = """# Settings
 
 After this page you can look up every setting, its type and its default.
 
-`cacheblend-rag settings > docs/settings.md` makes this page, `cacheblend-rag settings --json` the
-JSON schema of the same, for editors and for checking files. What a setting does for you is told
-where it is used: [requests](concepts.md), [engines](engine.md), [stores](storage.md),
-[tiers](tiers.md), [vLLM](vllm.md). Sizes and times may be texts with a unit: `8GiB`, `12h`.
-Settings are frozen: `with_changes(...)` returns a copy, checked again.
+`cacheblend-rag settings > docs/settings.md` writes this page, `cacheblend-rag settings --json`
+prints the JSON schema, for editors and for validating files. These pages describe how to use the
+settings: [requests](concepts.md), [engines](engine.md), [stores](storage.md), [tiers](tiers.md),
+[vLLM](vllm.md). Sizes and times may be texts with a unit: `8GiB`, `12h`. Settings are frozen:
+`with_changes(...)` returns a validated copy.
 """
 _TYPES = {"string": "text", "null": "none", "object": "named values"}
 
