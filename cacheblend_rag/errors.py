@@ -41,8 +41,8 @@ class UnsupportedModelError(CacheBlendError):
     """The model's KV cannot be blended; ordinary prefill still works.
 
     Args:
-        message: what stands in the way.
-        code: what that comes down to.
+        message: the obstacle.
+        code: the kind of obstacle.
     """
 
     def __init__(self, message: str, code: ReasonCode = ReasonCode.UNSUPPORTED_LAYERS) -> None:

@@ -139,9 +139,9 @@ def sampling_settings(max_tokens: int, *, greedy: bool = False, **given: Any) ->
 
 
 def store_settings(given: Sequence[str] | None, **flags: Any) -> StoreConfig:
-    """Read settings of a store; flags: of options of their own, None where they are not given.
+    """Read settings of a store; flags: from separate options, None if they are not given.
 
-    Raises ConfigError for a setting that is none, wrong or given twice.
+    Raises ConfigError for a setting that is unknown, invalid or given twice.
     """
     from cacheblend_rag.settings import StoreConfig
 
@@ -167,7 +167,7 @@ def collection_store(given: Sequence[str] | None) -> StoreConfig:
 
 
 def local_model(name: str) -> str:
-    """Let a model on this machine through; raises ModelLoadError when there is none."""
+    """Return the name of a model on this machine; raises ModelLoadError if it is not there."""
     if not is_local(name):
         raise ModelLoadError(f"model={name!r}: there is no such folder; give {LOCAL_MODELS}")
     check(name)

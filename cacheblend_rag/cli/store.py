@@ -422,7 +422,7 @@ def _opened(
     read_only: bool = False,
     make: bool = False,
 ) -> Iterator[OpenStore]:
-    """Open a store, which must exist unless ``make``; raises StoreError if it is none."""
+    """Open a store, which must exist unless ``make``; raises StoreError if it is not a store."""
     store_folder(path)
     from cacheblend_rag.admin import inspect
 

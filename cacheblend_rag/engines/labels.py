@@ -59,7 +59,7 @@ def labels_in(store: Path) -> dict[str, Label]:
 
 
 def _label(told: Any) -> Label:
-    """Read a label; raises ValueError or ConfigError when it is none."""
+    """Read a label; raises ValueError or ConfigError if it is invalid."""
     if not isinstance(told, Mapping) or set(told) != {"model", "dtype", "lead_in"}:
         raise ValueError("no label")
     if not (isinstance(told["model"], str) and isinstance(told["dtype"], str)):

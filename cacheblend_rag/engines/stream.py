@@ -116,7 +116,7 @@ class PushedStream(Stream[T]):
         return items
 
     def _arriving(self, arrived: SimpleQueue[Arrival]) -> Iterator[T]:
-        """Yield nothing, then what arrives: left before its first item, it stops the work, too."""
+        """Yield nothing, then the items: closing it before the first one stops the work, too."""
         try:
             yield cast(T, None)
             while (item := arrived.get()) is not END:

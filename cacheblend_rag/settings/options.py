@@ -48,7 +48,7 @@ class Arguments:
     def holding(
         cls, kind: str, known: Iterable[str], settings: Mapping[str, type[Any]]
     ) -> Arguments:
-        """Return arguments of which some are settings.
+        """Return arguments, some of which are settings.
 
         Args:
             kind: the kind of each argument.

@@ -113,7 +113,7 @@ class Chunk:
     """A passage as indexed.
 
     Args:
-        text: the passage, verbatim as it will stand in prompts.
+        text: the passage, verbatim as in prompts.
         document_id: the document it was cut from, or None when it stands alone.
         context: the text before it in that document, in pieces, each of which is one tokenization
             unit (an earlier chunk's text or the separator between two chunks). Empty for the first
@@ -142,7 +142,7 @@ class Document:
         collection: the index that the chunks belong to. Another index over the same documents,
             split differently, needs another collection: within one, a document's new chunks
             replace its old ones.
-        boundaries: for each chunk a text that stands for its readers; empty if all readers may see
+        boundaries: for each chunk a text that identifies its readers; empty if all readers may see
             all chunks. A chunk's context ends where this changes: its KV does not depend on the
             text beyond.
 

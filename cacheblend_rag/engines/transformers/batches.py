@@ -17,9 +17,9 @@ BATCH_TOKENS = 8192
 
 
 def compute_batches(stack: TransformersStack, chunks: list[ChunkPlan]) -> Computed:
-    """Compute chunks behind their lead-in only, in batches of like length; without a prior.
+    """Compute chunks after their lead-in only, in batches of similar lengths; without a prior.
 
-    A batch for which there is no memory is halved, down to single chunks.
+    A batch that exceeds memory is halved, down to single chunks.
     """
     waiting = deque(_batches(sorted(chunks, key=lambda c: len(c.token_ids))))
     while waiting:

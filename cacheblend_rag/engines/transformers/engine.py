@@ -76,7 +76,7 @@ ASYNC_THREADS = 32
 MODEL_CHANGED = Reason(ReasonCode.MODEL_CHANGED, "the model changed meanwhile")
 """The reason for chunks that were computed while adapters or weights were changed."""
 NOT_COMPUTED = Reason(ReasonCode.NO_ROOM, NO_ROOM)
-"""Of chunks that there was no memory to compute."""
+"""The reason for chunks that were not computed for lack of memory."""
 
 
 class TransformersEngine(Engine):
@@ -113,14 +113,14 @@ class TransformersEngine(Engine):
             model: a name (``smollm2``, ``demo``, a GGUF file, a folder in hub format, a hub name),
                 or a loaded causal language model, also one in a wrapper (PEFT's, or what
                 ``torch.compile`` gives). Adapters may be changed while the engine lives: KV is
-                stored apart for each. Whatever of it is compiled is run uncompiled.
+                stored separately for each. Compiled parts are run uncompiled.
             tokenizer: the model's own by default; must be given with a loaded model.
             config: the default for requests without one.
             store: where chunk KV is kept; by default 4 GiB of host memory.
             registry: known chunks; several engines may share one.
-            instruction: what prompts say before their first chunk; lead-ins ``instruction`` and
-                ``document`` compute chunks behind it. A function is given the tokenizer and returns
-                it.
+            instruction: the text of prompts before their first chunk; lead-ins ``instruction`` and
+                ``document`` compute chunks after it. A function gets the tokenizer and returns the
+                text.
             namespace: tenants with different namespaces never share KV.
             lead_in: the text that chunks are computed after, as settings or by its kind's name.
             fill_on_miss: whether registered chunks whose KV a request missed are computed and
@@ -245,7 +245,7 @@ class TransformersEngine(Engine):
                 raise
         else:
             return
-        # Behind the handler: the error's traceback kept the request's KV.
+        # After the handler: the error's traceback kept the request's KV.
         give_back_unused()
         raise OutOfMemoryError(
             f"no memory on {self.model.device} to answer a prompt of "
@@ -322,7 +322,7 @@ class TransformersEngine(Engine):
             lack = lack_of_memory(error)
             if lack is None:
                 raise
-        # Behind the handler: the error's traceback kept the pass, and so would a logged one.
+        # After the handler: the error's traceback kept the pass, and so would a logged one.
         give_back_unused()
         logger.warning(
             "a prompt of %d tokens is not blended: %s (%s)", len(chunks.token_ids), NO_ROOM, lack
@@ -339,7 +339,7 @@ class TransformersEngine(Engine):
             return run_steps(self._turns, steps, request.cancel, source)
 
     def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
-        """Serve a prompt by the model's own prefill, and note how long that took."""
+        """Serve a prompt by the model's own prefill, and record its duration."""
         ids = request.prepared.token_ids
         steps = ordinary_prefill(self._ordinary, ids, reserve, told)
         done = run_steps(self._turns, steps, request.cancel)
@@ -349,7 +349,7 @@ class TransformersEngine(Engine):
         return done
 
     def _told_unasked(self, request: Request) -> PrefillReport:
-        """Say why a prompt is not blended of which the store need not be asked."""
+        """Return the report of a prompt that is not blended, without asking the store."""
         placed, refusal = request.prepared.placed, self._blend_refusal
         if request.full:
             return PrefillReport(FULL_PREFILL)
@@ -373,7 +373,7 @@ class TransformersEngine(Engine):
             yield token_ids[-1]
             watch.skip()
 
-    # The store's verbs
+    # The store's operations
 
     def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """Each chunk is stored as soon as it is computed."""
@@ -382,7 +382,7 @@ class TransformersEngine(Engine):
         return self._kept(plans, in_turns(self._turns, steps))
 
     def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
-        """As ``_store``, a layer at a time, of one chunk at a time, while the model is idle."""
+        """As ``_store``, one layer of one chunk at a time, while the model is idle."""
         stack = cast(TransformersStack, self._stack)
         steps = self._compute(plans, lambda chunks: compute_one_by_one(stack, chunks, self.store))
         return self._kept(plans, in_idle_turns(self._turns, steps))
@@ -409,7 +409,7 @@ class TransformersEngine(Engine):
                 yield Stored.after_put(put, kv.tokens)
 
     def _compute(self, plans: Sequence[ChunkPlan], alone: ComputeAlone) -> Computed:
-        """Compute the KV of chunks that are not stored, a layer or batch at a time."""
+        """Compute the KV of chunks that are not stored, one layer or batch at a time."""
         stack, in_document = cast(TransformersStack, self._stack), self.lead_in.kind == "document"
         return compute_chunks(
             stack, plans, self.store, alone=alone, in_document=in_document, leaves_out=True

@@ -57,8 +57,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model from safetensors weights.
 
-    Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError when
-    ``dtype`` is none.
+    Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError for an
+    unknown ``dtype``.
     """
     precision = pick_dtype(dtype, device)
     source = resolve(name)

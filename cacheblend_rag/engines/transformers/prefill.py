@@ -56,7 +56,7 @@ def ordinary_prefill(
 
 
 class PromptChunks:
-    """The chunks of one prompt. found: what is known of them, once the store was asked."""
+    """The chunks of one prompt. found: their reports, once the store was asked."""
 
     def __init__(self, prompt: PreparedPrompt, store: TieredKVStore) -> None:
         self.token_ids, self.placed, self.store = prompt.token_ids, prompt.placed, store
@@ -69,7 +69,7 @@ class PromptChunks:
         return begin_reading(self.store, keys, stack, threshold=worth)
 
     def missed(self, reason: MissReason) -> list[ChunkReport]:
-        """Report every chunk as a miss; of those that the store does not have it is told so."""
+        """Report every chunk as a miss; chunks that are not stored keep that reason."""
         return missed(self.found, reason) or [chunk.report(reason) for chunk in self.placed]
 
 
@@ -88,7 +88,7 @@ def blended_prefill(
     try:
         done = yield from work.steps()
     finally:
-        chunks.found = work.found  # of a pass that is given up, too: it is not held on to
+        chunks.found = work.found  # also of an abandoned pass, so that nothing holds it
     if isinstance(done, NotWorthLoading):
         return done
     logits = stack.logits(cast(Tensor, done.hidden))

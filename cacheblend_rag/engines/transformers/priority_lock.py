@@ -32,7 +32,7 @@ class PriorityLock:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody has driven the model for long enough that it is idle."""
+        """Whether no request has used the model for long enough that it is idle."""
         return self._quiet_in() <= 0
 
     @contextmanager

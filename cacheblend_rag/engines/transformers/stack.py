@@ -1,7 +1,7 @@
-"""TransformersStack: any Hugging Face decoder, driven layer by layer, with attention intercepted.
+"""Runs any Hugging Face decoder layer by layer, with attention intercepted.
 
 No layer is rewritten and no model class is named: attention is intercepted by the library's own
-means, and a recording pass says what the model hands each layer.
+means, and a recording pass shows each layer's inputs.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class TransformersStack:
         """Return each layer's rotary table for a move by ``offset``, None where it gets none.
 
         cos and sin, (entries,) float32, as the model lays them out, the magnitude divided out.
-        Layers that are handed the same table share one.
+        Layers that get the same table share one.
         """
         position = torch.tensor([[offset]], device=self._geometry.device)
         made: dict[int, Table | None] = {}

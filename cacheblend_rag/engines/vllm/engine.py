@@ -59,8 +59,8 @@ class VLLMEngine(Engine):
     """An engine over a transport.
 
     Attributes:
-        transport: the way to vLLM. status: what the connector said of itself when last asked. A
-            vLLM without the connector answers by ordinary prefill, and every report says so.
+        transport: the way to vLLM. status: the connector's latest status. A vLLM without the
+            connector answers by ordinary prefill, and every report says so.
     """
 
     part_chunks = 512
@@ -84,7 +84,7 @@ class VLLMEngine(Engine):
             tokenizer: the model's own by default.
             config: the default for requests without one.
             registry: known chunks; several engines may share one.
-            instruction: what prompts say before their first chunk.
+            instruction: the text of prompts before their first chunk.
             namespace: the one that vLLM was started with.
             lead_in: the text that chunks are computed after, as settings or by its kind's name.
             fill_on_miss: whether registered chunks whose KV a request missed are computed and
@@ -135,7 +135,7 @@ class VLLMEngine(Engine):
 
     @property
     def address(self) -> str:
-        """What ``open_engine`` takes to open the like of it: ``vllm``, or the server's URL."""
+        """The argument of ``open_engine`` for such an engine: ``vllm``, or the server's URL."""
         return self.transport.address
 
     @property
@@ -154,7 +154,7 @@ class VLLMEngine(Engine):
         return self._own_sampling
 
     def _find_sampling(self) -> ModelSampling:
-        """Return what the connector says of the model's settings; else what is found without it."""
+        """Return the model's settings from the connector, or else from its generation_config."""
         if self.status.sampling is not None:
             return self.status.sampling
         values = self.transport.generation_values()
@@ -240,7 +240,7 @@ class VLLMEngine(Engine):
             return await self._jobs.late_result(sent.request.job.report_id)
         return result
 
-    # The store's verbs: jobs that any two tokens carry
+    # The store's operations: jobs that any two tokens carry
 
     def _storing_refusal(self) -> Reason | None:
         """Asked again when vLLM did not blend the last time."""

@@ -169,7 +169,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def stored_by(result: Result, run: DocumentPlan) -> Stored:
-    """Return what became of the chunks of a run."""
+    """Return the results of the chunks of a run."""
     match result:
         case PrecomputeResult():
             return Stored(

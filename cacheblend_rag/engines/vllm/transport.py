@@ -36,8 +36,8 @@ class VLLMRequest:
     """A request to vLLM: token ids, sampling, an optional job, and the cache salt.
 
     salt: requests with the same one, or none, share vLLM's prefix cache. replica: the engine
-    behind the address that serves it; None is any. request_id: what vLLM is to call it by;
-    "" leaves that to the transport.
+    behind the address that serves it; None is any. request_id: the id that vLLM uses for it; with
+    "" the transport chooses one.
     """
 
     token_ids: tuple[int, ...]

@@ -44,7 +44,7 @@ end
 return redis.call('UNLINK', KEYS[3])
 """
 """Removes a chunk: about, used, the value's name; its key. Returns whether there was a value.
-The field of the total is no chunk, whoever lists it as one."""
+The field of the total is never removed as a chunk."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class Blender:
 
     identify: returns everything that this worker's KV depends on, the lead-in aside, given the
     result of ``key_traits``. slice_seconds: see Slices.
-    Raises UnsupportedModelError when the model cannot be driven.
+    Raises UnsupportedModelError when the model cannot be run layer by layer.
     """
 
     def __init__(

@@ -201,7 +201,7 @@ class ConnectorScheduler:
                 self._note_traced(pending.report_id)
 
     def _note_traced(self, report_id: str) -> None:
-        """Note that a kept report has a trace, and drop the oldest trace when there are many."""
+        """Record that a kept report has a trace, and drop the oldest trace if there are many."""
         self._traced.append(report_id)
         if len(self._traced) > KEPT_TRACES:
             oldest = self._traced.popleft()

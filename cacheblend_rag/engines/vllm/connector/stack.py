@@ -40,10 +40,10 @@ WRITTEN_AT_ONCE = 4096
 class VLLMStack:
     """A DecoderStack over the model in a vLLM worker.
 
-    attention: the worker's attention layers by name. row_block: see DecoderStack. Where a model
-    hands a state and a residual from layer to layer, hidden states are both, side by side: (1,
-    rows, 2 x hidden). layouts: how each layer turns its keys, as a trial found it. met: set where
-    all tensor-parallel ranks must take part.
+    attention: the worker's attention layers by name. row_block: see DecoderStack. If a model passes
+    a state and a residual from layer to layer, hidden states are both, side by side: (1, rows, 2 x
+    hidden). layouts: how each layer rotates its keys, as found by a trial. met: set if all
+    tensor-parallel ranks must take part.
 
     Raises UnsupportedModelError when the model is not a plain stack of decoder layers.
     """
@@ -129,7 +129,7 @@ class VLLMStack:
         made: dict[int, Table | None] = {}
         if all(rotary is None for rotary in own):
             where = torch.tensor([offset], device=self._geometry.device)
-            # In float32: as precise as the model can say it.
+            # In float32, the model's own precision of it.
             handed = self._calls.arguments(where, torch.float32)
             own = [arguments.get("position_embeddings") for arguments in handed]
         for rotary in own:
@@ -222,7 +222,7 @@ def _width(module: Any) -> int:
 
 
 def _weights(module: Any) -> float:
-    """Weights of this shard that one token meets in a module itself.
+    """Weights of this shard that one token uses in a module itself.
 
     Read off sizes, since a CPU repacks the tensors. Of experts, only those a token is routed to.
     """

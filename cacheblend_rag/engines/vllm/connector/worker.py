@@ -166,7 +166,7 @@ class ConnectorWorker:
         slices = self.blender.slices
         if not self.blender.is_idle:
             self._advance(self.blender, slices.busy if step.busy else slices.idle)
-        elif not step.busy:  # what is filled meanwhile makes a newcomer wait as little as it can
+        elif not step.busy:  # filling must delay new requests as little as possible
             self._advance(self.blender, slices.busy)
 
     def _begin(self, blender: Blender, new: Allotted) -> None:

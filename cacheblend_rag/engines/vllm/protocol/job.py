@@ -121,8 +121,8 @@ class BlendJob:
     def salt(self, token_ids: Sequence[int]) -> str:
         """Return the ``cache_salt`` of a blended request: equal work may share vLLM's blocks.
 
-        token_ids: the prompt, part of the hash if the question affects the choice of rows. Work
-        that is to be traced shares nothing, so that it is done.
+        token_ids: the prompt, part of the hash if the question affects the choice of rows. Traced
+        work shares nothing, so that it is always done.
         """
         params = (self if self.config.trace else replace(self, report_id="")).to_params()
         if make_selector(self.config.selector, self.config.selector_options).needs_question:

@@ -24,12 +24,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BlendResult:
-    """What a blend did; the fields are those of BlendReport and FusedPrompt.
+    """The result of a blend; the fields are those of BlendReport and FusedPrompt.
 
-    seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM was handed the
-    request. trace: of what was chosen, where the job asks for it. work_seconds: that the worker
-    spent on the job, wall_seconds: from the job's begin to its end, others' steps in between
-    included.
+    seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM received the
+    request. trace: of the choices, if the job requests it. work_seconds: spent by the worker on the
+    job. wall_seconds: from the job's begin to its end, other requests' steps included.
     """
 
     chunks: tuple[ChunkReport, ...]
@@ -161,7 +160,7 @@ def params_of(result: Result) -> dict[str, Any]:
 
 
 def _plain(value: Any, hint: Any) -> Any:
-    """Return a field's value as JSON: a reason as [code, sentence], also where it counts."""
+    """Return a field's value as JSON: a reason, also a counted one, as [code, sentence]."""
     if isinstance(value, Reason):
         return [value.code.value, str(value)]
     if get_origin(hint) is Mapping:
@@ -246,7 +245,7 @@ def _reason(name: str, sent: Any) -> Reason:
 
 
 def _counted(name: str, sent: Any) -> tuple[Reason, int]:
-    """Read a reason, and how often it was met."""
+    """Read a reason, and its count."""
     row = _row(name, sent, 3)
     return _reason(name, row[:2]), _checked(name, row[2], int)
 
