@@ -60,8 +60,8 @@ class TieredKVStore:
 
     Attributes:
         tiers, ttl_seconds, precision, seal: as given.
-        reads, prefetching: the running reads of prompts, and the loads ahead of them. expiry,
-            locks: removes expired chunks; the locks of chunks in use.
+        reads, prefetching: the running reads of prompts, and the loads ahead of them.
+        expiry, locks: removes expired chunks; the locks of chunks in use.
         access_log: the log of chunks that prompts ask for, or None.
         speeds: recent read speeds of tiers, measured by the readers.
     """

@@ -2,9 +2,8 @@
 
 A file is indexed whole: its KV is stored chunk by chunk as it is computed, then its text and
 vectors are written in one transaction. After an interruption, finished files are recognized by
-their content hash and skipped, and of the unfinished file only chunks that were not stored are
-computed. If KV could not be stored, the document is marked as unfinished, and the next run computes
-it.
+their content hash and skipped; of the unfinished file only missing chunks are computed. If KV could
+not be stored, the document is marked as unfinished, and the next run computes it.
 """
 
 from __future__ import annotations
