@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose; its message names cause and fix in one line."""
+"""The errors that this package raises; each message names cause and fix in one line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class MissingExtraError(CacheBlendError, ImportError):
     """A feature needs an optional dependency; the message names the extra to install.
 
     Args:
-        feature: what needs it.
-        extra: the extra of this package that brings it.
+        feature: what needs it, for the message.
+        extra: the extra of this package that installs it.
     """
 
     def __init__(self, feature: str, extra: str) -> None:
@@ -41,8 +41,8 @@ class UnsupportedModelError(CacheBlendError):
     """The model's KV cannot be blended; ordinary prefill still works.
 
     Args:
-        message: what stands in the way.
-        code: what that comes down to.
+        message: the obstacle.
+        code: the kind of obstacle.
     """
 
     def __init__(self, message: str, code: ReasonCode = ReasonCode.UNSUPPORTED_LAYERS) -> None:
@@ -71,7 +71,7 @@ class PromptTooLongError(PromptError):
 
 
 class OutOfMemoryError(CacheBlendError, MemoryError):
-    """The model's own prefill or decoding found no memory; the request's own was freed."""
+    """The model's own prefill or decoding ran out of memory; the request's memory was freed."""
 
 
 class StoreError(CacheBlendError):
@@ -83,11 +83,11 @@ class DamagedChunkError(StoreError):
 
 
 class ForeignChunkError(StoreError):
-    """Stored bytes are a valid chunk KV, but of another model, tokenizer, lead-in or namespace."""
+    """Stored bytes are valid chunk KV, but of another model, tokenizer, lead-in or namespace."""
 
 
 class UnsealedChunkError(ForeignChunkError):
-    """Stored bytes were not written with the key that this store has, or with one that it lacks."""
+    """Stored bytes were not signed with this store's key, or with a key that it does not have."""
 
 
 class DatasetError(CacheBlendError, ValueError):

@@ -1,4 +1,4 @@
-"""Memory that cannot be had: telling it from other failures, and giving back what is unused."""
+"""Recognizes out-of-memory errors, and frees unused memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 from cacheblend_rag.reason import Reason, ReasonCode
 
 NO_ROOM: Final = "no room"
-"""What reports say of a prompt, or of a chunk, for which there was no memory."""
+"""The reason in reports for a prompt, or a chunk, for which there was no memory."""
 _SIGNS = (
     "out of memory",
     "can't allocate memory",
@@ -17,12 +17,12 @@ _SIGNS = (
     "bad_alloc",
     "alloc_failed",
 )
-"""What allocators say that have no error of their own: CPU, MPS, pinned memory, cuBLAS."""
+"""Messages of allocators without an error class: CPU, MPS, pinned memory, cuBLAS."""
 _LONGEST = 200
 
 
 def lack_of_memory(error: BaseException) -> str | None:
-    """Return one line about memory that could not be had; None for any other error."""
+    """Return an out-of-memory error's message in one line; None for any other error."""
     import torch  # here, so that a command that needs no model does not wait for it
 
     line = (str(error).splitlines() or [""])[0].strip()[:_LONGEST]
@@ -39,10 +39,10 @@ def no_room(lack: str) -> Reason:
 
 
 def give_back_unused() -> None:
-    """Collect garbage, and return the memory that PyTorch keeps for later to its device.
+    """Collect garbage, and free PyTorch's cached memory.
 
-    An error's traceback keeps the frames that it went through, and the tensors in them: call this
-    where the error is gone.
+    An error's traceback keeps its frames alive, and the tensors in them: call this after the error
+    was handled.
     """
     import torch
 

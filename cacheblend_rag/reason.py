@@ -1,4 +1,4 @@
-"""Reasons: why something was missed, refused or done otherwise, as a stable code and a sentence."""
+"""Reasons of misses, refusals and fall-backs: a stable code and a sentence."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Self
 
 
 class ReasonCode(StrEnum):
-    """What a reason comes down to; sentences may change and hold numbers, codes do neither."""
+    """The kind of a reason; sentences may change and hold numbers, codes do neither."""
 
     # A chunk was missed, or could not be stored
     UNKNOWN = "unknown"
@@ -51,7 +51,7 @@ class ReasonCode(StrEnum):
     MALFORMED_JOB = "malformed_job"
     FAILED = "failed"
 
-    # Another selector, ratio or load than was asked for
+    # The selector, ratio or load differs from the requested one
     CONTEXT_KEPT = "context_kept"
     NO_PRIOR = "no_prior"
     SOME_SLOW = "some_slow"
@@ -63,29 +63,29 @@ class ReasonCode(StrEnum):
 
     @classmethod
     def named(cls, code: str) -> ReasonCode:
-        """Return the code of that name; ``other`` where a newer version has made it."""
+        """Return the code with a name; ``other`` if a newer version added it."""
         return cls._value2member_map_.get(code, cls.OTHER)  # type: ignore[return-value]
 
 
 class Reason(str):
-    """A sentence with its ``code``: a string in all that strings are used for."""
+    """A sentence with its ``code``; a str in every other respect."""
 
     __slots__ = ("code",)
     code: ReasonCode
 
     def __new__(cls, code: ReasonCode, sentence: str) -> Self:
-        """Make the sentence, and keep its code beside it."""
+        """Create the sentence with its code."""
         made = super().__new__(cls, sentence)
         made.code = code
         return made
 
     def __getnewargs__(self) -> tuple[ReasonCode, str]:  # type: ignore[override]
-        """Return what a copy, or another process, makes the same reason of."""
+        """Return the arguments for copying and unpickling."""
         return self.code, str(self)
 
 
 def count_codes(reasons: Mapping[Reason, int]) -> dict[ReasonCode, int]:
-    """Return how often each code stands among counted reasons."""
+    """Return the count of each code from the counts of reasons."""
     counts = Counter[ReasonCode]()
     for reason, count in reasons.items():
         counts[reason.code] += count

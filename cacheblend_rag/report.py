@@ -1,4 +1,4 @@
-"""Every report: what became of a prompt, of each chunk in it, and of documents when indexed."""
+"""The reports of a request, of each chunk in its prompt, and of indexing."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def code_of(reason: MissReason) -> ReasonCode:
 
 @dataclass(frozen=True)
 class ChunkReport:
-    """What became of one chunk of a prompt.
+    """The result of one chunk of a prompt.
 
     Args:
         chunk_id: hash of its token ids, 32 hex digits.
-        start: index of its first token in the prompt; -1 where it does not stand there as such.
-        tokens: how many of its tokens stand there; 0 where it does not stand there as such.
+        start: index of its first token in the prompt; -1 if it was not found there.
+        tokens: how many of its tokens were found there; 0 if it was not found.
         hit: whether its KV was reused.
         reason: why not, None on a hit.
         tier: where the KV was found ("host", "disk"); after a store error the tier that
             could not be read; None on any other miss.
-        document_id: the document it was cut from, None where it stands alone.
-        recomputed: how many of its tokens were computed afresh.
-        edge_tokens: how many tokens at its edges, not counted in ``tokens``, the tokenizer reads
-            together with the text beside the chunk; they are computed.
+        document_id: the document it is part of, None if it stands alone.
+        recomputed: how many of its tokens were recomputed.
+        edge_tokens: how many tokens at its edges, not counted in ``tokens``, the tokenizer joins
+            with the text beside the chunk; they are computed.
     """
 
     chunk_id: str
@@ -83,7 +83,7 @@ class ChunkReport:
 
 
 def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:
-    """Return how many tokens kept their cached KV, and how many that had some did not."""
+    """Return how many tokens kept their cached KV, and how many were recomputed."""
     hits = [chunk for chunk in chunks if chunk.hit]
     recomputed = sum(chunk.recomputed for chunk in hits)
     return sum(chunk.tokens for chunk in hits) - recomputed, recomputed
@@ -91,7 +91,7 @@ def reused_and_recomputed(chunks: Iterable[ChunkReport]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PhaseSeconds:
-    """Wall-clock seconds a phase.
+    """Wall-clock seconds per phase.
 
     ``time_to_first_token`` is their sum without ``decode`` and ``load_hidden``.
 
@@ -99,12 +99,11 @@ class PhaseSeconds:
         prepare: segmentation and tokenization.
         load: waiting for stored KV.
         selection: probes, scoring.
-        recompute: running layers (all of prefill when nothing was reused), and laying stored KV
-            in, re-rotated.
+        recompute: running layers (all of prefill when nothing was reused), and copying stored KV
+            into the buffer, re-rotated.
         first_token: last norm, logits, sampling.
         decode: all later tokens.
-        load_hidden: reading stored KV while something else was computed, which took no time of
-            its own.
+        load_hidden: reading stored KV while something else was computed, which added no time.
     """
 
     prepare: float = 0.0
@@ -122,10 +121,10 @@ class PhaseSeconds:
 
 @dataclass(frozen=True)
 class PhaseStarts:
-    """When each phase began, in seconds since the request began; None where it had none.
+    """When each phase began, in seconds since the request began; None if it did not take place.
 
-    A phase that took place several times, as loading does beside other work, has the start of the
-    first time. Names are those of PhaseSeconds.
+    A phase that took place several times, such as loading beside other work, has its first start.
+    Names are those of PhaseSeconds.
 
     Args:
         prepare: always 0, since a request begins with it.
@@ -145,17 +144,17 @@ class PhaseStarts:
 
     @classmethod
     def of(cls, readings: Mapping[str, float], began: float) -> PhaseStarts:
-        """Return them of readings of one clock by phase, of which ``began`` is the request's."""
+        """Return the starts from readings of one clock by phase; ``began``: the request's own."""
         return cls(**{phase: max(0.0, at - began) for phase, at in readings.items()})
 
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """How a prompt's KV came to be.
+    """The report of a prompt's prefill.
 
-    reason: why nothing was reused, None when something was. chunks: of the prompt, in order.
-    seconds: by phase, as PhaseSeconds names them. starts: readings of ``time.perf_counter`` when
-    phases began. was_run: False when it was given up before. The others are as in BlendReport.
+    reason: why nothing was reused, None if something was. chunks: of the prompt, in order. seconds:
+    by phase, as PhaseSeconds names them. starts: readings of ``time.perf_counter`` when phases
+    began. was_run: False if it was cancelled before. The others are as in BlendReport.
     """
 
     reason: Reason | None = None
@@ -182,7 +181,7 @@ REASONS = ("reason", "selector_reason", "ratio_reason")
 
 @dataclass(frozen=True)
 class BlendReport:
-    """What one request did.
+    """The report of one request.
 
     ``prompt_tokens = reused_tokens + recomputed_tokens + computed_tokens``. Each reason is a
     sentence with a ``code``: ``reason_code`` is that of ``reason``.
@@ -193,23 +192,23 @@ class BlendReport:
         reason: why nothing was reused, None when something was.
         prompt_tokens: length of the prompt.
         reused_tokens: those that kept their cached KV.
-        recomputed_tokens: chunk tokens that had cached KV but were computed afresh.
+        recomputed_tokens: chunk tokens that had cached KV but were recomputed.
         computed_tokens: those that had none (text segments, missing chunks, chunks' edges).
-        recompute_ratio: share of chunk tokens that was asked for, 1 where nothing was reused.
-        selector: the rule that chose the recomputed tokens, ``none`` where none was to choose.
-        lead_in: kind of what chunks are computed behind.
+        recompute_ratio: the requested share of chunk tokens, 1 if nothing was reused.
+        selector: the rule that chose the recomputed tokens, ``none`` if there was no choice.
+        lead_in: kind of the lead-in of chunks.
         compute_share: floating-point work of the pass, probes included, as a share of full
             prefill's.
         seconds: how long each phase took.
-        chunks: what became of each chunk: those of the prompt, in order, then those that were
-            expected but do not stand in it.
-        selector_reason: why ``selector`` is not the rule that was asked for, None where it is.
-        ratio_reason: what was chosen by measured speeds, and why: the ratio where that is ``auto``,
-            chunks that are computed sooner than loaded. None where there was nothing to choose.
-        request_id: 16 hex digits, drawn for each request; also in vLLM's own name of it.
+        chunks: the report of each chunk: those of the prompt, in order, then those that were
+            expected but not found in it.
+        selector_reason: why ``selector`` is not the requested rule, None if it is.
+        ratio_reason: what was chosen by measured speeds, and why: the ratio if it is ``auto``,
+            chunks that are computed faster than loaded. None if there was no choice.
+        request_id: 16 random hex digits; vLLM's own id of the request contains it.
         starts: when each phase began.
-        trace: which tokens were chosen, by which scores; None unless ``BlendConfig(trace=True)``
-            asked for it and the prompt was blended.
+        trace: the chosen tokens and their scores; None unless ``BlendConfig(trace=True)`` requests
+            it and the prompt was blended.
 
     Raises:
         TypeError: when a reason is a sentence without a code.
@@ -238,7 +237,7 @@ class BlendReport:
         for name in REASONS:
             reason = getattr(self, name)
             if reason is not None and not isinstance(reason, Reason):
-                raise TypeError(f"{name}={reason!r} has no code: make it a Reason")
+                raise TypeError(f"{name}={reason!r} has no code: use a Reason")
 
     @property
     def reason_code(self) -> ReasonCode | None:
@@ -262,7 +261,7 @@ class BlendReport:
 
 @dataclass(frozen=True)
 class PrecomputeReport:
-    """What precompute did.
+    """The result of precompute.
 
     Args:
         computed: chunks whose KV was computed and stored.
@@ -271,10 +270,10 @@ class PrecomputeReport:
         seconds: what all of it took.
         refused: how many chunks were not stored, by reason: what is wrong with a chunk, or the
             error of the tier that could not store it.
-        replaced: of how many chunks that documents no longer have the KV was dropped.
-        registered: chunks that were only made known, as was asked for.
+        replaced: how many chunks that documents no longer have lost their KV.
+        registered: chunks that were only registered, as requested.
         failed: those of ``refused`` that another precompute may store, once the cause is gone: a
-            tier failed, or there was no memory to compute them. Where a tier that outlives the
+            tier failed, or there was no memory to compute them. If a tier that outlives the
             process failed, they are refused even if this process has them in memory.
     """
 
@@ -295,7 +294,7 @@ class PrecomputeReport:
 
 @dataclass(frozen=True)
 class FillReport:
-    """What an engine that fills on miss did so far.
+    """The counts of filling on miss so far.
 
     Args:
         waiting: chunks that wait for idle time, or are being computed.
@@ -304,7 +303,7 @@ class FillReport:
         computed_tokens: tokens of the chunks that were computed.
         seconds: what all of it took, waiting for idle time included.
         refused: how many chunks were not stored, by reason.
-        dropped: chunks that were given up: too many waited, filling failed, or the engine closed.
+        dropped: chunks that were dropped: too many waited, filling failed, or the engine closed.
     """
 
     waiting: int = 0

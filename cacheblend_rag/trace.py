@@ -1,4 +1,4 @@
-"""Trace: which tokens a blend pass recomputed, by what scores, layer by layer; bounded."""
+"""The trace of a blend pass: the chosen tokens and their scores, layer by layer; bounded."""
 
 from __future__ import annotations
 
@@ -7,23 +7,24 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 MOST_TOKENS = 4096
-"""Tokens of one selection that are traced at most: those with the highest scores."""
+"""Most tokens traced per selection: those with the highest scores."""
 MOST_SELECTIONS = 8
 MOST_LAYERS = 1024
 
 
 @dataclass(frozen=True)
 class TracedSelection:
-    """One choice of the tokens that are recomputed from a layer on.
+    """One choice of tokens that are recomputed from a layer on.
 
     Args:
         layer: the check layer at which it was made; None before layer 0.
-        positions: in the prompt, rising, of the tokens that a selector could choose. Those that its
-            rule leaves out (a score of minus infinity) are not among them.
-        scores: one a token.
-        chosen: one a token: whether it goes on being computed.
-        key_deviations: one a token: squared difference of its fresh key from its cached key at the
-            layer, summed over heads and components; empty before layer 0, where none is fresh.
+        positions: in the prompt, rising, of the tokens that a selector could choose. Tokens that
+            its rule excludes (a score of minus infinity) are left out.
+        scores: one per token.
+        chosen: one per token: whether it is computed from here on.
+        key_deviations: one per token: squared difference of its fresh key from its cached key at
+            the layer, summed over heads and components; empty before layer 0, where there is no
+            fresh key.
         value_deviations: the same of its value.
 
     Raises:
@@ -52,17 +53,17 @@ class TracedSelection:
             raise ValueError("positions of a selection must rise")
         numbers = (*self.scores, *self.key_deviations, *self.value_deviations)
         if not all(map(math.isfinite, numbers)):
-            raise ValueError("a selection holds what is no number")
+            raise ValueError("a selection holds NaN or infinity")
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a blend pass chose, and what it recomputed.
+    """The choices of a blend pass, and how much it recomputed.
 
     Args:
-        selections: the choices, in order; none where everything or nothing was to be recomputed.
-        rows: by layer, how many tokens that had cached KV were computed afresh there. A check layer
-            computes all that it chooses from.
+        selections: the choices, in order; empty if everything or nothing was to be recomputed.
+        rows: per layer, how many tokens with cached KV were recomputed there. A check layer
+            computes all tokens that it chooses from.
         truncated: whether something is left out: tokens of a selection beyond the MOST_TOKENS of
             the highest scores, or selections beyond MOST_SELECTIONS.
 
@@ -78,9 +79,9 @@ class Trace:
         if len(self.selections) > MOST_SELECTIONS or len(self.rows) > MOST_LAYERS:
             raise ValueError(f"a trace of {len(self.selections)} selections, {len(self.rows)} rows")
         if any(count < 0 for count in self.rows):
-            raise ValueError("a trace counts less than no rows")
+            raise ValueError("a trace has a negative number of rows")
 
     def fits(self, tokens: int) -> bool:
-        """Whether it can be of a prompt of so many tokens."""
+        """Whether it is possible for a prompt of so many tokens."""
         ends = (one.positions[-1] for one in self.selections if one.positions)
         return max((*ends, -1)) < tokens and max((*self.rows, 0)) <= tokens

@@ -4,14 +4,16 @@ Public is what an ``__all__`` of the three distributions lists, and of a class t
 and properties that it has from this project, be it by a base class. Of these:
 
 - Each has a docstring. One that overrides another may leave it, or sections of it, to that one.
-- All parameters stand under Args, by their own names, and nothing else does. A function of at most
-  one parameter may say in its summary what it is; so may a class of at most one field. A class'
-  parameters (fields, of a dataclass) stand in its docstring or in that of its ``__init__``;
-  pydantic's fields may be described where they stand.
+- All parameters stand under Args. A function of at most one parameter may say in its summary what
+  it is; so may a class of at most one field. A class' parameters (fields, of a dataclass) stand in
+  its docstring or in that of its ``__init__``; pydantic's fields may be described where they stand.
 - What a function returns is said: under Returns or Yields, or by the summary ("Return ...",
   "Whether ...").
 - Errors that its body raises by name stand under Raises, and no error is told of in prose.
 - Parameters that a framework's own method has are the framework's to describe.
+
+What ruff sees in one function alone is left to it, on all names: a section that lacks a parameter
+(D417), describes one that there is not (DOC102), or a value that is not returned (DOC202, DOC403).
 """
 
 from __future__ import annotations
@@ -101,8 +103,6 @@ def function_violations(
     args = entries("Args", texts)
     if len(wanted) > 1 or args:
         yield from missing(name, "Args", wanted, args)
-    if stale := args - {*signature_of(function).parameters, *of_framework}:
-        yield f"{name}: {', '.join(sorted(stale))} under Args is no parameter"
     yield from missing(name, "Raises", raised(function), entries("Raises", texts))
     yield from in_prose(name, texts)
 

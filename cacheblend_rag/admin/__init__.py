@@ -1,1 +1,1 @@
-"""Administration of stores and collections: select, inspect, move, warm."""
+"""Administers stores: selects, inspects, exports, imports and warms chunks."""

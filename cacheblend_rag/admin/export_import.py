@@ -1,7 +1,7 @@
-"""Export and import of chunks, as a folder or a tar of single objects.
+"""Exports and imports chunks, as a folder or a tar with one object per chunk.
 
-What comes in is not trusted: a file is read only where its name is a key, and its name leads
-nowhere; it is checked as whatever is read from a store, and nothing is unpacked.
+Imported files are not trusted: a file is read only if its name is a KV key, and its name is never
+used as a path; it is checked like everything read from a store, and nothing is unpacked.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Write = Callable[[str, bytes, float], None]
 
 @dataclass
 class MoveReport:
-    """How many chunks of how many bytes were moved, and which files or keys were not, and why."""
+    """The number and bytes of moved chunks, and the skipped files or keys with reasons."""
 
     moved: int = 0
     nbytes: int = 0
@@ -42,7 +42,7 @@ class MoveReport:
 
 @dataclass(frozen=True)
 class _Object:
-    """A file that may be a chunk. read: its bytes, or why they are not to be had."""
+    """A file that may be a chunk. read: returns its bytes, or why it cannot be read."""
 
     name: str
     nbytes: int
@@ -51,10 +51,10 @@ class _Object:
 
 
 def export(store: TieredKVStore, condition: Condition, target: Path) -> MoveReport:
-    """Write chunks, one object each, into a new folder, or a new tar where the name says so.
+    """Write chunks, one object each, into a new folder, or a new tar if the name ends so.
 
-    It appears under its name once it is whole. Raises StoreError when it is there already, or
-    cannot be written.
+    The target appears under its name once it is complete. Raises StoreError when it exists already
+    or cannot be written.
     """
     report = MoveReport()
     chosen = {key: entry for key, entry in store.entries().items() if condition(key, entry)}
@@ -70,14 +70,14 @@ def export(store: TieredKVStore, condition: Condition, target: Path) -> MoveRepo
                 report.moved += 1
                 report.nbytes += len(data)
     except FileExistsError as error:
-        raise StoreError(f"{target} is there already: give another name") from error
+        raise StoreError(f"{target} exists already: give another name") from error
     except OSError as error:
         raise StoreError(f"{target} cannot be written: {error.strerror or error}") from error
     return report
 
 
 def import_chunks(store: TieredKVStore, source: Path, most_bytes: int | None = None) -> MoveReport:
-    """Store what ``export`` wrote, each chunk once it is checked, up to ``most_bytes`` in all.
+    """Check and store the chunks of an export, up to ``most_bytes`` in total.
 
     Raises StoreError when there is nothing to read.
     """
@@ -97,11 +97,11 @@ def _take(
 ) -> str | None:
     """Check and store an object; returns why it was not, or None."""
     if (key := key_of(found.name)) is None:
-        return "its name is no key"
+        return "its name is not a KV key"
     if found.nbytes > MOST_OBJECT_BYTES:
         return f"more than {MOST_OBJECT_BYTES} bytes"
     if most_bytes is not None and report.nbytes + found.nbytes > most_bytes:
-        return "beyond the bound that was given"
+        return "exceeds the given limit"
     try:
         kv = codec.decode(bytearray(found.read()), key, store.seal)
     except (DamagedChunkError, ForeignChunkError) as error:
@@ -118,9 +118,9 @@ def _take(
 
 @contextmanager
 def _writer(target: Path) -> Iterator[Write]:
-    """Make a tar or a folder, its owner's alone, and hand out what writes a file into it.
+    """Create a tar or a folder, accessible to its owner only; yields a function that adds a file.
 
-    Raises FileExistsError when there is something of that name.
+    Raises FileExistsError when the name exists.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     with _renamed_when_whole(target) as begun:
@@ -134,9 +134,9 @@ def _writer(target: Path) -> Iterator[Write]:
 
 @contextmanager
 def _renamed_when_whole(target: Path) -> Iterator[Path]:
-    """Yield a name beside ``target`` for what is renamed at the end, and removed after a failure.
+    """Yield a temporary name beside ``target``, renamed at the end and removed after a failure.
 
-    A failed export leaves nothing that looks whole, or stands in the next one's way.
+    A failed export leaves nothing that looks complete or blocks the next one.
     """
     _check_absent(target)
     begun = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
@@ -154,7 +154,7 @@ def _renamed_when_whole(target: Path) -> Iterator[Path]:
 
 def _check_absent(target: Path) -> None:
     if os.path.lexists(target):
-        raise FileExistsError(errno.EEXIST, "is there already", str(target))
+        raise FileExistsError(errno.EEXIST, "exists already", str(target))
 
 
 @contextmanager
@@ -182,11 +182,11 @@ def _objects(source: Path) -> Iterator[_Object]:
     elif source.is_file():
         yield from _in_tar(source)
     else:
-        raise StoreError(f"{source} is no folder and no tar")
+        raise StoreError(f"{source} is neither a folder nor a tar")
 
 
 def _in_folder(folder: Path) -> Iterator[_Object]:
-    """Go through a folder's own files; links are files that cannot be read."""
+    """Yield a folder's files; links count as files that cannot be read."""
     for item in sorted(os.scandir(folder), key=lambda item: item.name):
         found = item.stat(follow_symlinks=False)
         yield _Object(item.name, found.st_size, found.st_mtime, _reader(item.path, found.st_size))
@@ -204,7 +204,7 @@ def _reader(path: str, nbytes: int) -> Callable[[], bytes]:
 
 
 def _in_tar(path: Path) -> Iterator[_Object]:
-    """Go through a tar's members as they come; only plain files are read, none is compressed."""
+    """Yield a tar's members in order; only plain, uncompressed files are read."""
     with path.open("rb") as file, tarfile.open(fileobj=file, mode="r|") as tar:
         for member in tar:
             taken = tar.extractfile(member) if member.isreg() else None

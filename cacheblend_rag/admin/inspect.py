@@ -1,4 +1,4 @@
-"""Opens a store from outside of any engine and counts what it holds."""
+"""Opens a store without an engine and counts its chunks."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore
 from cacheblend_rag.settings import StoreConfig
 
 USAGE_NAME = "usage"
-"""The file in which every store counts what it holds."""
+"""The file with a store's usage, which every store has."""
 
 
 @dataclass(frozen=True)
 class Holding:
-    """So many chunks of so many bytes."""
+    """A number of chunks and their bytes."""
 
     entries: int = 0
     nbytes: int = 0
 
     def with_entry(self, entry: Entry) -> Holding:
-        """Return one chunk more."""
+        """Return the count with one more chunk."""
         return Holding(self.entries + 1, self.nbytes + entry.nbytes)
 
 
 @dataclass(frozen=True)
 class StoreCount:
-    """What a store holds: in all, by fingerprint, and in quarantine.
+    """The chunks of a store: in total, by fingerprint, and in quarantine.
 
-    labels: what is known of fingerprints' models. tiers: each tier's own numbers.
+    labels: the models of fingerprints, as far as recorded. tiers: each tier's own numbers.
     """
 
     total: Holding
@@ -46,7 +46,7 @@ class StoreCount:
 
 
 def check_is_store(path: Path) -> None:
-    """Raise StoreError unless a folder is one that chunk KV was kept in."""
+    """Raise StoreError unless a folder is a store of chunk KV."""
     if not path.is_dir():
         raise StoreError(f"{path} is no folder: give --kv-path or set CACHEBLEND_KV_PATH")
     if not (path / USAGE_NAME).exists() and not any(path.glob("?/?/*.safetensors")):
@@ -57,13 +57,13 @@ def check_is_store(path: Path) -> None:
 
 @dataclass(frozen=True)
 class OpenStore:
-    """A store that is open, and the folder in which its known chunks and models are noted."""
+    """An open store, and the folder with its registry of chunks and its record of models."""
 
     store: TieredKVStore
     folder: Path
 
     def count(self) -> StoreCount:
-        """Count what the store holds."""
+        """Count the store's chunks."""
         held = self.store.entries()
         total, by_fingerprint = Holding(), defaultdict[str, Holding](Holding)
         for key, entry in held.items():
@@ -90,10 +90,10 @@ class OpenStore:
 def opened(
     path: Path, settings: StoreConfig | None = None, *, make: bool = False
 ) -> Iterator[OpenStore]:
-    """Open a store without this process' memory; raises StoreError when it cannot be.
+    """Open a store without tiers in memory; raises StoreError if that fails.
 
-    path: where it is, or where its known chunks are where settings tell of tiers. make: a folder
-    need not be there already.
+    path: its folder or, with tiers in the settings, the folder of its registry. make: create the
+    folder if it does not exist.
     """
     config = (settings or StoreConfig()).with_changes(access_log=None)
     if config.tiers is not None:

@@ -1,4 +1,4 @@
-"""Pins stored chunks: they are evicted neither for room nor for age, by any process."""
+"""Pins stored chunks, which no process evicts for capacity or age."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def unpin(store: TieredKVStore, condition: Condition | None = None) -> int:
 
 
 def without_pins(store: TieredKVStore) -> list[str]:
-    """Return the names of the tiers that keep none: what is pinned may be evicted there."""
+    """Return the names of the tiers that keep no pins, where pinned chunks may be evicted."""
     return [tier.name for tier in store.tiers if not tier.keeps_pins]
 
 
 def _check_keeps(store: TieredKVStore) -> None:
     if not any(tier.keeps_pins for tier in store.tiers):
         names = ", ".join(without_pins(store))
-        raise StoreError(f"no pins are kept in {names}: chunks are pinned in a folder (disk) alone")
+        raise StoreError(f"no pins are kept in {names}: only a folder (disk) keeps pins")

@@ -22,15 +22,15 @@ from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 Condition = Callable[[KVKey, Entry], bool]
 
 ChunkNames = frozenset[tuple[str, str]]
-"""Chunk and context ids: what keys have in common over models and their shards."""
+"""Chunk and context ids: the parts of keys that are equal for all models and shards."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Chunks that match all that is given; all do where nothing is.
+    """The chunks that match every given condition; without conditions all chunks.
 
     older_than, newer_than: seconds since they were written. model: a name or a folder, whose
-    tokenizer is asked where a document is named. spare: leave out what other documents share.
+    tokenizer is used if a document is named. spare: leave out chunks that other documents share.
     """
 
     fingerprint: str | None = None
@@ -43,18 +43,18 @@ class Choice:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing is given."""
+        """Whether no condition is given."""
         return self == Choice(spare=self.spare)
 
     def sparing(self) -> Choice:
-        """Return the same choice, but for what other documents share."""
+        """Return the same choice without chunks that other documents share."""
         return replace(self, spare=True)
 
     def condition(self, store: Path | None) -> Condition:
-        """Return the test for the chunks.
+        """Return the predicate for the chunks.
 
-        store: the folder where known chunks and models are noted.
-        Raises StoreError when a fingerprint is none, or the folder does not tell what is asked.
+        store: the folder with the registry of chunks and the record of models.
+        Raises StoreError for an invalid fingerprint, or if the folder lacks a record.
         """
         tests = [*self._by_entry(), *self._by_name(), *self._by_folder(store)]
         return lambda key, entry: all(test(key, entry) for test in tests)
@@ -78,13 +78,13 @@ class Choice:
         if self.model is None and self.document is None:
             return
         if store is None:
-            raise StoreError("documents and models are noted in a folder: give --kv-path")
+            raise StoreError("the store's folder lists documents and models: give --kv-path")
         labels = labels_in(store)
         if self.model is not None:
             named = _of_model(labels, self.model)
             if self.document is None and not named:
                 raise StoreError(
-                    f"no chunk in {store} is known to be of model {self.model!r}: `store stats` "
+                    f"no chunk in {store} is recorded for model {self.model!r}: `store stats` "
                     "prints models and fingerprints"
                 )
             if named:
@@ -102,9 +102,9 @@ class Choice:
     def _names_of_document(
         self, store: Path, document: str, labels: dict[str, Label]
     ) -> dict[LeadInConfig, ChunkNames]:
-        """Return what each lead-in that the store knows calls the document's chunks."""
+        """Return the ids of a document's chunks, for each lead-in recorded in the store."""
         if self.model is None:
-            raise StoreError("--document asks a tokenizer for its chunks: give --model, too")
+            raise StoreError("--document needs the model's tokenizer: give --model, too")
         tokenizer = load_tokenizer(self.model)
         settings = {label.lead_in for label in labels.values()} | {LeadInConfig()}
         registries = [*_registries(store, self.namespace)]
@@ -128,7 +128,7 @@ class Choice:
 
 
 def named(keys: Iterable[str]) -> Condition:
-    """Return the test for chunks of these keys; raises StoreError when one is no key."""
+    """Return the predicate for chunks of these keys; raises StoreError for an invalid key."""
     wanted = {_canonical(text) for text in keys}
     return lambda key, entry: str(key) in wanted
 
@@ -146,7 +146,7 @@ def _registries(store: Path, namespace: str | None) -> Iterator[SharedChunkRegis
 
 
 def _lead_in(tokenizer: Tokenizer, config: LeadInConfig) -> LeadIn:
-    """Return what names chunks as engines do, but for the fingerprint."""
+    """Return a lead-in that computes chunk ids as engines do, without a fingerprint."""
     encoder = PromptEncoder(tokenizer, split_special_tokens=config.split_special_tokens)
     return LeadIn(encoder, config, instruction="", identity={}, namespace="")
 
@@ -159,7 +159,7 @@ def _name(lead_in: LeadIn, chunk: Chunk) -> tuple[str, str]:
 def _others(
     registry: SharedChunkRegistry, lead_in: LeadIn, chunks: Iterable[Chunk]
 ) -> set[tuple[str, str]]:
-    """Return the names of chunks with the same texts in other documents."""
+    """Return the ids of chunks with the same texts in other documents."""
     own = set(chunks)
     variants = (one for chunk in own for one in registry.variants(chunk.text))
     return {_name(lead_in, one) for one in variants if one not in own}
@@ -169,11 +169,11 @@ def _check_fingerprint(text: str) -> None:
     try:
         KVKey(chunk_id([]), text)
     except ValueError as error:
-        raise StoreError(f"{text!r} is no fingerprint: `store stats` prints them") from error
+        raise StoreError(f"{text!r} is not a fingerprint: `store stats` prints them") from error
 
 
 def _canonical(text: str) -> str:
     try:
         return str(KVKey.parse(text))
     except ValueError as error:
-        raise StoreError(f"{text!r} is no KV key: `store ls` prints them") from error
+        raise StoreError(f"{text!r} is not a KV key: `store ls` prints them") from error

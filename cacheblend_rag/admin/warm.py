@@ -14,10 +14,10 @@ from cacheblend_rag.kv.access_log import AccessLog
 
 @dataclass(frozen=True)
 class WarmReport:
-    """What was brought: chunks and bytes now in the fastest tier; and what was not.
+    """Chunks and bytes in the fastest tier after a warm-up, and chunks that are not.
 
-    warmed: brought by this run. there: were there already. missing: not stored, or not readable.
-    left: for which there was no room.
+    warmed: copied by this run. there: in the tier before. missing: not stored, or not readable.
+    left: without room in the tier.
     """
 
     warmed: int = 0
@@ -28,9 +28,9 @@ class WarmReport:
 
 
 def most_used(store: TieredKVStore, condition: Condition, log: Path | None) -> list[KVKey]:
-    """Return the keys of chunks in the order of their use, the most used first.
+    """Return the keys of chunks, the most used first.
 
-    log: an access log, by which they are counted; without one, what was used latest comes first.
+    log: an access log whose entries are counted; without one, the most recently used come first.
     Raises StoreError when there is no such log, or it is no regular file.
     """
     if log is not None:
@@ -40,7 +40,7 @@ def most_used(store: TieredKVStore, condition: Condition, log: Path | None) -> l
         return sorted(entries, key=lambda key: entries[key].used_at, reverse=True)
     if not log.is_file():
         raise StoreError(
-            f"{log} is no access log: `--store access_log=FILE` has an engine write one"
+            f"{log} is not an access log: an engine writes one with `--store access_log=FILE`"
         )
     return [key for key in AccessLog(log).most_used() if key in entries]
 
@@ -51,9 +51,9 @@ def warm(
     most_bytes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> WarmReport:
-    """Bring chunks into the fastest tier, in this order, until it or ``most_bytes`` is full.
+    """Copy chunks into the fastest tier, in this order, until it or ``most_bytes`` is full.
 
-    progress: called with chunks done and in all.
+    progress: called with the number of chunks done and the total.
     """
     todo = list(dict.fromkeys(keys))
     fastest = store.tiers[0]

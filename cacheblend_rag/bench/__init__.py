@@ -1,1 +1,1 @@
-"""Benchmarks, one a file: what is measured against what, in turn, on the same machine."""
+"""The installed benchmarks, one per file."""

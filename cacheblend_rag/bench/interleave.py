@@ -1,20 +1,20 @@
-"""Measuring several things fairly: in turn, on the same machine at the same time."""
+"""Runs the cases of a benchmark in turn, so that changes of the machine affect all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 Case = Callable[[int], float]
-"""One thing to measure: given the turn, 0 is the warm-up, it returns seconds."""
+"""One case to measure: takes the number of the turn (0 is the warm-up), returns seconds."""
 
 Advance = Callable[[str], None]
-"""Is told what is done next, for a progress display."""
+"""Called with the label of the next step, for a progress display."""
 
 
 def run_in_turns(
     cases: Mapping[str, Case], repeat: int, advance: Advance
 ) -> dict[str, list[float]]:
-    """Run every case once a turn, each turn beginning with another; return each one's seconds.
+    """Run every case once per turn, starting with a different one; return each one's seconds.
 
     Turn 0 is a warm-up and is not returned.
     """

@@ -1,9 +1,9 @@
-"""The most memory a call holds beyond what was held before it.
+"""Measures the peak of additional memory during a call.
 
 CUDA: the allocator's own peak, exact to the byte. Linux: the kernel's peak of the process's
 resident memory, reset before the call. That peak counts whole pages, other threads, and pages of
-files the call maps; memory that the call takes from what the allocator kept of earlier work is not
-counted, which is why freed memory is first given back to the system. Elsewhere it is not measured.
+files that the call maps. It misses memory that the allocator reuses from earlier work, so freed
+memory is first returned to the system. On other systems memory is not measured.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _RESET_PEAK = "5"
 
 
 def peak_extra_bytes(call: Callable[[], object], device: torch.device) -> int | None:
-    """Run ``call`` once and return the bytes it held at most, or None where unmeasurable."""
+    """Run ``call`` once and return its peak of additional bytes, None if unmeasurable."""
     gc.collect()
     if device.type == "cuda":
         return _cuda_peak(call, device)

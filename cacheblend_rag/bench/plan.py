@@ -1,6 +1,6 @@
-"""What a benchmark is told: a dataclass whose fields are its options on the command line, too.
+"""The base of benchmark plans: dataclasses whose fields are also command-line options.
 
-No PyTorch is imported before a plan is made, so that the command line starts quickly.
+PyTorch is not imported before a plan is made, so that the command line starts quickly.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def option(
 
     Args:
         default: the field's default.
-        help: what the command's help says of it.
+        help: the option's help text.
         flag: the option's name, ``--`` and the field's name by default. A field that is a tuple
             takes one value each time its option is given.
         least: the smallest value allowed.
-        comma: a tuple of layer indices is given at once, separated by commas.
+        comma: whether the option takes a tuple of layer indices, separated by commas.
     """
     return field(
         default=default, metadata={"help": help, "flag": flag, "least": least, "comma": comma}
@@ -37,7 +37,7 @@ def option(
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a benchmark measures. Raises ConfigError for a value below its field's least."""
+    """The parameters of a benchmark. Raises ConfigError for a value below its field's least."""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -50,7 +50,7 @@ class Plan:
 class ModelPlan(Plan):
     """A benchmark on a model with random weights.
 
-    shape: a name of `SHAPES`, whose dimensions the model has. dtype, device: of its weights.
+    shape: a name in `SHAPES`, with the model's dimensions. dtype, device: of its weights.
     """
 
     shape: str = option(
@@ -76,7 +76,7 @@ class ModelPlan(Plan):
 
     @cached_property
     def torch_device(self) -> torch.device:
-        """The device called ``device``; raises ConfigError for one that is not there."""
+        """The device called ``device``; raises ConfigError if it is not available."""
         from cacheblend_rag.engines.transformers.loading import pick_device
 
         return pick_device(self.device)

@@ -1,4 +1,4 @@
-"""The plans of the installed benchmarks: what ``cacheblend-rag bench NAME`` measures."""
+"""The parameters of the installed benchmarks (``cacheblend-rag bench NAME``)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VLLM_BATCHED_TOKENS = 2048
 
 @dataclass(frozen=True, kw_only=True)
 class BlendPlan(ModelPlan):
-    """A benchmark whose prompts are chunks and a question, at one rule of choosing rows."""
+    """A benchmark whose prompts are chunks and a question, with one selector."""
 
     chunk_tokens: int = option(512, "Tokens a chunk.", least=1)
     question_tokens: int = option(32, "Tokens behind the chunks.", least=1)
@@ -35,7 +35,7 @@ class BlendPlan(ModelPlan):
     )
 
     def blend_config(self, ratio: float) -> BlendConfig:
-        """Return the config of a blend at ``ratio``; raises ConfigError for what cannot be run."""
+        """Return the config of a blend at ``ratio``; raises ConfigError if it cannot be run."""
         from cacheblend_rag.blend import plan_schedule
         from cacheblend_rag.settings import BlendConfig
 
@@ -81,7 +81,7 @@ class TtftPlan(BlendPlan):
 
         ConnectorSettings.of(
             {"store": {"precision": self.precision}, "attention": self.attention}
-        )  # raises for one that is none
+        )  # raises for an unknown name
         for tier in self.tiers:
             check_tier(tier)
         self.model_shape.check_prompt(self.prompt_tokens)
@@ -95,7 +95,7 @@ class TtftPlan(BlendPlan):
 
     @cached_property
     def setting(self) -> VLLMSetting:
-        """The model as vLLM is to run it."""
+        """The model and how vLLM runs it."""
         from cacheblend_rag.bench.vllm import VLLMSetting
 
         return VLLMSetting(self.model_shape, self.torch_dtype, self.torch_device, self.eager)
@@ -157,7 +157,7 @@ class ThroughputPlan(BlendPlan):
 
     @cached_property
     def setting(self) -> VLLMSetting:
-        """The model as vLLM is to run it."""
+        """The model and how vLLM runs it."""
         from cacheblend_rag.bench.vllm import VLLMSetting
 
         return VLLMSetting(self.model_shape, self.torch_dtype, self.torch_device, self.eager)

@@ -1,7 +1,7 @@
-"""Named model shapes with random weights: real dimensions, so that time and memory are real.
+"""Named model shapes with random weights, for benchmarks with realistic time and memory.
 
-Dimensions are those of the published models' ``config.json``. Weights are drawn, not downloaded,
-so answers mean nothing; the tokenizer has one token a word, so that token counts are exact.
+Dimensions are those of the published models' ``config.json``. Weights are random, not downloaded,
+so answers mean nothing; the tokenizer has one token per word, so that token counts are exact.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ModelShape:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def check_prompt(self, tokens: int) -> None:
-        """Raise ConfigError when a prompt of so many tokens, and one more, has no room."""
+        """Raise ConfigError when a prompt of so many tokens, and one more, does not fit."""
         if tokens >= self.max_positions:
             raise ConfigError(
                 f"prompt_tokens={tokens} must be below {self.max_positions}, "

@@ -1,7 +1,7 @@
-"""Whether speedup and hit share stay level over many requests that never repeat.
+"""Measures speedup and hit share over many requests that never repeat.
 
 Chunks are drawn by Zipf's law from a store larger than its memory: the host tier holds a share of
-them, the disk below all. No request has the chunks of another in the same order. Behind every
+them, the disk below it all. No two requests have the same chunks in the same order. After every
 ``full_every``-th request the same prompt is prefilled in full.
 """
 
@@ -55,7 +55,7 @@ class SteadyRow:
 
     @classmethod
     def of(cls, answers: Sequence[TimedAnswer]) -> SteadyRow:
-        """Sum up."""
+        """Summarize the answers of one row."""
         pairs = [(a.full_seconds, a.blend_seconds) for a in answers if a.full_seconds is not None]
         tiers = [tier for one in answers for tier in one.tiers]
         return cls(
@@ -117,7 +117,7 @@ def measure_steady(plan: SteadyPlan, advance: Advance = lambda _: None) -> dict[
 
 
 def combinations(plan: SteadyPlan, rng: random.Random) -> Iterator[tuple[int, ...]]:
-    """Draw chunks for one request after the other, by rank; none is drawn again in that order.
+    """Draw the chunks of each request, by rank; no sequence is drawn twice.
 
     Raises ConfigError when there are hardly any left.
     """
@@ -160,9 +160,9 @@ def _seconds(answer: Generation) -> float:
 
 
 def _tiers(answer: Generation) -> tuple[str, ...]:
-    """Return where each chunk came from; raises CacheBlendError where one was missing.
+    """Return the tier of each chunk; raises CacheBlendError if one was missing.
 
-    COMPUTED: from its tokens, since its tier was slower than that just then.
+    COMPUTED: computed from its tokens, since its tier was slower than that at the time.
     """
     for chunk in answer.report.chunks:
         if chunk.reason not in (None, "slow"):

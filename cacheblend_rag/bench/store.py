@@ -1,4 +1,4 @@
-"""How fast chunk KV goes into each tier and comes out, beside the raw limit of the same machine.
+"""Measures the speed of writing and reading chunk KV in each tier, and the machine's raw limit.
 
 The raw limit moves as many bytes by the same means and does nothing else: a copy in memory, a file
 written and read in one go, SET and GET, HTTP's PUT and GET by the same client.
@@ -38,7 +38,7 @@ from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.settings.tier_url import TierUrl
 
 LAYERS, KV_HEADS, HEAD_DIM = 32, 8, 128
-"""Of Llama 3.1 8B: 128 KiB a token in bfloat16."""
+"""Those of Llama 3.1 8B: 128 KiB per token in bfloat16."""
 TOKENS_A_MIB = 8
 GIB = 1 << 30
 
@@ -49,7 +49,7 @@ Raw = tuple[Callable[[], object], Callable[[], object], Callable[[], object]]
 
 @dataclass(frozen=True)
 class TierSpeed:
-    """Medians of one tier, in GiB of chunk KV a second."""
+    """Median speeds of one tier, in GiB of chunk KV per second."""
 
     tier: str
     get_gib_s: float
@@ -59,7 +59,7 @@ class TierSpeed:
 
 
 def measure_store(plan: StorePlan, advance: Advance = lambda _: None) -> dict[str, Any]:
-    """Return each tier's speeds; a disk's are those of a folder for temporary files."""
+    """Return each tier's speeds; ``disk`` uses a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="cacheblend-bench-") as folder:
         own = {"host": "host://?capacity=none", "disk": f"disk://{folder}"}
         urls = [TierUrl(own.get(tier, tier)) for tier in dict.fromkeys(plan.tiers)]
@@ -98,13 +98,13 @@ def _measure(url: TierUrl, plan: StorePlan, advance: Advance) -> TierSpeed:
 
 
 def _chunk(tokens: int) -> ChunkKV:
-    """Return a chunk as precompute makes it: a layer's keys and values side by side."""
+    """Return a chunk in precompute's memory layout: keys and values of a layer are adjacent."""
     kv = torch.randn(LAYERS, 2, KV_HEADS, tokens, HEAD_DIM).to(torch.bfloat16)
     return ChunkKV(kv[:, 0], kv[:, 1], position=0)
 
 
 def _timed(do: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-    """Return the seconds of what is done; what is replaced is removed before, which costs, too."""
+    """Return the seconds of ``do``; ``before`` removes the object to replace, untimed."""
     before()
     started = time.perf_counter()
     do()
@@ -112,7 +112,7 @@ def _timed(do: Callable[[], object], before: Callable[[], object] = lambda: None
 
 
 def _put(store: TieredKVStore, kv: ChunkKV, is_memory: bool) -> None:
-    """Store the chunk; for memory a copy of it, since what is given is kept as it is."""
+    """Store the chunk; in memory a copy of it, since the host tier keeps tensors as given."""
     if is_memory:
         both = torch.stack([kv.keys, kv.values], dim=1)
         kv = ChunkKV(both[:, 0], both[:, 1], kv.position)
@@ -121,7 +121,7 @@ def _put(store: TieredKVStore, kv: ChunkKV, is_memory: bool) -> None:
 
 
 def _get(store: TieredKVStore, into: Tensor | None) -> None:
-    """Load the chunk; from memory, which hands out its own, into a buffer of the reader's."""
+    """Load the chunk; from memory, which returns its own tensors, copy it into a buffer."""
     found = store.get(KEY).kv
     if found is None:
         raise StoreError(f"the {store.tiers[0].name} tier lost the chunk: give it more room")
@@ -132,7 +132,7 @@ def _get(store: TieredKVStore, into: Tensor | None) -> None:
 
 @contextmanager
 def _raw(tier: Tier, data: bytes, into: Tensor) -> Iterator[Raw]:
-    """Put and get so many bytes by a tier's bare means, what is left of them removed at the end."""
+    """Yield raw put and get operations of a tier's backend; removes their data at the end."""
     name = f"raw-{os.getpid()}"
     match tier:
         case HostTier():

@@ -1,10 +1,10 @@
-"""Questions a second over shared chunks: blending, plain vLLM, and vLLM's prefix caching.
+"""Measures questions per second: blending, plain vLLM, and vLLM's prefix caching.
 
 Each question draws some of the chunks, in random order, and all questions are sent at once. Every
-engine is warmed up with questions over other chunks. What may be done before the questions come is
-done before the clock starts: chunk KV is precomputed for the blend, and every chunk is asked for
-alone where prefix caching is on, so that each question's first chunk is in its cache. The KV cache
-holds all questions and chunks at once, in all three.
+engine is warmed up with questions over other chunks. Work that can be done before questions arrive
+is not timed: chunk KV is precomputed for the blend, and with prefix caching every chunk is
+requested alone, so that each question's first chunk is in its cache. The KV cache holds all
+questions and chunks at once, in all three.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WARM_UP_QUESTIONS = 2
 
 @dataclass(frozen=True)
 class _Workload:
-    """Chunks and the prompts over them."""
+    """Chunks, and prompts that use them."""
 
     chunks: Sequence[Chunk]
     prompts: Sequence[BlendPrompt]
@@ -65,7 +65,7 @@ class _Workload:
 
 
 def measure_throughput(plan: ThroughputPlan, advance: Advance = lambda _: None) -> dict[str, Any]:
-    """Return questions a second of each, their ratios, and the parameters."""
+    """Return questions per second of each, their ratios, and the parameters."""
     advance("building the model")
     work = _Workload.draw(plan, plan.chunks, plan.questions, plan.seed)
     warm_up = _Workload.draw(plan, plan.drawn, WARM_UP_QUESTIONS, plan.seed + 1)
@@ -101,14 +101,14 @@ class _Run:
     advance: Advance
 
     def plain(self) -> float:
-        """Return questions a second of vLLM without connector and without prefix caching."""
+        """Return questions per second of vLLM without connector and without prefix caching."""
         self.advance("plain vLLM")
         options = {**self._options(), "enable_prefix_caching": False}
         with running_vllm("vllm", self.folder, options=options, connector=False) as engine:
             return self._per_second(lambda prompt: engine.generate_full(prompt, self._sampling))
 
     def prefix_caching(self) -> float:
-        """Return questions a second of vLLM without connector, with all it has cached."""
+        """Return questions per second of vLLM with prefix caching, without connector."""
         self.advance("vLLM's prefix caching")
         with running_vllm("vllm", self.folder, options=self._options(), connector=False) as engine:
             for chunk in self.work.chunks:
@@ -118,7 +118,7 @@ class _Run:
             )
 
     def blend(self) -> tuple[float, float]:
-        """Return questions a second of blending, and how long precomputing the chunks took."""
+        """Return questions per second of blending, and the seconds of precomputing the chunks."""
         plan = self.plan
         self.advance("blending")
         room = 2 * plan.model_shape.kv_bytes(

@@ -1,4 +1,4 @@
-"""Time to first token of a blend against ordinary prefill, on random weights of a real shape."""
+"""Measures time to first token of blends and ordinary prefill, on random weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.prompt import BlendPrompt
 
 DOCUMENT = "bench"
-"""What all chunks belong to, so that their KV can be evicted at the end."""
+"""The document of all chunks, by which their KV is evicted at the end."""
 _SEED = 7
 
 
@@ -38,9 +38,9 @@ class TtftRow:
     most a blend holds beyond weights and store, None where unmeasurable. prompt_kv_bytes: the
     prompt's own KV. prefix_caching_seconds: of vLLM's own prefix caching on the same chunks in
     another order, None in the embedded engine. batched_tokens: most tokens vLLM computes in a step.
-    runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``. load_seconds: what the
-    blend waited for reads. load_hidden_seconds: what it did not wait of them, since it computed.
-    hidden_share: the latter's share of both. None in memory, unless chunks are unpacked there, and
+    runs: seconds of each run of ``full``, ``blend`` and ``prefix_caching``. load_seconds: how long
+    the blend waited for reads. load_hidden_seconds: reading time during which it computed.
+    hidden_share: the latter's share of both; None in memory, unless chunks are unpacked there, and
     in vLLM. precision: of stored chunk KV.
     """
 
@@ -78,9 +78,9 @@ class TtftRow:
         batched_tokens: int | None = None,
         loads: Sequence[tuple[float, float]] = (),
     ) -> TtftRow:
-        """Make a row of what was measured; ``runs`` as the row holds them.
+        """Make a row from measurements; ``runs`` as in the row.
 
-        loads: what each blend waited for reads, and what it did not.
+        loads: of each blend, the seconds waited for reads and those hidden.
         """
         seconds = {name: median(run) for name, run in runs.items()}
         bound, speedup = plan.bound(ratio), seconds["full"] / seconds["blend"]
@@ -197,7 +197,7 @@ def check_blend(plan: TtftPlan, generation: Generation, ratio: float, tier: str)
     """Raise CacheBlendError unless all chunks came from ``tier`` and the selector chose rows."""
     report = generation.report
     if not report.blended or any(chunk.tier != tier for chunk in report.chunks):
-        raise CacheBlendError(f"no blend from {tier} came about: {report.reason or 'a miss'}")
+        raise CacheBlendError(f"not blended from {tier}: {report.reason or 'a miss'}")
     if 0 < ratio < 1 and report.selector != plan.selector:
         found = f"{report.selector} ({report.selector_reason})"
         raise CacheBlendError(f"rows were not chosen by {plan.selector} but {found}")
@@ -208,7 +208,7 @@ def _first_token_seconds(generation: Generation) -> float:
 
 
 def tier_name(tier: str) -> str:
-    """Return what reports call a tier, which is given by its name or its URL."""
+    """Return a tier's name in reports, given its name or URL."""
     return TierUrl(tier).name if "://" in tier else tier
 
 

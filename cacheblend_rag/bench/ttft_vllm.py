@@ -1,10 +1,10 @@
-"""Time to first token in vLLM: blends, ordinary prefill, and vLLM's own prefix caching.
+"""Measures time to first token in vLLM: blends, ordinary prefill, and vLLM's prefix caching.
 
-All three are asked of one engine, for one token, and timed from the call to the answer: tokenizing,
-scheduling and the way to vLLM's process and back are in every figure. The prompt's chunks stand in
-another order each turn. Ordinary prefill and blends get a salt of their own each time, so vLLM's
-prefix cache never serves them. The prefix caching case shares one salt, and before each of its runs
-every chunk is asked for alone: whichever chunk the prompt begins with is in the cache.
+All three run on one engine, for one token, and are timed from the call to the answer: every figure
+includes tokenizing, scheduling and the way to vLLM's process and back. The prompt's chunks are in a
+different order each turn. Ordinary prefill and blends get a new salt each time, so vLLM's prefix
+cache never serves them. The prefix caching case uses one salt, and before each of its runs every
+chunk is requested alone, so that the chunk at the beginning of the prompt is in the cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What benchmarks of vLLM share: a shape's random model in a folder, and engines over it.
+"""Saves a shape's random model to a folder and starts comparable vLLM engines with it.
 
-KV caches have the size asked for, and on a CPU all engines compute on the same cores. Left alone,
-vLLM sizes its cache by the memory it finds, and sets one core aside and a second one where there is
-a KV connector: engines to be compared would not run alike.
+KV caches have a fixed size, and on a CPU all engines compute on the same cores. By default,
+vLLM sizes its cache by the free memory, and reserves one core, and another one with
+a KV connector, so that engines would not be comparable.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ BLOCK_TOKENS = 128
 
 @dataclass(frozen=True)
 class VLLMSetting:
-    """The model vLLM runs and how.
+    """The model and how vLLM runs it.
 
-    eager: without compiling it. dtype, device: of the random weights; vLLM runs where it was built
-    to run.
+    eager: without compiling it. dtype, device: of the random weights; vLLM runs on the device that
+    it was built for.
     """
 
     shape: ModelShape
@@ -58,8 +58,8 @@ class VLLMSetting:
     def options(self, prompt_tokens: int, prompts: int, engines: int = 1) -> dict[str, Any]:
         """Return vLLM's engine arguments for a workload.
 
-        prompt_tokens: of the longest prompt with its answer. prompts: how many of them its KV cache
-        holds. engines: how many share a GPU.
+        prompt_tokens: of the longest prompt with its answer. prompts: how many of them the KV cache
+        must hold. engines: how many share a GPU.
         """
         window = -(-(prompt_tokens + SPARE_TOKENS) // BLOCK_TOKENS) * BLOCK_TOKENS
         options: dict[str, Any] = {
@@ -129,7 +129,7 @@ def _flags(options: dict[str, Any]) -> list[str]:
 
 
 def _settle_environment() -> None:
-    """Settle what vLLM reads from the environment, unless it is settled there already."""
+    """Set environment variables of vLLM, unless they are set already."""
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cores)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

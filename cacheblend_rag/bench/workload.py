@@ -1,4 +1,4 @@
-"""Chunks, questions and blend rules of benchmarks: random words of an exact number of tokens."""
+"""Draws chunks and questions of benchmarks: random words with an exact number of tokens."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def draw_chunks(
 ) -> list[Chunk]:
     """Return chunks of ``tokens`` tokens each.
 
-    They belong to a document called ``name``, by which their KV can be evicted. Where the selector
-    needs a prior, each has the ones before it as its context, else none.
+    They belong to a document called ``name``, by which their KV can be evicted. If the selector
+    needs a prior, each has the chunks before it as context.
     """
     texts = tuple(draw_words(rng, tokens, vocabulary) for _ in range(chunks))
     if make_selector(selector).needs_prior:
@@ -33,7 +33,7 @@ def draw_chunks(
 
 
 def zipf_weights(count: int, exponent: float) -> list[float]:
-    """Return cumulative weights of so many ranks by Zipf's law, for ``draw_ranks``."""
+    """Return the cumulative weights of so many ranks by Zipf's law, for ``draw_ranks``."""
     return [*accumulate(1 / rank**exponent for rank in range(1, count + 1))]
 
 
@@ -46,4 +46,4 @@ def draw_ranks(rng: random.Random, weights: Sequence[float], count: int) -> tupl
 
 
 LEAD_IN = "none"
-"""What benchmarks precompute chunks behind: nothing, so that their prompts are chunks alone."""
+"""The lead-in of benchmarks: none, since their prompts begin with a chunk."""

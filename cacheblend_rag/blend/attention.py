@@ -1,7 +1,7 @@
 """Causal attention for scattered rows: each row sees exactly the keys at or before its position.
 
-Rows are taken in blocks; a block looks only at the keys between what its first row may see and its
-last row, so scattered rows cost what the causal triangle costs, not the whole rectangle.
+Rows are processed in blocks; a block reads only the keys from the first that its first row may see
+to its last row, so scattered rows cost the causal triangle, not the whole rectangle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_ROWS = 64
 ACCELERATOR_BLOCK_ROWS = 1024
 DISTANCE = torch.int32
 LARGEST_LOGITS = 1 << 26
-"""Logits laid out at once where no fused kernel keeps them to itself."""
+"""Most logits in memory at once, without a fused kernel."""
 
 
 def attend_rows(
@@ -35,8 +35,8 @@ def attend_rows(
 
     query: (batch, heads, rows, head_dim). keys, values: (batch, kv_heads, tokens, head_dim), index
     = position; every position that a row may see must hold finite values. window: keys a row may
-    see at most, itself included. softcap: logits are capped at it, or None. sinks: (heads,), a
-    logit of each head that takes its share of attention and gives nothing, or None.
+    see at most, itself included. softcap: logits are capped at it, or None. sinks: (heads,), each
+    head's attention sink as a logit, or None.
     """
     batch, heads, count, width = query.shape
     kv_heads = keys.shape[1]
@@ -47,7 +47,7 @@ def attend_rows(
         here = slice(start, min(start + size, count))
         block = rows.part(here.start, here.stop)
         seen = slice(_first_key(block, window), block.last + 1)
-        # Heads that share a KV head are laid out as more rows of it: no KV is repeated, and every
+        # Heads that share a KV head become additional rows of it: no KV is repeated, and every
         # backend's fused kernel takes the mask.
         part = (
             query[:, :, here].reshape(batch, kv_heads, -1, width),
@@ -67,9 +67,9 @@ def attend_rows(
 def attention_bytes(
     tokens: int, heads: int, kv_heads: int, device: torch.device, size: int, *, in_steps: bool
 ) -> int:
-    """Return the most memory that attend_rows takes for so many tokens beside its result, in bytes.
+    """Return the peak memory of attend_rows for so many tokens, without its result, in bytes.
 
-    size: bytes of an element. in_steps: whether there are capped logits or sinks.
+    size: bytes per element. in_steps: whether there are capped logits or sinks.
     """
     rows = min(tokens, _block_rows(device, heads * tokens if in_steps else 0))
     mask = tokens * rows * (heads // kv_heads * size + DISTANCE.itemsize + 2)
@@ -78,7 +78,7 @@ def attention_bytes(
 
 
 def _block_rows(device: torch.device, logits_a_row: int) -> int:
-    """Return how many rows attend at once, of which each lays out so many logits, if any."""
+    """Return how many rows attend at once, if each materializes so many logits."""
     most = BLOCK_ROWS if device.type == "cpu" else ACCELERATOR_BLOCK_ROWS
     return most if logits_a_row == 0 else max(1, min(most, LARGEST_LOGITS // logits_a_row))
 
@@ -115,7 +115,7 @@ def attention_mass(
     """Return how much of each row's attention every key gets: (heads, rows, tokens) float32.
 
     query: (1, heads, rows, head_dim). keys: (1, kv_heads, tokens, head_dim). The rest as for
-    attend_rows; what a sink takes is missing from the sum.
+    attend_rows; a sink's share is missing from the sum.
     """
     heads, kv_heads = query.shape[1], keys.shape[1]
     copies = heads // kv_heads
@@ -133,7 +133,7 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def shares(logits: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax in float32 over the last axis, beside a sink for each row, (..., rows), if any."""
+    """Softmax in float32 over the last axis, with an optional sink for each row, (..., rows)."""
     if sinks is None:
         return logits.softmax(-1, dtype=torch.float32)
     beside = sinks.to(logits.dtype)[..., None].expand(*logits.shape[:-1], 1)
@@ -148,7 +148,7 @@ def _first_key(rows: Rows, window: int | None) -> int:
 def _bias(
     rows: Rows, seen: slice, window: int | None, *, copies: int, dtype: torch.dtype
 ) -> Tensor:
-    """(copies x rows, keys seen) of ``dtype``: what is added to logits, 0 or -infinity.
+    """(copies x rows, keys seen) of ``dtype``: the mask to add to logits, 0 or -infinity.
 
     Without a window every row sees the keys before the first row, so only the rest is compared.
     """

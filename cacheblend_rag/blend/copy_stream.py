@@ -1,7 +1,7 @@
 """A device's copy stream, and the page-locked buffers through which KV is copied.
 
-Copies run on a stream of their own while the compute stream works. Events order what one stream
-writes and the other reads: the device waits for them, the host never does.
+Copies run on their own stream while the compute stream works. Events order writes of one stream
+and reads of the other: the device waits for them, the host never does.
 """
 
 from __future__ import annotations
@@ -20,64 +20,64 @@ from torch import Tensor
 BUFFERS = 16
 BUFFER_BYTES = 4 << 20
 PINNED_BYTES = BUFFERS * BUFFER_BYTES
-"""Most page-locked memory of all passes on a device."""
+"""Limit of page-locked memory for all passes on a device."""
 COPY_STREAM_BYTES = PINNED_BYTES + 7 * BUFFER_BYTES
-"""Most memory of the device: as much again, and what a buffer's unpacked, turned KV takes."""
+"""Limit of device memory: as much again, and room for one buffer's unpacked, rotated KV."""
 ALIGNMENT = 8
-"""Of the first tensor of a part; no number has more bytes."""
+"""Alignment of the first tensor of a part, in bytes; no element is larger."""
 
 _LOG = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """A point in what a stream was asked to do."""
+    """A point in a stream's queue, like torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Whether the device is past it."""
+        """Return whether the device has reached it."""
 
     def synchronize(self) -> None:
-        """Have this thread wait until it is; not for the thread that drives the model."""
+        """Block this thread until the device has reached it; not for the model's thread."""
 
 
 class CopyStream(Protocol):
-    """What of a device a transfer asks for. Its work's stream is the calling thread's own."""
+    """The device operations of a transfer. The compute stream is the calling thread's own."""
 
     def pinned(self, nbytes: int) -> Tensor:
         """Return page-locked memory, (nbytes,) uint8."""
 
     def scratch(self, nbytes: int) -> Tensor:
-        """Return memory of the device that belongs to the copy stream, (nbytes,) uint8."""
+        """Return device memory that is allocated for the copy stream, (nbytes,) uint8."""
 
     def has(self, tensor: Tensor) -> bool:
-        """Whether it lies on the device."""
+        """Return whether a tensor is on the device."""
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether it lies in page-locked memory, so that it can be copied from there."""
+        """Return whether a tensor is in page-locked memory, so that it can be copied directly."""
 
     def worked(self) -> Event:
-        """Return the event behind all that the work's stream was asked so far."""
+        """Return an event recorded now on the compute stream."""
 
     def carried(self) -> Event:
-        """Return the event behind all that the copy stream was asked so far."""
+        """Return an event recorded now on the copy stream."""
 
     def follow(self, event: Event) -> None:
-        """Have the copy stream wait for an event."""
+        """Make the copy stream wait for an event."""
 
     def hold_work(self, event: Event) -> None:
-        """Have the work's stream wait for an event."""
+        """Make the compute stream wait for an event."""
 
     def copy(self, into: Tensor, tensor: Tensor) -> None:
-        """Copy on the copy stream; who asks keeps both until an event behind it."""
+        """Copy on the copy stream; the caller keeps both tensors until a later event."""
 
     def run(self, work: Callable[[], object]) -> None:
-        """Do on the copy stream what asks the device for something."""
+        """Run a function with the copy stream as the current stream."""
 
     def share(self, *tensors: Tensor) -> None:
-        """Keep tensors from being reused until the copy stream is through its queue."""
+        """Keep tensors' memory from being reused until the copy stream has finished its queue."""
 
 
 class CudaCopyStream:
-    """The copy_stream of a CUDA device."""
+    """The copy stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,7 +85,7 @@ class CudaCopyStream:
         self._stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Return page-locked memory; ordinary where there is none: slower, and as right."""
+        """Return page-locked memory; ordinary memory, which is slower, if there is none."""
         try:
             return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         except RuntimeError as error:
@@ -137,9 +137,9 @@ def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 @dataclass
 class PinnedBuffer:
-    """Memory that a copy passes through: host and device, (bytes,) uint8 each. used: bytes of it.
+    """A host and a device buffer for copies, (bytes,) uint8 each. used: bytes in use.
 
-    until: the event after which it can be used anew. held: what must be there until then.
+    until: the event after which it can be reused. held: objects to keep alive until then.
     """
 
     host: Tensor
@@ -149,11 +149,11 @@ class PinnedBuffer:
     held: Sequence[Tensor] = ()
 
     def rows(self, row_bytes: int) -> int:
-        """Return how many rows of so many bytes still fit."""
+        """Return how many more rows of so many bytes fit."""
         return (self.host.numel() - _aligned(self.used, ALIGNMENT)) // row_bytes
 
     def place(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return room on the host and on the device, contiguous, for such a tensor."""
+        """Return contiguous space for such a tensor, on the host and on the device."""
         start = _aligned(self.used, like.itemsize)
         here = slice(start, start + like.nbytes)
         self.used = here.stop
@@ -168,9 +168,9 @@ def _aligned(nbytes: int, to: int) -> int:
 
 
 class PinnedBuffers:
-    """The buffers of a device, for all passes: made when first needed, used over and over.
+    """The buffers of a device, shared by all passes: made when first needed, then reused.
 
-    writer: the thread that waits for what comes from the device.
+    writer: the thread that waits for copies from the device.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class PinnedBuffers:
         self._busy: list[PinnedBuffer] = []
 
     def take(self) -> PinnedBuffer | None:
-        """Return an empty buffer; None while the device needs them all."""
+        """Return an empty buffer; None while all are in use by the device."""
         with self._lock:
             self._collect()
             if not self._free and self._left:
@@ -201,14 +201,14 @@ class PinnedBuffers:
     def give(
         self, buffer: PinnedBuffer, until: Event | None = None, held: Sequence[Tensor] = ()
     ) -> None:
-        """Give a buffer back; it and ``held`` are kept until the device is past an event."""
+        """Return a buffer; it and ``held`` are kept until the device has reached an event."""
         buffer.until, buffer.held = until, held
         with self._lock:
             self._busy.append(buffer)
             self._collect()
 
     def release(self) -> int:
-        """Let go of the buffers that are not in use; returns their bytes, on the host and there."""
+        """Free the buffers that are not in use; returns their bytes, on host and device."""
         with self._lock:
             self._collect()
             count = len(self._free)
@@ -227,18 +227,18 @@ class PinnedBuffers:
 
 
 def release_pinned(device: torch.device) -> int:
-    """Let go of a device's buffers that are not in use, if it has any; returns their bytes."""
+    """Free a device's buffers that are not in use, if it has any; returns their bytes."""
     buffers = pinned_buffers_of(device)
     return 0 if buffers is None else buffers.release()
 
 
 def has_copy_stream(device: torch.device) -> bool:
-    """Whether what a device is sent is copied, and unpacked, beside its work."""
+    """Whether a device copies and unpacks KV on a separate stream."""
     return device.type == "cuda"
 
 
 def pinned_buffers_of(device: torch.device) -> PinnedBuffers | None:
-    """Return a device's buffers; None where copies are plain ones, as between a CPU and itself."""
+    """Return a device's buffers; None if copies need none, as on a CPU."""
     if not has_copy_stream(device):
         return None
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""Floating-point work of layers and passes, so that savings are quoted with their real cost."""
+"""Counts the floating-point operations of layers and passes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cacheblend_rag.blend.rows import Rows
 class LayerCost:
     """Work of one layer, in floating-point operations.
 
-    per_row: all matrix products of the layer for one token. per_row_probe: those up to query, key
-    and value only. per_pair: attention for one query and one key, all heads. window: keys a query
+    per_row: all matrix products of the layer for one token. per_row_probe: only those for query,
+    key and value. per_pair: attention for one query and one key, all heads. window: keys a query
     can see at most, or None.
     """
 

@@ -23,8 +23,8 @@ KEPT_MASKS = 8
 class FlexAttention:
     """An `Attention` for one pass: layers that run the same rows share their block mask.
 
-    On CUDA the kernel is compiled at its first use; elsewhere PyTorch computes it uncompiled, which
-    is for tests only.
+    On CUDA the kernel is compiled at its first use; on other devices PyTorch runs it uncompiled,
+    which is for tests only.
     """
 
     def __init__(self) -> None:
@@ -54,20 +54,20 @@ class FlexAttention:
         if key not in self._masks:
             while len(self._masks) >= KEPT_MASKS:
                 self._masks.pop(next(iter(self._masks)))
-            # the rows are kept too, so that their id is not given to others meanwhile
+            # the rows are kept too, so that Python does not reuse their id for other rows
             self._masks[key] = (rows, _block_mask(rows, seen, window))
         return self._masks[key][1]
 
 
 def _with_sums() -> dict[str, Any]:
-    """Ask for the logarithm of each softmax's sum, too; torch 2.9 or newer can say it."""
+    """Return arguments that request each softmax's log-sum-exp; needs torch 2.9 or newer."""
     from torch.nn.attention.flex_attention import AuxRequest
 
     return {"return_aux": AuxRequest(lse=True)}
 
 
 def _beside_sinks(sinks: Tensor, done: Tensor, aux: Any) -> Tensor:
-    """Give a sink its share of what was computed without it: one more term of each softmax."""
+    """Rescale attention computed without sinks: a sink is one more term of each softmax."""
     share: Tensor = (aux.lse - sinks.float()[:, None]).sigmoid()
     return (done * share[..., None]).to(done.dtype)
 

@@ -1,4 +1,4 @@
-"""What a pass will cost, before it is run: a schedule's rows, counted as if spread evenly."""
+"""Estimates the work of a pass before it runs, as if chosen rows were spread evenly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cacheblend_rag.blend.schedule import Schedule
 
 @dataclass(frozen=True)
 class _Rows:
-    """How many rows there are, and how many keys they see together, by the layer's window."""
+    """The number of rows, and how many keys they see in total, by the layer's window."""
 
     count: float
     pairs: dict[int | None, float]
@@ -29,26 +29,27 @@ class _Rows:
         return cls(float(len(seen)), pairs)
 
     def with_share(self, share: float, others: _Rows) -> _Rows:
-        """Return these and a share of others."""
+        """Return these rows and a share of others."""
         pairs = {window: own + share * others.pairs[window] for window, own in self.pairs.items()}
         return _Rows(self.count + share * others.count, pairs)
 
     def run(self, cost: LayerCost) -> float:
-        """Work of running a layer on them."""
+        """Work of running a layer on the rows."""
         return cost.per_row * self.count + cost.per_pair * self.pairs[cost.window]
 
 
 class Forecast:
-    """The work of passes over one prompt, whatever their schedule.
+    """The estimated work of passes over one prompt, for any schedule.
 
-    Which rows a selector chooses is not known yet, so each may be chosen alike: how many there are
-    is exact, what they attend to is what such rows do on average. A question's probe is not in it.
+    The rows that a selector will choose are not known yet, so all are taken as equally likely:
+    their number is exact, the number of keys they attend to is an average. A question's probe is
+    not included.
 
     Args:
         costs: of each layer.
         cached: (tokens,) bool, tokens that have cached KV.
         eligible: (tokens,) bool, those of them that may be recomputed.
-        needs_hidden: whether the last token's hidden state is wanted.
+        needs_hidden: whether the last token's hidden state is needed.
     """
 
     def __init__(
@@ -87,5 +88,5 @@ class Forecast:
         return self._always.with_share(share, self._free)
 
     def _share(self, ratio: float) -> float:
-        """Return the share of what may be chosen that a ratio of all eligible tokens is."""
+        """Return the share of the free rows to choose for a ratio of all eligible tokens."""
         return min(1.0, ratio * self._eligible / max(self._free.count, 1.0))

@@ -1,6 +1,6 @@
-"""FusedKV: a prompt's KV, filled layer by layer from cached chunks and from fresh rows.
+"""The buffer of a prompt's KV, filled layer by layer from cached chunks and from fresh rows.
 
-``RingKV`` is the same with room for two layers only, for whoever needs no layer once it is final.
+``RingKV`` holds two layers only, for callers that take each layer once it is final.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from cacheblend_rag.blend.stack import Geometry
 
 
 class FusedKV:
-    """The KV of a prompt, and room for the tokens that will be decoded after it.
+    """The KV of a prompt, with capacity for the tokens that will be decoded after it.
 
-    keys, values: (layers, kv_heads, capacity, head_dim), index = position. keeps_layers: whether a
-    layer is still there when the pass is over.
+    keys, values: (layers, kv_heads, capacity, head_dim), index = position. keeps_layers: whether
+    all layers are still there when the pass is over.
     """
 
     keeps_layers: ClassVar[bool] = True
@@ -33,16 +33,16 @@ class FusedKV:
 
     @staticmethod
     def bytes_for(geometry: Geometry, tokens: int) -> int:
-        """Return what the KV of so many tokens takes, in bytes."""
+        """Return the size of the KV of so many tokens, in bytes."""
         elements = 2 * geometry.layers * geometry.kv_heads * tokens * geometry.head_dim
         return elements * geometry.dtype.itemsize
 
     def lay(
         self, layer: int, start: int, keys: Tensor, values: Tensor, turn: Rotation | None
     ) -> None:
-        """Lay one layer of a chunk's KV, (kv_heads, tokens, head_dim), at positions from ``start``.
+        """Copy a layer of a chunk's KV, (kv_heads, tokens, head_dim), to positions from ``start``.
 
-        turn: what moves its keys there, of this layer; None when they were computed there.
+        turn: this layer's rotation of the keys; None if they were computed at these positions.
         """
         here = slice(start, start + keys.shape[1])
         whole_keys, whole_values = self.of_layer(layer)
@@ -74,12 +74,12 @@ class FusedKV:
         return keys[None, :, : self.tokens], values[None, :, : self.tokens]
 
     def _place(self, layer: int) -> int:
-        """Return where in the buffer a layer stands."""
+        """Return a layer's index in the buffer."""
         return layer
 
 
 class RingKV(FusedKV):
-    """The KV of two layers of a prompt: a layer takes the place of the one before the last.
+    """A ring of two layers of a prompt's KV: each layer overwrites the one before the last.
 
     keys, values: (2, kv_heads, tokens, head_dim).
     """
@@ -93,7 +93,7 @@ class RingKV(FusedKV):
 
     @staticmethod
     def bytes_for(geometry: Geometry, tokens: int) -> int:
-        """Return what two layers' KV of so many tokens takes, in bytes."""
+        """Return the size of two layers' KV of so many tokens, in bytes."""
         return FusedKV.bytes_for(replace(geometry, layers=RingKV.LAYERS), tokens)
 
     def _place(self, layer: int) -> int:

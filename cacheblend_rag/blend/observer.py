@@ -1,4 +1,4 @@
-"""Observer: sees what a blend pass does, as it does it."""
+"""The base class of observers of a blend pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cacheblend_rag.blend.stack import AttentionCall
 
 @dataclass(frozen=True)
 class Selection:
-    """What a selector was asked once, and what it chose.
+    """One choice of a selector, and its input.
 
     layer: the check layer, None before layer 0. positions: (candidates,) in the prompt, rising.
     scores: (candidates,) float32, on the host. chosen: the positions among them that are computed
@@ -29,16 +29,16 @@ class Selection:
 
 
 class Observer:
-    """Base class: nothing is done about anything; a subclass overrides what it wants to see.
+    """Ignores everything; a subclass overrides the methods of the events that it needs.
 
     All ranks of a pass need observers of the same kinds.
     """
 
     def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
-        """See an attention call, its rows, and the layer's fused keys, before it is computed."""
+        """Called before attention is computed, with its call, rows, and the layer's fused keys."""
 
     def computed(self, layer: int, rows: Rows) -> None:
-        """See the rows whose fresh KV a layer has computed."""
+        """Called with the rows whose fresh KV a layer has computed."""
 
     def selected(self, selection: Selection) -> None:
-        """See a choice of rows."""
+        """Called with a choice of rows."""

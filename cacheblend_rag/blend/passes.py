@@ -1,4 +1,4 @@
-"""BlendPass: fuse cached and fresh KV, one layer at a time, running layers on the chosen rows only.
+"""The blend pass: fuses cached and fresh KV layer by layer, running layers on chosen rows only.
 
 Source: CacheBlend (arXiv 2405.16444); here with the true causal mask for scattered rows, and with
 rows that may be chosen before layer 0, so that no layer computes all tokens.
@@ -33,7 +33,7 @@ Attention = Callable[[AttentionCall, FusedKV, Rows], Tensor]
 
 @dataclass
 class PassStats:
-    """What a pass did. ``recomputed``: (tokens,) bool, cached tokens that were computed to the end.
+    """Results of a pass. ``recomputed``: (tokens,) bool, cached tokens recomputed in all layers.
 
     selection_began: a reading of ``time.perf_counter`` before the first scoring, None without one.
     work: floating-point operations spent.
@@ -47,9 +47,9 @@ class PassStats:
 
 @dataclass
 class Candidates:
-    """The cached tokens of a prompt; all of it on the host, whatever the model's device.
+    """The cached tokens of a prompt and their scores; on the host, whatever the model's device.
 
-    cached: (tokens,) bool, tokens whose KV lies in the fused buffer already.
+    cached: (tokens,) bool, tokens whose KV comes from stored chunks.
     eligible: (tokens,) bool, those of them that may be chosen for recomputation.
     offsets: (tokens,) int64, index in the token's own chunk. prior, question_attention: (tokens,)
     float32 or None.
@@ -63,12 +63,12 @@ class Candidates:
 
     @classmethod
     def none(cls, tokens: int) -> Candidates:
-        """Return what is known of a prompt without cached tokens."""
+        """Return the candidates of a prompt without cached tokens."""
         nothing = torch.zeros(tokens, dtype=torch.bool)
         return cls(nothing, nothing, torch.zeros(tokens, dtype=torch.long))
 
     def first(self, count: int) -> Candidates:
-        """Return what is known of the first ``count`` tokens."""
+        """Return the candidates among the first ``count`` tokens."""
         prior, attention = self.prior, self.question_attention
         return Candidates(
             self.cached[:count],
@@ -79,7 +79,7 @@ class Candidates:
         )
 
     def evidence(self, positions: Positions, **fresh: Any) -> Evidence:
-        """Return what is known about the tokens at ``positions``; fresh: see Evidence."""
+        """Return a selector's inputs for the tokens at ``positions``; fresh: see Evidence."""
         return Evidence(
             offsets=self.offsets[positions],
             prior=None if self.prior is None else self.prior[positions],
@@ -95,21 +95,21 @@ class BlendPass:
     """Computes the fused KV of a prompt and the hidden state of its last token.
 
     token_ids: (tokens,) int64, on the model's device. fused: holds the cached tokens' KV,
-    re-rotated, or is given it by ``before_layer``. candidates: which tokens those are. row_block:
-    most rows run through a layer at once, which bounds the memory of layers that compute all
-    tokens; more are run in blocks of one size; None is the stack's own. needs_hidden: whether the
-    last token's hidden state is wanted, or only KV. attention: how rows attend; by default exactly,
-    over the fused KV. layers: run only so many of the first layers, for their KV; None is all.
-    before_layer: the steps that lay a layer's cached KV in, taken before the layer is run.
-    observers: see what it does; without any, nothing is computed or read back for them.
+    re-rotated, or gets it from ``before_layer``. candidates: which tokens those are. row_block:
+    the most rows to run through a layer at once, which bounds the memory of layers that compute
+    all tokens; more rows are run in even blocks; None is the stack's default. needs_hidden: whether
+    the last token's hidden state is needed, or only KV. attention: how rows attend; by default
+    exactly, over the fused KV. layers: run only so many of the first layers, for their KV; None is
+    all. before_layer: steps that copy a layer's cached KV into the buffer, run before the layer.
+    observers: watch the pass; without any, nothing is computed or read back for them.
     on_layer: called with each layer whose KV is final.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
-    in between. Afterwards ``stats`` is complete and, where it was wanted, ``hidden`` is the last
-    token's hidden state (1, 1, hidden).
+    in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` is the last token's
+    hidden state (1, 1, hidden).
 
-    The host decides which rows are computed, and an accelerator is never asked for anything within
-    a layer: only at a check layer, where it has the scores.
+    The rows to compute are known on the host, so the host never synchronizes with the accelerator
+    within a layer: only at a check layer, to read the scores.
     """
 
     stack: DecoderStack
@@ -167,7 +167,7 @@ class BlendPass:
 
     def _first_rows(self) -> Rows:
         if self.schedule.before is None:
-            # What may not be recomputed keeps its cached KV in every layer, also before the check.
+            # Tokens that may not be recomputed keep cached KV in all layers, even before the check.
             return self._rows_where(self._always | self._eligible)
         if self.schedule.before == 0:
             return self._rows_where(self._always)
@@ -201,7 +201,7 @@ class BlendPass:
         return self._rows_where(keep)
 
     def _carry(self, rows: Rows) -> None:
-        """Make ``rows`` the rows that later layers run on."""
+        """Let later layers run on ``rows``."""
         self._rows = self._computed = rows
         self._blocks = [
             self._block(start, part)
@@ -306,7 +306,7 @@ def attend_fused(call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
 
 @dataclass(frozen=True)
 class _Block:
-    """Rows run through a layer at once: where they stand among all rows, and at what positions."""
+    """Rows run through a layer at once: their indices among all rows, and their positions."""
 
     here: slice
     rows: Rows
@@ -314,7 +314,7 @@ class _Block:
 
 
 class _Timer:
-    """Adds the time spent inside to stats.selection_seconds, not that of work queued before."""
+    """Adds the time spent inside to stats.selection_seconds, without work queued before."""
 
     def __init__(self, stats: PassStats, device: torch.device) -> None:
         self.stats, self.device = stats, device
@@ -330,6 +330,6 @@ class _Timer:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has done what was asked of it."""
+    """Wait until an accelerator has finished its queue."""
     if device.type not in {"cpu", "meta"}:
         torch.accelerator.synchronize(device)

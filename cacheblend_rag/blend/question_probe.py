@@ -1,4 +1,4 @@
-"""What the question attends to: a question-only probe pass over the cached KV."""
+"""Measures which tokens the question attends to, in a question-only pass over the cached KV."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def probe_question(
     *,
     before_layer: Callable[[int], Steps[None]] | None = None,
 ) -> Steps[tuple[Tensor, float]]:
-    """Return the attention each token gets from the question, and the work that took.
+    """Return the attention each token gets from the question, and the work spent.
 
     The pass is plain reuse, so only text and missing chunks are computed. Attention is summed over
     the question's tokens, its maximum taken over heads, and summed over the upper half of the

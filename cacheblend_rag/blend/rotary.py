@@ -1,11 +1,11 @@
-"""Re-rotation: moving cached keys from the positions they were computed at to new ones.
+"""Re-rotates cached keys from the positions where they were computed to new positions.
 
-A rotary embedding turns each pair of key components by position x frequency, so moving a key by an
-offset is one more turn by offset x frequency, the same for every token of a chunk. Source: RoFormer
-(arXiv 2104.09864); its use on cached chunks: CacheBlend (arXiv 2405.16444).
+A rotary embedding rotates each pair of key components by position x frequency, so moving a key by
+an offset is one more rotation by offset x frequency, the same for every token of a chunk. Source:
+RoFormer (arXiv 2104.09864); its use on cached chunks: CacheBlend (arXiv 2405.16444).
 
-Which components are a pair, and how a model writes its table of turns, differs between families. A
-`Layout` says both; `find_layout` finds it by what the model's own keys do.
+Which components form a pair, and how a model stores its table of cos and sin, differs between
+families. A `Layout` says both; `find_layout` finds it by comparing the model's own keys.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 from torch import Tensor
 
 Spread = Literal["pairs", "halves", "doubled"]
-"""What a table holds: a turn for each pair; all turns twice over; or each turn twice in a row."""
+"""A table's entries: one angle per pair; all angles twice; or each angle twice in a row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """A move of keys by one offset.
+    """The rotation that moves keys by one offset.
 
-    cos, sin: (layers, pairs) float32; a layer without rotary has turns by nothing. interleaved:
-    component 2i is a pair with 2i + 1, otherwise i is one with i + pairs.
+    cos, sin: (layers, pairs) float32; a layer without rotary has angles of 0. interleaved:
+    component 2i forms a pair with 2i + 1, otherwise i with i + pairs.
     """
 
     cos: Tensor
@@ -38,12 +38,12 @@ class Rotation:
     def over_tables(
         cls, tables: Sequence[Table | None], layouts: Sequence[Layout | None] | None
     ) -> Rotation:
-        """Return the move of all layers' keys, given each layer's table and how it turns by it.
+        """Return the rotation of all layers' keys, given each layer's table and layout.
 
-        Layers that share a table and a layout are turned by one row of turns.
+        Layers that share a table and a layout share one row of cos and sin.
         """
         if layouts is None:
-            raise RuntimeError("how layers turn their keys is not known yet: find_layouts")
+            raise RuntimeError("the rotary layouts are not known yet: call find_layouts")
         made: dict[tuple[int, Layout | None], int] = {}
         turns: list[Table | None] = []
         which: list[int] = []
@@ -65,14 +65,14 @@ class Rotation:
         return cls(cos, sin, any(layout is not None and layout.interleaved for layout in layouts))
 
     def of(self, layer: int) -> Rotation:
-        """Return the move of one layer's keys."""
+        """Return the rotation of one layer's keys."""
         here = slice(layer, layer + 1)
         return Rotation(self.cos[here], self.sin[here], self.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How one layer turns its keys. interleaved: see Rotation. negated: it turns backwards."""
+    """How one layer rotates its keys. interleaved: see Rotation. negated: it rotates backwards."""
 
     interleaved: bool
     spread: Spread
@@ -89,7 +89,7 @@ class Layout:
         return cos[picked], -sin if self.negated else sin
 
     def move(self, cos: Tensor, sin: Tensor) -> Rotation:
-        """Return the move of one layer's keys by the offset of its table (entries,)."""
+        """Return the rotation of one layer's keys by the offset of its table (entries,)."""
         cos, sin = self.turns(cos, sin)
         return Rotation(cos[None], sin[None], self.interleaved)
 
@@ -101,17 +101,17 @@ LAYOUTS = tuple(
 )
 
 LEAST_PAIR = 0.01
-"""Of the median pair's size: differences of pairs that are smaller are held against that."""
+"""Share of the median pair's size: smaller pairs are compared relative to it."""
 
 Table = tuple[Tensor, Tensor]
-"""cos and sin, (entries,) float32, as a layer is handed them for one position."""
+"""cos and sin, (entries,) float32, as a layer gets them for one position."""
 
 
 def normal_table(handed: Any) -> Table | None:
-    """Read a table as layers are handed it: (cos, sin), or e^ix, for one position.
+    """Read a table in the form that layers get it: (cos, sin), or e^ix, for one position.
 
     cos and sin, (..., entries). Returns them as (entries,) float32 without the magnitude that some
-    rotary schemes put on them; None when it is no such table.
+    rotary schemes scale them by; None if it is no such table.
     """
     if isinstance(handed, Tensor) and handed.is_complex():
         handed = (handed.real, handed.imag)
@@ -125,10 +125,10 @@ def normal_table(handed: Any) -> Table | None:
 def find_layout(
     tables: Sequence[Table], near: Tensor, far: Sequence[Tensor], tolerances: Sequence[float]
 ) -> Layout | Literal["unknown"] | None:
-    """Return how a layer turns its keys, None if it does not, or "unknown".
+    """Return how a layer rotates its keys, None if it does not, or "unknown".
 
     tables: the layer's, one for each offset, or none. near: keys (1, kv_heads, tokens, head_dim)
-    computed in place. far: those of the same hidden states, so many positions further on.
+    at small positions. far: keys of the same hidden states, by offset to larger positions.
     tolerances: for each offset, see ``turns_into``.
     """
     for layout in LAYOUTS if tables else ():
@@ -144,10 +144,10 @@ def find_layout(
 
 
 def turns_into(near: Tensor, far: Tensor, by: Rotation | None, tolerance: float) -> bool:
-    """Whether keys or queries, (1, heads, tokens, head_dim), are ``near`` turned by ``by``.
+    """Whether keys or queries, (1, heads, tokens, head_dim), are ``near`` rotated by ``by``.
 
-    tolerance: the largest difference of a pair of components, as a share of the pair's own size,
-    so that a few large components (key biases, say) do not hide what happens to the others.
+    tolerance: the largest difference of a pair of components, relative to the pair's own size,
+    so that a few large components (key biases, say) do not hide differences of the others.
     """
     moved = near if by is None else rotated(near, by)
     off, size = (pair_sizes(part, by) for part in (moved.float() - far.float(), far.float()))
@@ -156,7 +156,7 @@ def turns_into(near: Tensor, far: Tensor, by: Rotation | None, tolerance: float)
 
 
 def pair_sizes(part: Tensor, by: Rotation | None) -> Tensor:
-    """Return the length of each pair of components, and the size of those that are in none."""
+    """Return the length of each pair of components, and the size of unpaired components."""
     pairs = 0 if by is None else by.cos.shape[-1]
     one, other = _places(pairs, interleaved=by is not None and by.interleaved)
     rest = part[..., 2 * pairs :].abs()
@@ -164,9 +164,9 @@ def pair_sizes(part: Tensor, by: Rotation | None) -> Tensor:
 
 
 def rotate_into(out: Tensor, keys: Tensor, by: Rotation) -> None:
-    """Write ``keys`` turned by ``by`` into ``out``; computed in float32.
+    """Write ``keys`` rotated by ``by`` into ``out``; computed in float32.
 
-    out, keys: (layers, kv_heads, tokens, head_dim). Components past the pairs are copied.
+    out, keys: (layers, kv_heads, tokens, head_dim). Unpaired components are copied.
     """
     pairs = by.cos.shape[-1]
     if pairs == 0:
@@ -187,14 +187,14 @@ def rotate_into(out: Tensor, keys: Tensor, by: Rotation) -> None:
 
 
 def rotated(keys: Tensor, by: Rotation) -> Tensor:
-    """Return ``keys`` (layers, kv_heads, tokens, head_dim) turned by ``by``, same dtype."""
+    """Return ``keys`` (layers, kv_heads, tokens, head_dim) rotated by ``by``, same dtype."""
     out = torch.empty_like(keys)
     rotate_into(out, keys, by)
     return out
 
 
 def _places(pairs: int, *, interleaved: bool) -> tuple[slice, slice]:
-    """Return where the first and the second components of all pairs stand."""
+    """Return the slices of the first and the second components of all pairs."""
     if interleaved:
         return slice(0, 2 * pairs, 2), slice(1, 2 * pairs, 2)
     return slice(0, pairs), slice(pairs, 2 * pairs)

@@ -1,10 +1,10 @@
-"""Tells differences that rounding explains from differences that it does not.
+"""Distinguishes rounding differences between two results from real ones.
 
-In float32 a fixed tolerance does: rounding stays far below every fault of interest. In bfloat16 and
-float16 it does not, so the rounding error of a layer is measured instead, by Monte Carlo
+In float32 a fixed tolerance is enough: rounding is far below every fault of interest. In bfloat16
+and float16 the rounding error of a layer is measured instead, by Monte Carlo
 arithmetic (Parker, 1997): the layer is run again with the last bit of its inputs, and of every
-intermediate result of attention, changed at random. What that changes in the layer's output is
-what rounding may change. Two results that are further apart than that differ for another reason.
+intermediate result of attention, changed at random. The resulting change of the layer's output is
+the effect of rounding. Two results that are further apart than that differ for another reason.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ NOISY_COPIES = 2
 EIGHT_BIT_STEP = 0.125
 """Relative step between neighbouring float8_e4m3 numbers, at most."""
 EIGHT_BIT_LEAST = 2.0**-9
-"""Absolute step between the smallest of them."""
+"""Absolute step between the smallest float8_e4m3 numbers."""
 
 
 def cache_step(stored: torch.dtype, computed: torch.dtype) -> float | None:
     """Return the relative step between neighbouring numbers of a KV cache.
 
-    stored, computed: types of the cache and of the model. None where the cache is as precise.
+    stored, computed: dtypes of the cache and of the model. None if the cache is as precise.
     """
     if stored.itemsize >= computed.itemsize:
         return None
@@ -45,10 +45,11 @@ def is_low(part: Tensor) -> bool:
 
 
 def close(found: Tensor, wanted: Tensor, before: Tensor | None = None, *, ulps: float) -> bool:
-    """Whether each token's result, (1, tokens, width), is what it should be but for rounding.
+    """Whether each token's result, (1, tokens, width), is as wanted, except for rounding.
 
-    before: the residual that the layer added its own output to, so that a large residual hides
-    nothing. ulps: how many units in the last place the result may be off in addition to TOLERANCE.
+    before: the residual to which the layer added its output; differences are compared with the
+    output alone, since a large residual would hide them. ulps: how many units in the last place
+    the result may be off in addition to TOLERANCE.
     """
     wide = wanted.float()
     rounding = ulps * torch.finfo(wanted.dtype).eps * wide.norm(dim=-1)
@@ -76,11 +77,11 @@ def layer_noise(
     fused: FusedKV,
     cache_step: float | None = None,
 ) -> Tensor:
-    """Return what rounding may change in a layer's output: (copies, 1, rows, hidden) float32.
+    """Return samples of the rounding error of a layer's output: (copies, 1, rows, hidden) float32.
 
-    hidden: (1, rows, hidden), the layer's input. fused: KV that the rows attend to beside their
-    own. cache_step: of the model's own KV cache where that rounds more than it, see ``cache_step``.
-    All copies and an undisturbed one are run as one batch of rows.
+    hidden: (1, rows, hidden), the layer's input. fused: KV that the rows attend to besides their
+    own. cache_step: of the model's own KV cache if it is less precise, see ``cache_step``.
+    All noisy copies and one without noise are run as one batch of rows.
     """
     draw = torch.Generator(hidden.device).manual_seed(4)
     count, batch = len(rows), 1 + NOISY_COPIES
@@ -108,10 +109,10 @@ def layer_noise(
 
 
 def beyond_rounding(found: Tensor, wanted: Tensor, noise: Tensor) -> float:
-    """Return how many times the measured rounding error two results are apart.
+    """Return the distance of two results, in units of the measured rounding error.
 
     found, wanted: (1, tokens, width). noise: (copies, 1, tokens, width), see ``layer_noise``.
-    Each number is held against the rounding error that its token and its component have, so that
+    Each number is compared with the rounding error of its token and its component, so that
     components with outliers do not hide the others. The median token counts, since rounding sends
     a few tokens to other experts.
     """
@@ -140,11 +141,11 @@ def _attend(
     rows: Rows,
     draw: torch.Generator | None,
 ) -> Tensor:
-    """Attention written out, each intermediate result with noise if ``draw`` is given.
+    """Unfused attention, with noise on each intermediate result if ``draw`` is given.
 
     query: (1, heads, rows, head_dim). keys, values: (1, kv_heads, tokens, head_dim). Returns (1,
-    rows, heads, head_dim). The noise of all steps is that of the model's type: kernels differ in
-    what they keep in float32.
+    rows, heads, head_dim). All steps get the noise of the model's dtype, since kernels differ in
+    which results they keep in float32.
     """
     step = torch.finfo(query.dtype).eps
 

@@ -1,8 +1,7 @@
-"""Rows: the positions of the tokens that a pass carries, on the device and on the host.
+"""The positions of the tokens that a pass computes, on the device and on the host.
 
-Which rows there are is decided on the host, once a pass and check layer. So whatever is derived
-from them, bounds, runs and cost, is a Python number, and no layer has to wait for an accelerator to
-say it.
+The host decides the rows, once per pass and check layer. So their bounds, runs and cost are Python
+numbers, and no layer has to synchronize with an accelerator to get them.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Tokens at rising positions.
+    """Tokens at increasing positions.
 
     host: (rows,) int64. device: the same on the model's device.
     """
@@ -56,11 +55,11 @@ class Rows:
 
     @property
     def is_run(self) -> bool:
-        """Whether there is no gap between them."""
+        """Whether they are contiguous."""
         return self.last - self.first + 1 == len(self.host)
 
     def part(self, start: int, stop: int) -> Rows:
-        """Return the rows of index ``start`` to ``stop`` - 1."""
+        """Return the rows with indices ``start`` to ``stop`` - 1."""
         if start == 0 and stop >= len(self.host):
             return self
         return Rows(self.host[start:stop], self.device[start:stop])
@@ -73,7 +72,7 @@ class Rows:
             yield start, self.part(start, stop)
 
     def pairs(self, window: int | None) -> float:
-        """Return how many keys the rows see together, each at most ``window``, itself included."""
+        """Return how many keys the rows see in total, each at most ``window``, itself included."""
         if window not in self._pairs:
             seen = self.host + 1
             self._pairs[window] = float(

@@ -1,4 +1,4 @@
-"""When rows are chosen and how many: the schedule, and picking the top rows from scores."""
+"""The schedule of a pass: at which layers rows are chosen, how many, and the top rows by score."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Schedule:
 
 
 def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
-    """Turn a config into a schedule for a model of ``layers`` layers.
+    """Return a config's schedule for a model of ``layers`` layers.
 
     Ratio 0 and 1 need no check layer: nothing, or everything, is recomputed from layer 0 on.
     Raises ConfigError when a check layer is not below ``layers``.
@@ -65,9 +65,9 @@ def row_count(ratio: float, tokens: int) -> int:
 
 
 def top_rows(scores: Tensor, count: int) -> Tensor:
-    """Return the indices (count or fewer, rising) of the highest scores; -inf is never taken.
+    """Return the indices (at most count, increasing) of the highest scores; -inf never counts.
 
-    Equal scores are taken in order, so the choice is the same on every device.
+    Of equal scores the first ones win, so the choice is the same on every device.
     """
     order = torch.sort(scores, descending=True, stable=True).indices[:count]
     return order[scores[order] > -torch.inf].sort().values

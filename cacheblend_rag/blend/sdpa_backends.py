@@ -1,11 +1,11 @@
-"""PyTorch's attention without its cuDNN backend.
+"""Switches off the cuDNN backend of PyTorch's attention.
 
-From PyTorch 2.11 on, attention with a mask goes to cuDNN on Hopper and Blackwell GPUs. cuDNN plans
-each new shape anew (about 0.4 s), and with fewer than 8 KV heads it was reported to compute wrong
-results (pytorch issue 193893). Which backends may be chosen is one setting of the whole process,
-and PyTorch's own context manager for it is not made for threads: the one that leaves last may
-restore what another had set for a while. So users are counted here: the first one switches cuDNN
-off, the last one puts back what was set before.
+From PyTorch 2.11 on, attention with a mask uses cuDNN on Hopper and Blackwell GPUs. cuDNN compiles
+a plan for each new shape (about 0.4 s), and with fewer than 8 KV heads it was reported to compute
+wrong results (pytorch issue 193893). The backend switch is process-wide, and PyTorch's own context
+manager for it is not thread-safe: the thread that leaves last may restore another one's temporary
+setting. So users are counted here: the first one switches cuDNN off, the last one restores the
+original setting.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DecoderStack: the few things a model must offer so that the blend pass can drive it."""
+"""The interface of a model to the blend pass: layers that can be run one at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from cacheblend_rag.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class AttentionCall:
-    """What one layer hands to attention, after its own projections, norms and rotary.
+    """The inputs of one layer's attention, after its own projections, norms and rotary.
 
     query: (batch, heads, rows, head_dim). key, value: (batch, kv_heads, rows, head_dim), of the
     rows only. scaling: factor on query x key. window: sliding window in tokens, itself included,
     or None. softcap: logits are capped at softcap * tanh(logits / softcap), or None. sinks:
-    (heads,), a logit of each head that takes its share of attention and gives nothing, or None.
+    (heads,), each head's attention sink as a logit, or None.
     """
 
     layer: int
@@ -39,12 +39,12 @@ Attend = Callable[[AttentionCall], Tensor]
 
 
 Reduction = Literal["sum", "max"]
-"""How the parts that ranks have of a value become one."""
+"""How the ranks' parts of a value are combined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Shapes and types of a model's KV, as far as this rank holds it."""
+    """Shape, dtype and device of a model's KV on this rank."""
 
     layers: int
     heads: int
@@ -54,7 +54,7 @@ class Geometry:
     device: torch.device
 
     def fits(self, shape: Sequence[int], dtype: torch.dtype, tokens: int) -> bool:
-        """Whether KV of this shape and type is this model's, and of so many tokens."""
+        """Whether KV of this shape and dtype fits this model and so many tokens."""
         wanted = (self.layers, self.kv_heads, tokens, self.head_dim)
         return tuple(shape) == wanted and dtype == self.dtype
 
@@ -65,8 +65,8 @@ class DecoderStack(Protocol):
     Nothing else of a layer is replaced: norms, projections, biases, rotary, experts and residuals
     are the model's own, so no per-model code is needed.
 
-    Ranks that share the model's heads must all ask each other alike and in the same order, or they
-    wait forever.
+    Tensor-parallel ranks must call its collective operations in the same order, or they wait
+    forever.
     """
 
     @property
@@ -84,29 +84,30 @@ class DecoderStack(Protocol):
         """Return hidden states (batch, rows, hidden) of ``token_ids`` (batch, rows)."""
 
     def position_inputs(self, positions: Tensor) -> Any:
-        """Return what the layers need to know of ``positions`` (batch, rows); opaque."""
+        """Return the layers' inputs for ``positions`` (batch, rows), such as cos and sin."""
 
     def run_layer(self, layer: int, hidden: Tensor, position_inputs: Any, attend: Attend) -> Tensor:
-        """Run one whole layer on ``hidden`` (batch, rows, hidden); what ``attend`` raises passes.
+        """Run one whole layer on ``hidden`` (batch, rows, hidden); errors of ``attend`` propagate.
 
-        ``hidden`` stays as it is, also where the model's own layers work in place.
+        ``hidden`` is not changed, even if the model's own layers work in place.
         """
 
     def rotation(self, offset: int) -> Rotation:
-        """Return what moves the keys of all layers by ``offset`` positions.
+        """Return the rotation that moves the keys of all layers by ``offset`` positions.
 
-        The magnitude some rotary schemes put on keys (YaRN) is divided out: a cached key has it.
+        It leaves out the magnitude by which some rotary schemes (YaRN) scale keys: cached keys
+        are scaled already.
         """
 
     def all_reduce(self, part: Tensor, how: Reduction) -> Tensor:
-        """Return all ranks' parts as one, the same for each of them; ``part`` when alone."""
+        """Return all ranks' parts combined, the same on each rank; ``part`` on a single rank."""
 
     def broadcast(self, part: Tensor) -> Tensor:
         """Return the first rank's ``part`` on all ranks."""
 
 
 class NoAttentionError(UnsupportedModelError):
-    """A layer was run and never came to attention."""
+    """A layer was run and never called attention."""
 
 
 class _ProbedError(Exception):
@@ -119,9 +120,9 @@ class _ProbedError(Exception):
 def probe_layer(
     stack: DecoderStack, layer: int, hidden: Tensor, position_inputs: Any
 ) -> AttentionCall:
-    """Return what a layer would hand to attention, and stop there.
+    """Run a layer up to attention, and return the inputs of attention.
 
-    Raises NoAttentionError when the layer never comes to attention.
+    Raises NoAttentionError when the layer never calls attention.
     """
 
     def stop(call: AttentionCall) -> Tensor:
@@ -135,6 +136,6 @@ def probe_layer(
 
 
 def on_all_ranks(stack: DecoderStack, held: Sequence[bool]) -> list[bool]:
-    """Return which of some things every rank holds, given which of them this one does."""
+    """Return for each item whether all ranks hold it, given whether this rank does."""
     lacking = torch.tensor([not has for has in held], dtype=torch.int32)
     return [not lacks for lacks in stack.all_reduce(lacking, "max").tolist()]

@@ -1,4 +1,4 @@
-"""Steps: work done a piece at a time, so that others get their turn in between."""
+"""The type of work done in steps, so that other requests can run in between."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from typing import TypeVar
 T = TypeVar("T")
 
 Steps = Generator[None, None, T]
-"""Yields whenever others may have their turn; returns what the work made."""
+"""A generator that yields whenever other work may run; returns the result."""

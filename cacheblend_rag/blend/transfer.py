@@ -1,6 +1,7 @@
-"""Upload and Download: KV on its way to a device, or from it, while the device computes.
+"""Copies KV to a device, or from it, while the device computes.
 
-Neither makes the host wait: where there is no buffer left, ``go_on`` says so, and is asked again.
+Neither direction makes the host wait: without a free buffer, ``go_on`` returns False and is called
+again later.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 
 PAUSE_SECONDS = 0.001
-"""How long a step sleeps for want of a buffer before others have their turn."""
+"""How long a step sleeps when no buffer is free, before other work may run."""
 
 
 class Sendable(Protocol):
-    """One layer of a chunk in a form in which it can be copied to a device.
+    """One layer of a chunk in a form that can be copied to a device.
 
-    tokens: of the chunk. row_bytes: of a token, where it takes most: on its way or there. tensors:
-    what is copied.
+    tokens: of the chunk. row_bytes: most bytes per token, packed or unpacked. tensors: the tensors
+    to copy.
     """
 
     @property
@@ -47,9 +48,9 @@ class Sendable(Protocol):
 
     @property
     def arrived(self) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
-        """What makes keys and values, each (kv_heads, tokens, head_dim), of the copied tensors.
+        """Return a function that makes keys and values of the copied tensors.
 
-        It holds on to none.
+        Keys and values are (kv_heads, tokens, head_dim). The function keeps no reference to them.
         """
 
 
@@ -82,14 +83,14 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """One layer of a chunk, and where it goes; start, turn: see ``FusedKV.lay``."""
+    """One layer of a chunk, and its destination; start, turn: see ``FusedKV.lay``."""
 
     start: int
     kv: Sendable
     turn: Rotation | None
 
     def cut(self, tokens: int) -> tuple[LayerPart, LayerPart | None]:
-        """Return its first tokens, and what is left of it."""
+        """Return its first tokens, and the rest."""
         if tokens >= self.kv.tokens:
             return self, None
         first = replace(self, kv=self.kv.cut(0, tokens))
@@ -98,9 +99,9 @@ class LayerPart:
 
 
 class Upload:
-    """One layer of a prompt's chunks, on its way into the buffer of a pass.
+    """The copy of one layer of a prompt's chunks into the buffer of a pass.
 
-    after: behind the work that last used the layer's place in the buffer.
+    after: an event after the work that last used the layer's slot in the buffer.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class Upload:
         self._copy_stream.share(fused.keys, fused.values)
 
     def go_on(self) -> bool:
-        """Ask for what there are buffers for; returns whether that is all."""
+        """Queue copies while buffers are free; returns whether all copies are queued."""
         while self._todo:
             buffer = self._buffers.take()
             if buffer is None:
@@ -127,18 +128,18 @@ class Upload:
             held: list[Tensor] = []
             try:
                 self._fill(buffer, held)
-            finally:  # also where there is no memory for what it asks
+            finally:  # also if it fails for lack of memory
                 self._event = self._copy_stream.carried()
                 self._buffers.give(buffer, self._event, held)
         return True
 
     def arrive(self) -> None:
-        """Have the pass's work wait for what was asked."""
+        """Make the compute stream wait for the copies."""
         if self._event is not None:
             self._copy_stream.hold_work(self._event)
 
     def _fill(self, buffer: PinnedBuffer, held: list[Tensor]) -> None:
-        """Ask for as many tokens as fit in a buffer; adds to ``held`` what is copied as it lies."""
+        """Queue copies of as many tokens as fit in a buffer; ``held`` gets tensors to keep."""
         while self._todo and (rows := buffer.rows(self._todo[0].kv.row_bytes)):
             part, rest = self._todo.popleft().cut(rows)
             if rest is not None:
@@ -158,7 +159,7 @@ class Upload:
         self._fused.lay(self._layer, start, *arrived(sent), turn)
 
     def _sent(self, tensor: Tensor, buffer: PinnedBuffer, held: list[Tensor]) -> Tensor:
-        """Ask for a tensor to be copied to the device; returns it as it will be there."""
+        """Queue the copy of a tensor to the device; returns the device tensor."""
         if self._copy_stream.has(tensor):
             self._copy_stream.share(tensor)
             return tensor
@@ -172,9 +173,9 @@ class Upload:
 
 
 class Download:
-    """Tensors on their way from a device into ordinary memory of the host.
+    """The copy of tensors from a device into ordinary host memory.
 
-    They are copied there on the thread that waits for them, which is not the one that asks.
+    A separate thread waits for the device and copies them from the page-locked buffers.
     """
 
     def __init__(self, buffers: PinnedBuffers) -> None:
@@ -184,9 +185,9 @@ class Download:
         self._event: Event | None = None
 
     def add(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Fetch tensors, of any strides, each into one of the host's, (..., tokens, numbers).
+        """Copy device tensors, of any strides, each into a host tensor, (..., tokens, numbers).
 
-        Work that is asked for later may write over what was added before these.
+        Work that is queued later may overwrite tensors that were added before these.
         """
         self.leave()
         self._copy_stream.follow(self._copy_stream.worked())
@@ -196,19 +197,19 @@ class Download:
         self.go_on()
 
     def leave(self) -> None:
-        """Have later work wait until what was asked for is read, so that it may write over it."""
+        """Make later work wait until the tensors were read, so that it may overwrite them."""
         if self._event is not None:
             self._copy_stream.hold_work(self._event)
 
     def go_on(self) -> bool:
-        """Ask for what there are buffers for; returns whether that is all."""
+        """Queue copies while buffers are free; returns whether all copies are queued."""
         while self._todo:
             buffer = self._buffers.take()
             if buffer is None:
                 return False
             try:
                 filled = self._fill(buffer)
-            except BaseException:  # no memory, say
+            except BaseException:  # such as lack of memory
                 self._buffers.give(buffer, self._copy_stream.carried())
                 raise
             self._event = self._copy_stream.carried()
@@ -217,7 +218,7 @@ class Download:
         return True
 
     def is_done(self) -> bool:
-        """Whether all is in its place; asks for what there are buffers for."""
+        """Return whether all tensors have arrived; queues more copies if buffers are free."""
         has_all = self.go_on()
         for done in [future for future in self._coming if future.done()]:
             done.result()
@@ -225,7 +226,7 @@ class Download:
         return has_all and not self._coming
 
     def _fill(self, buffer: PinnedBuffer) -> list[tuple[Tensor, Tensor]]:
-        """Ask for as much as fits in a buffer; returns where it goes, and where it will be."""
+        """Queue copies of as much as fits in a buffer; returns (target, buffer) tensors."""
         filled = []
         while self._todo and (rows := buffer.rows(_row_bytes(self._todo[0][1]))):
             into, tensor = self._todo.popleft()
@@ -249,7 +250,7 @@ def _write(
     event: Event,
     filled: Sequence[tuple[Tensor, Tensor]],
 ) -> None:
-    """Copy out of a buffer once all is there; on the writer's thread."""
+    """Copy out of a buffer once the device has filled it; on the writer's thread."""
     try:
         event.synchronize()
         for into, host in filled:
@@ -259,14 +260,14 @@ def _write(
 
 
 def until(stack: DecoderStack, is_done: Callable[[], bool]) -> Steps[None]:
-    """Yield until something is done on all ranks."""
+    """Yield until a condition holds on all ranks."""
     while not all(on_all_ranks(stack, [is_done()])):
         time.sleep(PAUSE_SECONDS)
         yield
 
 
 def to_host(stack: DecoderStack, tensor: Tensor) -> Steps[Tensor]:
-    """Bring (tokens,) numbers of the model's device to the host, where a thread is to read them."""
+    """Copy (tokens,) numbers from the model's device to the host, without blocking other work."""
     buffers = pinned_buffers_of(stack.geometry.device)
     if buffers is None:
         return tensor

@@ -1,17 +1,18 @@
-"""The trial of a model: whether its layers, driven one by one on chosen rows, do as in it.
+"""Tests when a model is loaded whether its layers, run one at a time on chosen rows, match it.
 
-Names say little about models and nothing about new ones, so each model is tried when it is loaded:
+No list of model names decides; each model is tested:
 
-- what it hands its first layer must be what ``embed`` says;
-- a layer must compute the same far on in a text as at its beginning, but for its rotary embedding:
-  its queries and keys there must be those of the beginning, turned, and its values and its output
-  the same; how keys turn is found by that;
-- each layer, driven on rows that do not stand together, must give what it gives in the model,
-  behind enough made-up KV that its sliding window shows.
+- the inputs of its first layer must equal those of ``embed``;
+- a layer must compute the same at large positions as at small ones, except for its rotary
+  embedding: its queries and keys there must be those at small positions, rotated, and its values
+  and its output the same; this also finds how keys are rotated;
+- each layer, run on rows that are not contiguous, must give the same output as in the model,
+  after enough synthetic KV to exceed its sliding window.
 
-Layers are compared one by one on the model's own hidden states, so that rounding does not add up,
-and what differs can be named. A model in bfloat16 or float16 is compared in float32, one layer at a
-time, where its engine can run a layer so; elsewhere its rounding error is measured (``rounding``).
+Layers are compared one by one on the model's own hidden states, so that rounding does not
+accumulate and the error names the layer. A model in bfloat16 or float16 is compared in float32, one
+layer at a time, if its engine can run a layer so; else its rounding error is measured
+(``rounding``).
 """
 
 from __future__ import annotations
@@ -49,42 +50,42 @@ from cacheblend_rag.reason import ReasonCode
 TRIAL_TOKENS = 24
 TRIAL_OFFSET = 1_000
 MOST_BEHIND = 4_224
-"""Made-up tokens before those that are tried: a window of 4,096 shows."""
+"""Synthetic tokens before the tested ones: enough to exceed a window of 4,096."""
 ODD_ROWS = (1, 2, 5, 11, 17, 18)
-"""Some rows of the trial that are run apart from the others."""
+"""Some rows of the test that are run separately from the others."""
 
 TURN_ULPS = 5
-"""Units in the last place by which a pair of key components may be off: of the table's turns, the
-products and the sum, at both positions."""
+"""Units in the last place by which a pair of key components may be off: from rounding of the
+table, the products and the sum, at both positions."""
 TURN_STEPS = 1.6
-"""Of a KV cache that rounds more than the model: queries may come rounded so, too."""
+"""The same for a KV cache that is less precise than the model: queries may be rounded like it."""
 EMBEDDING_ULPS, OUTPUT_ULPS = 0.5, 4.0
 TRAIT_STEPS = 8
-"""Steps a factor of two: engines' rounding is far below one, another magnitude of YaRN above."""
+"""Steps per factor of two: engines' rounding is far below one step, a wrong YaRN scale above."""
 LARGEST_MADE_UP = 240.0
-"""8-bit caches and float16 hold it."""
+"""A limit that 8-bit caches and float16 can represent."""
 EDGE_MARGIN = 2
-"""Made-up tokens on both sides of the edges of the rows' windows, with large values, too."""
+"""Synthetic tokens on both sides of the edges of the rows' windows, which get large values."""
 ANGLE_ROUNDING = 2.4e-7
-"""Of float32, for each position: a model's own rotary table is that far off."""
+"""Relative error per position in float32: a model's own rotary table is that far off."""
 
 
 class TriedStack(DecoderStack, Protocol):
-    """A stack before it is known how its keys turn."""
+    """A stack whose rotary layouts are not known yet."""
 
     layouts: Sequence[Layout | None] | None
 
     def tables(self, offset: int) -> list[Table | None]:
-        """Return each layer's rotary table for a move by ``offset``; None where it has none."""
+        """Return each layer's rotary table for a move by ``offset``; None if it has none."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """What a model itself does with some tokens behind made-up KV.
+    """The model's own results for some tokens after synthetic KV.
 
-    token_ids: (tokens,) int64. start: position of the first; the made-up KV is that of all
+    token_ids: (tokens,) int64. start: position of the first; the synthetic KV fills all
     positions before. inputs, outputs: hidden states, (1, tokens, hidden), before and after each
-    layer; in float32 where the layer was run so.
+    layer; in float32 if the layer was run so.
     """
 
     token_ids: Tensor
@@ -94,13 +95,13 @@ class Reference:
 
 
 def trial_tokens(vocabulary: int, device: torch.device) -> Tensor:
-    """Return the tokens (TRIAL_TOKENS,) that models are tried with, the same each time."""
+    """Return the tokens (TRIAL_TOKENS,) that models are tested with, the same each time."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, vocabulary, (TRIAL_TOKENS,), generator=generator).to(device)
 
 
 def tokens_behind(windows: Sequence[int | None], context_window: int) -> int:
-    """Return how many made-up tokens are to stand before the trial's, so that windows show."""
+    """Return how many synthetic tokens to put before the test's, to exceed sliding windows."""
     widest = max((window for window in windows if window and window <= MOST_BEHIND), default=0)
     return max(0, min(widest + TRIAL_TOKENS, MOST_BEHIND, context_window - TRIAL_TOKENS))
 
@@ -108,12 +109,12 @@ def tokens_behind(windows: Sequence[int | None], context_window: int) -> int:
 def made_up(
     stack: DecoderStack, ids: Tensor, tokens: int, dtype: torch.dtype | None = None
 ) -> FusedKV:
-    """Return room for the trial's tokens behind ``tokens`` of made-up KV, sized as real KV is.
+    """Return a buffer with ``tokens`` of synthetic KV, and room for the test's tokens after them.
 
-    ids: (tokens,), the trial's. dtype: the model's own by default. Each component of a layer's keys
-    and values has the mean and the spread that it has in the trial's tokens. Keys differ so little
+    ids: (tokens,), the test's. dtype: the model's own by default. Each component of a layer's keys
+    and values has the mean and the spread that it has in the test's tokens. Keys differ so little
     that each of them gets a share of attention, and values at the edge of a sliding window are so
-    large that one key more or less in the window shows.
+    large that one key too many or too few in the window changes the result.
     """
     shape = stack.geometry
     fused = FusedKV(replace(shape, dtype=dtype or shape.dtype), tokens + TRIAL_TOKENS)
@@ -141,7 +142,7 @@ def _alike(
 
 
 def _even_spread(call: AttentionCall) -> float:
-    """Return what the spread of keys is multiplied by, so that logits differ by one or less."""
+    """Return the factor on the spread of keys that makes logits differ by one or less."""
     kv_heads = call.key.shape[1]
     query = call.query[0].float().reshape(kv_heads, -1, *call.query.shape[2:])
     std = call.key[0].float().std(1)[:, None, None]
@@ -150,7 +151,7 @@ def _even_spread(call: AttentionCall) -> float:
 
 
 def _edges(window: int | None, tokens: int, values: Tensor) -> Tensor:
-    """Return what made-up values are multiplied by, (1, tokens, 1)."""
+    """Return the factors on synthetic values, (1, tokens, 1)."""
     factors = torch.ones(1, values.shape[1], 1, device=values.device)
     if window is not None:
         first = max(0, tokens - window - EDGE_MARGIN)
@@ -162,13 +163,13 @@ def _edges(window: int | None, tokens: int, values: Tensor) -> Tensor:
 def find_layouts(
     stack: TriedStack, ids: Tensor, context_window: int, *, cache_step: float | None = None
 ) -> list[Layout | None]:
-    """Return how each layer turns its keys; raises UnsupportedModelError when that is not found.
+    """Return how each layer rotates its keys; raises UnsupportedModelError if that is not found.
 
-    Also raises it when a layer depends on positions in another way: chunk KV is computed at other
-    positions than it is used at, which only a rotary embedding allows for.
+    Also raises it if a layer depends on positions in another way: chunk KV is used at other
+    positions than those where it was computed, which only a rotary embedding can compensate.
 
-    ids: (tokens,). context_window: layers are tried near its end, too, where a rotary that changes
-    with the length of the prompt would show. cache_step: see ``check_layers``.
+    ids: (tokens,). context_window: layers are also tested near its end, to detect a rotary
+    embedding that changes with the length of the prompt. cache_step: see ``check_layers``.
     """
     count = ids.numel()
     offsets = sorted({min(TRIAL_OFFSET, context_window - count), context_window - count})
@@ -187,11 +188,11 @@ def find_layouts(
             what = (
                 "its rotary embedding cannot be undone by an offset"
                 if handed
-                else "its layers are handed no rotary table"
+                else "its layers get no rotary table"
             )
             raise UnsupportedModelError(
-                f"{what}: keys of layer {layer}, moved by {max(offsets)} positions, are not those "
-                "that it computes there",
+                f"{what}: keys of layer {layer}, moved by {max(offsets)} positions, differ from "
+                "those computed there",
                 ReasonCode.UNSUPPORTED_POSITIONS,
             )
         tolerances = [max(by, TURN_STEPS * (cache_step or 0.0)) for by in tolerances]
@@ -212,7 +213,7 @@ class _RunAlone:
     output: Tensor
 
     def differs(self, far: _RunAlone, by: Rotation | None, tolerance: float) -> str | None:
-        """Name what else than keys changes with the absolute position; None if nothing does."""
+        """Name a result, keys aside, that changes with the absolute position; None if none does."""
         here, there = self.call, far.call
         if not turns_into(here.query, there.query, by, tolerance):
             return "queries"
@@ -245,18 +246,18 @@ def _turn_tolerance(keys: Tensor, offset: int) -> float:
 
 
 def _check_shift(stack: DecoderStack, layer: int, differs: Mapping[int, str | None]) -> None:
-    """Raise UnsupportedModelError if a layer changes by positions; differs: what, by offset."""
+    """Raise UnsupportedModelError if a layer depends on positions; differs: see ``differs``."""
     for offset, what in differs.items():
         if not all(on_all_ranks(stack, [what is None])):
             raise UnsupportedModelError(
                 f"it depends on absolute positions beyond its rotary embedding: the "
-                f"{what or 'result'} of layer {layer} changes by position {offset}",
+                f"{what or 'result'} of layer {layer} changes at position {offset}",
                 ReasonCode.UNSUPPORTED_POSITIONS,
             )
 
 
 def _check_alike(layouts: Sequence[Layout | None], tables: Sequence[Table | None]) -> None:
-    """Raise UnsupportedModelError unless layers that turn keys turn the same components."""
+    """Raise UnsupportedModelError unless layers with rotary rotate the same components."""
     kinds = {
         (layout.interleaved, layout.turns(*table)[0].numel())
         for layout, table in zip(layouts, tables, strict=True)
@@ -264,16 +265,16 @@ def _check_alike(layouts: Sequence[Layout | None], tables: Sequence[Table | None
     }
     if len(kinds) > 1:
         raise UnsupportedModelError(
-            "its layers turn different components of their keys",
+            "its layers rotate different components of their keys",
             ReasonCode.UNSUPPORTED_POSITIONS,
         )
 
 
 def key_traits(stack: DecoderStack, ids: Tensor) -> list[int]:
-    """Return how large a model's keys are and how fast each layer turns them, in coarse steps.
+    """Return the size of a model's keys and each layer's rotary frequencies, in coarse steps.
 
-    ids: (tokens,). Engines that compute the same keys agree about it, whatever they round; engines
-    that read a model's rotary settings differently do not.
+    ids: (tokens,). Engines that compute the same keys get the same result despite rounding;
+    engines that interpret a model's rotary settings differently do not.
     """
     positions = torch.arange(ids.numel(), device=ids.device)[None]
     hidden, inputs = stack.embed(ids[None]), stack.position_inputs(positions)
@@ -311,12 +312,12 @@ def check_layers(
     quantized: bool = False,
     widened: Callable[[int], AbstractContextManager[None]] | None = None,
 ) -> None:
-    """Raise UnsupportedModelError unless each layer gives alone what it gives in the model.
+    """Raise UnsupportedModelError unless each layer, run alone, gives its result in the model.
 
-    fused: the made-up KV, with room for the tokens' own. attention: as for BlendPass. cache_step:
-    of the model's own KV cache where that rounds more than the model, see ``rounding``. quantized:
-    whether its weights are, so that layers may round more than their results' type says. widened:
-    has a layer run in float32; given where the reference was computed so.
+    fused: the synthetic KV, with room for the tokens' own. attention: as for BlendPass. cache_step:
+    of the model's own KV cache if it is less precise than the model, see ``rounding``. quantized:
+    whether the weights are quantized, so that layers may round more than their dtype does.
+    widened: runs a layer in float32; given if the reference was computed so.
     """
     positions = torch.arange(reference.token_ids.numel()) + reference.start
     odd = torch.zeros(positions.numel(), dtype=torch.bool)
@@ -349,8 +350,7 @@ def check_layers(
             alike = is_faithful(layer, before, wanted)
         if not alike:
             raise UnsupportedModelError(
-                f"layer {layer}, driven alone on some of its rows, gives another result than in "
-                "the model"
+                f"layer {layer}, run alone on some rows, gives a different result than in the model"
             )
 
 

@@ -1,1 +1,1 @@
-"""The command ``cacheblend-rag``."""
+"""The command line ``cacheblend-rag``."""

@@ -1,4 +1,4 @@
-"""``cacheblend-rag ask``: one question, its answer as it is generated, sources and report."""
+"""``cacheblend-rag ask``: answers one question, and prints sources and report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def ask_command(
-    question: Annotated[list[str], typer.Argument(metavar="QUESTION", help="What to ask.")],
+    question: Annotated[list[str], typer.Argument(metavar="QUESTION", help="The question.")],
     *,
     folder: asking.FromOption = DEFAULT_FOLDER,
     top_k: asking.TopKOption = asking.TOP_K,
@@ -36,7 +36,7 @@ def ask_command(
     selector: asking.SelectorOption = None,
     order: asking.OrderOption = PassageOrder.SCORE,
     compare: Annotated[
-        bool, typer.Option("--compare", help="Answer by full prefill too, and compare.")
+        bool, typer.Option("--compare", help="Also answer by full prefill, and compare.")
     ] = False,
     engine: options.EngineOption = None,
     device: options.DeviceOption = None,
@@ -84,14 +84,14 @@ def ask_command(
 
 
 def _one(words: list[str]) -> str:
-    """Return the question; raises PromptError when the shell has taken it apart."""
+    """Return the question; raises PromptError when the shell has split it into words."""
     if len(words) > 1:
         raise PromptError(f'the question must stand in quotes: ask "{" ".join(words)}"')
     return words[0]
 
 
 def _warm_up(asker: Asker, fitted: FittedPrompt, sampling: SamplingParams) -> None:
-    """Answer once both ways, so that neither pays for what only a first request does."""
+    """Answer once both ways, untimed, so that no timing includes first-request costs."""
     finished(asker.stream(fitted, sampling))
     asker.engine.generate_full(fitted.prepared, sampling)
 

@@ -1,4 +1,4 @@
-"""What `ask` and `chat` share: their options, and how sources, answers and reports are printed."""
+"""The common options of `ask` and `chat`, and how they print sources, answers and reports."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ MAX_TOKENS = 256
 SHOWN_CHARACTERS = 60
 
 FromOption = Annotated[
-    Path, typer.Option("--from", metavar="FOLDER", help="The collection that `index` made.")
+    Path, typer.Option("--from", metavar="FOLDER", help="A collection made by `index`.")
 ]
-TopKOption = Annotated[int, typer.Option(min=1, help="How many passages are retrieved.")]
+TopKOption = Annotated[int, typer.Option(min=1, help="Passages to retrieve.")]
 RatioOption = Annotated[
     float | None,
     typer.Option(
@@ -39,15 +39,13 @@ RatioOption = Annotated[
     ),
 ]
 SelectorOption = Annotated[
-    str | None, typer.Option(help="The rule that chooses them: hkvd, prior, none, ...")
+    str | None, typer.Option(help="The selector of these tokens: hkvd, prior, none, ...")
 ]
 
 
 OrderOption = Annotated[
     PassageOrder,
-    typer.Option(
-        help="Best first, as they stand in their documents (best document first), or best last."
-    ),
+    typer.Option(help="Best first, in document order (best document first), or best last."),
 ]
 
 
@@ -58,13 +56,13 @@ def opened(
     ratio: float | None,
     selector: str | None,
 ) -> Asker:
-    """Open a collection, and show what is loaded for it; see Asker."""
+    """Open a collection, and show progress of loading; see Asker."""
     with output.progress_bar() as bar:
         return Asker(folder, placement, engine, ratio=ratio, selector=selector, watcher=bar)
 
 
 def written(deltas: Iterable[Delta]) -> Iterator[Delta]:
-    """Pass deltas on, and print their text on stdout as it comes, with a line break at the end."""
+    """Yield the deltas, and print their text on stdout at once, with a line break at the end."""
     begun = False
     for delta in deltas:
         text = delta.text if begun else delta.text.lstrip()
@@ -75,7 +73,7 @@ def written(deltas: Iterable[Delta]) -> Iterator[Delta]:
 
 
 def print_sources(sources: Sequence[Source]) -> None:
-    """Print one line a passage."""
+    """Print one line per passage."""
     for source in sources:
         start = shorten(output.printable(source.chunk.text), SHOWN_CHARACTERS, placeholder=" ...")
         name = output.printable(source.chunk.document_id or "")
@@ -83,13 +81,13 @@ def print_sources(sources: Sequence[Source]) -> None:
 
 
 def print_report(report: BlendReport) -> None:
-    """Print what a request did, in at most three lines."""
+    """Print a request's report, in at most three lines."""
     for line in report_lines(report):
         typer.echo(f"  {line}")
 
 
 def report_lines(report: BlendReport) -> list[str]:
-    """Return tokens and time, then how it was done, then what was missed and why."""
+    """Return a line on tokens and time, one on the selector or reason, and one on the chunks."""
     seconds = report.seconds.time_to_first_token
     lines = [
         f"{report.prompt_tokens:,} tokens: {report.reused_tokens:,} reused, "
@@ -107,7 +105,7 @@ def report_lines(report: BlendReport) -> list[str]:
 
 
 def _rule(report: BlendReport) -> str:
-    """Say what was recomputed; and where nothing was on purpose, why."""
+    """Return the selector and ratio; if nothing was recomputed on purpose, why."""
     from cacheblend_rag.observe.explain import keeps_context
 
     if keeps_context(report):

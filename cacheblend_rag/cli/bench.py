@@ -1,4 +1,4 @@
-"""``cacheblend-rag bench``: speed on this machine, on random weights of real shapes."""
+"""``cacheblend-rag bench``: measures speed on this machine, with random weights of real shapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _ttft(plan: TtftPlan, as_json: bool) -> None:
         rows = measure(plan, status.update)
     if as_json:
         plain = [row.to_dict() for row in rows]
-        # The first row's fields stand at the top as well, so that one figure is read the same way.
+        # The first row's fields are at the top level as well: a single figure is easy to read.
         output.print_json(plain[0] if len(plain) == 1 else {**plain[0], "rows": plain})
     else:
         _print_ttft(rows)
@@ -100,7 +100,7 @@ def _memory(row: TtftRow) -> str:
 def _print_steady(found: dict[str, Any]) -> None:
     from rich.table import Table
 
-    table = Table(title=f"{found['shape']}, {found['prompt_tokens']:,} tokens a prompt")
+    table = Table(title=f"{found['shape']}, {found['prompt_tokens']:,} tokens per prompt")
     table.add_column("requests")
     for heading in ("full prefill", "blend", "speedup", "from memory"):
         table.add_column(heading, justify="right")
@@ -118,10 +118,10 @@ def _print_steady(found: dict[str, Any]) -> None:
 
 
 def print_store(found: dict[str, Any]) -> None:
-    """Print what `measure_store` found."""
+    """Print the results of `measure_store`."""
     from rich.table import Table
 
-    table = Table(title="GiB a second, and the share of the raw limit")
+    table = Table(title="GiB per second, and the share of the raw limit")
     table.add_column("tier")
     for heading in ("get", "raw get", "share", "put", "raw put", "share"):
         table.add_column(heading, justify="right")
@@ -143,23 +143,23 @@ _add(
     TtftPlan,
     _ttft,
     "Time to first token of ordinary prefill and of a blend, on random weights of a real shape."
-    "\n\nWith vLLM, its own prefix caching stands beside them, on the chunks in another order.",
+    "\n\nWith vLLM, its own prefix caching is measured, too, on the chunks in another order.",
 )
 _add(
     "throughput",
     ThroughputPlan,
     partial(measured, _measure_throughput, facts("throughput in vLLM")),
-    "Questions a second in vLLM: blended, plain, and with vLLM's own prefix caching.",
+    "Questions per second in vLLM: blended, plain, and with vLLM's own prefix caching.",
 )
 _add(
     "store",
     StorePlan,
     partial(measured, _measure_store, print_store),
-    "How fast chunk KV goes into each tier and comes out, beside the raw limit of this machine.",
+    "Speed of writing and reading chunk KV in each tier, and the raw limit of this machine.",
 )
 _add(
     "steady",
     SteadyPlan,
     partial(measured, _measure_steady, _print_steady),
-    "Speedup and hit share by hundreds of requests, from a store larger than memory.",
+    "Speedup and hit share per hundred requests, from a store larger than memory.",
 )

@@ -41,10 +41,11 @@ def chat_command(
     device: options.DeviceOption = None,
     store: options.StoreOption = None,
 ) -> None:
-    """Talk with a collection: a question a line, from the terminal or a pipe.
+    """Ask a collection questions, one per line, from the terminal or a pipe.
 
-    /sources and /report tell of the last answer, /reset forgets all turns, /exit or the end of
-    input ends. Ctrl-C stops an answer. Passages whose KV was missed are computed while nobody asks.
+    /sources and /report show those of the last answer, /reset forgets all turns, /exit or the end
+    of input ends. Ctrl-C stops an answer. KV of passages that was missed is computed between
+    questions.
     """
     asked = options.sampling_settings(
         max_tokens,
@@ -68,14 +69,14 @@ def chat_command(
 
 
 def _take(line: str, conversation: Conversation) -> None:
-    """Do what a line says: a command or a question."""
+    """Run a line: a command or a question."""
     last = conversation.last
     if not line.startswith("/"):
         _ask(clean_question(line), conversation)
     elif line == "/reset":
         conversation.reset()
     elif line not in {"/sources", "/report"}:
-        output.warn(f"{line} is no command: {COMMANDS}")
+        output.warn(f"{line} is not a command: {COMMANDS}")
     elif last is None:
         output.warn("nothing was asked yet")
     elif line == "/sources":
@@ -93,7 +94,7 @@ def _ask(question: str, conversation: Conversation) -> None:
 
 
 def _remark(done: Answered) -> None:
-    """Print one line on stderr about an answer."""
+    """Print a summary of an answer in one line on stderr."""
     fitted, report = done.fitted, done.answer.report
     parts = [
         f"{len(fitted.sources)} passages",

@@ -1,4 +1,4 @@
-"""``cacheblend-rag demo``: constructed questions on the toy model, real passages on a real one."""
+"""``cacheblend-rag demo``: the toy model on constructed questions, a real one on real passages."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def demo_command(
         int, typer.Option(min=1, max=40, help="How many questions the toy model is asked.")
     ] = QUESTIONS,
     model: Annotated[
-        str, typer.Option(help="What answers from the real passages: a name, file or folder.")
+        str, typer.Option(help="The model for the real passages: a name, file or folder.")
     ] = DEFAULT_MODEL,
     embedding_model: Annotated[
         str, typer.Option(help="'bundled' or any sentence-transformers name or folder.")
     ] = BUNDLED,
     toy_only: Annotated[
-        bool, typer.Option("--toy-only", help="Leave the real passages and their model out.")
+        bool, typer.Option("--toy-only", help="Skip the real passages and their model.")
     ] = False,
     save: Annotated[
         Path | None,
@@ -46,7 +46,7 @@ def demo_command(
     ] = None,
     as_json: options.JsonOption = False,
 ) -> None:
-    """Answer by full prefill and with reused KV, side by side: on a toy, then on a real model."""
+    """Answer by full prefill and with reused KV, side by side: with a toy, then a real model."""
     if save is not None and save_passages is not None:
         raise ConfigError("--save and --save-passages: give one of them")
     if save is not None:
@@ -70,19 +70,19 @@ def demo_command(
 def _run(
     console: Console, questions: int, model: str | None, embedding_model: str
 ) -> dict[str, Any]:
-    """Show both parts, or the toy's alone without ``model``; return plain JSON values."""
+    """Show both parts, or only the toy's without ``model``; return plain JSON values."""
     found = demo_toy.show(console, questions, embedding_model)
     real = None if model is None else demo_passages.show(console, model, embedding_model)
     return {**found, "real": real}
 
 
 def _save_notes(folder: Path, questions: int) -> None:
-    """Write the toy's notes, and say how to ask about them."""
+    """Write the toy's notes, and print how to ask about them."""
     notes = draw_notes(questions)
     try:
         notes.save(folder)
     except OSError as error:
-        raise StoreError(f"--save {folder} cannot be made: {error.strerror}") from error
+        raise StoreError(f"--save {folder} cannot be created: {error.strerror}") from error
     typer.echo(f"{folder}: {len(notes.documents)} notes about made-up people and companies; ask")
     for item in notes.questions:
         typer.echo(f"  {item.question}  ({item.answer})")
@@ -90,12 +90,12 @@ def _save_notes(folder: Path, questions: int) -> None:
 
 
 def _save_passages(folder: Path) -> None:
-    """Write the real passages, and say how to ask about them."""
+    """Write the real passages, and print how to ask about them."""
     sample = load_passages()
     try:
         sample.save(folder)
     except OSError as error:
-        raise StoreError(f"--save-passages {folder} cannot be made: {error.strerror}") from error
+        raise StoreError(f"--save-passages {folder} cannot be created: {error.strerror}") from error
     typer.echo(f"{folder}: {len(sample.passages)} passages of MuSiQue (NOTICE: CC BY 4.0); ask")
     for item in sample.questions:
         typer.echo(f"  {item.question}  ({item.answers[0]})")

@@ -1,4 +1,4 @@
-"""The demo's second part: a real model answers from real passages, by full prefill and by blend."""
+"""The demo's second part: a real model answers questions on real passages, in two ways."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def show(console: Console, model: str, embedding_model: str) -> dict[str, Any]:
 def _opened(
     model: str, embedding_model: str, sample: PassageSample
 ) -> Iterator[tuple[SideBySide, str]]:
-    """Load the model, and what retrieves passages; yields the model's precision, too."""
+    """Load the model and the retriever; yields the model's dtype, too."""
     from cacheblend_rag.quality.side_by_side import SideBySide
 
     documents = sample.documents()
@@ -88,7 +88,7 @@ def _opened(
 
 
 def _described(model: str) -> str:
-    """Return a model's name, and of a packaged one what it is."""
+    """Return a model's name, with title and weights if it is packaged."""
     known = packaged.MODELS.get(model)
     return f"{model}: {known.title}, {known.weights} weights" if known else model
 
@@ -119,7 +119,7 @@ def _marked(found: AnswerPair, generation: Generation) -> str:
 
 
 def _summary(totals: Totals) -> list[str]:
-    """Say what was gained, and what it cost."""
+    """Return lines on the speedup and the difference of answers."""
     count = totals.questions
     lines = [
         f"\nFirst token, median of {count} questions: full prefill "

@@ -1,4 +1,4 @@
-"""The demo's first part: constructed questions, which the bundled toy model answers four ways."""
+"""The demo's first part: the bundled toy model answers constructed questions in four ways."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 COLUMN = 14
 TITLE = (
-    "[bold]demo: a toy model of 1.1M parameters[/bold], whose questions need what stands in other "
-    "passages (* wrong answer).\nThey show what plain reuse loses and what is kept; the times of a "
-    "model so small mean little."
+    "[bold]demo: a toy model of 1.1M parameters[/bold], whose questions need information from "
+    "other passages (* wrong answer).\nThey show what plain reuse loses and other methods keep; "
+    "times of so small a model mean little."
 )
 
 
@@ -58,7 +58,7 @@ def show(console: Console, questions: int, embedding_model: str) -> dict[str, An
 
 @contextmanager
 def _set_up(questions: int, embedding_model: str) -> Iterator[Comparison]:
-    """Draw the collection, retrieve for each question, and load the toy model."""
+    """Draw the documents, retrieve for each question, and load the toy model."""
     from cacheblend_rag.quality.comparison import Comparison, with_retrieved
     from cacheblend_rag.quality.engines import opened_engines
 
@@ -74,7 +74,7 @@ def _set_up(questions: int, embedding_model: str) -> Iterator[Comparison]:
 
 
 def _table(answered: Sequence[SettingAnswers], summaries: Sequence[Summary]) -> list[str]:
-    """Return lines of answers, and under them what each method adds up to; questions stand last."""
+    """Return lines of answers, then each method's totals; the last column holds the questions."""
     rows = [[(method.label, "bold") for method in METHODS]]
     rows += [[_shown(found.answers[method.name]) for method in METHODS] for found in answered]
     sums = {
@@ -93,6 +93,6 @@ def _line(cells: Sequence[tuple[str, str]], name: str) -> str:
 
 
 def _shown(answer: Answer) -> tuple[str, str]:
-    """Return an answer cut to its column's width, in its colour."""
+    """Return an answer cut to its column's width, and its colour."""
     text = shorten(answer.text, COLUMN - 3, placeholder="...") or "(nothing)"
     return (text, "green") if answer.correct else (f"{text} *", "red")

@@ -1,4 +1,4 @@
-"""``cacheblend-rag doctor``: what is here, what can be blended, what is missing."""
+"""``cacheblend-rag doctor``: checks versions, devices, models, stores and servers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _server(url: str, model: str | None, namespace: str) -> dict[str, Any]:
 
 
 def _finding(of: dict[str, Any], examine: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what is found; what cannot be examined is a finding too, told as its problem."""
+    """Return findings; if the examination fails, its error is the finding's problem."""
     try:
         return examine()
     except CacheBlendError as error:
@@ -134,12 +134,12 @@ def _model_line(model: Mapping[str, Any]) -> str:
 
 
 def _tokenizer_line(tokenizer: Mapping[str, Any]) -> str:
-    """Say how texts begin, and whether a passage can pass for another turn of a chat."""
+    """Return whether a space is put before texts, and whether a passage can imitate a role."""
     prefix = "puts a space before texts" if tokenizer["adds_prefix_space"] else "adds no space"
     markers = {
         None: "no chat template",
         "none": "the chat template marks no roles",
-        "special tokens": "the chat template's roles are special tokens, not to be had in passages",
+        "special tokens": "the chat template's roles are special tokens, never part of passages",
         "text": "the chat template's roles are plain text, so a passage can imitate them",
     }[tokenizer["role_markers"]]
     return f"{prefix}; {markers}"

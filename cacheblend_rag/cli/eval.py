@@ -1,4 +1,4 @@
-"""``cacheblend-rag eval``: quality and cost of blend rules against full prefill, in one table."""
+"""``cacheblend-rag eval``: scores blend rules against full prefill, with their cost."""
 
 from __future__ import annotations
 
@@ -30,18 +30,19 @@ def evaluate_command(
     model: options.ModelOption = DEMO_MODEL,
     engine: Annotated[
         str,
-        typer.Option(
-            help="'transformers', 'vllm' (a server that runs meanwhile) or the URL of a `serve`."
-        ),
+        typer.Option(help="'transformers', 'vllm' (starts a server) or the URL of a `serve`."),
     ] = EMBEDDED,
     settings: Annotated[
         str | None, typer.Option(help="Comma-separated settings; all of the dataset's by default.")
     ] = None,
-    questions: Annotated[int, typer.Option(min=1, help="Questions a setting, at most.")] = 500,
+    questions: Annotated[int, typer.Option(min=1, help="Most questions per setting.")] = 500,
     passages: Annotated[
-        int | None, typer.Option(min=1, help="Passages a question, at most; all by default.")
+        int | None,
+        typer.Option(min=1, help="Most passages per question; all by default."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Draws the demo's questions.")] = DEFAULT_SEED,
+    seed: Annotated[
+        int, typer.Option(help="Seed for drawing the demo's questions.")
+    ] = DEFAULT_SEED,
     ratios: Annotated[
         str | None, typer.Option(help="Recompute ratios, comma-separated.", metavar="R,R,...")
     ] = None,
@@ -55,7 +56,7 @@ def evaluate_command(
     check_layers: Annotated[
         str, typer.Option(help="Where hkvd compares, comma-separated.", metavar="LAYER,...")
     ] = "1",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens an answer, at most.")] = 16,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 16,
     store: options.StoreOption = None,
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = None,
@@ -63,8 +64,9 @@ def evaluate_command(
 ) -> None:
     """Score full prefill, plain reuse and selectors on the same questions.
 
-    Without --ratios, --selectors and --lead-ins, a short table fit for each setting is made;
-    with any of them, every lead-in x selector x ratio. Plain reuse and full prefill are always in.
+    Without --ratios, --selectors and --lead-ins, each setting gets a short table of its own;
+    with any of them, every lead-in x selector x ratio. Plain reuse and full prefill are always
+    included.
     """
     with output.stdout_reserved(as_json):
         options.local_model(model)
@@ -132,7 +134,7 @@ def _grid(ratios: str | None, selectors: str | None, lead_ins: str | None) -> li
 
 
 def _collected(evaluations: Iterable[tuple[str, Evaluation]]) -> list[EvalRow]:
-    """Return all settings' rows, and warn of answers that were not blended."""
+    """Return all settings' rows, and warn about answers that were not blended."""
     rows: list[EvalRow] = []
     for setting, found in evaluations:
         rows += found.rows

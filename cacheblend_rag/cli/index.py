@@ -1,4 +1,4 @@
-"""``cacheblend-rag index``: read files, split, embed, precompute chunk KV; resume at any time."""
+"""``cacheblend-rag index``: reads and splits files, embeds chunks, and precomputes their KV."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def index_command(
         list[Path] | None,
         typer.Argument(
             metavar="PATH...",
-            help="Files, and folders with all in them; with --repair there may be none.",
+            help="Files and folders; optional with --repair.",
             show_default=False,
         ),
     ] = None,
     *,
     into: Annotated[
-        Path, typer.Option("--into", metavar="FOLDER", help="The collection to make or add to.")
+        Path, typer.Option("--into", metavar="FOLDER", help="The collection to create or update.")
     ] = DEFAULT_FOLDER,
     model: Annotated[
         str | None,
@@ -57,11 +57,11 @@ def index_command(
     ] = None,
     chunk_size: Annotated[
         int | None,
-        typer.Option(min=SMALLEST_CHUNK, help="Tokens a chunk.", show_default=str(CHUNK_SIZE)),
+        typer.Option(min=SMALLEST_CHUNK, help="Tokens per chunk.", show_default=str(CHUNK_SIZE)),
     ] = None,
     chunk_overlap: Annotated[
         int | None,
-        typer.Option(min=0, help="Tokens a chunk repeats of the one before.", show_default="0"),
+        typer.Option(min=0, help="Tokens repeated from the chunk before.", show_default="0"),
     ] = None,
     embedding_model: Annotated[
         str | None,
@@ -72,7 +72,7 @@ def index_command(
     instruction: Annotated[
         str | None,
         typer.Option(
-            help="What prompts say before the passages.", show_default="one that suits the model"
+            help="The text of prompts before the passages.", show_default="the model's default"
         ),
     ] = None,
     namespace: Annotated[
@@ -83,7 +83,7 @@ def index_command(
         bool, typer.Option("--prune", help="Remove documents whose files are gone.")
     ] = False,
     rebuild: Annotated[
-        bool, typer.Option("--rebuild", help="Delete the collection first, and make it anew.")
+        bool, typer.Option("--rebuild", help="Delete the collection first, and create it again.")
     ] = False,
     repair: Annotated[
         bool,
@@ -96,18 +96,18 @@ def index_command(
         bool,
         typer.Option(
             "--register-only",
-            help="Compute no KV now: `chat` and engines with fill_on_miss do as chunks are missed.",
+            help="Compute no KV now: `chat` and engines with fill_on_miss do it on a miss.",
         ),
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what there is to do and end; write nothing.")
+        bool, typer.Option("--dry-run", help="Estimate the work and exit; write nothing.")
     ] = False,
     max_gib: Annotated[
         float | None,
         typer.Option(
             min=0,
             callback=options.finite,
-            help="Most KV in the collection, in GiB: refuse before work what needs more.",
+            help="Limit of the collection's KV in GiB: a run that needs more is refused.",
             show_default="no limit",
         ),
     ] = None,
@@ -119,9 +119,9 @@ def index_command(
 ) -> None:
     """Index text, Markdown, HTML and PDF files: split, embed, and precompute chunk KV.
 
-    Run it again after an interruption, or when files have changed: what is indexed stays, what is
-    new or changed is read. Exit code 1: chunks lack KV that could not be stored, since a tier or
-    memory failed; the same command computes it the next time.
+    Run it again after an interruption, or when files have changed: only new and changed files are
+    read. Exit code 1: KV of some chunks could not be stored, because a tier failed or memory was
+    short; the same command computes it the next time.
     """
     paths = list(paths or ())
     _check_uses(
@@ -193,7 +193,7 @@ def _check_uses(
     register_only: bool,
     estimates: bool,
 ) -> None:
-    """Raise ConfigError for options that exclude one another, StoreError without a collection."""
+    """Raise ConfigError for options that exclude each other, StoreError without a collection."""
     if register_only and estimates:
         raise ConfigError("--register-only computes no KV: leave --dry-run and --max-gib out")
     if repair and (register_only or estimates):
@@ -207,7 +207,7 @@ def _check_uses(
 
 
 def _check_choices(choices: Choices, device: str | None) -> None:
-    """Raise what indexing would fail with, as far as options alone tell."""
+    """Raise errors of indexing that follow from the options alone."""
     checks.check_engine(choices.engine)
     checks.check_embedding_model(choices.embedding_model)
     checks.check_installed(checks.INDEX_MODULES, "indexing documents", EXTRA)
@@ -215,11 +215,11 @@ def _check_choices(choices: Choices, device: str | None) -> None:
 
 
 def _unfinished_line(report: IndexReport) -> str:
-    """Say how much KV is missing, and why, as far as this run has seen it."""
+    """Return a line on how much KV is missing, and why, if this run knows."""
     causes = ", ".join(report.failures) or "it could not be stored before"
     return (
         f"{report.unfinished_chunks} chunks of {report.unfinished_documents} documents have no KV "
-        f"({causes}): the same command computes it once that is mended"
+        f"({causes}): the same command computes it once that is fixed"
     )
 
 
@@ -227,7 +227,7 @@ def _print_interrupted(report: IndexReport, *, rebuild: bool) -> None:
     done = report.added + report.changed
     command = "the same command without --rebuild" if rebuild else "the same command"
     output.side_console().print(
-        f"interrupted: {done} files were indexed and stay, {command} goes on from here",
+        f"interrupted: {done} files were indexed and stay, {command} continues from here",
         soft_wrap=True,
     )
 
@@ -241,7 +241,7 @@ def _show(into: Path, plain: dict[str, Any], lines: Sequence[str], *, as_json: b
 
 
 def _estimate_lines(into: Path, estimate: IndexEstimate) -> list[str]:
-    """Say what there is to do."""
+    """Return lines on the work to do."""
     seconds = estimate.seconds
     time = "not known" if seconds is None else f"about {output.rough_duration(seconds)}"
     return [
@@ -262,7 +262,7 @@ def _report_lines(into: Path, report: IndexReport) -> list[str]:
         f"chunk KV: {report.computed_chunks} computed{pace}, {report.stored_chunks} stored already",
     ]
     if report.registered_chunks:
-        lines[-1] = f"chunk KV: none computed, {report.registered_chunks} chunks are made known"
+        lines[-1] = f"chunk KV: none computed, {report.registered_chunks} chunks registered"
     if report.refused_chunks:
         reasons = ", ".join(f"{count} {why}" for why, count in report.refused_chunks.items())
         lines.append(f"chunks without KV: {reasons}")

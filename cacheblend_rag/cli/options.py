@@ -1,4 +1,4 @@
-"""What options of several commands have in common: their names, and how their values are read."""
+"""Options shared by several commands, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def finite(value: float | None) -> float | None:
 
 
 def above_zero(value: float | None) -> float | None:
-    """Let a number above 0 through."""
+    """Return a number above 0, refuse others."""
     if value is not None and not (value > 0 and math.isfinite(value)):
         raise typer.BadParameter(f"{value} must be a number above 0")
     return value
@@ -120,12 +120,12 @@ SeedOption = Annotated[
 
 
 def sampling_settings(max_tokens: int, *, greedy: bool = False, **given: Any) -> SamplingParams:
-    """Return what answers are drawn with.
+    """Return the sampling parameters for answers.
 
-    greedy: the most likely token always, for the option ``--compare``, which takes none of the
-    others. given: values of the options above by their fields' names, None where not given.
+    greedy: for the option ``--compare``, which excludes the sampling options. given: values of the
+    options above by field name, None if not given.
 
-    Raises ConfigError for an option beside ``--compare``.
+    Raises ConfigError for a sampling option beside ``--compare``.
     """
     from cacheblend_rag.engines.sampling import SamplingParams
 
@@ -139,9 +139,9 @@ def sampling_settings(max_tokens: int, *, greedy: bool = False, **given: Any) ->
 
 
 def store_settings(given: Sequence[str] | None, **flags: Any) -> StoreConfig:
-    """Read settings of a store; flags: of options of their own, None where they are not given.
+    """Read settings of a store; flags: from separate options, None if they are not given.
 
-    Raises ConfigError for a setting that is none, wrong or given twice.
+    Raises ConfigError for a setting that is unknown, invalid or given twice.
     """
     from cacheblend_rag.settings import StoreConfig
 
@@ -167,7 +167,7 @@ def collection_store(given: Sequence[str] | None) -> StoreConfig:
 
 
 def local_model(name: str) -> str:
-    """Let a model on this machine through; raises ModelLoadError when there is none."""
+    """Return the name of a model on this machine; raises ModelLoadError if it is not there."""
     if not is_local(name):
         raise ModelLoadError(f"model={name!r}: there is no such folder; give {LOCAL_MODELS}")
     check(name)

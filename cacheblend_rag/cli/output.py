@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, everything else (progress, warnings, errors) to stderr."""
+"""Prints results to stdout and everything else (progress, warnings, errors) to stderr."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def result_console() -> Console:
 
 
 def side_console() -> Console:
-    """Return the console for progress and remarks."""
+    """Return the console for progress and messages."""
     return Console(stderr=True)
 
 
@@ -59,7 +59,7 @@ def tell(message: str) -> None:
 
 
 def printable(text: str) -> str:
-    """Return text without control characters but line breaks and tabs: terminals obey them."""
+    """Return text without control characters, line breaks and tabs aside: terminals obey them."""
     return CONTROL.sub("", text)
 
 
@@ -70,7 +70,7 @@ def print_json(plain: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def stdout_reserved(reserved: bool) -> Iterator[None]:
-    """Send what libraries and processes they start print on stdout to stderr while ``reserved``."""
+    """Redirect stdout of libraries and their subprocesses to stderr while ``reserved``."""
     if not reserved:
         yield
         return
@@ -87,9 +87,9 @@ def stdout_reserved(reserved: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress_bar(*, lines: bool = False) -> Iterator[Watcher]:
-    """Yield a progress display on stderr that leaves nothing behind.
+    """Yield a progress display on stderr that disappears at the end.
 
-    lines: without a terminal, say every LINE_SECONDS in a line what is being done; else nothing.
+    lines: without a terminal, print progress as a line every LINE_SECONDS; else nothing.
     """
     console = side_console()
     if lines and not console.is_terminal:
@@ -111,7 +111,7 @@ def progress_bar(*, lines: bool = False) -> Iterator[Watcher]:
 
 
 def _one_line(**options: Any) -> Column:
-    """Return a column that cuts what is too long rather than wrap it."""
+    """Return a column that truncates long text instead of wrapping it."""
     return Column(no_wrap=True, overflow="ellipsis", **options)
 
 
@@ -150,7 +150,7 @@ class _Bar(progress.Task):
 
 
 class _ProgressLines(Watcher):
-    """Says in lines what is being done, at intervals: a log that is read while it grows."""
+    """Prints progress as lines at intervals, for logs."""
 
     def __init__(self) -> None:
         self._doing: list[_Doing] = []
@@ -195,7 +195,7 @@ class _ProgressLines(Watcher):
 
 
 class _Doing(progress.Task):
-    """A task or phase, and how far it is; ``others`` are those at work, this one among them."""
+    """A task or phase with its progress; ``others``: all that are running, this one included."""
 
     def __init__(self, name: str, steps: int, others: list[_Doing]) -> None:
         self._name, self._steps, self._others = name, steps, others
@@ -232,7 +232,7 @@ def duration(seconds: float) -> str:
 
 
 def rough_duration(seconds: float) -> str:
-    """Return an estimate of seconds in the unit that suits it."""
+    """Return an estimate of seconds in a fitting unit."""
     for unit, length in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 1.5 * length:
             return f"{seconds / length:.1f} {unit}"
@@ -251,7 +251,7 @@ def print_facts(title: str, facts: Mapping[str, Any]) -> None:
 
 
 def print_rows(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Print rows as a table that cuts no key and no folder short: they are there to be copied."""
+    """Print rows as a table that truncates no key and no folder, since users copy them."""
     from rich.table import Table
 
     table = Table(*columns, box=None)

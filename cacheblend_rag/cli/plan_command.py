@@ -1,4 +1,4 @@
-"""A command whose options are the fields of a benchmark's plan."""
+"""Makes a command whose options are the fields of a benchmark's plan."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cacheblend_rag.rag import checks
 
 PlanT = TypeVar("PlanT")
 Measure = Callable[[Any, Callable[[str], None]], dict[str, Any]]
-"""Given a plan and what to call with a label before each step, returns plain JSON values."""
+"""Takes a plan and a callback for the label of each step; returns plain JSON values."""
 Show = Callable[[dict[str, Any]], None]
 
 
@@ -24,10 +24,10 @@ def plan_command(
     """Return a function for Typer: its options are the plan's fields, and ``--json``.
 
     Args:
-        plan: a dataclass whose options are made by `bench.plan.option`; other fields stay as they
-            are by default.
-        run: is given the plan and whether JSON is wanted.
-        about: what the command's help says.
+        plan: a dataclass whose options are made by `bench.plan.option`; other fields keep their
+            defaults.
+        run: called with the plan and whether to print JSON.
+        about: the command's help text.
 
     Raises:
         ConfigError: when called with values that the plan refuses.
@@ -49,7 +49,7 @@ def plan_command(
 
 
 def measured(measure: Measure, show: Show, plan: Any, as_json: bool) -> None:
-    """Measure, and show what was found, or print it as it is; say what was left out."""
+    """Run a benchmark and print its results as tables or JSON; name what was left out."""
     with output.stdout_reserved(as_json), output.side_console().status("starting") as status:
         found = measure(plan, status.update)
     for reason in found.get("left_out", ()):
@@ -58,7 +58,7 @@ def measured(measure: Measure, show: Show, plan: Any, as_json: bool) -> None:
 
 
 def facts(title: str) -> Show:
-    """Return what shows all that was found, but single runs, as a table of two columns."""
+    """Return a function that prints results, single runs aside, as a table of two columns."""
     return lambda found: output.print_facts(
         title, {name: value for name, value in found.items() if name != "runs"}
     )

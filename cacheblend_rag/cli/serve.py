@@ -1,4 +1,4 @@
-"""``cacheblend-rag serve``: vLLM's OpenAI-compatible server, started so that it blends."""
+"""``cacheblend-rag serve``: starts vLLM's OpenAI-compatible server with blending."""
 
 from __future__ import annotations
 
@@ -99,16 +99,16 @@ def serve_command(
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
 ) -> None:
-    """Start a vLLM server that blends; every other option is handed to vLLM as it is.
+    """Start a vLLM server that blends; all other options are passed to vLLM unchanged.
 
-    VLLM_API_KEY in the environment is the key that clients must give, on every path but /health;
-    CACHEBLEND_STORE_KEY is the one that is needed to store, evict and release chunk KV.
+    VLLM_API_KEY in the environment is the key that clients must send, on every path but /health;
+    CACHEBLEND_STORE_KEY is the key for storing, evicting and releasing chunk KV.
     """
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 
     if model.startswith("-"):
         raise ConfigError(
-            f"{model!r} stands before the model: give serve MODEL first, options after"
+            f"{model!r} comes before the model: give `serve MODEL` first, then options"
         )
     kept = options.store_settings(
         store, kv_path=kv_path, host_bytes=_bytes(host_gib), disk_bytes=_bytes(disk_gib)
@@ -143,9 +143,9 @@ def serve_command(
     has_key = serve.flag_value(context.args, (KEY_FLAG,)) or os.environ.get(KEY_VARIABLE)
     if not (has_key or _is_loopback(host)):
         output.warn(
-            f"whoever reaches {host}:{port} may ask, store, evict and release: set "
+            f"any client of {host}:{port} may ask, store, evict and release: set "
             f"{KEY_VARIABLE}, and "
-            f"{STORE_KEY_VARIABLE} for who may store, evict and release"
+            f"{STORE_KEY_VARIABLE} to restrict storing, evicting and releasing"
         )
     logger.info("starting %s", shlex.join(command[: len(command) - len(context.args)]))
     environment = {**os.environ, **kept.environment(), BODY_VARIABLE: str(max_body_mib)}

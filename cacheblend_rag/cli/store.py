@@ -1,4 +1,4 @@
-"""``store``: look at, check, warm, move and empty a store of chunk KV."""
+"""``store``: inspects, checks, warms, moves and empties a store of chunk KV."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def verify(
     as_json: JsonOption = False,
     repair: Annotated[bool, typer.Option("--repair", help="Quarantine what is damaged.")] = False,
 ) -> None:
-    """Read every chunk through; exits 1 when any is damaged."""
+    """Read and check every chunk; exits 1 when one is damaged."""
     with _opened(path, store) as opened, _progress("verify", shown=not as_json) as progress:
         report = opened.store.verify(repair=repair, progress=progress)
     damaged = [{"key": str(found.key), "reason": found.reason} for found in report.damaged]
@@ -179,8 +179,8 @@ def evict(
 ) -> None:
     """Remove chunks: those named, all, or those that match every given condition.
 
-    Of a document, what other documents share stays. Documents stay known: an application forgets
-    them by its framework, or by `index --prune`.
+    Chunks that other documents share stay. Documents stay registered: an application removes
+    them through its framework, or with `index --prune`.
     """
     with _opened(path, store) as opened:
         choice = _choice(
@@ -259,7 +259,7 @@ def warm(
     document: DocumentOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring the most used chunks into the fastest tier that outlives this command."""
+    """Load the most used chunks into the fastest tier that outlives this command."""
     from cacheblend_rag.admin import warm
 
     with _opened(path, store) as opened, _progress("warm", shown=not as_json) as progress:
@@ -315,7 +315,7 @@ def import_chunks(
     max_gib: MaxGibOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check and store chunks of a folder or a tar; exits 1 when some are not such."""
+    """Check and store chunks of a folder or a tar; exits 1 when some are left out."""
     from cacheblend_rag.admin import export_import
 
     with _opened(path, store, make=True) as opened:
@@ -347,7 +347,7 @@ def plan(
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Tell what a model's chunk KV takes, where it fits and what is fast enough, by arithmetic."""
+    """Compute the size of a model's chunk KV, which tiers hold it and which are fast enough."""
     from cacheblend_rag.rag import planning
 
     tiers = [planning.PlannedTier.parse(text) for text in tier or ()]
@@ -369,9 +369,9 @@ def gc(
     folder: Annotated[Path, typer.Option("--collection", help="Folder.")] = DEFAULT_FOLDER,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove what a collection's KV holds of no document that it knows; loads its model.
+    """Remove a collection's KV that belongs to none of its documents; loads its model.
 
-    Two `index` runs over one collection at once, or one that is killed, can leave such KV.
+    Two `index` runs on one collection at the same time, or a killed one, can leave such KV.
     """
     from cacheblend_rag.rag.gc import evict_unregistered
 
@@ -422,7 +422,7 @@ def _opened(
     read_only: bool = False,
     make: bool = False,
 ) -> Iterator[OpenStore]:
-    """Open a store, which is there already unless ``make``; raises StoreError when it is none."""
+    """Open a store, which must exist unless ``make``; raises StoreError if it is not a store."""
     store_folder(path)
     from cacheblend_rag.admin import inspect
 

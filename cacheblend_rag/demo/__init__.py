@@ -1,4 +1,4 @@
-"""A small model that ships with the package, the text it reads and the program that trained it."""
+"""The bundled toy model and its corpus, and a sample of real passages."""
 
 from cacheblend_rag.models import DEMO_FOLDER as MODEL_FOLDER
 

@@ -1,4 +1,4 @@
-"""Notes: the demo's collection of documents, and questions about them, with their answers."""
+"""The toy model's notes: documents, and questions about them with answers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Notes:
     questions: tuple[DemoQuestion, ...]
 
     def save(self, folder: Path) -> None:
-        """Write a text file a document into a new folder; raises OSError."""
+        """Write one text file per document into a new folder; raises OSError."""
         folder.mkdir(parents=True)
         for document in self.documents:
             (folder / f"{document.document_id}.txt").write_text(f"{document.text}\n")
 
 
 def draw_notes(questions: int) -> Notes:
-    """Draw the demo's notes, the same ones each time, and so many questions about them."""
+    """Draw the demo's notes, always the same ones, and so many questions about them."""
     documents, drawn = generate_collection(DOCUMENTS, questions, SEED)
     return Notes(tuple(documents), tuple(drawn))

@@ -1,6 +1,6 @@
-"""Real passages and questions about them: a small sample of the data set MuSiQue.
+"""A sample of real passages, and questions about them, from the data set MuSiQue.
 
-``musique/NOTICE`` says where the sample comes from, under which licence, and what was changed.
+``musique/NOTICE`` gives the source, the licence and the changes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PassageQuestion:
     """A question that one passage answers.
 
     Args:
-        question: what is asked.
-        answers: right answers, at least one; each stands in the passage.
+        question: the question.
+        answers: right answers, at least one; the passage contains each.
         title: of the passage.
     """
 
@@ -47,11 +47,11 @@ class PassageSample:
     questions: tuple[PassageQuestion, ...]
 
     def documents(self) -> tuple[Document, ...]:
-        """Return the passages as they are indexed: each a document of its own, called its title."""
+        """Return the passages as documents for indexing, one each, with the title as id."""
         return tuple(Document(passage.title, (passage.text,)) for passage in self.passages)
 
     def save(self, folder: Path) -> None:
-        """Write a text file a passage, and NOTICE, into a new folder; raises OSError."""
+        """Write one text file per passage, and NOTICE, into a new folder; raises OSError."""
         folder.mkdir(parents=True)
         for passage in self.passages:
             (folder / f"{passage.title}.txt").write_text(f"{passage.text}\n", encoding="utf-8")

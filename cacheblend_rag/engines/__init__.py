@@ -1,1 +1,1 @@
-"""Engines: the contract in ``base``, one sibling package an engine."""
+"""Engines: the contract in ``base``, and one package per engine."""

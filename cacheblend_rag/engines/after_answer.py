@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 AnswerHook = Callable[[Request, Generation], Generation | None]
 """Called with a request (its prompt is ``request.prepared``) and its answer, which may be a
-cancelled one. Returns None, or the answer with something replaced, such as reports of chunks. It
-runs in the thread that made the answer, which other requests may wait for: longer work belongs into
-an IdleJob."""
+cancelled one. Returns None, or a changed answer, with other reports of chunks for example. It runs
+in the thread that made the answer, and other requests may wait for it: longer work belongs in an
+IdleJob."""
 
 
 class AfterAnswer:
@@ -24,13 +24,13 @@ class AfterAnswer:
         self._failed: set[int] = set()  # by id: hooks need not be hashable
 
     def add(self, hook: AnswerHook) -> None:
-        """Call a hook with each answer from now on, after those that were added before."""
+        """Call a hook with each answer from now on, after the hooks added before."""
         self._hooks.append(hook)
 
     def run(self, request: Request, answer: Generation) -> Generation:
         """Call all hooks; returns the answer as the last of them left it.
 
-        What a hook raises is logged, once a hook, and is no failure of the request.
+        A hook's exceptions are logged, once per hook, and do not fail the request.
         """
         for hook in tuple(self._hooks):
             try:
@@ -38,7 +38,5 @@ class AfterAnswer:
             except Exception:
                 if id(hook) not in self._failed:
                     self._failed.add(id(hook))
-                    logger.exception(
-                        "%r failed after an answer, which is served all the same", hook
-                    )
+                    logger.exception("%r failed after an answer; the answer is served anyway", hook)
         return answer

@@ -1,4 +1,4 @@
-"""Request and Generation: what an engine is asked, and what it answers."""
+"""Requests to an engine, and its answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FULL_PREFILL = Reason(ReasonCode.FULL_PREFILL_ASKED, "full prefill was asked for
 CANCELLED = PrefillReport(
     Reason(ReasonCode.CANCELLED, "cancelled"), compute_share=0.0, was_run=False
 )
-"""Of a request that was cancelled before its prefill was done."""
+"""The reason of a request that was cancelled before its prefill was done."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Generation:
         finish_reason: ``stop`` (an end token or stop string), ``length`` or ``cancelled``.
         prompt_tokens: length of the prompt.
         report: what was reused, and why the rest was not.
-        sampling: the settings that its tokens were drawn with, the model's own where the request
-            left some out.
+        sampling: the settings that its tokens were sampled with; the model's own for fields that
+            the request left out.
     """
 
     text: str
@@ -49,7 +49,7 @@ class Delta:
     """One step of a stream.
 
     Args:
-        text: what is new; may be empty.
+        text: the new text; may be empty.
         generation: the whole answer on the last step, None on all others.
     """
 

@@ -1,7 +1,7 @@
-"""Backend: what a subclass of Engine gives, be it over PyTorch, over vLLM or over anything else.
+"""The part of an engine that its subclass implements, for PyTorch, vLLM or anything else.
 
-A backend states its facts, begins to answer requests, and does what its KV store is asked for. What
-users call (``base.py``) is made of that, the same on every engine.
+A backend describes itself, begins to answer requests, and operates on its KV store. The methods
+that users call (``base.py``) are built on it, the same for every engine.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ UNSUPPORTED: Final = "unsupported model"
 
 
 class Backend(ABC):
-    """Facts, requests and the verbs of a KV store.
+    """Facts, requests, and the operations of a KV store.
 
     Attributes:
         name: the kind of engine, as reports name it.
-        part_chunks: how many chunks are handed on to be stored at once, at least.
-        config: of requests that bring none.
+        part_chunks: least number of chunks to store in one part.
+        config: the default for requests without one.
     """
 
     name: str
@@ -47,26 +47,26 @@ class Backend(ABC):
     @property
     @abstractmethod
     def blend_refusal(self) -> Reason | None:
-        """Why nothing is blended: every request is then served by ordinary prefill. Or None."""
+        """Why every request is served by ordinary prefill, None if the model can be blended."""
 
     @property
     def model_sampling(self) -> ModelSampling:
-        """What a request's sampling fields take that are None: the model's own settings."""
+        """The model's own sampling settings, used for fields of a request that are None."""
         return ModelSampling()
 
     @property
     def address(self) -> str:
-        """What ``open_engine`` takes to open the like of it: a name, or a server's URL."""
+        """The argument of ``open_engine`` for such an engine: a name, or a server's URL."""
         return self.name
 
     @property
     def dtype(self) -> str | None:
-        """Precision of the model's weights, None where it is not known here."""
+        """Precision of the model's weights, None if unknown."""
         return None
 
     @property
     def read_only(self) -> bool:
-        """Whether its store is only read: what is not stored is computed anew with each prompt."""
+        """Whether its store is read-only: missing chunks are computed again with each prompt."""
         return False
 
     @property
@@ -74,8 +74,8 @@ class Backend(ABC):
         """Most tokens of a lead-in, a context and a chunk together."""
         return self.context_window
 
-    def _refresh(self) -> None:  # noqa: B027 - most engines' models stay what they are
-        """Take note of what has changed of the model: called before chunks are named by keys."""
+    def _refresh(self) -> None:  # noqa: B027 - most engines' models do not change
+        """Detect changes of the model; called before keys are computed."""
 
     # Requests
 
@@ -84,7 +84,7 @@ class Backend(ABC):
 
     @abstractmethod
     def _start(self, request: Request) -> Stream[Delta]:
-        """Begin to answer; the stream's last item carries the Generation."""
+        """Begin to answer; the stream's last item holds the Generation."""
 
     # The store
 
@@ -96,17 +96,17 @@ class Backend(ABC):
         """
 
     def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
-        """As ``_store``, when no request would wait for it; in a thread of its own.
+        """As ``_store``, at idle priority, in a thread of its own.
 
-        An engine that is closed meanwhile is waited for: it ends, or yields, within a moment.
+        Closing the engine waits for it, so it must yield or end soon.
         """
         yield from self._store(plans)
 
     @abstractmethod
     def _verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
-        """Read the stored KV of keys through: what is damaged is not stored any more.
+        """Check the stored KV of keys, and quarantine damaged KV.
 
-        Returns the keys whose KV stays stored though it cannot be read, with the reason.
+        Returns the keys whose KV stays stored although it cannot be read, with the reason.
         """
 
     @abstractmethod
@@ -115,22 +115,22 @@ class Backend(ABC):
 
     @abstractmethod
     def _evict(self, keys: Sequence[KVKey]) -> int:
-        """Drop the KV of keys; returns of how many there was any."""
+        """Drop the KV of keys; returns how many were stored."""
 
     def _forget(self, keys: Sequence[KVKey]) -> None:
-        """Let go of KV in memory that another writer has evicted from what is shared."""
+        """Drop KV in memory that another writer has evicted from a shared store."""
         self._evict(keys)
 
     @abstractmethod
     def _release(self) -> int:
-        """Free the memory that KV takes, and keep what is stored elsewhere; returns its bytes."""
+        """Free the memory of KV, keep KV stored elsewhere; returns the freed bytes."""
 
     def _stored_keys(self) -> Iterable[KVKey]:
         """Return the keys of all KV that is stored under this engine's fingerprint."""
-        raise ConfigError(f"a {self.name} engine does not tell which chunks it stores")
+        raise ConfigError(f"a {self.name} engine cannot list its stored chunks")
 
     def _storing_refusal(self) -> Reason | None:
-        """Say why no chunk's KV can be stored now, or None."""
+        """Return why no chunk's KV can be stored now, or None."""
         if self.read_only:
             return READ_ONLY
         refusal = self.blend_refusal
@@ -138,4 +138,4 @@ class Backend(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Free what this engine and its siblings hold; called once."""
+        """Free the resources of this engine and its siblings; called once."""

@@ -1,4 +1,4 @@
-"""BackgroundLoop: an event loop in a thread of its own."""
+"""An event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class BackgroundLoop:
 
     @property
     def is_open(self) -> bool:
-        """Whether ``close`` has yet to be called."""
+        """Whether ``close`` was not called yet."""
         return self._thread.is_alive() and not self._closed
 
     def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """Begin ``work``; none begins while the loop closes, which would leave it at that."""
+        """Start ``work``; refused while the loop closes, since it would never be finished."""
         with self._starting:
             if self.is_open:
                 return asyncio.run_coroutine_threadsafe(self._known(work), self.loop)
@@ -39,7 +39,7 @@ class BackgroundLoop:
         raise _closed()
 
     async def _known(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do ``work`` as a task that ``close`` knows of, among those that libraries start."""
+        """Run ``work`` as a task that ``close`` cancels; libraries start tasks of their own."""
         task = asyncio.current_task()
         assert task is not None  # noqa: S101  # run_coroutine_threadsafe makes one
         self._tasks.add(task)
@@ -49,7 +49,7 @@ class BackgroundLoop:
             self._tasks.discard(task)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what ``work`` returns; it ends with the caller's wait."""
+        """Return the result of ``work``; interrupting the caller cancels it."""
         future = self.start(work)
         try:
             return future.result()
@@ -60,7 +60,7 @@ class BackgroundLoop:
             raise
 
     def deliver(self, items: AsyncIterator[T], take: Callable[[Any], None], end: object) -> None:
-        """Hand over items as they come, then ``end``, or the error that ended them."""
+        """Pass on items as they arrive, then ``end``, or the error that ended them."""
 
         async def work() -> None:
             try:
@@ -76,7 +76,7 @@ class BackgroundLoop:
         self.start(work())
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """End what is at work, do ``last``, end the thread; nothing begins meanwhile."""
+        """Cancel running work, run ``last``, end the thread; nothing starts meanwhile."""
         with self._starting:
             if not self.is_open:
                 return

@@ -1,4 +1,4 @@
-"""Engine: the public contract that every engine keeps. A subclass gives what Backend asks of it."""
+"""The public contract of all engines; a subclass implements Backend."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ class Engine(Backend):
 
     Attributes:
         name: the kind of engine, as reports name it.
-        part_chunks: how many chunks are handed on to be stored at once, at least.
+        part_chunks: least number of chunks to store in one part.
         model_name, tokenizer, instruction, namespace: as in EngineSetup.
         config, lead_in, registry: as in EngineSetup, with defaults for None.
-        encoder: encodes prompts with the tokenizer, and finds chunks among their tokens.
+        encoder: encodes prompts with the tokenizer, and finds chunks in their tokens.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
-        """Make an engine of what its subclass and its user settle."""
+        """Create an engine from the settings of its subclass and its user."""
         self._lifetime, self._family = Lifetime(), Family(setup.identity)
         self._settle(setup)
 
     def _settle(self, setup: EngineSetup) -> None:
-        """Make the parts, for one lead-in and one registry."""
+        """Create the parts for one lead-in and one registry."""
         parts = self._parts = EngineParts(self, setup, self._lifetime, self._family)
         self.model_name, self.tokenizer = setup.model_name, setup.tokenizer
         self.config, self.lead_in, self.registry = parts.config, parts.lead_in, parts.registry
@@ -57,9 +57,9 @@ class Engine(Backend):
 
     @property
     def fingerprint(self) -> str:
-        """What this engine's chunk KV is stored under: model, tokenizer, lead-in, namespace.
+        """The hash that is part of all KV keys: model, tokenizer, lead-in, namespace.
 
-        It changes with the model, where that can change while the engine lives.
+        It changes if the model changes while the engine is open.
         """
         self._refresh()
         return self._led.fingerprint
@@ -67,8 +67,8 @@ class Engine(Backend):
     def watch_fingerprint(self, hook: Callable[[Engine, str], None]) -> None:
         """Call a hook with this engine and its fingerprint, now and whenever that changes.
 
-        It replaces the one that was given before. Siblings call it, too. It must not ask the engine
-        for its fingerprint.
+        It replaces an earlier one. Siblings call it, too. It must not read the engine's
+        fingerprint.
         """
         fingerprint, self._family.fingerprint_hook = self.fingerprint, hook
         hook(self, fingerprint)
@@ -80,14 +80,15 @@ class Engine(Backend):
 
     @property
     def is_open(self) -> bool:
-        """Whether ``close`` has yet to be called."""
+        """Whether ``close`` was not called yet."""
         return self._lifetime.is_open
 
     @property
     def fill_on_miss(self) -> bool:
         """Whether registered chunks whose KV a request missed are stored in idle time.
 
-        As if by ``precompute``. It may be changed; what waits already is still filled.
+        As if by ``precompute``. It may be changed at any time; chunks that wait already are still
+        filled.
         """
         return self._parts.filling.is_on
 
@@ -96,16 +97,16 @@ class Engine(Backend):
         self._parts.filling.is_on = is_on
 
     def tokenize(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of ``text`` as a chunk: what looks like a special token is text."""
+        """Return the tokens of ``text`` as a chunk, without special tokens."""
         return self.encoder.chunk(text)
 
     def key(self, chunk: Chunk) -> KVKey:
-        """Return what a chunk's KV is stored under."""
+        """Return the key of a chunk's KV."""
         self._refresh()
         return self._led.key(chunk)
 
     def prepare(self, prompt: PromptLike, hints: Hints = ()) -> PreparedPrompt:
-        """Return a prompt's tokens, and the chunks that stand in it with the keys of their KV.
+        """Return a prompt's tokens, and the chunks in it with the keys of their KV.
 
         Args:
             prompt: as for generate. A PreparedPrompt is prepared again if its engine had another
@@ -121,7 +122,7 @@ class Engine(Backend):
     # Index time
 
     def register(self, items: Iterable[Item]) -> None:
-        """Make chunks known without computing anything (after a restart, say)."""
+        """Register chunks without computing anything (after a restart, say)."""
         self._index.register(items)
 
     def precompute(
@@ -132,22 +133,21 @@ class Engine(Backend):
         register_only: bool = False,
         verify: bool = False,
     ) -> PrecomputeReport:
-        """Register chunks and store their KV; what is stored already is skipped.
+        """Register chunks and store their KV; chunks that are stored already are skipped.
 
-        A Document replaces what was known of its document_id in its collection before this call:
-        chunks that it no longer has are forgotten and their KV dropped. Several Documents with one
-        document_id in a call are variants of it and stand side by side. An interrupted run goes on
-        where it stopped.
+        A Document replaces the one with its document_id in its collection: chunks that it no longer
+        has are forgotten and their KV dropped. Several Documents with one document_id in one call
+        are variants that are kept side by side. An interrupted run continues where it stopped.
 
         Args:
             items: chunks, documents, or texts that stand alone.
-            progress: whether a bar is shown.
-            register_only: nothing is computed now; documents take the place of what was known of
-                them all the same. An engine with ``fill_on_miss`` computes what requests miss.
-            verify: what is stored already is read through, and computed anew where it is damaged.
+            progress: whether to show a progress bar.
+            register_only: compute nothing now; documents still replace their earlier versions. An
+                engine with ``fill_on_miss`` computes the chunks that requests miss.
+            verify: check chunks that are stored already, and recompute damaged ones.
 
         Returns:
-            How many chunks were computed, skipped, refused and replaced, or only registered. Where
+            How many chunks were computed, skipped, refused and replaced, or only registered. If
             ``failed`` is above 0, a tier failed or memory was short: call it again later.
 
         Raises:
@@ -156,7 +156,7 @@ class Engine(Backend):
         return self._index.precompute(items, progress, register_only, verify)
 
     def fill_report(self) -> FillReport:
-        """Return what was done so far about chunks that requests missed (``fill_on_miss``)."""
+        """Return the counts of filling missed chunks so far (``fill_on_miss``)."""
         return self._parts.filling.report()
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
@@ -170,8 +170,8 @@ class Engine(Backend):
 
         Args:
             document_id: the document.
-            collection: only what was cut for it; None is all.
-            kept: chunks that the document has still.
+            collection: only the chunks of this collection; None is all.
+            kept: chunks that the document still has.
 
         Raises:
             StoreError: when the registry cannot be written, or the store is read only.
@@ -179,23 +179,23 @@ class Engine(Backend):
         return self._index.evict_document(document_id, collection, kept)
 
     def evict_unregistered(self) -> int:
-        """Drop the chunk KV of this engine's fingerprint that no registered chunk has.
+        """Drop this engine's chunk KV that belongs to no registered chunk.
 
-        Killed writers can leave some. Returns how many were dropped.
+        Killed writers can leave such KV. Returns how many were dropped.
 
         Raises:
-            ConfigError: when the engine does not tell what it stores.
+            ConfigError: when the engine cannot list its stored chunks.
         """
         return self._index.evict_unregistered()
 
     def release(self) -> int:
-        """Free the memory that chunk KV takes, on the host and on the device; the engine lives on.
+        """Free the memory of chunk KV, on the host and on the device; the engine stays open.
 
-        Chunks stay known, and stored on disk, in Redis and in object stores: requests read them
-        from there again. What was in memory only is computed again (``not stored``). Chunks that
-        wait to be written, are being read, or are pinned, stay in memory until that is over. Memory
-        of buffers, and what PyTorch keeps for later, is freed besides. Engines around one store,
-        siblings for example, share its memory. Returns how many bytes were freed.
+        Chunks stay registered, and stored on disk, in Redis and in object stores, from where
+        requests read them again. Chunks that were in memory only are computed again
+        (``not stored``). Chunks that wait to be written, are being read, or are pinned, stay in
+        memory until then. Buffers for copies and PyTorch's cached memory are freed, too. Engines
+        around one store, such as siblings, share its memory. Returns how many bytes were freed.
         """
         self._lifetime.check()
         return self._release()
@@ -214,9 +214,10 @@ class Engine(Backend):
         """Answer one prompt.
 
         Args:
-            prompt: a text, a BlendPrompt, chat messages, or what ``prepare`` made of one of them.
-            sampling: how tokens are drawn; the defaults for None.
-            config: how KV is fused; the engine's own for None.
+            prompt: a text, a BlendPrompt, chat messages, or the result of ``prepare`` for one of
+                them.
+            sampling: how tokens are sampled; the defaults for None.
+            config: how KV is blended; the engine's own for None.
             hints: chunks, or ids of documents, that the prompt is known to hold.
             cancel: set it to stop the work; what was generated so far is returned.
 
@@ -225,7 +226,7 @@ class Engine(Backend):
 
         Raises:
             PromptError: when the prompt is empty or longer than the context window.
-            ConfigError: when ``config`` does not suit the model or tells what is an engine's.
+            ConfigError: when ``config`` does not suit the model, or names an unknown selector.
         """
         request = self._questions.request(prompt, sampling, config, hints, cancel)
         return self._questions.generate(request)
@@ -243,9 +244,9 @@ class Engine(Backend):
         Args:
             prompt: as for generate.
             sampling: as for generate.
-            hints: as given to generate, since they decide where a prompt is cut, hence its tokens.
-            cache_salt: prompts with the same one may share the engine's own prefix cache, where it
-                has one; without, nothing of earlier prompts is reused.
+            hints: as given to generate, since they affect a prompt's segments and tokens.
+            cache_salt: prompts with the same one may share the engine's own prefix cache, if it
+                has one; without it, nothing of earlier prompts is reused.
         """
         options: dict[str, Any] = {"full": True, "cache_salt": cache_salt}
         request = self._questions.request(prompt, sampling, None, hints, **options)
@@ -260,7 +261,7 @@ class Engine(Backend):
         hints: Hints = (),
         cancel: Event | None = None,
     ) -> Iterator[Delta]:
-        """As generate, which returns what the last piece carries; closing the iterator stops it.
+        """Yield the answer piece by piece, the last with the report; closing it stops the work.
 
         Args:
             prompt: as for generate; errors come before anything is computed.
@@ -282,8 +283,8 @@ class Engine(Backend):
     ) -> list[Generation]:
         """Answer several prompts; all are checked, as generate does, before the first is served.
 
-        Those that share chunks are served next to each other, so that KV is loaded once. When one
-        fails the others are given up. Returns the answers in the prompts' order.
+        Prompts that share chunks are served next to each other, so that KV is loaded once. If one
+        fails, the others are cancelled. Returns the answers in the prompts' order.
 
         Args:
             prompts: each as for generate.
@@ -336,17 +337,17 @@ class Engine(Backend):
         """Call a hook with each request of this engine, and its answer, before its caller gets it.
 
         Args:
-            hook: is called after those that were added before; may return the answer with something
-                replaced. What it raises is logged, once, and never reaches a request.
+            hook: is called after those that were added before; may return a changed answer. Its
+                exceptions are logged once, and fail no request.
         """
         self._parts.after_answer.add(hook)
 
     def when_idle(self, job: IdleJob) -> bool:
-        """Queue work for idle time; returns whether it was taken.
+        """Queue work for idle time; returns whether it was accepted.
 
         Args:
-            job: is not taken while many wait, a while after one of its kind failed, and once the
-                engine is closed, which ends it between two steps.
+            job: it is refused while many jobs wait, for a while after one of its kind failed, and
+                once the engine is closed. Closing ends a running job between two steps.
         """
         return self._parts.idle.add(job)
 
@@ -355,7 +356,7 @@ class Engine(Backend):
     def sibling(self, *, lead_in: LeadInConfig | str) -> Self:
         """Return an engine with another lead-in around the same model and store.
 
-        It knows no chunks yet, has no hooks, and closes with this one.
+        It has an empty registry and no hooks, and closes with this one.
         """
         self._lifetime.check()
         younger = copy.copy(self)
@@ -365,9 +366,9 @@ class Engine(Backend):
         return younger
 
     def close(self) -> None:
-        """Give up what is at work, and free what the engine holds."""
+        """Cancel running work, and free the engine's resources."""
         if not self._lifetime.end() or self._lifetime.is_forked:
-            return  # forked: threads, connections and memory are the parent's to end and free
+            return  # forked: the parent ends the threads and connections, and frees the memory
         self._parts.idle.close()
         if self._lifetime.elder is None:
             for queue in list(self._family.idle_queues):
@@ -388,11 +389,11 @@ class Engine(Backend):
         return self._questions.answered(request, text, token_ids, finish_reason, prefill)
 
     def _is_idle(self) -> bool:
-        """Whether no request is at work: asked before each step of idle work."""
+        """Whether no request is running; called before each step of idle work."""
         return self._family.activity.is_idle
 
     def _identify(self, identity: Mapping[str, Any]) -> None:
-        """Go on as the engine of a model with another identity (``model_identity``)."""
+        """Switch to another identity of the model (``model_identity``)."""
         self._family.identity = identity
         self._led.identify(identity)
         self._family.fingerprint_hook(self, self._led.fingerprint)

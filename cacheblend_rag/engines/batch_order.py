@@ -1,7 +1,7 @@
 """Orders a batch so that prompts which share chunks run next to each other.
 
-What the first of them brought into a fast tier is still there for the others, also where the batch
-holds more chunks than that tier has room for.
+Chunks that the first of them loaded into a fast tier are then still there for the others, even if
+the batch has more chunks than fit into that tier.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 
 
 def grouped(prompts: Sequence[Sequence[KVKey]]) -> list[int]:
-    """Return the indexes of prompts, given as their chunks, so that those who share some are near.
+    """Return the order of prompts, given as their chunks, that keeps shared chunks together.
 
-    Prompts stand under their most shared chunk, then under the next one; others keep their order.
+    Prompts are sorted by their most shared chunk, then by the next one; others keep their order.
     """
     counts = Counter(key for keys in prompts for key in dict.fromkeys(keys))
     shared = [key for key, count in counts.most_common() if count > 1]

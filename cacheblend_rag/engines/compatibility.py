@@ -1,7 +1,7 @@
-"""What a model's config tells about why the model cannot be blended.
+"""Explains from a model's config why the model cannot be blended.
 
-Whether it can be is found by a trial, and the trial's own words come with every reason. The config
-only adds what explains them: rotary settings explain keys that cannot be moved and nothing else.
+A test of the model decides whether it can be, and its finding is part of every reason. The config
+only adds an explanation: rotary settings explain keys that cannot be moved, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ ATTENTION_TYPES = ("full_attention", "sliding_attention", "attention")
 
 
 KEYS_CANNOT_BE_MOVED = "rotary embedding cannot be undone"
-"""What the trial says where a model's rotary settings are the reason."""
+"""The test's finding that a model's rotary settings may explain."""
 
 
 def known_obstacle(whole: Any) -> Reason | None:
-    """Return what in a Hugging Face config is known to stand in the way of blending, or None."""
+    """Return a property in a Hugging Face config that is known to prevent blending, or None."""
     config = whole.get_text_config()
     nested = getattr(config, "attn_config", None)
     alibi = any(getattr(part, "alibi", 0) for part in (config, nested))
@@ -48,7 +48,7 @@ def known_obstacle(whole: Any) -> Reason | None:
 
 
 def _other_layers(config: Any) -> Reason | None:
-    """Say which types of layers are no attention, in the order in which the layers stand."""
+    """Return the types of layers that are no attention, in the order of the layers."""
     types = dict.fromkeys(getattr(config, "layer_types", None) or ())
     others = [kind for kind in types if kind not in ATTENTION_TYPES]
     if not others:
@@ -59,7 +59,7 @@ def _other_layers(config: Any) -> Reason | None:
 
 
 def known_rotary(whole: Any) -> Reason | None:
-    """Return which rotary positions of a config are known to change with the prompt, or None."""
+    """Return a config's rotary type if it is known to change with the prompt, or None."""
     for rope in _rope_parameters(whole.get_text_config()):
         kind = rope.get("rope_type", "default")
         if kind not in ROPE_TYPES:
@@ -71,14 +71,14 @@ def known_rotary(whole: Any) -> Reason | None:
 
 
 def explained(config: Any, error: Exception, otherwise: Reason | None = None) -> Reason:
-    """Return why a model failed its trial: what the trial saw, and what is known of such models.
+    """Return why a model failed its test: the finding, and an explanation from its config.
 
-    otherwise: what else is known of it, where its config tells nothing.
+    otherwise: an explanation to use if the config has none.
     """
     known = known_rotary(config) if KEYS_CANNOT_BE_MOVED in str(error) else known_obstacle(config)
     known = known or otherwise
     if not isinstance(error, CacheBlendError):
-        seen = f"its layers cannot be driven one by one ({type(error).__name__}: {error})"
+        seen = f"its layers cannot be run one by one ({type(error).__name__}: {error})"
         return known or Reason(ReasonCode.UNSUPPORTED_LAYERS, seen)
     if known is not None:
         return known if known == str(error) else Reason(known.code, f"{known}: {error}")

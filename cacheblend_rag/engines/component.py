@@ -1,4 +1,4 @@
-"""EngineComponent: what components of other frameworks, which open an engine, have in common."""
+"""The base of components of other frameworks that open an engine."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ LeadInOption = Annotated[
 
 
 class CheckedOptions(BaseModel):
-    """Options whose errors are one line, which tells no value.
+    """Options whose errors are one line without values.
 
     Raises:
-        ConfigError: for an option that is wrong or unknown.
+        ConfigError: for an option that is invalid or unknown.
     """
 
     _inside: ClassVar[Mapping[str, type[Any]]] = {
         "blend_config": BlendConfig,
         "lead_in": LeadInConfig,
     }
-    """Options that are settings themselves, whose fields do not stand beside them."""
+    """Options that are settings themselves; their fields are not options of their own."""
 
     def __init__(self, **options: Any) -> None:
         try:
@@ -83,11 +83,11 @@ class CheckedOptions(BaseModel):
 
 
 class EngineComponent(CheckedOptions):
-    """What an engine is opened with, and the engine, opened on first use.
+    """The settings of an engine, and the engine, opened on first use.
 
-    A subclass names the kind of engine, the model and the instruction in its own way
-    (``_own_options``) and sets ``_source``. A store's settings are fields of what ``storing``
-    returns; ``store=`` gives them all at once.
+    A subclass gives the kind of engine, the model and the instruction names of its own
+    (``_own_options``) and sets ``_source``. The class that ``storing`` returns has a store's
+    settings as fields; ``store=`` sets them all at once.
     """
 
     namespace: str = Field(
@@ -114,11 +114,11 @@ class EngineComponent(CheckedOptions):
 
     @classmethod
     def storing(cls, shown: Collection[str]) -> type[Self]:
-        """Return this class with the fields of StoreConfig, read as a store reads them.
+        """Return this class with the fields of StoreConfig, validated as a store validates them.
 
         Args:
-            shown: the names of those that are serialized and shown. The others may hold what is
-                nobody's business, or are no matter elsewhere.
+            shown: the names of fields that are serialized and shown. The others may hold private
+                values, or mean nothing elsewhere.
         """
         fields = {name: _store_field(name, name in shown) for name in StoreConfig.model_fields}
         return create_model(f"{cls.__name__}WithStore", __base__=cls, **cast("Any", fields))
@@ -129,20 +129,20 @@ class EngineComponent(CheckedOptions):
 
     @property
     def store(self) -> StoreConfig:
-        """Where an engine that is opened here keeps KV."""
+        """The settings of the store of an engine that is opened here."""
         return StoreConfig(**{name: getattr(self, name) for name in names_of(StoreConfig)})
 
     @property
     def is_open(self) -> bool:
-        """Whether the engine is there already, so that nothing is left to load."""
+        """Whether the engine is open already, so that nothing is left to load."""
         return self._source.is_open
 
     def _own_options(self) -> dict[str, Any]:
-        """Return the options of EngineConfig that a framework has fields of its own for."""
+        """Return the options of EngineConfig for which a framework has its own fields."""
         raise NotImplementedError
 
     def _engine_config(self) -> EngineConfig:
-        """Return what the engine is opened with."""
+        """Return the settings that the engine is opened with."""
         return EngineConfig(
             namespace=self.namespace,
             blend=BlendConfig.of(self.blend_config),
@@ -161,7 +161,7 @@ class EngineComponent(CheckedOptions):
         return copied
 
     def __getstate__(self) -> dict[Any, Any]:
-        """Refuse to pickle what another process could not open again, and leave out the key."""
+        """Refuse to pickle objects that another process could not open, and leave out the key."""
         self._source.check_portable()
         state = super().__getstate__()
         return {**state, "__dict__": {**state["__dict__"], "api_key": None}}
@@ -187,7 +187,7 @@ def _store_field(name: str, shown: bool) -> tuple[Any, Any]:
 
 
 def _reader(name: str) -> Callable[[Any, ValidatorFunctionWrapHandler], Any]:
-    """Return what reads a field as StoreConfig does, and refuses it in pydantic's words."""
+    """Return a validator that reads a field as StoreConfig does, and raises pydantic's errors."""
 
     def read(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
         try:

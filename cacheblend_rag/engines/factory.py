@@ -1,4 +1,4 @@
-"""open_engine: an engine by its settings, with the store and the registry that they name."""
+"""Opens an engine from its settings, with its store and registry."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def open_engine(
     """Return an engine.
 
     Args:
-        engine: all settings at once, or which kind of engine: ``transformers`` (embedded), ``vllm``
+        engine: all settings at once, or the kind of engine: ``transformers`` (embedded), ``vllm``
             (in this process), the URL of a server that ``cacheblend-rag serve`` started, or
-            ``auto``: vLLM where it is installed and there is a CUDA device, else the embedded one;
-            which and why is logged.
-        config: of requests that bring none (``blend`` in EngineConfig).
+            ``auto``: vLLM if it is installed and there is a CUDA device, else the embedded one; the
+            choice and its reason are logged.
+        config: the default for requests without one (``blend`` in EngineConfig).
         options: the other fields of EngineConfig (``model``, ``instruction``, ``namespace``,
             ``lead_in``, ``fill_on_miss``, ``device``, ...), and those of StoreConfig (``kv_path``,
             ...).
 
     Raises:
-        ConfigError: for an option that is none or wrong, or a server's other namespace or
-            vocabulary.
+        ConfigError: for an unknown or invalid option, or if the server's namespace or vocabulary
+            differs.
         MissingExtraError: when the engine's library is not installed.
         EngineUnavailableError: when a server does not answer.
         ModelLoadError: when the model cannot be loaded.
@@ -73,7 +73,7 @@ def _open(config: EngineConfig) -> Engine:
 
 
 def _pick_engine(config: EngineConfig) -> str:
-    """Return what ``auto`` stands for here."""
+    """Return the kind of engine that ``auto`` selects here."""
     import torch
 
     if not isinstance(config.model, str | Path):
@@ -135,7 +135,7 @@ def _open_transformers(config: EngineConfig) -> Engine:
 
 
 def _common(config: EngineConfig) -> dict[str, Any]:
-    """Return what every kind of engine takes."""
+    """Return the arguments that every kind of engine takes."""
     return {
         "tokenizer": config.tokenizer,
         "config": config.blend,

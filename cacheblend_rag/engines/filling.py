@@ -1,7 +1,7 @@
-"""Filling: registered chunks that requests missed are computed and stored in idle time.
+"""Filling on miss: computes and stores registered chunks that requests missed, in idle time.
 
-A corpus too large to precompute warms by its traffic. After an answer, what its prompt missed waits
-in a bounded queue, what was missed most often first; an IdleJob has it computed.
+A corpus too large to precompute is filled by its traffic. After an answer, the chunks that its
+prompt missed wait in a bounded queue, the most often missed first; an IdleJob computes them.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from cacheblend_rag.text.chunk import Chunk
 KIND = "fill"
 """Of the idle jobs."""
 MOST_WAITING = 256
-"""Chunks that wait at most; the least missed one makes room, and is counted as dropped."""
+"""Length of the queue; if it is full, the least missed chunk is dropped."""
 MOST_AT_ONCE = 16
-"""Chunks of one document that are computed together at most."""
+"""Most chunks of one document that are computed together."""
 MOST_REFUSALS = 4096
-"""Chunks of which it is remembered that they were refused."""
+"""How many refused chunks are remembered."""
 FILLED: frozenset[MissReason | None] = frozenset({"not stored", "other model"})
-"""Why chunks were missed that are filled."""
+"""Miss reasons of chunks that are filled."""
 BEING_FILLED: MissReason = "not stored, being filled"
 
 
 @dataclass
 class _Wanted:
-    """A chunk that waits, and how many requests missed it."""
+    """A waiting chunk, and how many requests missed it."""
 
     chunk: Chunk
     misses: int = 1
 
 
 class Filling:
-    """Sees answers as an AnswerHook, and fills what their prompts missed by jobs of an IdleQueue.
+    """An AnswerHook that queues the chunks that prompts missed, and fills them by an IdleQueue.
 
-    index_time: computes and stores. is_on: whether what is missed from now on is filled.
+    index_time: computes and stores. is_on: whether newly missed chunks are queued.
     """
 
     def __init__(self, index_time: IndexTime, idle: IdleQueue) -> None:
@@ -59,7 +59,7 @@ class Filling:
         self._tally, self._seconds, self._dropped = Tally(), 0.0, 0
 
     def see(self, request: Request, answer: Generation) -> Generation | None:
-        """Queue what a prompt missed; returns the answer with reports of chunks that say so."""
+        """Queue the chunks that a prompt missed; returns the answer with updated reports."""
         chunks = answer.report.chunks
         if not self.is_on or not self._index_time.is_writable or all(one.hit for one in chunks):
             return None
@@ -72,7 +72,7 @@ class Filling:
         return replace(answer, report=replace(answer.report, chunks=told))
 
     def report(self) -> FillReport:
-        """Return what was done so far."""
+        """Return the counts so far."""
         with self._lock:
             done = self._tally.report(self._seconds, 0)
             return FillReport(
@@ -86,13 +86,13 @@ class Filling:
             )
 
     def _seen(self, told: ChunkReport, missed: tuple[KVKey, Chunk] | None) -> ChunkReport:
-        """Queue one chunk if it was missed; returns its report, which says so."""
+        """Queue one chunk if it was missed; returns its updated report."""
         if missed is None or told.reason not in FILLED or not self._want(*missed):
             return told
         return replace(told, reason=BEING_FILLED) if told.reason == "not stored" else told
 
     def _want(self, key: KVKey, chunk: Chunk) -> bool:
-        """Queue a chunk unless it is there already; returns whether it is going to be filled."""
+        """Queue a chunk unless it is queued; returns whether it will be filled."""
         if not self._index_time.has(chunk):
             return False
         with self._lock:
@@ -110,7 +110,7 @@ class Filling:
             return self._queue()
 
     def _queue(self) -> bool:
-        """Queue a job for what waits, or drop it where none is taken; with the lock held."""
+        """Queue a job for waiting chunks, or drop them if it is refused; with the lock held."""
         job = IdleJob(
             KIND,
             self._filled,
@@ -133,7 +133,7 @@ class Filling:
     # In the idle queue's thread
 
     def _filled(self) -> Generator[None, None, None]:
-        """Fill what was missed most."""
+        """Fill the most often missed chunks."""
         chunks, started = self._take(), time.perf_counter()
         told = refused = 0
         try:
@@ -151,14 +151,14 @@ class Filling:
                     self._refusals.note(self._at_work)
 
     def _ended(self) -> None:
-        """Let another job fill what waits by now; none is taken after a failure."""
+        """Queue a job for chunks that wait by now; it is refused after a failure."""
         with self._lock:
             self._at_work, self._has_job = {}, False
             if self._waiting:
                 self._queue()
 
     def _take(self) -> list[Chunk]:
-        """Take what was missed most, of equals the latest, with what waits of its document."""
+        """Take the most missed chunk, the latest of equals, and others of its document."""
         with self._lock:
             first = max(reversed(self._waiting), key=self._misses)
             others = (key for key in self._waiting if self._is_related(key, first))
@@ -167,7 +167,7 @@ class Filling:
             return sorted(self._at_work.values(), key=lambda chunk: len(chunk.context))
 
     def _is_related(self, key: KVKey, first: KVKey) -> bool:
-        """Whether two chunks that wait, not the same one, are of one document."""
+        """Whether two different waiting chunks belong to one document."""
         one, other = self._waiting[key].chunk, self._waiting[first].chunk
         here, there = (chunk.document_id for chunk in (one, other))
         same = here is not None and here == there and one.collection == other.collection
@@ -175,16 +175,16 @@ class Filling:
 
 
 class _Refusals:
-    """Chunks that could not be stored: each is tried again after twice as many misses as before.
+    """Chunks that could not be stored: each retry needs twice as many misses as the one before.
 
-    A store that is full, or keeps what is asked for more often, would have them computed in vain.
+    Otherwise a full store, which keeps more popular chunks, would have them computed in vain.
     """
 
     def __init__(self) -> None:
         self._barred: dict[KVKey, tuple[int, int]] = {}
 
     def note(self, keys: Iterable[KVKey]) -> None:
-        """Note that chunks were refused."""
+        """Record refused chunks."""
         for key in keys:
             after, _ = self._barred.pop(key, (1, 0))
             self._barred[key] = (2 * after, after)

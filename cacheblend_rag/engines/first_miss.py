@@ -32,10 +32,10 @@ MOST_LOOKS = 3
 
 
 class FirstMiss:
-    """Warns once: of the first prompt of which nothing was reused though chunks were expected.
+    """Warns once, about the first prompt that reuses nothing although chunks were expected.
 
-    They are when hints were given or known chunks stand in it. Of the first few other prompts, it
-    is found out whether known chunks stand there but for white space.
+    Chunks are expected if hints were given or the prompt holds known chunks. The first few other
+    prompts are searched for known chunks with different white space.
     """
 
     def __init__(self, registry: ChunkRegistry) -> None:
@@ -44,7 +44,7 @@ class FirstMiss:
         self._said = False
 
     def see(self, request: Request, answer: Generation) -> None:
-        """Look at what became of a prompt; an AnswerHook."""
+        """Check the result of a prompt; an AnswerHook."""
         report, prepared = answer.report, request.prepared
         uncalled = report.reason == FULL_PREFILL or answer.finish_reason == "cancelled"
         is_healing = any(chunk.reason == BEING_FILLED for chunk in report.chunks)
@@ -68,7 +68,7 @@ class FirstMiss:
         return self._looks >= 0
 
     def _stands_otherwise_spaced(self, text: str) -> bool:
-        """Whether a known chunk that does not stand in the prompt would, without white space."""
+        """Whether the prompt holds a known chunk with different white space."""
         bare = "".join(text.split())
         known = (chunk.text for chunk in islice(self._registry.chunks(), MOST_COMPARED))
         return any(one not in text and "".join(one.split()) in bare for one in known)

@@ -14,26 +14,26 @@ logger = logging.getLogger(__name__)
 
 FILE_NAME = "generation_config.json"
 REFUSED = (AttributeError, TypeError, ValueError)
-"""What transformers raises for a value that it refuses."""
+"""Errors that transformers raises for a value that it refuses."""
 
 
 def generation_values(name: str | Path) -> dict[str, Any]:
-    """Return the fields in a model's generation_config.json; none where there is no such file.
+    """Return the fields in a model's generation_config.json; empty if there is no such file.
 
-    Of a hub's model only what is on this machine is read. A file that holds no JSON object is
-    ignored, which is logged.
+    For a hub's model only a local copy is read. A file that is no JSON object is ignored with a
+    log line.
 
     Args:
-        name: what ``models.resolve`` takes.
+        name: as for ``models.resolve``.
     """
     return _read(name, local_files_only=True) or {}
 
 
 def repaired_generation_config(name: str | Path) -> Any:
-    """Return a GenerationConfig of the values that transformers takes, where it refuses some.
+    """Return a GenerationConfig without the values that transformers refuses.
 
-    None where it refuses none: it reads the file itself then. What is left out is logged. The file
-    may be fetched from a hub, as the model is about to be.
+    None if it refuses none: it then reads the file itself. Values left out are logged. The file
+    may be fetched from a hub, like the model.
     """
     from transformers import AutoConfig, GenerationConfig
 

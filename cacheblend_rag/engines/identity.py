@@ -1,4 +1,4 @@
-"""What makes chunk KV of two engines interchangeable: weights, settings, precision, shard."""
+"""Computes the identity of a model's KV: weights, settings, precision, shard and adapters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HARMLESS = frozenset(
         "hidden_dropout_prob", "attention_probs_dropout_prob", "layerdrop", "pretraining_tp",
     }
 )  # fmt: skip
-"""Settings of a model's config that no key or value depends on; every other one counts."""
+"""Settings of a model's config that KV does not depend on; every other one counts."""
 
 
 def model_identity(
@@ -48,13 +48,12 @@ def model_identity(
     precision: Precision = "native",
     adapters: str | None = None,
 ) -> dict[str, Any]:
-    """Return what KV depends on, for ``fingerprint``.
+    """Return everything that KV depends on, for ``fingerprint``.
 
-    weights: their hash. config: the model's Hugging Face config; all of its text part counts but
-    what is HARMLESS. dtype: the model's. keys: how the engine's keys come out (``key_traits``),
-    since two libraries may read one config in two ways. rank, ranks: the tensor-parallel shard.
-    precision: to which the store rounds it. adapters: a hash of those in effect beside the weights,
-    None where there are none.
+    weights: their hash. config: the model's Hugging Face config; its whole text part counts, except
+    HARMLESS settings. dtype: the model's. keys: the result of ``key_traits``, since two libraries
+    may interpret one config differently. rank, ranks: the tensor-parallel shard. precision: to
+    which the store rounds. adapters: a hash of the active ones, None if there are none.
     """
     text = config.get_text_config()
     own: dict[str, str] = {} if precision == "native" else {"precision": precision}
@@ -94,7 +93,7 @@ def weights_hash(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> s
 
 
 def _stored_parts(name: str, weight: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a weight is made of: quantized ones hold codes and scales."""
+    """Yield the tensors of a weight: quantized ones consist of codes and scales."""
     if not hasattr(weight, "__tensor_flatten__"):
         yield name, weight
         return

@@ -1,7 +1,7 @@
 """Work for an engine's idle time: a bounded queue of jobs, and the thread that runs them.
 
-A job is a generator: each step of it begins only while no request is at work, and whatever ends the
-job (a request does not; closing the engine does) ends it between two steps.
+A job is a generator. Each of its steps begins only while no request is running. A request does not
+end a job, only pauses it; closing the engine ends it between two steps.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from cacheblend_rag.errors import CacheBlendError
 logger = logging.getLogger(__name__)
 
 MOST_JOBS = 64
-"""Jobs that wait at most; further ones are not taken."""
+"""Most jobs that may wait; further ones are refused."""
 REST_SECONDS = 60.0
-"""After a failure no job of its kind is taken for so long."""
+"""Seconds after a failure in which jobs of its kind are refused."""
 LOOK_SECONDS = 0.02
-"""Between two looks at whether the engine is idle."""
+"""Seconds between checks whether the engine is idle."""
 
 _thread = threading.local()
-"""``is_idle`` is set in the threads of idle queues: what jobs ask an engine is idle work, too."""
+"""``is_idle`` is set in the threads of idle queues: requests made by jobs are idle work, too."""
 
 
 def _nothing() -> None:
@@ -39,12 +39,13 @@ class IdleJob:
     """Work for an engine's idle time.
 
     Args:
-        kind: what kind of work it is; after a failure, jobs of its kind are not taken for a while.
-        steps: begins the work, in the queue's thread. Every ``yield`` ends a step; each should take
-            no longer than a request may wait.
-        priority: jobs with a higher one go first; of equal ones, those that were added first.
-        when_failed: what a warning says first, once a job of this kind has failed.
-        ended: is called once the job is over: done, failed, ended by closing, or never begun.
+        kind: name of the kind of work; after a failure, jobs of its kind are refused for a while.
+        steps: called in the queue's thread to begin the work. Every ``yield`` ends a step; a step
+            should take no longer than a request may wait.
+        priority: jobs with a higher one run first; equal ones in the order in which they were
+            added.
+        when_failed: the beginning of the warning after a failure.
+        ended: called once the job is over: done, failed, ended by closing, or never begun.
     """
 
     kind: str
@@ -55,20 +56,20 @@ class IdleJob:
 
 
 class IdleEngine(Protocol):
-    """What a queue asks of the engine that it works for."""
+    """The part of an engine that its idle queue uses."""
 
     @property
     def is_open(self) -> bool:
-        """Whether its idle time is still of use."""
+        """Whether the engine is still open."""
 
     def _is_idle(self) -> bool:
-        """Whether no request is at work."""
+        """Whether no request is running."""
 
 
 class Activity:
-    """Counts the requests that are at work on an engine and its siblings.
+    """Counts the running requests of an engine and its siblings.
 
-    What idle jobs ask the engine does not count: they would wait for themselves.
+    Requests of idle jobs do not count, since the jobs would wait for themselves.
     """
 
     def __init__(self) -> None:
@@ -76,12 +77,12 @@ class Activity:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is at work."""
+        """Whether no request is running."""
         return not self._requests
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Count a request as long as this is entered."""
+        """Count a request while in this context."""
         counted = 0 if getattr(_thread, "is_idle", False) else 1
         with self._lock:
             self._requests += counted
@@ -95,8 +96,8 @@ class Activity:
 class IdleQueue:
     """Runs jobs one after another, a step at a time, while ``engine`` is idle.
 
-    Its thread starts with the first job and ends when none waits. Nothing is raised to whoever adds
-    a job. ``engine`` may be a weak proxy: with the engine, its idle work is dropped.
+    Its thread starts with the first job and ends when none waits. Adding a job raises nothing.
+    ``engine`` may be a weak proxy: when the engine is freed, its idle work is dropped.
     """
 
     def __init__(self, engine: IdleEngine) -> None:
@@ -107,25 +108,25 @@ class IdleQueue:
         self._worker: threading.Thread | None = None
 
     def accepts(self, kind: str) -> bool:
-        """Whether jobs of a kind are taken: not once closed or in a fork, nor after a failure."""
+        """Whether jobs of a kind are accepted: not once closed, in a fork, or after a failure."""
         is_over = self._ending.is_set() or os.getpid() != self._pid
         return not is_over and monotonic() >= self._resting.get(kind, 0.0)
 
     def add(self, job: IdleJob) -> bool:
-        """Queue a job; returns whether it was taken."""
+        """Queue a job; returns whether it was accepted."""
         if not self.accepts(job.kind):
             return False
         with self._lock:
-            # Again, under the lock: whoever closes the queue takes out what was added until then.
+            # Again, under the lock: close() drops only the jobs that were added before it.
             if len(self._jobs) >= MOST_JOBS or not self.accepts(job.kind) or not self._start(job):
                 return False
             self._jobs.append(job)
             return True
 
     def close(self) -> None:
-        """End the job that runs at its next step, and drop all others. Does nothing in a fork."""
+        """End the running job at its next step, and drop all others. Does nothing in a fork."""
         if os.getpid() != self._pid:
-            return  # its thread, and whoever held its lock, are the parent's
+            return  # its thread, and a holder of its lock, exist in the parent only
         with self._lock:
             self._ending.set()
             worker = self._worker
@@ -134,7 +135,7 @@ class IdleQueue:
             worker.join()
 
     def _start(self, job: IdleJob) -> bool:
-        """Start the thread where there is none; returns whether there is one."""
+        """Start the thread if none is running; returns whether one is."""
         if self._worker is not None:
             return True
         worker = threading.Thread(target=self._run, name="cacheblend-idle", daemon=True)
@@ -147,7 +148,7 @@ class IdleQueue:
         return True
 
     def _drop(self, is_meant: Callable[[IdleJob], bool]) -> None:
-        """Give up jobs that wait. They are told without the lock: they may add others."""
+        """Drop waiting jobs; their ``ended`` runs without the lock, since it may add others."""
         with self._lock:
             dropped = [job for job in self._jobs if is_meant(job)]
             self._jobs = [job for job in self._jobs if not is_meant(job)]
@@ -185,7 +186,7 @@ class IdleQueue:
                     return
 
     def _wait_until_idle(self) -> bool:
-        """Wait for the engine's idle time; returns False once there is none to come."""
+        """Wait until the engine is idle; returns False once it is closed."""
         while not self._ending.is_set() and self._engine.is_open:
             if self._engine._is_idle():
                 return True
@@ -193,7 +194,7 @@ class IdleQueue:
         return False
 
     def _rest(self, failed: IdleJob, error: Exception) -> None:
-        """Take no job like the one that failed for a while."""
+        """Refuse jobs of a failed job's kind for a while."""
         if self._ending.is_set():
             return
         self._resting[failed.kind] = monotonic() + REST_SECONDS

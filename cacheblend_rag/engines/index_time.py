@@ -1,4 +1,4 @@
-"""Index time: chunks are registered, their KV is computed, stored, verified and evicted."""
+"""Registers chunks, and computes, stores, verifies and evicts their KV."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.registry import ChunkRegistry
 
 FORGOTTEN = Reason(ReasonCode.FORGOTTEN, "forgotten meanwhile")
-"""Of chunks whose KV was dropped again, as another writer no longer has them."""
+"""The reason for chunks whose KV was dropped again, since another writer has removed them."""
 TOO_LONG = Reason(ReasonCode.TOO_LONG, "longer than the context window")
 
 
 class IndexTime:
     """Keeps the KV of registered chunks stored, through one backend and with one lead-in.
 
-    backend: computes and stores; may be a weak proxy. lifetime: of the engine. Methods raise as
-    those of Engine with the same names do.
+    backend: computes and stores; may be a weak proxy. lifetime: of the engine. Methods raise the
+    same errors as Engine's methods of the same names.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class IndexTime:
     ) -> None:
         self._backend, self._lifetime, self._lead_in = backend, lifetime, lead_in
         self._known = KnownChunks(registry, lead_in, backend)
-        # A registry may be shared, and outlive the engine: it must not keep what the engine held.
+        # A shared registry may outlive the engine: it must not keep the engine's objects alive.
         me = ref(self)
 
         def forget(chunks: Sequence[Chunk]) -> None:
@@ -62,14 +62,14 @@ class IndexTime:
         return self._known.has(chunk)
 
     def register(self, items: Iterable[Item]) -> None:
-        """Make chunks known without computing anything."""
+        """Register chunks without computing anything."""
         self._lifetime.check()
         self._known.register(items)
 
     def precompute(
         self, items: Iterable[Item], progress: bool, register_only: bool, verify: bool
     ) -> PrecomputeReport:
-        """Register chunks and store their KV; what is stored already is skipped."""
+        """Register chunks and store their KV; chunks that are stored already are skipped."""
         self._begin_writing()
         started, tally = time.perf_counter(), Tally()
         chunks, replaced = self._known.replace(items, tally.refused)
@@ -88,7 +88,7 @@ class IndexTime:
         return tally.report(time.perf_counter() - started, replaced)
 
     def fill(self, chunks: Sequence[Chunk]) -> Generator[Stored, None, None]:
-        """Store chunks in idle time; those that are forgotten by then, or meanwhile, are not."""
+        """Store chunks in idle time, except those that are forgotten before or meanwhile."""
         with working():
             self._backend._refresh()
             known = [chunk for chunk in chunks if self._known.has(chunk)]
@@ -110,25 +110,25 @@ class IndexTime:
     def evict_document(
         self, document_id: str, collection: str | None, kept: Sequence[Chunk]
     ) -> int:
-        """Forget a document's chunks, but for those ``kept``; returns of how many KV was dropped.
+        """Forget a document's chunks except ``kept``; returns for how many KV was dropped.
 
-        collection: only what was cut for it; None is all.
+        collection: only the chunks of this collection; None is all.
         """
         self._begin_writing()
         return self._known.forget(document_id, collection, frozenset(kept))
 
     def evict_unregistered(self) -> int:
-        """Drop the KV of this fingerprint that no registered chunk has; returns how many."""
+        """Drop this fingerprint's KV that belongs to no registered chunk; returns how many."""
         self._begin_writing()
         return self._backend._evict(self._known.unregistered(self._backend._stored_keys()))
 
     def forget_removed(self, chunks: Sequence[Chunk]) -> None:
-        """Let go of the KV of chunks that another writer forgot."""
+        """Drop the KV of chunks that another writer has forgotten."""
         if self._lifetime.is_open:
             self._backend._forget(self._known.removed_by_others(chunks))
 
     def fits(self, plan: ChunkPlan, behind: tuple[int, ...]) -> bool:
-        """Whether a chunk can be computed behind its lead-in and some more tokens."""
+        """Whether a chunk can be computed after its lead-in and some more tokens."""
         tokens = len(plan.lead) + len(behind) + len(plan.token_ids)
         return tokens <= self._backend._longest_run
 
@@ -141,7 +141,7 @@ class IndexTime:
     def _stored(
         self, chunks: Iterable[Chunk], refusal: Reason | None, verify: bool
     ) -> Generator[Stored, None, None]:
-        """Store chunks; yields what became of them, a few at a time."""
+        """Store chunks; yields results, a few at a time."""
         plans, done = self._admitted(chunks, refusal)
         yield done
         if plans and verify:
@@ -155,7 +155,7 @@ class IndexTime:
     def _admitted(
         self, chunks: Iterable[Chunk], refusal: Reason | None
     ) -> tuple[list[ChunkPlan], Stored]:
-        """Return the distinct chunks that can be stored, and what became of the others."""
+        """Return the distinct chunks that can be stored, and the results of the others."""
         plans: dict[KVKey, ChunkPlan] = {}
         refused: Counter[Reason] = Counter()
         admitted = 0
@@ -169,7 +169,7 @@ class IndexTime:
         return list(plans.values()), Stored(skipped=admitted - len(plans), refused=refused)
 
     def _unfit(self, plan: ChunkPlan) -> Reason | None:
-        """Say why a chunk cannot be computed, or None."""
+        """Return why a chunk cannot be computed, or None."""
         if not plan.token_ids:
             return EMPTY
         behind = plan.context if self._lead_in.name == "document" else ()

@@ -1,4 +1,4 @@
-"""KnownChunks: an engine's registry, kept in step with the KV that is stored for it."""
+"""Keeps an engine's registry and its stored KV consistent."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cacheblend_rag.text.registry import ChunkRegistry
 logger = logging.getLogger(__name__)
 
 Item = Chunk | Document | str
-"""What may be precomputed and registered; a string is a chunk that stands alone."""
+"""Items to precompute or register; a string is a chunk that stands alone."""
 
 EMPTY = Reason(ReasonCode.EMPTY, "empty text")
 COMPARED = 8
 
 
 class KnownChunks:
-    """Chunks that are registered, and whose KV is dropped once no registered chunk shares it.
+    """Registered chunks; their KV is dropped once no registered chunk shares it.
 
     backend: drops KV; may be a weak proxy.
     """
@@ -33,13 +33,13 @@ class KnownChunks:
         self._lead_in, self._backend = lead_in, backend
 
     def register(self, items: Iterable[Item]) -> None:
-        """Make chunks known; raises PromptError on empty text."""
+        """Register chunks; raises PromptError on empty text."""
         self.registry.add_many([chunk for item in items for chunk in chunks_of(item)])
 
     def replace(self, items: Iterable[Item], refused: Counter[Reason]) -> tuple[list[Chunk], int]:
-        """Register items, and drop the KV of what newer versions of documents no longer hold.
+        """Register items, and drop the KV of chunks that new versions of documents lack.
 
-        Returns the chunks, and of how many KV was dropped; chunks of white space are counted as
+        Returns the chunks, and for how many KV was dropped; chunks of white space are counted as
         refused.
         """
         given: list[Chunk] = []
@@ -65,25 +65,25 @@ class KnownChunks:
         return given, replaced
 
     def forget(self, document_id: str, collection: str | None, kept: Collection[Chunk]) -> int:
-        """Forget a document's chunks, but for those ``kept``; returns of how many KV was dropped.
+        """Forget a document's chunks except ``kept``; returns for how many KV was dropped.
 
-        KV goes first: on a full disk, forgetting needs the room that it leaves.
+        KV is dropped first: on a full disk, changing the registry needs that room.
         """
         self.registry.refresh()
         found = self.registry.document(document_id, collection)
         chunks = [chunk for chunk in found if chunk not in kept]
         dropped = self._drop(chunks, besides=frozenset(chunks))
         self.registry.discard_many(chunks)
-        return dropped + self._drop(chunks)  # what others stored of it in between
+        return dropped + self._drop(chunks)  # KV that others stored in between
 
     def has(self, chunk: Chunk) -> bool:
         """Whether this very chunk, with its document and context, is registered."""
         return chunk in self.registry.variants(chunk.text)
 
     def drop_forgotten(self, chunks: Iterable[Chunk]) -> int:
-        """Drop the KV of those chunks, just stored, that another writer has forgotten meanwhile.
+        """Drop the KV of just stored chunks that another writer has forgotten meanwhile.
 
-        Nobody else would: the other one dropped what there was before it was stored.
+        The other writer could not: it dropped KV before these chunks were stored.
         """
         self.registry.refresh()
         return self._drop(chunks)
@@ -99,7 +99,7 @@ class KnownChunks:
         return [key for key in keys if key not in known]
 
     def hinted(self, hints: Iterable[Chunk | str]) -> list[KVKey]:
-        """Return the keys of hinted chunks, and of all of documents that are hinted by their id."""
+        """Return the keys of hinted chunks, and of all chunks of hinted documents."""
         chunks = (
             chunk
             for hint in hints
@@ -108,14 +108,14 @@ class KnownChunks:
         return [self._lead_in.key(chunk) for chunk in chunks]
 
     def _drop(self, chunks: Iterable[Chunk], besides: Collection[Chunk] = ()) -> int:
-        """Drop the KV of those chunks that no registered chunk shares, ``besides`` left out."""
+        """Drop the KV of chunks that no registered chunk shares, ``besides`` aside."""
         alone = [chunk for chunk in chunks if not self._is_shared(chunk, besides)]
         return self._backend._evict([self._lead_in.key(chunk) for chunk in alone])
 
     def _forget_priors(self, chunks: Iterable[Chunk]) -> int:
-        """Drop the KV of chunks of documents with boundaries, where its key tells no context.
+        """Drop KV without a context in its key, for chunks of documents with boundaries.
 
-        Its prior may know what a boundary that is new now hides.
+        Its prior may depend on text that a new boundary hides.
         """
         if self._lead_in.name == "document":
             return 0
@@ -135,7 +135,7 @@ def chunks_of(item: Item) -> list[Chunk]:
 
 
 def whole_documents(chunks: Sequence[Chunk], size: int) -> Iterable[list[Chunk]]:
-    """Cut chunks into parts of at least ``size``, never between a chunk and what precedes it."""
+    """Split chunks into parts of at least ``size``, never between chunks of one document."""
     part: list[Chunk] = []
     for chunk in chunks:
         if len(part) >= size and not chunk.context:
@@ -147,7 +147,7 @@ def whole_documents(chunks: Sequence[Chunk], size: int) -> Iterable[list[Chunk]]
 
 
 def _log_replaced(replaced: int, old: Sequence[Chunk], new: Sequence[Chunk]) -> None:
-    """Say that chunks with KV were replaced; as a warning where an index may still hold them."""
+    """Log that chunks with KV were replaced; a warning if another index may still hold them."""
     if _is_cut_otherwise(old, new):
         logger.warning(
             "%d chunks were replaced by smaller or larger pieces of the same documents: an index "
@@ -159,7 +159,7 @@ def _log_replaced(replaced: int, old: Sequence[Chunk], new: Sequence[Chunk]) -> 
 
 
 def _is_cut_otherwise(old: Sequence[Chunk], new: Sequence[Chunk]) -> bool:
-    """Whether a piece of either kind holds several of the other; a few old ones tell."""
+    """Whether pieces of one version contain several of the other; a few old ones are checked."""
     for one in old[:COMPARED]:
         texts = {c.text for c in new if c.document_id == one.document_id} - {one.text}
         siblings = {c.text for c in old if c.document_id == one.document_id}

@@ -1,4 +1,4 @@
-"""Labels: which model a fingerprint stands for, noted beside the chunk KV stored under it."""
+"""Records which model a fingerprint belongs to, beside the stored chunk KV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LONGEST = 1 << 12
 
 @dataclass(frozen=True)
 class Label:
-    """What a fingerprint's engine was. model: its public name, no path. dtype: of its weights."""
+    """The engine of a fingerprint. model: its public name, no path. dtype: of its weights."""
 
     model: str
     dtype: str
@@ -31,7 +31,7 @@ class Label:
 
 
 def put_label(store: Path, engine: Engine, fingerprint: str) -> None:
-    """Note what an engine's fingerprint stands for; a store that cannot take it goes without."""
+    """Record the label of an engine's fingerprint; failures are logged and ignored."""
     path = store / FOLDER / f"{fingerprint}.json"
     label = Label(engine.model_name, engine.dtype or "", engine.lead_in)
     begun = path.with_name(f"{path.name}.{uuid4().hex}.tmp")
@@ -47,7 +47,7 @@ def put_label(store: Path, engine: Engine, fingerprint: str) -> None:
 
 
 def labels_in(store: Path) -> dict[str, Label]:
-    """Return the labels of a folder of chunk KV, by fingerprint; what is none is left out."""
+    """Return the labels of a folder of chunk KV, by fingerprint; invalid files are skipped."""
     found = {}
     for path in sorted((store / FOLDER).glob("*.json")):
         try:
@@ -59,7 +59,7 @@ def labels_in(store: Path) -> dict[str, Label]:
 
 
 def _label(told: Any) -> Label:
-    """Read a label; raises ValueError or ConfigError when it is none."""
+    """Read a label; raises ValueError or ConfigError if it is invalid."""
     if not isinstance(told, Mapping) or set(told) != {"model", "dtype", "lead_in"}:
         raise ValueError("no label")
     if not (isinstance(told["model"], str) and isinstance(told["dtype"], str)):

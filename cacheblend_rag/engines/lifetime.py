@@ -1,4 +1,4 @@
-"""Lifetime: whether an engine is open, in the process that opened it."""
+"""Tracks whether an engine is open, in the process that opened it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cacheblend_rag.errors import ConfigError
 
 
 class Lifetime:
-    """Whether an engine, and the one that it is a sibling of, may still be used.
+    """The lifetime of an engine, which ends with that of the engine it is a sibling of.
 
     elder: the lifetime of the engine that a sibling was made from, None for any other engine.
     """
@@ -29,16 +29,16 @@ class Lifetime:
         return os.getpid() != self._pid
 
     def end(self) -> bool:
-        """Close; returns False where that was done before."""
+        """Close; returns False if it was closed already."""
         was_closed, self._closed = self._closed, True
         return not was_closed
 
     def check(self) -> None:
-        """Raise ConfigError once the engine is closed, or in a process that was forked."""
+        """Raise ConfigError if the engine is closed, or in a forked process."""
         if not self.is_open:
             raise ConfigError(CLOSED)
         if self.is_forked:
             raise ConfigError(
-                f"the engine was opened in process {self._pid}, and its threads did not come along"
-                f" when this one was forked: open an engine in process {os.getpid()}"
+                f"the engine was opened in process {self._pid}, and its threads do not exist"
+                f" in this forked one: open an engine in process {os.getpid()}"
             )

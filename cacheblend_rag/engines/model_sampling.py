@@ -1,4 +1,4 @@
-"""ModelSampling: the sampling settings of a model's own generation_config."""
+"""The sampling settings of a model's own generation_config."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ModelSampling:
     out.
 
     Args:
-        do_sample: whether tokens are drawn where no temperature is asked for.
+        do_sample: whether tokens are sampled if no temperature is given.
         temperature: see SamplingParams, as for the other fields.
         top_p: the same.
         top_k: the same.
@@ -90,7 +90,7 @@ class ModelSampling:
         )
 
     def resolve(self, asked: SamplingParams) -> ResolvedSampling:
-        """Return what an answer is drawn with: what was asked for, the model's for the rest."""
+        """Return the settings for an answer: those given, the model's for the rest."""
         own = {name: getattr(self, name) for name in DRAWING_FIELDS}
         own["temperature"] = self.temperature if self.do_sample else 0.0
         given = {field.name: getattr(asked, field.name) for field in fields(asked)}
@@ -99,7 +99,7 @@ class ModelSampling:
 
 
 def ignored_settings(values: Mapping[str, Any]) -> list[str]:
-    """Return what of a GenerationConfig's fields is not followed, and why, one text a field."""
+    """Return the fields of a GenerationConfig that are ignored, with reasons, one text each."""
     given = {name: value for name, value in values.items() if value is not None}
     names = [field.name for field in fields(ModelSampling) if field.name in given]
     wrong = [_problem(name, given[name]) for name in names]
@@ -112,7 +112,7 @@ def ignored_settings(values: Mapping[str, Any]) -> list[str]:
 
 
 def warn_of_ignored(values: Mapping[str, Any]) -> None:
-    """Log one line when a GenerationConfig's fields are not all followed."""
+    """Log one line if fields of a GenerationConfig are ignored."""
     if ignored := ignored_settings(values):
         logger.warning("ignored in the model's generation_config: %s", "; ".join(ignored))
 

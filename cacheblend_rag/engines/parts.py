@@ -1,4 +1,4 @@
-"""What an engine is made with, and the objects that its public methods call."""
+"""The arguments of an engine, and the objects that its public methods call."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from cacheblend_rag.text.registry import ChunkRegistry
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSetup:
-    """What an engine is made with; None stands for a setting's default.
+    """The arguments of an engine; None is a setting's default.
 
     Args:
         model_name: the model's hub name, or its folder's own name.
         tokenizer: the model's.
-        identity: what the model's KV depends on, but for the lead-in (``model_identity``).
-        config: of requests that bring none.
-        lead_in: what chunks are computed behind, as settings or by its kind's name.
+        identity: everything that the model's KV depends on, the lead-in aside (``model_identity``).
+        config: the default for requests without one.
+        lead_in: the text that chunks are computed after, as settings or by its kind's name.
         registry: known chunks; several engines may share one.
-        instruction: what prompts say before their first chunk; a function is given the tokenizer
-            and returns it.
+        instruction: the text of prompts before their first chunk, or a function that gets the
+            tokenizer and returns it.
         namespace: tenants with different namespaces never share KV.
         fill_on_miss: whether registered chunks whose KV a request missed are computed and stored in
             the engine's idle time, as if by ``precompute``.
@@ -59,9 +59,9 @@ def _unheard(engine: Backend, fingerprint: str) -> None: ...
 class Family:
     """What an engine and its siblings have in common.
 
-    identity: of their model. activity: the requests that are at work on any of them. idle_queues:
-    of all of them; those of siblings that were dropped are not kept. fingerprint_hook: is called
-    with each of them and its fingerprint whenever that changes.
+    identity: of their model. activity: counts the running requests of all of them. idle_queues: of
+    all of them, held weakly. fingerprint_hook: called with each of them and its fingerprint
+    whenever that changes.
     """
 
     identity: Mapping[str, Any]
@@ -99,7 +99,7 @@ class EngineParts:
             tokenizer, self.encoder, self.registry, self.led, engine.context_window
         )
         # Weakly: in a circle of references, an engine that its user drops would keep the memory of
-        # its model until the next garbage collection. A call to the engine keeps it for its time.
+        # its model until the next garbage collection. A running call keeps the engine alive.
         backend: Any = proxy(engine)
         self.after_answer, self.idle = AfterAnswer(), IdleQueue(backend)
         family.idle_queues.add(self.idle)
@@ -110,11 +110,11 @@ class EngineParts:
         self.filling = Filling(self.index_time, self.idle)
         self.filling.is_on = setup.fill_on_miss
         self.after_answer.add(self.filling.see)
-        # Behind filling: a prompt whose misses are being filled is no reason to warn.
+        # After filling: a prompt whose misses are being filled is no reason to warn.
         self.after_answer.add(FirstMiss(self.registry).see)
 
     def setup_of_sibling(self, lead_in: LeadInConfig | str, config: BlendConfig) -> EngineSetup:
-        """Return the setup of the same engine with another lead-in, and nothing registered."""
+        """Return the setup of the same engine with another lead-in and an empty registry."""
         return replace(
             self._setup,
             config=config,

@@ -1,4 +1,4 @@
-"""PromptPreparer: from a prompt to tokens, and to the chunks in it with the keys of their KV."""
+"""Prepares a prompt: its tokens, and the chunks in it with the keys of their KV."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cacheblend_rag.text.registry import ChunkRegistry
 
 @dataclass(frozen=True)
 class PreparedFor:
-    """What a prepared prompt holds for: where any of it differs, the prompt is prepared again.
+    """The state for which a prompt was prepared; if any of it differs, it is prepared again.
 
-    fingerprint: of the chunk KV of the engine. generation: of its registry, which names the
-    registry, too. context_window: of the engine.
+    fingerprint: of the engine's chunk KV. generation: identifies its registry and the registry's
+    content. context_window: of the engine.
     """
 
     fingerprint: str
@@ -32,22 +32,22 @@ class PreparedFor:
 
 @dataclass(frozen=True)
 class PreparedPrompt:
-    """A prompt ready to be served: an engine takes it in place of a prompt, and encodes nothing.
+    """A prepared prompt: an engine accepts it in place of a prompt, and encodes nothing.
 
-    That holds for an engine of the same fingerprint, registry and context window, as long as no
-    chunk is registered or forgotten; any other prepares ``source`` again.
+    An engine with another fingerprint, registry or context window prepares ``source`` again, and so
+    does the same engine after chunks were registered or forgotten.
 
     Args:
         source: the prompt as it was given.
-        hints: the chunks, or ids of documents, that it was known to hold.
+        hints: chunks, or ids of documents, that it is known to hold.
         prepared_for: the engine's fingerprint, registry and context window.
         text: the whole prompt.
         encoded: its tokens, and where chunks stand.
         placed: the chunks in it, in order, with the keys that their KV is stored under.
-        unmatched: reports of chunks that do not stand in it as such.
+        unmatched: reports of expected chunks that were not found in it.
         room: tokens that an answer may have within the context window, at least 1.
-        seconds: what preparing took.
-        expects_chunks: whether known or hinted chunks are to stand in it.
+        seconds: duration of preparing.
+        expects_chunks: whether known or hinted chunks are expected in it.
     """
 
     source: str | BlendPrompt | Sequence[Message]
@@ -68,13 +68,13 @@ class PreparedPrompt:
 
 
 PromptLike = str | BlendPrompt | Sequence[Message] | PreparedPrompt
-"""A prompt text, ready segments, chat messages (rendered by the model's chat template), or what
-``Engine.prepare`` made of any of these."""
+"""A prompt text, ready segments, chat messages (rendered by the model's chat template), or the
+result of ``Engine.prepare`` for one of these."""
 
 
 @dataclass(frozen=True)
 class PromptPreparer:
-    """Cuts prompts at the chunks that a registry knows, and tokenizes them.
+    """Splits prompts at registered chunks, and tokenizes them.
 
     context_window: tokens of a prompt and its answer together.
     """
@@ -88,10 +88,9 @@ class PromptPreparer:
     def prepare(self, prompt: PromptLike, hints: Sequence[Chunk | str]) -> PreparedPrompt:
         """Segment and tokenize; raises PromptError when a prompt is empty or too long.
 
-        A prompt that is prepared already, for this engine and what is registered now, is returned
-        as it is.
+        A prompt that is prepared for this engine and its current registry is returned as it is.
         """
-        # Read first: what is registered while the prompt is cut makes it one of former times.
+        # Read first: a chunk that is registered meanwhile must make the prompt outdated.
         now = PreparedFor(self.lead_in.fingerprint, self.registry.generation, self.context_window)
         if isinstance(prompt, PreparedPrompt):
             if hints:
@@ -132,7 +131,7 @@ class PromptPreparer:
         return BlendPrompt.from_messages(prompt, self.registry, self.tokenizer, hints)
 
     def _unmatched(self, prompt: EncodedPrompt, hints: Sequence[Chunk | str]) -> list[ChunkReport]:
-        """Report chunks that do not stand in the prompt by themselves, or not word for word."""
+        """Report chunks that are inseparable from the text beside them, or altered."""
         present = {span.chunk.text for span in prompt.spans}
         present |= {chunk.text for chunk in prompt.inseparable}
         reports = [self._missed(chunk, "inseparable") for chunk in prompt.inseparable]

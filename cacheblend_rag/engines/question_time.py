@@ -1,4 +1,4 @@
-"""Question time: prompts become requests, requests become answers with their reports."""
+"""Turns prompts into requests, and requests into answers with their reports."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ Hints = Sequence[Chunk | str]
 
 @dataclass(frozen=True)
 class QuestionTime:
-    """Answers prompts through one backend, in all the ways that users may ask.
+    """Answers prompts through one backend: whole, streamed, in batches, and asynchronously.
 
     backend: begins requests; may be a weak proxy. lifetime: of the engine. preparer: of prompts.
-    after_answer: hooks. activity: counts the requests at work. Methods raise as those of Engine
-    with the same names do.
+    after_answer: hooks. activity: counts the running requests. Methods raise the same errors as
+    Engine's methods of the same names.
     """
 
     backend: Backend
@@ -49,7 +49,7 @@ class QuestionTime:
     activity: Activity
 
     def prepare(self, prompt: PromptLike, hints: Hints) -> PreparedPrompt:
-        """Return a prompt's tokens, and the chunks that stand in it with the keys of their KV."""
+        """Return a prompt's tokens, and the chunks in it with the keys of their KV."""
         self.lifetime.check()
         return self.preparer.prepare(prompt, hints)
 
@@ -83,7 +83,7 @@ class QuestionTime:
         return pieces
 
     def _pieces(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
-        """Yield nothing, then the pieces: left before its first piece, it stops the work, too."""
+        """Yield nothing, then the pieces: closing it before the first piece stops the work, too."""
         with self.activity.working(), closing(cast("Generator[Delta]", deltas)):
             yield cast(Delta, None)
             yield from deltas
@@ -143,7 +143,7 @@ class QuestionTime:
         finish_reason: FinishReason,
         prefill: PrefillReport,
     ) -> Delta:
-        """Return the last piece of a stream: the whole answer, as hooks leave it."""
+        """Return the last piece of a stream: the whole answer, after all hooks."""
         self.lifetime.check()
         answer = Generation(
             text=text,
@@ -156,7 +156,7 @@ class QuestionTime:
         return Delta("", self.after_answer.run(request, answer))
 
     def _report(self, request: Request, prefill: PrefillReport) -> BlendReport:
-        """Return what became of a prompt and of the chunks in it."""
+        """Return the report of a prompt and of its chunks."""
         prepared = request.prepared
         tokens = len(prepared.token_ids)
         reused, recomputed = reused_and_recomputed(prefill.chunks)

@@ -10,10 +10,10 @@ from typing import cast
 
 
 def quiet_libraries() -> None:
-    """Import transformers, and keep its loading bars and advice off the terminal.
+    """Import transformers, and keep its progress bars and advice off the terminal.
 
-    Where they are installed, transformers imports scikit-learn for a way to decode and SciPy for a
-    loss, neither of them used here, and waits for a second.
+    If they are installed, transformers imports scikit-learn for a decoding method and SciPy for a
+    loss, which are not used here and take a second.
     """
     with _left_out("sklearn"), _left_out("scipy"):
         from transformers import AutoModelForCausalLM  # noqa: F401 (imports what generates)
@@ -25,7 +25,7 @@ def quiet_libraries() -> None:
 
 @contextmanager
 def _left_out(module: str) -> Iterator[None]:
-    """Let a module look as if it were not installed, unless it is imported already."""
+    """Hide an installed module from imports, unless it is imported already."""
     if module in sys.modules:
         yield
         return

@@ -1,4 +1,4 @@
-"""SamplingParams: how an answer's tokens are drawn, checked."""
+"""Validated sampling parameters of an answer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SEED_LIMIT = 1 << 63
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are drawn.
+    """How tokens are sampled.
 
     ``temperature``, ``top_p``, ``top_k``, ``min_p`` and ``repetition_penalty`` take the value of
-    the model's ``generation_config`` where they are None, as in Hugging Face's ``generate``: a
+    the model's ``generation_config`` if they are None, as in Hugging Face's ``generate``: a
     model is greedy unless its ``generation_config`` has ``do_sample=true`` or a temperature above 0
     is given here.
 
@@ -29,7 +29,7 @@ class SamplingParams:
         top_k: 0 is off.
         min_p: from 0, which is off, to 1.
         repetition_penalty: 1 is off; tokens of the prompt count as repeated, too.
-        seed: None draws one.
+        seed: None is a random one.
         stop: strings that end the answer and are cut from it.
         ignore_eos: go on past the end-of-sequence token (benchmarks).
 
@@ -81,7 +81,7 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class ResolvedSampling(SamplingParams):
-    """The settings that an answer is drawn with: none is left to the model. Greedy by default."""
+    """The complete settings of an answer, without defaults from the model. Greedy by default."""
 
     temperature: float = 0.0
     top_p: float = 1.0

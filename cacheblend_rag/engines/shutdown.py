@@ -1,8 +1,8 @@
 """Stops background work before the interpreter exits.
 
-A daemon thread that comes back from native code into an interpreter that has ended is ended there,
-in the middle of frames of C++ and Rust, which end the whole process by SIGABRT. So threads announce
-such work, and at exit whoever is at it may finish; whoever begins waits for the end.
+A daemon thread that returns from native code after the interpreter has ended is killed there,
+inside frames of C++ and Rust, which abort the process (SIGABRT). So threads announce such work; at
+exit, running work may finish, and new work blocks until the process ends.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WAIT_SECONDS = 10.0
 
 
 class _Gate:
-    """Counts work that is being done, and closes once for all."""
+    """Counts running work, and closes permanently."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -1,4 +1,4 @@
-"""EngineSource: where a component gets its engine: it was given one, or opens one on first use."""
+"""Provides a component's engine: a given one, or one opened on first use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cacheblend_rag.settings import ENGINES, EngineConfig, StoreConfig, names_of
 from cacheblend_rag.settings.options import check_engine_name
 
 OF_REQUESTS = frozenset({"engine", "blend", "api_key"})
-"""Fields of EngineConfig that may stand beside an engine that was given."""
+"""Fields of EngineConfig that may be combined with a given engine."""
 SETTLED = (names_of(EngineConfig) | names_of(StoreConfig)) - OF_REQUESTS
 
 _opened: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
@@ -24,31 +24,30 @@ _opening = Lock()
 
 
 class EngineSource:
-    """An engine that was given, or one that is opened on first use, once.
+    """A given engine, or one that is opened once, on first use.
 
-    It stays in its process: copies share the engine that is there when they are made, and a pickle
-    of a source holds none.
+    The engine stays in its process: copies share an engine that is open when they are made, and a
+    pickle of a source holds none.
     """
 
     def __init__(self, engine: Engine | None = None, shared: bool = False) -> None:
         """Make a source.
 
         Args:
-            engine: the engine, where there is one already.
-            shared: whether sources of a process whose settings are equal open one engine between
-                them; what a request may change is no matter, and one that fills on miss does so
-                for all.
+            engine: an open engine, if there is one.
+            shared: whether sources with equal settings in a process share one engine; settings of
+                requests do not count, and one that fills on miss does so for all.
         """
         self._engine, self._shared = engine, shared
         self.was_given = engine is not None
 
     @classmethod
     def of(cls, engine: object, *, example: str, shared: bool = False) -> Self:
-        """Return the source that an option ``engine=`` means; nothing is opened.
+        """Return the source for the value of an option ``engine=``; nothing is opened.
 
         Args:
             engine: an open engine, the name of a kind of engine, or a server's URL.
-            example: how users come by an open engine, for the error.
+            example: an expression for an open engine, for the error.
             shared: as for the constructor.
 
         Raises:
@@ -66,19 +65,19 @@ class EngineSource:
 
     @property
     def is_open(self) -> bool:
-        """Whether there is an engine, so that nothing is left to load."""
+        """Whether the engine is open, so that nothing must be loaded."""
         return self._engine is not None
 
     @property
     def engine(self) -> Engine | None:
-        """The engine, None where it has yet to be opened."""
+        """The engine, None if it is not open yet."""
         return self._engine
 
     def open(self, settings: Callable[[], EngineConfig]) -> Engine:
         """Return the engine.
 
         Args:
-            settings: asked for once, when there is no engine yet.
+            settings: called once, if there is no engine yet.
 
         Raises:
             CacheBlendError: as ``open_engine``.
@@ -97,14 +96,14 @@ class EngineSource:
         return await asyncio.to_thread(self.open, settings)
 
     def check_settled(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Refuse options that the engine would not heed.
+        """Refuse options that would have no effect on a given engine.
 
         Args:
             given: options by EngineConfig's and StoreConfig's names.
-            defaults: what they are where users say nothing; None always is.
+            defaults: their defaults; None always is one.
 
         Raises:
-            ConfigError: when an engine was given, and with it what it has settled.
+            ConfigError: when an engine was given together with settings that it has fixed.
         """
         if self._engine is None or not self.was_given:
             return
@@ -113,7 +112,7 @@ class EngineSource:
             raise ConfigError(f"{', '.join(idle)}: already settled by the engine given as engine=")
 
     def check_portable(self) -> None:
-        """Refuse to be sent elsewhere with an engine that could not be opened again there.
+        """Refuse pickling with an engine that another process could not open again.
 
         Raises:
             ConfigError: when the engine was given.
@@ -137,7 +136,7 @@ class EngineSource:
 
 
 def _told(given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterable[str]:
-    """Return the names of settled options that say something else than what is known."""
+    """Return the names of fixed options whose values differ from the engine's."""
     return sorted(n for n in SETTLED & given.keys() if given[n] not in (None, known.get(n)))
 
 
@@ -154,7 +153,7 @@ def _open(config: EngineConfig, shared: bool) -> Engine:
 
 
 def _key(config: EngineConfig) -> tuple[object, ...]:
-    """What two must agree on to share an engine; a forked process opens its own."""
+    """Return the settings that must be equal to share an engine, and the process."""
     changing = {"blend", "fill_on_miss"}
     kept = (value for name, value in config if name not in changing)
     return (os.getpid(), *kept)

@@ -1,8 +1,8 @@
-"""Stream: an answer on its way, and the one bridge between threads and event loops.
+"""Streams of an answer's pieces, which connect threads and event loops.
 
-An engine makes its answers in one of two ways: a generator that works whenever the next piece is
-asked for, or an asynchronous one that runs in a background loop. Either is read the same two ways:
-by a thread, or in an event loop, which it never blocks.
+An engine makes its answers by a generator that runs when the next piece is read, or by an
+asynchronous one that runs in a background loop. Both can be read by a thread, or in an event loop,
+which is never blocked.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ END = object()
 
 
 class Cancellation:
-    """Whether work is to stop: its caller says so, by an event of its own, or we do.
+    """Whether work must stop: the caller has set its event, or this object was set.
 
-    is_over: whether nobody is left to work for, such as once an engine is closed.
+    is_over: returns whether the work has no receiver any more, such as after closing an engine.
     """
 
     def __init__(
@@ -47,9 +47,9 @@ class Cancellation:
 
 
 class Stream(ABC, Generic[T]):
-    """Items that are being made. To be read once, in one of both ways; leaving it stops the work.
+    """Items being produced. Read it once, in one of both ways; abandoning it stops the work.
 
-    cancel: set it to stop the work; what was made until then still comes.
+    cancel: set it to stop the work; items produced until then are still delivered.
     """
 
     def __init__(self, cancel: Cancellation) -> None:
@@ -68,7 +68,7 @@ class Stream(ABC, Generic[T]):
 
 
 class PulledStream(Stream[T]):
-    """Items that the reading thread makes itself; for an event loop, a thread of ``pool`` does."""
+    """Items produced by the reading thread or, for an event loop, by a thread of ``pool``."""
 
     def __init__(self, items: Iterator[T], cancel: Cancellation, pool: Executor) -> None:
         super().__init__(cancel)
@@ -100,7 +100,7 @@ class PulledStream(Stream[T]):
 
 
 class PushedStream(Stream[T]):
-    """Items that a background loop makes, from when somebody begins to read."""
+    """Items produced by a background loop, from the first read on."""
 
     def __init__(
         self, items: AsyncIterator[T], cancel: Cancellation, background: BackgroundLoop
@@ -116,7 +116,7 @@ class PushedStream(Stream[T]):
         return items
 
     def _arriving(self, arrived: SimpleQueue[Arrival]) -> Iterator[T]:
-        """Yield nothing, then what arrives: left before its first item, it stops the work, too."""
+        """Yield nothing, then the items: closing it before the first one stops the work, too."""
         try:
             yield cast(T, None)
             while (item := arrived.get()) is not END:
@@ -133,7 +133,7 @@ class PushedStream(Stream[T]):
 async def _arriving_here(
     begin: Callable[[Callable[[Arrival], None]], None], cancel: Cancellation
 ) -> AsyncIterator[Any]:
-    """Yield in this event loop what another thread hands over."""
+    """Yield, in this event loop, items that another thread passes on."""
     here = asyncio.get_running_loop()
     arrived: asyncio.Queue[Arrival] = asyncio.Queue()
 

@@ -1,4 +1,4 @@
-"""Counts what became of chunks whose KV was to be stored."""
+"""Counts the results of storing chunk KV."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cacheblend_rag.report import PrecomputeReport
 
 @dataclass(frozen=True)
 class Stored:
-    """What became of some chunks that were to be stored; every one is counted once.
+    """The results of storing some chunks; each chunk is counted once.
 
     computed_tokens: of the computed ones. refused: how many were not stored, by reason. failed:
-    those of them that could be stored another time.
+    how many of these may be stored another time.
     """
 
     computed: int = 0
@@ -27,12 +27,12 @@ class Stored:
 
     @classmethod
     def failure(cls, reason: Reason, chunks: int = 1) -> Stored:
-        """Return that some chunks were not stored for a reason that may pass."""
+        """Return the result for chunks that failed for a temporary reason."""
         return cls(refused={reason: chunks}, failed={reason: chunks})
 
     @classmethod
     def after_put(cls, result: PutResult, tokens: int) -> Stored:
-        """Return what became of a computed chunk of so many tokens that was put into a store."""
+        """Return the result for a computed chunk of so many tokens after a put."""
         if result.refusal:
             refused = {result.refusal: 1}
             return cls(refused=refused, failed=refused if result.failure else {})
@@ -40,12 +40,12 @@ class Stored:
 
     @property
     def chunks(self) -> int:
-        """How many chunks this tells of."""
+        """The number of chunks counted."""
         return self.computed + self.skipped + sum(self.refused.values())
 
 
 class Tally:
-    """Adds up what became of chunks that were to be stored."""
+    """Adds up results of storing chunks."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""Loading a model's tokenizer from a hub name or a local folder, with one-line errors."""
+"""Loads a model's tokenizer from a hub name or a local folder, with one-line errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def load_tokenizer(name: str | Path) -> Any:
     """Return a model's tokenizer, without its weights.
 
     Args:
-        name: a hub name, a folder with a model or a tokenizer alone, a GGUF file, ``smollm2``,
+        name: a hub name, a folder with a model or only a tokenizer, a GGUF file, ``smollm2``,
             ``demo``.
 
     Raises:
@@ -29,6 +29,6 @@ def load_tokenizer(name: str | Path) -> Any:
 
 
 def unloaded(what: str, name: str | Path) -> str:
-    """Say that something could not be loaded; of a hub name, that it is no folder here."""
+    """Return a message that something could not be loaded; a hub name is no local folder."""
     where = "" if is_local(name) else " from a hub, and no folder here is called so"
     return f"{what} {str(name)!r} could not be loaded{where}"

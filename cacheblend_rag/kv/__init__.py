@@ -1,4 +1,4 @@
-"""Chunk KV and where it lives: codec, tiers, store."""
+"""Chunk KV: its stored format, the tiers that hold it, and the store over them."""
 
 from cacheblend_rag.kv.chunk_kv import FORMAT_VERSION, ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.kv.fetch import LayerSource

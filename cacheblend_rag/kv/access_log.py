@@ -1,12 +1,11 @@
-"""AccessLog: which stored chunks prompts asked for, as lines of JSON, to warm a store by.
+"""A log of the stored chunks that prompts asked for, as JSON lines, for warming a store.
 
-A line is ``{"at": 1760000000, "keys": ["..."]}``: the chunks of one prompt that were found in the
-store, by key. There is no text in it. A log that is full goes on in a new file; the one before it
-is kept as ``.1``.
+A line is ``{"at": 1760000000, "keys": ["..."]}``: the keys of one prompt's chunks that were found
+in the store. It holds no text. A full log continues in a new file; the old file is kept as ``.1``.
 
-Whoever may ask questions causes lines, so everything is bounded: bytes of a file, keys of a line,
-what a process writes a minute in all and about one chunk, and what is read of a file that is larger
-than this class would have made it.
+Every client that may ask questions causes lines, so everything is bounded: bytes of a file, keys of
+a line, what a process writes per minute in total and about one chunk, and how much is read of a
+larger file.
 """
 
 from __future__ import annotations
@@ -31,27 +30,28 @@ from cacheblend_rag.kv.shared_chunk import Found
 logger = logging.getLogger(__name__)
 
 MOST_BYTES = 8 << 20
-"""Size at which a log goes on in a new file, and the most that is read of either of the two."""
+"""Size at which a log continues in a new file, and the most that is read of each file."""
 MOST_KEYS_A_LINE = 1024
 LONGEST_LINE = 256 << 10
 MOST_KEYS = 1 << 16
-"""Chunks that are told apart when a log is read: those of the latest lines."""
+"""Most different chunks read from a log: those of the latest lines."""
 NOTED_A_MINUTE = 10
-"""How often one chunk is noted a minute: who repeats a question does not outvote everybody else."""
+"""How often one chunk is logged per minute, so that repeating a question does not dominate."""
 BYTES_A_MINUTE = 1 << 20
-"""What a process writes a minute at most: a full log reaches at least minutes back, not seconds."""
+"""Most bytes that a process writes per minute, so that a full log covers at least minutes."""
 TRIES = 3
 
 
 class AccessLog:
-    """A log in a regular file, which several processes may write and none waits for.
+    """A log in a regular file, which several processes may write without waiting.
 
-    Noting and reading never raise: what cannot be written or read is passed over, with one warning.
+    Writing and reading never raise: failures are logged once and ignored.
 
     Args:
-        path: the file; its folder must be there.
-        most_bytes: size at which it goes on in a new file, and the most that is read of each file.
-        clock: says what time it is, in seconds.
+        path: the file; its folder must exist.
+        most_bytes: size at which it continues in a new file, and the most that is read of each
+            file.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class AccessLog:
         self._warned = False
 
     def check(self) -> None:
-        """Check that the log's files are regular ones, where they exist.
+        """Check that the log's files, if they exist, are regular files.
 
         Raises:
-            StoreError: where one is a link, a pipe, a device or a folder.
+            StoreError: if one is a link, a pipe, a device or a folder.
         """
         for path in (self.path, self._before):
             try:
                 mode = os.lstat(path).st_mode
-            except OSError:  # not there; what else it may be is told when it is used
+            except OSError:  # not there; other errors are reported when it is used
                 continue
             if not stat.S_ISREG(mode):
                 raise StoreError(
@@ -83,11 +83,11 @@ class AccessLog:
                 )
 
     def after_fork(self) -> None:
-        """Begin anew in a forked process, where nobody gives back a lock that was held."""
+        """Replace the locks in a forked process, where held ones would never be released."""
         self._lock = threading.Lock()
 
     def note(self, keys: Sequence[KVKey]) -> None:
-        """Note the chunks of a prompt that were found in the store."""
+        """Log the chunks of a prompt that were found in the store."""
         now = int(self._clock())
         with self._lock:
             noted = self._to_note(now, keys)
@@ -102,12 +102,12 @@ class AccessLog:
                 self._warn(self.path, "written", error)
 
     def most_used(self, stop: Callable[[], bool] = lambda: False) -> list[KVKey]:
-        """Return the keys that are noted, those that most prompts asked for first.
+        """Return the logged keys, the most requested first.
 
-        Of equal ones, the latest comes first. Lines that are none are passed over.
+        Of equally requested keys, the latest comes first. Malformed lines are skipped.
 
         Args:
-            stop: asked between lines; once it says True, nothing more is read.
+            stop: called between lines; reading ends once it returns True.
         """
         counts, latest = Counter[KVKey](), dict[KVKey, int]()
         for number, line in enumerate(self._lines()):
@@ -120,7 +120,7 @@ class AccessLog:
         return sorted(counts, key=lambda key: (counts[key], latest[key]), reverse=True)
 
     def _to_note(self, now: int, keys: Sequence[KVKey]) -> list[KVKey]:
-        """Return those of a prompt's keys that were not noted often enough within this minute."""
+        """Return the prompt's keys that have not reached this minute's limit yet."""
         if now // 60 != self._minute:
             self._minute, self._written = now // 60, 0
             self._noted.clear()
@@ -128,7 +128,7 @@ class AccessLog:
         return [key for key in some if self._noted[key] < NOTED_A_MINUTE]
 
     def _append(self, line: bytes) -> None:
-        """Write a line at once, so that lines of several processes do not mix."""
+        """Append a line in one write, so that lines of several processes do not mix."""
         for _ in range(TRIES):
             descriptor = _opened(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             try:
@@ -141,9 +141,9 @@ class AccessLog:
                 os.close(descriptor)
 
     def _rotate(self, descriptor: int) -> bool:
-        """Keep a full file as ``.1``, by one process alone; returns whether to open the log anew.
+        """Rename a full file to ``.1``, in one process only; returns whether to reopen the log.
 
-        False: another process is about to rename it, so the line still belongs into it.
+        False: another process is about to rename it, so the line is still written to it.
         """
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -182,9 +182,9 @@ class AccessLog:
 
 
 class FoundChunks:
-    """Which chunks of one prompt are found, told once all of them were looked up.
+    """Collects which chunks of a prompt are found, and reports them once all were looked up.
 
-    A prompt that is given up before that tells nothing. Used by the threads that look chunks up.
+    An abandoned prompt reports nothing. Used by the threads that look chunks up.
 
     Args:
         keys: the prompt's chunks.
@@ -197,7 +197,7 @@ class FoundChunks:
         self._left, self._lock = len(keys), threading.Lock()
 
     def watch(self, key: KVKey, opened: Future[Found]) -> None:
-        """Take in what looking a chunk up comes to."""
+        """Record the result of looking a chunk up."""
         opened.add_done_callback(lambda done: self._add(key, done))
 
     def _add(self, key: KVKey, opened: Future[Found]) -> None:
@@ -212,7 +212,7 @@ class FoundChunks:
 
 
 def _opened(path: Path, flags: int) -> int:
-    """Open a regular file: no link is followed, no pipe waited for."""
+    """Open a regular file, without following links or blocking on pipes."""
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -229,7 +229,7 @@ def _tail(path: Path, most_bytes: int) -> bytes:
 
 
 def _keys_of(line: bytes) -> Iterable[KVKey]:
-    """Return the keys of a line, each once; none where it is no line of a log."""
+    """Return the keys of a line, each once; empty for a malformed line."""
     if not line or len(line) > LONGEST_LINE:
         return ()
     try:

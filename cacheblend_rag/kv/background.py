@@ -1,4 +1,4 @@
-"""Runs work once in a thread of its own, beside the calling thread."""
+"""Runs a function in a new thread."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import TypeVar
 
 T = TypeVar("T")
 BESIDE_BYTES = 1 << 22
-"""From so many on, a thread that takes or checks digests costs less than it saves."""
+"""Bytes from which on a second thread for digests costs less than it saves."""
 
 
 def begin(work: Callable[[], T]) -> Future[T]:
-    """Have work done on a thread of its own.
+    """Run work in a new thread.
 
-    No pool: those take nothing any more while a process ends, and what waits is written then. Where
-    no thread is started any more, either, it is done here.
+    No pool: pools accept no work while a process exits, but queued chunks are written then. If no
+    thread can be started either, the work runs in the calling thread.
     """
     done: Future[T] = Future()
 
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # whoever waits for it is told
+        except BaseException as error:  # passed on to whoever waits for the result
             done.set_exception(error)
 
     try:

@@ -1,4 +1,4 @@
-"""What may be read before it is used, of all prompts on their way."""
+"""Limits on reading ahead that all running prompts share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import threading
 
 
 class Reservation:
-    """A part of a budget: taken until it is given back, or until nobody holds on to this any more.
+    """A part of a budget, released explicitly or when this object is garbage-collected.
 
-    So whoever is interrupted, wherever that is, gives back what it had taken.
+    So an interrupt at any point releases it, too.
     """
 
     __slots__ = ("_of", "size")
@@ -17,7 +17,7 @@ class Reservation:
         self._of, self.size = of, 0
 
     def give_back(self, _: object = None) -> None:
-        """Give it back, if that was not done; fit to be told that a future is done."""
+        """Release it, once; can be used as a future's done callback."""
         self._of.regain(self)
 
     def __del__(self) -> None:
@@ -25,16 +25,16 @@ class Reservation:
 
 
 class Budget:
-    """Bytes, or places, that all prompts share. left: those that nobody has taken."""
+    """Bytes, or slots, that all prompts share. left: those that are free."""
 
     def __init__(self, size: int) -> None:
         # Reentrant: a reservation may be collected, and given back, while its thread holds it.
         self.left, self._lock = size, threading.RLock()
 
     def take(self, size: int, *, anyway: bool = False) -> Reservation | None:
-        """Take so much of it; None where there is less.
+        """Reserve an amount; None if there is less left.
 
-        anyway: also where there is less, since it is needed now.
+        anyway: reserve it even if there is less left, since it is needed now.
         """
         taken = Reservation(self)
         with self._lock:
@@ -46,7 +46,7 @@ class Budget:
         return taken
 
     def regain(self, taken: Reservation) -> None:
-        """Have back what was taken."""
+        """Return a reserved amount."""
         with self._lock:
             self.left += taken.size
             taken.size = 0

@@ -2,8 +2,8 @@
 
 An object is what safetensors calls a file: 8 bytes of length, JSON, then the tensors' bytes (the
 body). kv/codec.py says which tensors and metadata a chunk has. A header comes from a store that
-others may write to: nothing it says is believed before it is held against the object's size, the
-tensors' shapes and the digest of the head.
+others may write to: it is checked against the object's size, the tensors' shapes and the digest of
+the head before any of it is used.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def _parse_span(name: str, field: Any) -> Span:
 
 
 def check_shapes(metadata: Mapping[str, str], spans: Mapping[str, Span]) -> None:
-    """Check what a header says of its tensors, before any is read."""
+    """Check the shapes in a header, before any tensor is read."""
     shape = spans["kv"].shape
     if len(shape) != 5 or 0 in shape or shape[1] != 2:
         raise DamagedChunkError(
@@ -177,10 +177,10 @@ def _check_scales(span: Span | None, precision: Precision, shape: tuple[int, ...
 
 
 def check_seal(metadata: Mapping[str, str], seal: Mac) -> None:
-    """Check that an object is vouched for in the way that is asked for."""
+    """Check that an object is signed with the store's kind of MAC."""
     found = metadata["seal"]
     if found not in SEALS:
-        raise DamagedChunkError(f"is sealed in no known way ({found!r:.40})")
+        raise DamagedChunkError(f"has an unknown kind of digest ({found!r:.40})")
     if found == seal.name:
         return
     if seal.by_key:
@@ -189,14 +189,14 @@ def check_seal(metadata: Mapping[str, str], seal: Mac) -> None:
 
 
 def precision_text(kv: StoredKV) -> str:
-    """Return what a header says of the numbers: codes tell nothing of the type they stand for."""
+    """Return a header's text about the numbers, since codes do not show the original type."""
     if kv.precision == "native":
         return kv.precision
     return f"{kv.precision}/{DTYPE_NAMES[kv.dtype]}"
 
 
 def precision_of(metadata: Mapping[str, str], stored: str) -> tuple[Precision, torch.dtype]:
-    """Return the precision and the type of the numbers; stored: the type of what is stored."""
+    """Return the precision and the type of the numbers; stored: the stored type."""
     text = metadata["precision"]
     if text == "native" and stored in DTYPES:
         return "native", DTYPES[stored]
@@ -204,11 +204,13 @@ def precision_of(metadata: Mapping[str, str], stored: str) -> tuple[Precision, t
     for precision, name in _CODE_NAMES.items():
         if kind == precision and stored == name and dtype in DTYPES:
             return cast(Precision, precision), DTYPES[dtype]
-    raise ForeignChunkError(f"precision is {text!r:.80} of {stored}, which nothing here writes")
+    raise ForeignChunkError(
+        f"precision is {text!r:.80} of {stored}, which this version does not write"
+    )
 
 
 def spans_of(kv: StoredKV) -> dict[str, Span]:
-    """Return the tensors a chunk is stored as, in the order of their bytes."""
+    """Return the tensors of a stored chunk, in the order of their bytes."""
     layers, kv_heads, tokens, head_dim = kv.shape
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     if kv.prior is not None:
@@ -228,7 +230,7 @@ def spans_of(kv: StoredKV) -> dict[str, Span]:
 def head_digest(
     seal: Mac, metadata: Mapping[str, str], spans: Mapping[str, Span], *tensors: memoryview
 ) -> str:
-    """Return the digest of the metadata, the tensors' types, and the tensors that are no layers."""
+    """Return the digest of the metadata, the tensors' types, and the tensors other than layers."""
     essential = {name: text for name, text in sorted(metadata.items()) if name != "head"}
     return seal.digest(json.dumps([essential, _shapes(spans)]).encode(), *tensors)
 

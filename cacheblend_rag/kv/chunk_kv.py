@@ -1,4 +1,4 @@
-"""ChunkKV: one chunk's keys and values for all layers; KVKey: the name it is stored under."""
+"""One chunk's keys and values for all layers, and the key under which they are stored."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def chunk_id(token_ids: Sequence[int]) -> str:
 
 
 def prefix_ids(token_ids: Sequence[int], ends: Sequence[int]) -> list[str]:
-    """Return the chunk ids of the tokens before each of ``ends``, which rise; "" where none is."""
+    """Return the chunk ids of the tokens before each of ``ends`` (increasing); "" for 0."""
     digest, done, found = hashlib.blake2b(digest_size=16), 0, []
     for end in ends:
         digest.update(_int_bytes(token_ids[done:end]))
@@ -39,11 +39,11 @@ def prefix_ids(token_ids: Sequence[int], ends: Sequence[int]) -> list[str]:
 
 
 def fingerprint(parts: Mapping[str, Any], namespace: str = "default") -> str:
-    """Return a hash (64 hex digits) of what makes KV interchangeable.
+    """Return a hash (64 hex digits) of everything that KV depends on, tokens aside.
 
     parts: model, revision, weights dtype, tokenizer, rope, lead-in, TP rank and size: any JSON
     values. The namespace and the format version are added here. The first half depends on the
-    namespace alone, so that a store can tell what belongs to one tenant without looking at others.
+    namespace alone, so that a store can find one tenant's chunks without reading others'.
     """
     whole = {**parts, "namespace": namespace, "format": FORMAT_VERSION}
     text = json.dumps(whole, sort_keys=True, default=str)
@@ -54,7 +54,7 @@ def namespace_id(namespace: str) -> str:
     """Return the 32 hex digits that every fingerprint of ``namespace`` begins with.
 
     Raises:
-        ConfigError: when it is no text.
+        ConfigError: when it is not a text.
     """
     check_namespace(namespace)
     return hashlib.blake2b(namespace.encode(), digest_size=NAMESPACE_DIGITS // 2).hexdigest()
@@ -71,10 +71,10 @@ class KVKey:
     Args:
         chunk_id: hash of the chunk's token ids, 32 hex digits.
         fingerprint: what ``fingerprint`` returned, 64 hex digits.
-        context_id: chunk_id() of the document tokens the chunk was computed behind; "" without.
+        context_id: chunk_id() of the document tokens that the chunk was computed after; "" without.
 
     Raises:
-        ValueError: when a part is no such hash: a key is always safe as a file name.
+        ValueError: when a part is not such a hash: a key is always safe as a file name.
     """
 
     chunk_id: str
@@ -94,7 +94,7 @@ class KVKey:
         return f"{self.fingerprint}-{self.chunk_id}{tail}"
 
     def is_relative(self, other: KVKey) -> bool:
-        """Whether ``other`` is this chunk in this namespace, but of another model or lead-in."""
+        """Whether ``other`` is this chunk in this namespace, for another model or lead-in."""
         return (
             other.chunk_id == self.chunk_id
             and other.fingerprint != self.fingerprint
@@ -130,10 +130,10 @@ class ChunkKV:
         keys, values: (layers, kv_heads, tokens, head_dim), finite, keys rotated at positions
             ``position .. position + tokens - 1``; each layer contiguous, same dtype, any device.
         position: position of the first token when the KV was computed (the lead-in's length).
-        prior: (tokens,) float32, how much each token's KV depends on what precedes the chunk in
+        prior: (tokens,) float32, how much each token's KV depends on the text before the chunk in
             its document; None for a chunk that stands alone.
-        precision: ``native``, or in what way every number was rounded before it was stored (see
-            kv/precision.py).
+        precision: ``native``, or the format to which numbers were rounded before they were stored
+            (see kv/precision.py).
     """
 
     keys: Tensor
@@ -167,16 +167,16 @@ class ChunkKV:
         """Check shapes, dtypes and numbers.
 
         Raises:
-            ValueError: when they are not those the class promises.
+            ValueError: when they differ from the class's description.
         """
         self.check_form()
         self.check_numbers()
 
     def check_form(self) -> None:
-        """Check shapes and dtypes, without a look at the numbers.
+        """Check shapes and dtypes, without reading the numbers.
 
         Raises:
-            ValueError: when they are not those the class promises.
+            ValueError: when they differ from the class's description.
         """
         keys, values, prior = self.keys, self.values, self.prior
         if keys.dim() != 4 or 0 in keys.shape or not keys.is_floating_point():
@@ -197,7 +197,7 @@ class ChunkKV:
             raise ValueError(f"position={self.position} must be at least 0")
 
     def check_numbers(self) -> None:
-        """Check the numbers alone, which takes a fifth of the time of writing them to a file.
+        """Check only the numbers, which takes a fifth of the time of writing them to a file.
 
         Raises:
             NotFiniteError: when one is NaN or infinite.
@@ -227,7 +227,7 @@ class NotFiniteError(ValueError):
 
 
 class NumbersCheck:
-    """A look at a chunk's numbers, taken once, on the thread of whoever needs it first."""
+    """A check of a chunk's numbers, run once, on the first thread that needs it."""
 
     def __init__(self, kv: ChunkKV) -> None:
         self._unchecked: ChunkKV | None = kv
@@ -244,7 +244,7 @@ class NumbersCheck:
 def is_finite(tensor: Tensor) -> bool:
     """Whether a contiguous tensor of floats holds neither NaN nor infinity.
 
-    Either makes the sum no number, which takes half the time of looking for both; a sum may pass
-    the largest number, too, and then both extremes tell: NaN is both, infinity one of them.
+    Either makes the sum NaN or infinite, which is twice as fast as testing each number. A sum may
+    also overflow; then minimum and maximum decide: NaN makes both NaN, infinity is one of them.
     """
     return math.isfinite(tensor.sum()) or all(map(math.isfinite, tensor.aminmax()))

@@ -1,4 +1,4 @@
-"""Chunk KV to bytes and back: one safetensors object a chunk, checked before it is trusted.
+"""Encodes chunk KV as one safetensors object per chunk, and checks it when decoding.
 
 Layout: the safetensors header (8 bytes of length, JSON), then ``prior`` where there is
 one, ``scales`` where numbers are stored in a byte, then ``kv``: (layers, 2, kv_heads, tokens,
@@ -9,9 +9,9 @@ chunk was first stored, a Unix time; where a key vouches for it), ``layers`` (a 
 layer's bytes) and ``head``: one over all of these, the tensors' dtypes and shapes, the prior
 and the scales. So a layer can be read, checked and used before the others are there.
 
-How numbers become bytes and back is told by kv/precision.py. The codec rounds nothing: a chunk has
-its numbers rounded before, and is stored as what its ``precision`` says of it. Read, it stays
-packed: who needs the numbers unpacks them.
+kv/precision.py converts numbers to bytes and back. The codec rounds nothing: a chunk's numbers were
+rounded before, and are stored as its ``precision`` says. A chunk stays packed when it is read;
+callers that need the numbers unpack them.
 """
 
 from __future__ import annotations
@@ -58,20 +58,20 @@ from cacheblend_rag.settings import Precision
 
 NOT_FINITE = "holds NaN or infinity"
 HEAD_BYTES = 1 << 14
-"""Bytes of an object that are read first: as a rule its header and prior are among them."""
+"""Bytes of an object that are read first; they usually contain its header and prior."""
 
 Parts = list[bytes | memoryview]
-"""One object's bytes in order: none is joined to another."""
+"""One object's bytes in order, as separate buffers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Head:
-    """All of a stored chunk but its layers, checked; and which bytes of the object are a layer.
+    """A stored chunk without its layers, checked; and the position of each layer in the object.
 
     dtype: of keys and values. precision: how these are stored. scales: (layers, scales) int8, None
-    where numbers are stored as they are. nbytes: of the whole object. start: where layer 0 begins
-    in it. prior: (tokens,) float32. written_at: when the chunk was first stored, a Unix time, where
-    the object says so and its seal is one by key.
+    if numbers are stored unchanged. nbytes: of the whole object. start: where layer 0 begins in it.
+    prior: (tokens,) float32. written_at: when the chunk was first stored, a Unix time, if the
+    object says so and is signed with a key.
     """
 
     position: int
@@ -148,15 +148,14 @@ class Head:
 
 
 class EncodedChunk:
-    """A chunk as one safetensors object, whose digests are taken when its head is asked for.
+    """A chunk as one safetensors object; ``head`` computes the digests.
 
-    So whoever can writes the body at its place meanwhile. Layers that are on the CPU, contiguous
-    and stored as they are, are not copied. body: its bytes in order. head_bytes: those before.
+    So a caller can write the body at its offset meanwhile. Layers that are on the CPU, contiguous
+    and stored unchanged, are not copied. body: its bytes in order. head_bytes: size of the head.
 
-    kv: of the form that it promises. check: looks at its numbers where nobody has; it is called
-    when the head is asked for, and what it raises is raised there. written_at: when the chunk was
-    first stored, a Unix time, to be kept in the object; None keeps none. Raises ValueError for a
-    dtype that is not stored.
+    kv: a chunk of valid form. check: checks its numbers, unless that was done; ``head`` calls it,
+    and raises its errors. written_at: when the chunk was first stored, a Unix time, to be kept in
+    the object; None keeps none. Raises ValueError for a dtype that is not stored.
     """
 
     def __init__(
@@ -193,7 +192,7 @@ class EncodedChunk:
         self.nbytes = self.head_bytes + sum(part.nbytes for part in self.body)
 
     def head(self) -> bytes:
-        """Return what stands before the body, once the numbers are checked."""
+        """Return the bytes before the body, after checking the numbers."""
         self._check()
         layers = "".join(self._seal.digest(*parts) for parts in self._layers)
         metadata = {**self._metadata, "layers": layers}
@@ -214,7 +213,7 @@ def encode(key: KVKey, kv: ChunkKV, seal: Mac = CHECKSUM) -> bytes:
 
 
 def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Mac = CHECKSUM) -> ChunkKV:
-    """Read what ``encode`` wrote, unpacked. The tensors share ``data`` where they can.
+    """Read what ``encode`` wrote, unpacked. The tensors share the memory of ``data`` if possible.
 
     Raises DamagedChunkError, or ForeignChunkError when it is another key's or format's.
     """
@@ -254,7 +253,7 @@ def read_head(
 
 
 def _layers_of(kv: StoredKV) -> list[list[memoryview]]:
-    """Return each layer's bytes: one part where its keys and values lie side by side, else two."""
+    """Return each layer's bytes: one part if keys and values are adjacent in memory, else two."""
     if isinstance(kv, PackedKV):
         return [[_bytes_of(codes.contiguous())] for codes in kv.codes.cpu()]
     keys, values = kv.keys.detach().cpu(), kv.values.detach().cpu()

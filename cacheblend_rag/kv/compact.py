@@ -1,4 +1,4 @@
-"""Chunk KV cut loose from whatever it was cut from, to be held for long."""
+"""Copies chunk KV out of larger buffers, so that memory tiers do not keep those alive."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 from cacheblend_rag.kv.packed_kv import StoredKV
 
 _SLACK_BYTES = 1 << 16
-"""A chunk read from bytes is views of one buffer, layer by layer, that holds its header besides."""
+"""Slack for a chunk read from bytes: views of one buffer that also holds the header."""
 
 
 def compact(kv: StoredKV, device: torch.device | str = "cpu") -> StoredKV:
-    """Return ``kv`` on a device, cut loose from any storage larger than the chunk itself."""
+    """Return ``kv`` on a device, copied if its storage is larger than the chunk itself."""
     return kv.mapped(partial(_own, device=device, chunk_nbytes=kv.nbytes))
 
 

@@ -1,4 +1,4 @@
-"""Removes chunks that are past their time to live, when they are met and while nobody asks."""
+"""Removes expired chunks, when they are found and in the background."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
 from cacheblend_rag.kv.tiers import Tier
 
 SWEEP_SECONDS = 1.0
-"""How often a part of each near tier is looked through for what is past its time."""
+"""How often a part of each near tier is searched for expired chunks."""
 CLOCK_SKEW_SECONDS = 300.0
-"""How far machines' clocks may lie apart: what is written later than that is expired, too."""
+"""Tolerated clock difference between machines: chunks further in the future are expired."""
 
 
 class Expiry:
-    """Says which copies are past their time, and removes them.
+    """Decides which copies are expired, and removes them.
 
-    tiers: each with the age at which its copies are gone. locks: held, a key at a time, by whoever
-    works on a chunk. threads: where tiers are looked through.
+    tiers: each with its time to live. locks: held, one key at a time, while working on a chunk.
+    threads: on which tiers are searched.
     """
 
     def __init__(self, tiers: Sequence[Tier], locks: KeyLocks, threads: TierThreads) -> None:
@@ -34,23 +34,23 @@ class Expiry:
         self._swept_at = time.monotonic()
 
     def is_past(self, tier: Tier, key: KVKey, written_at: float) -> bool:
-        """Whether a chunk is past its time; one of no time, or of a later one than now, is, too."""
+        """Whether a chunk has expired; one without a time, or from the future, has, too."""
         if tier.ttl_seconds is None:
             return False
         in_time = -CLOCK_SKEW_SECONDS <= time.time() - written_at <= tier.ttl_seconds
         return not in_time and not any(other.is_pinned(key) for other in self._tiers)
 
     def in_time(self, tier: Tier, key: KVKey, read: Read) -> Read:
-        """Return what was read, unless its sealed time says that it is past it."""
+        """Return what was read, unless its signed time says that it is expired."""
         if isinstance(read, StoredChunk) and self.is_past(tier, key, read.written_at):
             tier.expire(key)
             return None
         return read
 
     def remove_from(self, tier: Tier, keys: Sequence[KVKey]) -> set[KVKey]:
-        """Remove those of a tier's chunks that are past their time; under their locks.
+        """Remove a tier's expired chunks; under their locks.
 
-        Returns those that stay there, since the tier is only read: they are not to be read.
+        Returns those that stay since the tier is read-only: they must not be used.
         """
         staying = set[KVKey]()
         if tier.ttl_seconds is not None:
@@ -61,24 +61,24 @@ class Expiry:
         return staying
 
     def remove(self, tier: Tier, key: KVKey) -> bool:
-        """Remove a chunk if it is past its time, after waiting for whoever is at work on it."""
+        """Remove a chunk if it is expired, after waiting for its lock."""
         with self._locks.held(key):
             return self._remove(tier, key)
 
     def remove_if_free(self, tier: Tier, key: KVKey) -> None:
-        """As remove, unless somebody is at work on the chunk just now."""
+        """As remove, unless the chunk's lock is held."""
         with self._locks.tried(key) as is_held:
             if is_held:
                 self._remove(tier, key)
 
     def remove_opened(self, tier: Tier, key: KVKey) -> None:
-        """As remove_if_free, for a chunk whose own head said so, whatever the tier says."""
+        """As remove_if_free, for a chunk that is expired by its own head."""
         with self._locks.tried(key) as is_held:
             if is_held:
                 tier.expire(key)
 
     def remove_all(self) -> int:
-        """Go through all tiers and remove what is past its time; returns how many copies."""
+        """Remove expired copies from all tiers; returns how many."""
         return sum(
             self.remove(tier, key)
             for tier in self._tiers
@@ -87,14 +87,14 @@ class Expiry:
         )
 
     def keep_sweeping(self, closing: threading.Event) -> None:
-        """Sweep on a thread of its own until the store is closed, or gone."""
+        """Sweep on a separate thread until the store is closed or freed."""
         if any(self._sweeps(tier) for tier in self._tiers):
-            told = (ref(self), closing)  # a weak reference: a store that is dropped ends it
-            with suppress(RuntimeError):  # the system has no thread left: swept when it is used
+            told = (ref(self), closing)  # a weak reference, so that freeing the store ends it
+            with suppress(RuntimeError):  # no thread left: sweep when the store is used
                 Thread(target=_sweep_until, args=told, name="kv-sweep", daemon=True).start()
 
     def sweep_now_and_then(self) -> None:
-        """Have a part of each near tier looked through, on its own threads, for what is expired."""
+        """Search a part of each near tier for expired chunks, on the tier's own threads."""
         now = time.monotonic()
         if now - self._swept_at < SWEEP_SECONDS:
             return
@@ -104,11 +104,11 @@ class Expiry:
                 self._threads.submit(tier.name, partial(self._sweep, tier))
 
     def _remove(self, tier: Tier, key: KVKey) -> bool:
-        entry: Entry | None = tier.entry(key)  # looked up again: it may have been stored anew
+        entry: Entry | None = tier.entry(key)  # looked up again: it may have been stored again
         return entry is not None and self.is_past(tier, key, entry.written_at) and tier.expire(key)
 
     def _sweeps(self, tier: Tier) -> bool:
-        """Whether what is in a tier expires, and may be removed there."""
+        """Whether chunks of a tier expire and may be removed there."""
         return tier.ttl_seconds is not None and not tier.policy.read_only
 
     def _sweep(self, tier: Tier) -> None:
@@ -118,7 +118,7 @@ class Expiry:
 
 
 def _sweep_until(expiry: ReferenceType[Expiry], closing: threading.Event) -> None:
-    """Sweep a store that nobody uses, until it is closed, or gone."""
+    """Sweep an unused store, until it is closed or freed."""
     while not closing.wait(SWEEP_SECONDS):
         there = expiry()
         if there is None:

@@ -1,4 +1,4 @@
-"""LayerSource: one prompt's chunk KV, handed out a layer at a time, and read ahead of its use."""
+"""Reads the chunk KV of a prompt layer by layer, ahead of its use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
 
 
 class BusySeconds:
-    """How long anything at all was under way: what is done side by side counts once."""
+    """Seconds in which at least one read was in flight; concurrent reads count once."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -53,10 +53,10 @@ class BusySeconds:
 
 @dataclass
 class _Place:
-    """One chunk of the prompt. chunk: once it is open, until it is let go of.
+    """One chunk of the prompt. chunk: set while it is open.
 
-    ahead: its place among those that are looked for ahead. parts: those that are read or being
-    read, by their first layer. taken: room they take up.
+    ahead: its slot among the chunks that are looked up ahead. parts: those that are read or being
+    read, by their first layer. taken: the room that they take.
     """
 
     opened: Future[Found] | None = None
@@ -69,9 +69,9 @@ class _Place:
 
 @dataclass
 class _Ahead:
-    """Parts that are still to be begun, (first layer, place), and how many are under way.
+    """Parts not yet begun, (first layer, place), and the number in flight.
 
-    What is unpacked in memory has a queue of its own: neither waits for the other.
+    Unpacking in memory has a queue of its own, so that it and reading do not delay each other.
     """
 
     todo: list[tuple[int, int]] = field(default_factory=list)
@@ -80,9 +80,9 @@ class _Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Threshold:
-    """How much of a prompt has to be found before any layer of it is read.
+    """How much of a prompt must be found before any of its layers is read.
 
-    tokens: of each of its chunks, in order. least: of those that are found.
+    tokens: of each of its chunks, in order. least: fewest tokens of found chunks.
     """
 
     tokens: Sequence[int]
@@ -92,13 +92,13 @@ class Threshold:
 class LayerSource:
     """The layers of a prompt's chunks: first the heads, in order, by ``take``; then ``layer``.
 
-    All of it is read on the store's threads, begun at once and ahead of its use: heads as far as
-    there are places, layers as far as there is room, which all prompts of a store share; what is
-    asked for next is read in any case. Layers of one number are read before those of the next,
-    from all chunks. Used by one thread at a time. Whoever does not take all of it closes it.
+    All of it is read on the store's threads, from the start and ahead of its use: heads within
+    ``places``, layers within ``room``, which all prompts of a store share; the next item to be
+    taken is always read. A layer is read of all chunks before the next layer. Use it from one
+    thread at a time, and close it unless everything was taken.
 
-    reads: what all prompts of a store read. way: how this one does. found: told of each chunk that
-    is found, where that is noted. threshold: what has to be found before layers are read ahead.
+    reads: the reads of all prompts of a store. way: the options of this one. found: collects the
+    found chunks for the access log. threshold: how much must be found before layers are read ahead.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class LayerSource:
         return 0 if self._closed else len(self._keys) - self._given
 
     def wait(self, seconds: float) -> bool:
-        """Wait so long for what comes next: a head, or all chunks' parts of the layer wanted.
+        """Wait at most so long for the next item: a head, or the wanted layer of all chunks.
 
         Returns:
-            Whether it is there, or nothing is left.
+            Whether it has been read, or nothing is left.
         """
         if self._closed:
             return True
@@ -145,7 +145,7 @@ class LayerSource:
         return not wait(asked, seconds).not_done
 
     def take(self) -> Found:
-        """Hand out the next chunk's head, once it is read.
+        """Return the next chunk's head, after waiting for it.
 
         Raises:
             IndexError: nothing is left.
@@ -162,14 +162,14 @@ class LayerSource:
         return found
 
     def keep(self, used: Sequence[bool]) -> None:
-        """Read no more of those chunks, in their order, that are not used."""
+        """Stop reading chunks that are not used; ``used``: a flag for each, in order."""
         with self._lock:
             for place, is_used in zip(self._places, used, strict=True):
                 if not is_used:
                     self._let_go(place)
 
     def want(self, layer: int) -> None:
-        """Say which layer is asked for next, so that it is read now, whatever room there is."""
+        """Announce the next layer, so that it is read now, even beyond the limit."""
         with self._lock:
             self._wanted = layer
             for place, chunk, first in self._asked(layer):
@@ -177,9 +177,9 @@ class LayerSource:
             self._read_ahead()
 
     def layer(self, layer: int) -> list[LayerKV | StoreError]:
-        """Hand out one layer of all chunks that are used, in their order, once they are read.
+        """Return one layer of all used chunks, in order, after waiting for them.
 
-        Of a chunk that turns out unreadable, the error stands in its place.
+        An unreadable chunk is replaced by its error.
         """
         self.want(layer)
         with self._lock:
@@ -194,21 +194,21 @@ class LayerSource:
         return parts
 
     def is_read(self, layer: int) -> bool:
-        """Say whether one layer of all chunks that are used is there, without asking for it."""
+        """Return whether one layer of all used chunks has been read."""
         with self._lock:
             asked = [place.parts.get(first) for place, _, first in self._asked(layer)]
         return not self._closed and all(part is not None and part.done() for part in asked)
 
     def measured(self) -> dict[str, tuple[int, float]]:
-        """Return how many bytes were read of each tier, and in how many seconds.
+        """Return the bytes read from each tier, and the seconds of reading.
 
-        Of memory what is unpacked counts alone.
+        For memory, only unpacking counts.
         """
         with self._lock:
             return {tier: (nbytes, busy.total) for tier, (busy, nbytes) in self._read_from.items()}
 
     def rewind(self) -> None:
-        """Begin with the first layer again."""
+        """Start again with the first layer."""
         with self._lock:
             self._wanted = self._handed = -1
             for index, place in enumerate(self._places):
@@ -221,7 +221,7 @@ class LayerSource:
             self._read_ahead()
 
     def close(self) -> None:
-        """Give up what is not handed out: what has begun is read to its end and dropped."""
+        """Stop: reads in flight are finished and dropped."""
         with self._lock:
             self._closed = True
             for place in self._places:
@@ -245,7 +245,7 @@ class LayerSource:
             self._begin_open(ahead)
 
     def _open_next(self) -> None:
-        """Look ahead; where others take all places, at least for what is to be handed out next."""
+        """Look up more chunks within the limit, but at least the next one to be taken."""
         self._open_ahead()
         if self._begun == self._given:
             self._begin_open(None)
@@ -256,7 +256,7 @@ class LayerSource:
         place.ahead = ahead
         key = self._keys[index]
         place.opened = opened = self._shared.begin_open(key, self._way)
-        self._begun += 1  # not before: whoever is interrupted goes on here
+        self._begun += 1  # not before: after an interrupt it continues here
         self.busy.watch(opened)
         if self._found is not None:
             self._found.watch(key, opened)
@@ -268,7 +268,7 @@ class LayerSource:
         opened.add_done_callback(settle)
 
     def _settle(self, index: int, opened: Future[Found]) -> None:
-        """Begin to read a chunk's layers, once it is open; by whoever is first to notice."""
+        """Begin to read a chunk's layers once it is open; called by the first to notice."""
         place, found = self._places[index], _found(opened)
         with self._lock:
             if place.is_settled or self._closed:
@@ -281,13 +281,13 @@ class LayerSource:
             self._read_ahead()
 
     def _leave_place(self, place: _Place) -> None:
-        """Make a place for another head, once this one is not held any more."""
+        """Free a head's slot once the head is no longer held."""
         ahead, place.ahead = place.ahead, None
         if ahead is not None and place.opened is not None:
             place.opened.add_done_callback(ahead.give_back)
 
     def _asked(self, layer: int) -> list[tuple[_Place, SharedChunk, int]]:
-        """Return the chunks that are used, and the first layer of each one's part with a layer."""
+        """Return the used chunks, each with the first layer of the part that holds a layer."""
         return [
             (place, place.chunk, place.chunk.first_of(layer))
             for place in self._places
@@ -304,10 +304,10 @@ class LayerSource:
     def _read_ahead(self) -> None:
         """Begin to read the next parts, as far as there is room; under the lock.
 
-        Not before as much was found as is worth it: what is too little reads heads alone.
-        Not all at once, so that those of the first layers are not behind others in the queue; and
-        until all heads are known, first parts only. Heads count as reads: without them nothing
-        can be computed, and where reading takes processors, parts would hold them up.
+        Not before the threshold is found: a prompt below it reads heads only. Not all at once, so
+        that those of the first layers are not behind others in the queue; and until all heads are
+        known, first parts only. Heads count as reads: without them nothing can be computed, and if
+        reading takes processors, parts would delay them.
         """
         if self._lacking > 0:
             return
@@ -332,7 +332,7 @@ class LayerSource:
             self._queue(index, chunk, chunk.last_of(first))
 
     def _begin(self, place: _Place, chunk: SharedChunk, first: int, *, anyway: bool) -> bool:
-        """Begin to read a part; returns whether there is room for it."""
+        """Begin to read a part; returns whether the limit allows it."""
         if first in place.parts:
             return True
         nbytes = chunk.part_bytes(first)
@@ -365,7 +365,7 @@ class LayerSource:
                 self._read_ahead()
 
     def _give_back(self, place: _Place, first: int) -> None:
-        """Let go of a part; its room is free once it is read, at last."""
+        """Drop a part; its bytes are released at the latest when it has been read."""
         taken, future = place.taken.pop(first), place.parts.pop(first)
         future.add_done_callback(taken.give_back)
 

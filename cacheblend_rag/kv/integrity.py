@@ -1,4 +1,4 @@
-"""Reads all stored objects through and says which are damaged."""
+"""Reads all stored objects, and finds the damaged ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class DamagedObject:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What verify did. checked: objects read. expired: removed as past their time to live."""
+    """The result of verify. checked: objects read. expired: removed as expired."""
 
     checked: int
     expired: int
@@ -37,8 +37,8 @@ def read_through(
 ) -> tuple[int, tuple[DamagedObject, ...]]:
     """Read every object of the durable tiers; returns how many there were, and the damaged ones.
 
-    locks: held, a key at a time. repair: whether what is damaged is quarantined. progress: called
-    with objects done and in all.
+    locks: held, one key at a time. repair: whether damaged objects are quarantined. progress:
+    called with the number of objects done and the total.
     """
     todo = [(tier, key) for tier in tiers if tier.durable for key, _ in tier.entries()]
     damaged = []

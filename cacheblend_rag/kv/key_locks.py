@@ -1,4 +1,4 @@
-"""KeyLocks: a lock for each key that is being worked on."""
+"""One lock per key, for the keys in use."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 
 @dataclass
 class _Lock:
-    """A key's lock, and how many hold it or wait for it."""
+    """A key's lock, and the number of its holders and waiters."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     users: int = 0
 
 
 class KeyLocks:
-    """Lets one thread at a time at a key; different keys never wait for each other."""
+    """Admits one thread at a time per key; different keys never wait for each other."""
 
     def __init__(self) -> None:
         self._locks: dict[KVKey, _Lock] = {}
@@ -27,7 +27,7 @@ class KeyLocks:
 
     @contextmanager
     def held(self, *keys: KVKey) -> Iterator[None]:
-        """Hold the keys' locks. All take them in one order, so that no two wait for each other."""
+        """Hold the keys' locks, always taken in one order, so that there is no deadlock."""
         with ExitStack() as stack:
             for key in sorted(set(keys), key=str):
                 stack.enter_context(self._held(key))
@@ -35,7 +35,7 @@ class KeyLocks:
 
     @contextmanager
     def tried(self, key: KVKey) -> Iterator[bool]:
-        """Hold a key's lock if nobody else has it; says whether, and waits for nobody."""
+        """Hold a key's lock if it is free; yields whether it is, without waiting."""
         with self._changing:
             own = self._locks.setdefault(key, _Lock())
             own.users += 1

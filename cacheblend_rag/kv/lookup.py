@@ -1,4 +1,4 @@
-"""Lookup: what reading one chunk from a store came to."""
+"""The result of reading one chunk from a store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ StoreMiss = Literal["not stored", "damaged", "other model", "unsealed", "store e
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """What a get found: the chunk KV and its tier's name, or the reason why there is none.
+    """The result of a get: the chunk KV and its tier's name, or the reason of a miss.
 
     A ``store error`` names the tier that could not be read.
     """
@@ -30,12 +30,12 @@ class Lookup:
 
     @classmethod
     def missed(cls, reason: StoreMiss, tier: str | None = None) -> Lookup:
-        """Return what is known of a chunk that was not found."""
+        """Return the result for a chunk that was not found."""
         return cls(None, tier, reason)
 
 
 def miss_of(error: StoreError) -> StoreMiss:
-    """Say in a word why a chunk could not be had."""
+    """Return the miss reason for an error."""
     if isinstance(error, UnsealedChunkError):
         return "unsealed"
     if isinstance(error, ForeignChunkError):

@@ -1,7 +1,7 @@
-"""Message authentication of stored chunks: a checksum, or a MAC with a key that writers share.
+"""Message authentication of stored chunks: a checksum, or a MAC with a shared key.
 
-A checksum tells damage. It tells nothing of who wrote an object, since anybody can make one. With a
-key, given to every process by the environment, an object that was not written with it is not read.
+A checksum detects damage, but not forgery, since anyone can compute it. With a key, which every
+process gets from its environment, an object that was not written with it is not read.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ LEAST_CHARACTERS = 16
 
 
 class Mac(Protocol):
-    """Makes digests of bytes.
+    """Computes digests of bytes.
 
-    name: how headers tell which kind it is. by_key: whether only those who have a key can make it.
+    name: of the kind, in headers. by_key: whether computing it needs a key.
     """
 
     name: str
@@ -84,10 +84,10 @@ class KeyedMac:
 
 CHECKSUM: Mac = Checksum()
 SEALS = (Checksum.name, KeyedMac.name)
-"""The kinds there are, as headers tell them."""
+"""All kinds, by their names in headers."""
 
 
 def seal_of(environment: Mapping[str, str] = os.environ) -> Mac:
-    """Return the seal of an environment's key, a checksum without one. Raises ConfigError."""
+    """Return the MAC with the environment's key, or a checksum without one. Raises ConfigError."""
     key = Secret.of(environment.get(VARIABLE))
     return CHECKSUM if key is None else KeyedMac(key)

@@ -1,7 +1,7 @@
-"""Opening: a chunk looked up in one tier after the other, each on threads of its own.
+"""Looks chunks up in one tier after the other, each on its own threads.
 
-So that a tier which hangs holds up nothing but what is asked of it: no thread and no lock is shared
-between tiers. Those who look for the same chunk at the same time look for it once.
+A tier that hangs delays only its own lookups: tiers share no thread and no lock. Concurrent lookups
+of the same chunk are done once.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from cacheblend_rag.kv.tiers import Tier
 
 T = TypeVar("T")
 FETCH_THREADS = 16
-"""Reads of one tier at once, for all prompts on their way."""
+"""Concurrent reads of one tier, for all running prompts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a prompt reads chunks; those that read alike read together.
+    """How a prompt reads chunks; prompts with equal options share reads.
 
-    promotes: whether what is found is kept in faster tiers. unpacks: see SharedChunk.
+    promotes: whether found chunks are kept in faster tiers. unpacks: see SharedChunk.
     """
 
     promotes: bool
@@ -36,7 +36,7 @@ class Way:
 
 
 class TierThreads:
-    """Threads for reading, of each tier its own."""
+    """A pool of reader threads for each tier."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self._pools = {
@@ -45,7 +45,7 @@ class TierThreads:
         }
 
     def submit(self, tier: str, work: Callable[[], T]) -> Future[T]:
-        """Have work done on a thread of a tier's; without one it comes to a StoreError."""
+        """Run work on a tier's thread; without a thread the future holds a StoreError."""
         try:
             return self._pools[tier].submit(work)
         except RuntimeError as error:  # closed meanwhile, or the system has no thread left
@@ -54,7 +54,7 @@ class TierThreads:
             return refused
 
     def close(self) -> None:
-        """Begin nothing more, and wait for what is under way."""
+        """Accept no more work, and wait for running work."""
         for pool in self._pools.values():
             pool.shutdown(wait=False, cancel_futures=True)
         for pool in self._pools.values():
@@ -62,10 +62,10 @@ class TierThreads:
 
 
 class Search:
-    """One chunk that is looked for, by as many as want it at the same time.
+    """A lookup of one chunk, shared by all that want it at the same time.
 
-    is_stale: whether the chunk was stored anew or evicted since the search began, so that nothing
-    of what it found is to be kept; written and read under the openings' lock.
+    is_stale: whether the chunk was replaced or evicted since the lookup began, so that its result
+    must not be kept; accessed under the openings' lock.
     """
 
     def __init__(self, key: KVKey, way: Way) -> None:
@@ -75,7 +75,7 @@ class Search:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether all waiters have cancelled."""
         return all(asker.cancelled() for asker in list(self.askers))
 
 
@@ -83,9 +83,9 @@ class Opener(Protocol):
     """Opens chunks in one tier."""
 
     def open_in(self, depth: int, search: Search) -> Found | None:
-        """Open a chunk in the tier at a depth, None where it is absent.
+        """Open a chunk in the tier with index ``depth``, None if it is absent.
 
-        Called on that tier's threads, which it may hold as long as the tier takes.
+        Called on that tier's threads, which it may block.
         """
 
 
@@ -103,7 +103,7 @@ class Opening:
         self._searches: dict[tuple[KVKey, Way], Search] = {}
 
     def begin(self, key: KVKey, way: Way) -> Future[Found]:
-        """Begin to look a chunk up, or join those who do; what is found is what they find."""
+        """Begin to look a chunk up, or join a running lookup."""
         asker: Future[Found] = Future()
         with self._lock:
             search = self._searches.get((key, way))
@@ -116,7 +116,7 @@ class Opening:
         return asker
 
     def part_with(self, keys: Sequence[KVKey], ways: Sequence[Way]) -> None:
-        """Let nobody join those who look for a chunk that is stored anew, or is to be no more."""
+        """Let no new reader join running lookups of a chunk that is replaced or evicted."""
         with self._lock:
             for key in keys:
                 for way in ways:
@@ -125,12 +125,12 @@ class Opening:
                         search.is_stale = True
 
     def is_current(self, search: Search) -> bool:
-        """Whether what a search finds may be kept, as far as is known now."""
+        """Whether the result of a lookup may be kept."""
         with self._lock:
             return not search.is_stale
 
     def _look(self, search: Search, depth: int) -> None:
-        """Go on with a search in the tier at ``depth``, or end it."""
+        """Continue a lookup in the tier with index ``depth``, or end it."""
         if depth == len(self._tiers):
             self._end_without(search)
             return
@@ -159,7 +159,7 @@ class Opening:
             self._look_for_relative(search, 0)
 
     def _look_for_relative(self, search: Search, depth: int) -> None:
-        """Ask the tiers behind ``depth`` for another model's KV of the chunk, each on its threads.
+        """Ask the tiers from ``depth`` on for another model's KV of the chunk, each on its threads.
 
         Tiers that cannot tell, and memory, are asked here: they answer at once.
         """
@@ -181,7 +181,7 @@ class Opening:
             self._look_for_relative(search, depth + 1)
 
     def _on_threads_of(self, tier: Tier, search: Search, work: Callable[[], None]) -> None:
-        """Have work done that goes on with a search; it ends whatever becomes of the work."""
+        """Run a step of a lookup on a tier's thread; a failure ends the lookup."""
 
         def see(done: Future[None]) -> None:
             error = StoreError("the store was closed") if done.cancelled() else done.exception()

@@ -1,4 +1,4 @@
-"""PackedKV: one chunk's keys and values as they are kept where each number takes a byte."""
+"""One chunk's keys and values with one byte per number, as they are stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PackedLayer:
     """One layer of a chunk, or some of its tokens.
 
     codes: (2, kv_heads, tokens, head_dim), keys before values. of_keys, of_values: exponents of
-    their scales, int8, each so that it fits them. dtype: of the numbers.
+    their scales, int8, in shapes that broadcast. dtype: of the numbers.
     """
 
     codes: Tensor
@@ -44,7 +44,7 @@ class PackedLayer:
         """Return keys and values, each (kv_heads, tokens, head_dim)."""
         return self.arrived(self.tensors)
 
-    # As a device is sent it, see Sendable
+    # As it is sent to a device, see Sendable
 
     @property
     def tokens(self) -> int:
@@ -53,12 +53,12 @@ class PackedLayer:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token once it is unpacked, which are more than its own and its scales'."""
+        """Bytes per token after unpacking, which exceed those of codes and scales."""
         return self.codes[:, :, 0].numel() * self.dtype.itemsize
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """What is to be copied."""
+        """The tensors to copy."""
         return self.codes, self.of_keys, self.of_values
 
     def cut(self, start: int, end: int) -> PackedLayer:
@@ -72,7 +72,7 @@ class PackedLayer:
 
     @property
     def arrived(self) -> Callable[[Sequence[Tensor]], tuple[Tensor, Tensor]]:
-        """What makes keys and values of its tensors where they are copied."""
+        """Return a function that makes keys and values of the copied tensors."""
         return partial(_unpacked_of, self.precision, self.dtype)
 
 
@@ -85,7 +85,7 @@ def _unpacked_of(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedKV:
-    """One chunk's KV, a byte a number.
+    """One chunk's KV, one byte per number.
 
     Args:
         codes: (layers, 2, kv_heads, tokens, head_dim), keys before values; each layer contiguous.
@@ -103,7 +103,7 @@ class PackedKV:
 
     @classmethod
     def of(cls, kv: ChunkKV, precision: Precision) -> PackedKV:
-        """Round a chunk's numbers to those that a precision other than ``native`` has."""
+        """Round a chunk's numbers to a precision other than ``native``."""
         packed = [pack(*layer, precision) for layer in zip(kv.keys, kv.values, strict=True)]
         codes, exponents = (torch.stack(parts) for parts in zip(*packed, strict=True))
         return cls(codes, exponents, kv.dtype, kv.position, kv.prior, precision)
@@ -158,9 +158,9 @@ LayerKV = tuple[Tensor, Tensor] | PackedLayer
 
 
 def packed(kv: ChunkKV, precision: Precision) -> StoredKV:
-    """Return a chunk as it is kept: packed where it, or what keeps it, has a precision.
+    """Return a chunk as it is stored: packed if it, or the store, has a precision.
 
-    What was rounded once has the same codes when it is packed anew.
+    Packing a chunk that was rounded before gives the same codes.
     """
     wanted = kv.precision if precision == "native" else precision
     return kv if wanted == "native" else PackedKV.of(kv, wanted)

@@ -1,10 +1,10 @@
-"""Precision: numbers of chunk KV in eight bits each, rounded once, when they are stored.
+"""Packs chunk KV into 8-bit numbers, rounded once when it is stored.
 
-``fp8`` is e4m3 with a scale a head, keys and values apart. ``int8`` has a scale a channel for keys,
-whose channels differ in size alike in all tokens, and a scale a token for values (Source: KIVI,
-arXiv 2402.02750). All scales are powers of two. So what is rounded is exact in the model's own
-type, and rounding it again changes nothing: a chunk has the same numbers whichever tier it comes
-from, and however often it has moved.
+``fp8`` is e4m3 with a scale per head, separate for keys and values. ``int8`` has a scale per
+channel for keys, whose channels differ in size alike in all tokens, and a scale per token for
+values (Source: KIVI, arXiv 2402.02750). All scales are powers of two. So rounded numbers are exact
+in the model's own type, and rounding them again changes nothing: a chunk has the same numbers in
+every tier, however often it was moved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LARGEST = {"fp8": 448.0, "int8": 127.0}
 _NAN = 0x7F
 _LEAST_EXPONENT, _MOST_EXPONENT = -120, 126
 _HEADROOM = 15 / 16
-"""Of a type's largest number: what is above is cut off, since rounding up would be infinite."""
+"""Share of a dtype's largest number at which values are clamped, since rounding up overflows."""
 
 
 def pack(keys: Tensor, values: Tensor, precision: Precision) -> tuple[Tensor, Tensor]:
@@ -59,7 +59,7 @@ def unpack(
 def unpack_parts(
     codes: Tensor, of_keys: Tensor, of_values: Tensor, precision: Precision, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """As unpack, of exponents that ``part`` returned."""
+    """As unpack, with exponents that ``part`` returned."""
     # Exact whatever it is computed in, but that float16 has no scale so small.
     working = torch.float32 if dtype == torch.float16 else dtype
     numbers = _numbers(codes, precision).to(working)
@@ -81,7 +81,7 @@ def part(exponents: Tensor, shape: torch.Size, precision: Precision) -> tuple[Te
 
 
 def are_finite(codes: Tensor, exponents: Tensor, precision: Precision, dtype: torch.dtype) -> bool:
-    """Whether what codes stand for are numbers of a type: neither NaN nor beyond it.
+    """Whether codes decode to finite numbers of a dtype.
 
     Raises nothing, whatever bytes they are; exponents are to be ``are_written`` ones.
     """
@@ -103,13 +103,13 @@ def are_finite(codes: Tensor, exponents: Tensor, precision: Precision, dtype: to
 
 
 def are_written(exponents: Tensor) -> bool:
-    """Whether exponents are such as ``pack`` returns."""
+    """Whether exponents are in the range that ``pack`` returns."""
     least, most = torch.aminmax(exponents)
     return int(least) >= _LEAST_EXPONENT and int(most) <= _MOST_EXPONENT
 
 
 def _magnitudes(codes: Tensor) -> Tensor:
-    """Return e4m3 numbers without their signs, as bytes, which are in the numbers' order."""
+    """Return e4m3 numbers without signs, as bytes, which have the same order."""
     return codes.view(torch.uint8).bitwise_and(0x7F)
 
 
@@ -119,7 +119,7 @@ def _scales_of(exponents: Tensor) -> Tensor:
 
 
 def _numbers(codes: Tensor, precision: Precision) -> Tensor:
-    """Return what codes stand for, without their scales, as numbers of any type that has them all.
+    """Return the numbers of codes without their scales, in a dtype that represents them exactly.
 
     On a CPU, PyTorch converts e4m3 one number after the other. Its exponent and mantissa are bits
     of a bfloat16, which counts its exponents from 120 further down.
@@ -151,13 +151,13 @@ def _shapes(codes: torch.Size, precision: Precision) -> tuple[torch.Size, torch.
 
 
 def _parts(kv: Tensor, precision: Precision) -> list[tuple[Tensor, tuple[int, ...]]]:
-    """Return keys and values, each with the axes along which a scale holds."""
+    """Return keys and values, each with the axes that share a scale."""
     axes = ((1, 2), (1, 2)) if precision == "fp8" else ((1,), (2,))
     return list(zip(kv, axes, strict=True))
 
 
 def _exponents(part: Tensor, axes: tuple[int, ...], precision: Precision) -> Tensor:
-    """Return the least exponents whose scales bring every number within reach."""
+    """Return the smallest exponents whose scales bring every number into range."""
     most = part.abs().amax(axes, keepdim=True) / _LARGEST[precision]
     mantissa, exponent = torch.frexp(most)
     exponent = exponent - (mantissa == 0.5).int()

@@ -1,4 +1,4 @@
-"""Brings chunks into the fastest tier in the background, before they are asked for."""
+"""Loads chunks into the fastest tier in the background, before they are requested."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from cacheblend_rag.kv.whole_chunks import WholeChunks
 
 PREFETCH_THREADS = 2
 ASKED_AT_ONCE = 64
-"""Chunks that tiers are asked for together before they are prefetched."""
+"""Chunks that are looked up together before they are prefetched."""
 
 
 class Prefetch:
-    """Loads chunks on threads of its own, as many as fit and as memory would keep.
+    """Loads chunks on its own threads, as many as fit and as memory would keep.
 
-    closing: set when the store is closed: nothing more is begun.
+    closing: set when the store is closed; then no new load begins.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Prefetch:
         self._pool = ThreadPoolExecutor(PREFETCH_THREADS, thread_name_prefix="kv-prefetch")
 
     def submit(self, work: Callable[[], object]) -> None:
-        """Have something done beside; nothing where the store is closed, or no thread is left."""
+        """Run work in the background; skipped if the store is closed or no thread is left."""
         with suppress(RuntimeError):
             self._pool.submit(work)
 
@@ -58,7 +58,7 @@ class Prefetch:
                 self.submit(partial(self._load, key))
 
     def close(self, *, cancel: bool = True) -> None:
-        """Begin nothing more, and wait for what is under way; cancel: without what only waits."""
+        """Begin no new loads, and wait for running ones; cancel: drop waiting ones."""
         self._pool.shutdown(wait=True, cancel_futures=cancel)
 
     def _load(self, key: KVKey) -> None:
@@ -68,7 +68,7 @@ class Prefetch:
                 self._chunks.get_many([key], promote=True)
 
     def _is_kept(self, key: KVKey, nbytes: int) -> bool:
-        """Whether memory that lacks a chunk would keep it; without memory there is none to ask."""
+        """Whether a memory tier without a chunk would keep it; True without memory tiers."""
         memory = [tier for tier in self._tiers if tier.keeps_found and not tier.durable]
         lacking = [tier for tier in memory if not tier.contains(key)]
         return not memory or any(tier.would_take(key, nbytes) for tier in lacking)

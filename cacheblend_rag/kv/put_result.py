@@ -1,4 +1,4 @@
-"""PutResult: whether a chunk was stored, and what failed where it was not."""
+"""The result of storing a chunk: whether it was stored, or what failed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from typing import Final
 from cacheblend_rag.reason import Reason, ReasonCode
 
 STORE_FULL: Final = Reason(ReasonCode.STORE_FULL, "store full")
-"""Why a chunk is not stored where no tier failed: none has, or makes, room for it."""
+"""The reason if no tier failed, but none has or makes room."""
 NOT_FINITE: Final = Reason(
     ReasonCode.NOT_FINITE, "its KV holds NaN or infinity, the model overflows"
 )
-"""Why a chunk is not stored though there was room: a model computed no numbers for it."""
+"""The reason if a model computed NaN or infinity for the chunk."""
 MOST_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What storing a chunk came to; true when a tier took it.
+    """The result of storing a chunk; true if a tier took it.
 
     Args:
         stored: whether a tier took it.
-        failure: the error that kept it from being stored, or, of a store with tiers that outlive
+        failure: the error that kept it from being stored, or, for a store with tiers that outlive
             the process, from being stored in any of those; "" when nothing failed.
-        is_finite: whether the KV holds numbers.
+        is_finite: whether the KV has neither NaN nor infinity.
     """
 
     stored: bool
@@ -37,7 +37,7 @@ class PutResult:
 
     @property
     def refusal(self) -> Reason | None:
-        """Why the chunk will not be found by later processes, in one line; None when it will."""
+        """Why later processes will not find the chunk, in one line; None if they will."""
         if not self.is_finite:
             return NOT_FINITE
         if self.failure:
@@ -46,14 +46,14 @@ class PutResult:
 
     @classmethod
     def of_tiers(cls, results: Sequence[tuple[bool, PutResult]]) -> PutResult:
-        """Return what putting a chunk into several tiers came to.
+        """Combine the results of several tiers.
 
         Args:
-            results: of each tier, whether it outlives the process, and what it said.
+            results: for each tier, whether it outlives the process, and its result.
 
         Returns:
-            Stored where any tier took it. A tier's failure counts unless another tier that
-            outlives the process took the chunk, or no tier outlives it and any took it.
+            Stored if any tier took it. A tier's failure counts unless another tier that outlives
+            the process took the chunk, or no tier outlives it and any took it.
         """
         lasting = [result for durable, result in results if durable]
         is_kept = any(lasting or [result for _, result in results])

@@ -1,4 +1,4 @@
-"""ChunkReader: a stored chunk whose head is known, and whose layers are read when asked for."""
+"""Reads the layers of a stored chunk whose head has been read."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from cacheblend_rag.kv.packed_kv import LayerKV, PackedKV, PackedLayer, StoredKV
 from cacheblend_rag.settings import Precision
 
 UNPACKED_BYTES = 1 << 20
-"""Numbers that are worth unpacking together, of a chunk in memory."""
+"""How many numbers of a chunk in memory to unpack together."""
 
 
 class LayersInMemory(Sequence[LayerKV]):
-    """Views of some layers of a chunk, each made when it is asked for.
+    """Views of some layers of a chunk, each created when it is accessed.
 
-    Not all at once: that is some hundred tensors a prompt, made while others wait for the
-    interpreter.
+    Creating all at once would be some hundred tensors per prompt, while other threads wait for the
+    interpreter lock.
     """
 
     def __init__(self, kv: StoredKV, first: int, last: int) -> None:
@@ -50,11 +50,11 @@ class LayersInMemory(Sequence[LayerKV]):
 
 
 class ChunkReader(ABC):
-    """One chunk as it stands in a tier. Safe to share between threads.
+    """One chunk in a tier. Safe to share between threads.
 
     shape: of keys and of values, (layers, kv_heads, tokens, head_dim). position, prior, precision:
-    see ChunkKV. written_at: when it was first stored. part: layers that are worth a read together.
-    in_memory: whether nothing is to be read.
+    see ChunkKV. written_at: when it was first stored. part: how many layers to read together.
+    in_memory: whether reading is unnecessary.
     """
 
     in_memory: ClassVar[bool] = False
@@ -74,7 +74,7 @@ class ChunkReader(ABC):
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer's numbers, as a prompt has them; 0 where they are there already."""
+        """Bytes of one layer's numbers in the prompt's form; 0 if they are in memory already."""
         _, kv_heads, tokens, head_dim = self.shape
         return 2 * kv_heads * tokens * head_dim * self.dtype.itemsize
 
@@ -87,7 +87,7 @@ class ChunkReader(ABC):
         return self.assembled(self.read(0, self.layers))
 
     def assembled(self, layers: Sequence[LayerKV]) -> StoredKV:
-        """Return the chunk of all its layers as they were read, which are copied side by side."""
+        """Return the whole chunk from its layers, which are copied into one buffer."""
         if isinstance(layers[0], PackedLayer):
             packed = cast("Sequence[PackedLayer]", layers)
             return PackedKV.joined(packed, self.position, self.prior)
@@ -111,7 +111,7 @@ class WholeReader(ChunkReader):
 
     @property
     def layer_bytes(self) -> int:
-        """Nothing, unless it is to be unpacked."""
+        """0, unless it must be unpacked."""
         return super().layer_bytes if isinstance(self.kv, PackedKV) else 0
 
     def read(self, first: int, last: int) -> Sequence[LayerKV]:
@@ -152,7 +152,7 @@ class RangeReader(ChunkReader):
         self.part = min(max(1, least // head.layer_bytes), head.layers)
 
     def read(self, first: int, last: int) -> list[LayerKV]:
-        """Read the layers as one range; raises OSError when the object is another by now, too."""
+        """Read the layers as one range; also raises OSError if the object was replaced."""
         raw = self._range(first, last)
         size = self._head.layer_bytes
         return [
@@ -161,7 +161,7 @@ class RangeReader(ChunkReader):
         ]
 
     def whole(self) -> StoredKV:
-        """As for any reader; the chunk is views of what is read, which is copied nowhere."""
+        """As for any reader; the chunk is views of the bytes read, without a copy."""
         return self._head.whole(self._range(0, self.layers))
 
     def _range(self, first: int, last: int) -> Tensor:
@@ -172,10 +172,10 @@ class RangeReader(ChunkReader):
 def open_ranges(
     key: KVKey, start: StoredBytes, read_range: ReadRange, *, least: int, seal: Mac = CHECKSUM
 ) -> ChunkReader:
-    """Open an object that is read by ranges.
+    """Return a reader of an object that is read by byte ranges.
 
     start: its first bytes, ``codec.HEAD_BYTES`` at least, or all it has. least: bytes that are
-    worth a read of their own. Raises as ``codec.decode``, and what ``read_range`` raises.
+    worth a separate read. Raises the errors of ``codec.decode`` and ``read_range``.
     """
     first, total, written_at = start.raw, start.total, start.written_at
 
@@ -195,7 +195,7 @@ def open_ranges(
 
 
 def _part_of(read_range: ReadRange, begin: int, end: int, total: int, written_at: float) -> Tensor:
-    """Read bytes of an object that began so; raises OSError when it is not the same any more."""
+    """Read bytes of an object with this beginning; raises OSError if it was replaced."""
     found = read_range(begin, end)
     if found is None or (found.total, found.written_at) != (total, written_at):
         raise OSError("the object was removed or replaced while it was read")

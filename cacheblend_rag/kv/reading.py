@@ -1,4 +1,4 @@
-"""Chunks that prompts are looking up or reading now: each once, for all that want it."""
+"""Shares running lookups and reads of chunks between prompts."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers import Tier
 
 FETCHED_AHEAD = 32
-"""Chunks read before they are taken, of all prompts on their way: memory beside the tiers'."""
+"""Chunks that all running prompts may read ahead; they take memory besides the tiers'."""
 ROOM_AHEAD_BYTES = 512 << 20
-"""Layers read before they are used, of all prompts on their way: memory beside the tiers'."""
+"""Bytes of layers that all running prompts may read ahead, besides the tiers' memory."""
 
 _KEEPING = [Way(True, unpacks) for unpacks in (True, False)]
 _WAYS = [*_KEEPING, *(Way(False, unpacks) for unpacks in (True, False))]
 
 
 class SharedReads:
-    """What all prompts read of a store's tiers.
+    """The reads of all prompts from a store's tiers.
 
-    No lock is held while a tier is asked: whoever stores or evicts a chunk meanwhile, in this tier
-    or another one, makes the search stale, and nothing of it is kept.
+    No lock is held while a tier is asked: storing or evicting a chunk meanwhile, in this tier or
+    another one, makes the lookup stale, and its result is not kept.
 
-    places: for heads that are read before they are handed out. room: bytes of layers that are.
+    places: slots for heads that are read ahead. room: bytes for layers that are read ahead.
     """
 
     def __init__(
@@ -48,26 +48,26 @@ class SharedReads:
         self._open: WeakValueDictionary[tuple[KVKey, Way], SharedChunk] = WeakValueDictionary()
 
     def begin_open(self, key: KVKey, way: Way) -> Future[Found]:
-        """Begin to look a chunk up, or join those who do."""
+        """Begin to look a chunk up, or join a running lookup."""
         if way.promotes:
             self.see([key])
         return self._opening.begin(key, way)
 
     def see(self, keys: Iterable[KVKey]) -> None:
-        """Tell all tiers what is asked for: the fastest have it, the others keep it, too."""
+        """Count accesses in all tiers, so that slower ones keep popular chunks, too."""
         seen = list(dict.fromkeys(keys))
         for tier in self._tiers:
             tier.see(seen)
 
     def begin_read(self, tier: str, work: Callable[[], Part]) -> Future[Part]:
-        """Have a part of a chunk read on threads of the tier that is named."""
+        """Read a part of a chunk on threads of the named tier."""
         return self._threads.submit(tier, work)
 
     @contextmanager
     def changing(self, key: KVKey) -> Iterator[None]:
-        """Around what stores or removes a chunk: nobody joins those who read what was there.
+        """Wrap a change of a chunk, so that new readers do not join reads of the old version.
 
-        Before it, and behind it once more: who looked meanwhile may have seen either.
+        Before the change and once more after it: a reader in between may have seen either version.
         """
         self._part_with(key)
         try:
@@ -76,7 +76,7 @@ class SharedReads:
             self._part_with(key)
 
     def open_in(self, depth: int, search: Search) -> Found | None:
-        """Open a chunk in one tier, or join those who read it there; None where it is not."""
+        """Open a chunk in one tier, or join its running read; None if it is absent."""
         tier, key, way = self._tiers[depth], search.key, search.way
         shared = self._open.get((key, way))
         if shared is not None and shared.failure is None and shared.tier == tier.name:
@@ -93,7 +93,7 @@ class SharedReads:
         return Found(self._shared(search, depth, opened), None)
 
     def _shared(self, search: Search, depth: int, reader: ChunkReader) -> SharedChunk:
-        """Return what prompts read a chunk through; what is kept of it is kept once it is whole."""
+        """Return the shared read of a chunk, which is kept in faster tiers once it is whole."""
         tier, above = self._tiers[depth], self._tiers[:depth]
         key, way = search.key, search.way
         if isinstance(reader, WholeReader):
@@ -113,7 +113,7 @@ class SharedReads:
                 unpacks=way.unpacks,
             )
         self._open[key, way] = shared
-        if not self._opening.is_current(search):  # looked at behind it: whoever comes now sees it
+        if not self._opening.is_current(search):  # after the insertion, which later changes see
             self._open.pop((key, way), None)
         return shared
 
@@ -124,7 +124,7 @@ class SharedReads:
                 keep_in(self._tiers[:depth], search.key, chunk)
 
     def _keep_read(self, key: KVKey, depth: int, reader: ChunkReader, kv: StoredKV) -> None:
-        """As _keep_found, for a chunk that was read by its layers."""
+        """As _keep_found, for a chunk that was read layer by layer."""
         with self._locks.tried(key) as is_held:
             read = [self._open.get((key, way)) for way in _KEEPING]
             is_current = any(shared is not None and shared.reader is reader for shared in read)
@@ -132,14 +132,14 @@ class SharedReads:
                 keep_in(self._tiers[:depth], key, StoredChunk(kv, reader.written_at))
 
     def _part_with(self, key: KVKey) -> None:
-        """Let nobody join those who read a chunk that is not the stored one any more."""
+        """Let no new reader join reads of a chunk that was replaced or evicted."""
         self._opening.part_with([key], _WAYS)
         for way in _WAYS:
             self._open.pop((key, way), None)
 
 
 def keep_in(tiers: Sequence[Tier], key: KVKey, chunk: StoredChunk) -> None:
-    """Keep a chunk that was found below these tiers in those that keep such."""
+    """Keep a chunk that was found in a slower tier in these tiers, except those that opt out."""
     for tier in tiers:
         if tier.keeps_found:
             tier.put(key, chunk)

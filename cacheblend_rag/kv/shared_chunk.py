@@ -1,4 +1,4 @@
-"""SharedChunk: a stored chunk while it is being read, by as many prompts as want it at once."""
+"""A stored chunk that several prompts read at the same time, each part once."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV, unpacked_layer
 from cacheblend_rag.kv.reader import ChunkReader, LayersInMemory
 
 PARTS_AT_ONCE = 16
-"""Most reads of one prompt, where reading is waiting: parts, and heads before them."""
+"""Most reads in flight per prompt if reading is waiting: heads first, then parts."""
 UNPACKED_AT_ONCE = 1
-"""Parts of chunks in memory that are unpacked for a prompt at once: it takes processors, on which
-the pass computes. Of 16, passes on two cores took a tenth to a half longer."""
+"""Most parts of chunks in memory that are unpacked for a prompt at once, since unpacking takes
+processors from the pass. With 16, passes on two cores took a tenth to a half longer."""
 
 Submit = Callable[[Callable[[], "Part"]], "Future[Part]"]
-"""Has work done on a thread of the store's."""
+"""Runs work on one of the store's threads."""
 
 
 class Part:
@@ -39,14 +39,14 @@ class Part:
 
 
 class SharedChunk:
-    """A chunk, each part of which is read once while anybody holds on to it.
+    """A chunk whose parts are each read once while any prompt uses it.
 
     reader: its head. tier: where it was found. read: reads layers first to last - 1; raises
-    StoreError. keep: is handed the whole chunk once all of it was read, on the store's threads;
-    without it nothing is held on to but what prompts hold. at_once: reads that a prompt has under
-    way before it begins to read ahead here. unpacks: whether layers are handed out as numbers of
-    the model's type, for which threads of the store's unpack what is stored in a byte; what is kept
-    stays packed. only_unpacks: whether nothing is read for that. failure: why it could not be read.
+    StoreError. keep: called with the whole chunk once all of it was read, on the store's threads;
+    without it, only prompts hold the parts. at_once: most reads in flight of a prompt for which it
+    reads ahead here. unpacks: whether layers are returned as numbers of the model's type, unpacked
+    on the store's threads; the kept chunk stays packed. only_unpacks: whether unpacking needs no
+    read. failure: why it could not be read.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class SharedChunk:
         self.only_unpacks = self._unpacks and reader.in_memory
         self.at_once = UNPACKED_AT_ONCE if self.only_unpacks else at_once
         self._read, self._keep = read, keep
-        self._lock = threading.RLock()  # what is cancelled under it ends under it
+        self._lock = threading.RLock()  # reentrant: cancelling a read runs its callbacks
         self._users = 0
         self._under_way: dict[int, Future[Part]] = {}
         self._held: WeakValueDictionary[int, Part] = WeakValueDictionary()
@@ -77,29 +77,29 @@ class SharedChunk:
         return layer - layer % self.reader.part
 
     def last_of(self, first: int) -> int:
-        """Return the layer behind the part that begins with ``first``."""
+        """Return the layer after the part that begins with ``first``."""
         return min(first + self.reader.part, self.reader.layers)
 
     def part_bytes(self, first: int) -> int:
-        """Return what reading a part, or unpacking it, takes, in bytes."""
+        """Return the memory for reading or unpacking a part, in bytes."""
         if self.reader.in_memory and not self._unpacks:
             return 0
         return (self.last_of(first) - first) * self.reader.layer_bytes
 
     def join(self) -> None:
-        """Be one of those who read it, until ``leave``."""
+        """Register a reader, until ``leave``."""
         with self._lock:
             self._users += 1
 
     def leave(self) -> None:
-        """Read no more of it; when nobody does, what has not begun is not read."""
+        """Unregister a reader; without readers, parts not begun are not read."""
         with self._lock:
             self._users -= 1
             for future in [] if self._users else list(self._under_way.values()):
                 future.cancel()
 
     def begin(self, first: int, submit: Submit) -> Future[Part]:
-        """Begin to read a part, unless it is there or somebody else is reading it."""
+        """Begin to read a part, unless it has been read or is being read."""
         with self._lock:
             if (there := self._there(first)) is not None:
                 return _done(there)
@@ -111,12 +111,12 @@ class SharedChunk:
         return future
 
     def _there(self, first: int) -> Part | None:
-        """Return a part as it is handed out, if it is there already."""
+        """Return a part in the form for readers, if it has been read."""
         held = self._held.get(first)
         return held if held is not None or self._unpacks else self._stored(first)
 
     def _stored(self, first: int) -> Part | None:
-        """Return a part as it is stored, if it needs no reading."""
+        """Return a part as stored, if no read is needed."""
         last = self.last_of(first)
         if self._whole is not None:
             return Part(first, LayersInMemory(self._whole, first, last))
@@ -125,7 +125,7 @@ class SharedChunk:
         return self._kept.get(first)
 
     def _read_part(self, first: int) -> Part:
-        if self.failure is not None:  # set aside by now: no use in asking for it
+        if self.failure is not None:  # quarantined by now: asking for it is useless
             raise self.failure
         with self._lock:
             stored = self._stored(first)
@@ -137,7 +137,7 @@ class SharedChunk:
         return part
 
     def _read_stored(self, first: int) -> Part:
-        """Read a part, and have the chunk kept if that was the last one."""
+        """Read a part; after the last one, hand the chunk to ``keep``."""
         try:
             part = Part(first, self._read(first, self.last_of(first)))
         except StoreError as error:
@@ -154,14 +154,14 @@ class SharedChunk:
         return part
 
     def _fail(self, error: StoreError) -> None:
-        """Note why it cannot be read: damage rather than that it was then gone for other parts."""
+        """Record why it cannot be read; damage takes precedence over a later absence."""
         with self._lock:
             is_cause = isinstance(error, DamagedChunkError | ForeignChunkError)
             if self.failure is None or is_cause:
                 self.failure = error
 
     def _assembled(self) -> StoredKV:
-        """Put all parts together, to be read from there from now on."""
+        """Join all parts; later reads use the joined chunk."""
         parts = [self._kept[first] for first in sorted(self._kept)]
         whole = self.reader.assembled([layer for part in parts for layer in part.layers])
         with self._lock:
@@ -176,7 +176,7 @@ class SharedChunk:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What looking a chunk up came to: the chunk, or the reason why there is none.
+    """The result of looking a chunk up: the chunk, or the reason why there is none.
 
     failed: name of the tier that could not be read, if that is the reason.
     """
@@ -187,7 +187,7 @@ class Found:
 
     @property
     def head(self) -> ChunkReader | None:
-        """What is known of the chunk before its layers are read."""
+        """The chunk's reader, with its head but without its layers; None on a miss."""
         return None if self.chunk is None else self.chunk.reader
 
     @property

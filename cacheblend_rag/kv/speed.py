@@ -1,4 +1,4 @@
-"""Speeds: how fast each tier was read lately."""
+"""Measures the recent read speed of each tier."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from cacheblend_rag.kv.timings import Estimate, Timings
 
 STALE_SECONDS = 60.0
-"""Older measurements say nothing any more: a tier that was slow is given another try."""
+"""Age at which measurements expire, so that a tier that was slow is tried again."""
 
 
 class Speeds:
     """Measurements of tiers, by name. May be used by several threads at once.
 
-    clock: says what time it is, in seconds.
+    clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -24,7 +24,7 @@ class Speeds:
         self._lock = threading.Lock()
 
     def record(self, tier: str, nbytes: int, seconds: float) -> None:
-        """Note what reading so many bytes of a tier at once took; nothing where none were."""
+        """Record the duration of a read; a read of no bytes is ignored."""
         if nbytes <= 0:
             return
         with self._lock:
@@ -32,7 +32,7 @@ class Speeds:
             reads.add(nbytes, max(seconds, 0.0))
 
     def of(self, tier: str) -> Estimate | None:
-        """Return how fast a tier was read lately, in bytes; None where that is not known."""
+        """Return the recent speed of a tier, in bytes; None if unknown."""
         with self._lock:
             reads = self._reads.get(tier)
             return None if reads is None else reads.estimate()

@@ -1,4 +1,4 @@
-"""TieredKVStore: chunk KV in several tiers, fastest first, looked up and stored as one."""
+"""The KV store: chunk KV in several tiers, fastest first, behind one interface."""
 
 from __future__ import annotations
 
@@ -42,28 +42,28 @@ READ_ONLY = Reason(
 class TieredKVStore:
     """Chunk KV under keys, over tiers from fastest to slowest. Safe to share between threads.
 
-    A get tries the tiers in order and keeps what it found lower down in the tiers before, a put
-    writes to all of them, but for tiers that say otherwise (``keeps_found``, ``takes_puts``). No
-    method that a request needs raises because of storage: damage, a full disk or a foreign file is
-    a miss or a failed put; and none lists a tier. Pins exempt a chunk from eviction by capacity and
-    by age: in a folder for all processes that share it, elsewhere in this process.
+    A get tries the tiers in order and copies a found chunk into the faster ones, a put writes to
+    all of them; tiers may opt out (``keeps_found``, ``takes_puts``). No method that a request needs
+    raises because of storage: damage, a full disk or a foreign file is a miss or a failed put; and
+    none lists a tier. Pins exempt a chunk from eviction by capacity and by age: a folder's pins
+    hold for all processes that share it, others in this process.
 
     Args:
         tiers: from fastest to slowest, each with a name of its own.
-        ttl_seconds: age since it was first stored at which a chunk is gone, None is never; a tier's
-            own policy may say less.
-        precision: to which the numbers of what is put are rounded, see kv/precision.py.
-        seal: what vouches for stored bytes, see kv/mac.py.
+        ttl_seconds: time after which a stored chunk expires, None is never; a tier's own policy
+            may set less.
+        precision: to which numbers are rounded when stored, see kv/precision.py.
+        seal: the MAC of stored bytes, see kv/mac.py.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
 
     Attributes:
         tiers, ttl_seconds, precision, seal: as given.
-        reads, prefetching: what prompts are reading now, and what is loaded ahead of them.
-        expiry, locks: what removes chunks past their time; chunks that somebody is at work on.
-        access_log: where it is noted what prompts ask for, or None.
-        speeds: how fast tiers were read lately, noted by whoever waits for them.
+        reads, prefetching: the running reads of prompts, and the loads ahead of them.
+        expiry, locks: removes expired chunks; the locks of chunks in use.
+        access_log: the log of chunks that prompts ask for, or None.
+        speeds: recent read speeds of tiers, measured by the readers.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class TieredKVStore:
         _stores.add(self)
 
     def _begin_threads(self) -> None:
-        """Make all that threads share, in a new store and in a process that was forked."""
+        """Create locks and threads, in a new store and in a forked process."""
         self.locks = KeyLocks()
         self._threads = TierThreads(self.tiers)
         self._closing = threading.Event()
@@ -103,9 +103,9 @@ class TieredKVStore:
         self.prefetching = Prefetch(self.tiers, self._chunks, self.locks, self._closing)
 
     def after_fork(self) -> None:
-        """Begin anew in a forked process; nothing there waits for threads of its parent's.
+        """Reset locks and threads in a forked process, which has none of its parent's threads.
 
-        Called by itself. What waits to be written, and what prompts read, is the parent's.
+        Called automatically. Queued writes and running reads stay with the parent.
         """
         for tier in self.tiers:
             tier.after_fork()
@@ -130,10 +130,10 @@ class TieredKVStore:
         Args:
             host_bytes: memory for chunk KV; None is without limit, 0 keeps nothing in memory.
             kv_path: folder shared between processes and runs; None keeps nothing on disk.
-            disk_bytes: room for chunk KV there; None is without limit.
-            ttl_seconds: age since it was first stored at which a chunk is gone, None is never.
-            read_only: whether the folder is only read; memory is used as ever.
-            precision: to which the numbers of what is put are rounded.
+            disk_bytes: capacity of the folder; None is without limit.
+            ttl_seconds: time after which a stored chunk expires, None is never.
+            read_only: whether the folder is read-only; memory is used as usual.
+            precision: to which the numbers of stored chunks are rounded.
 
         Raises:
             StoreError: when there is neither memory nor disk, or the folder is unusable.
@@ -147,12 +147,12 @@ class TieredKVStore:
 
         Args:
             config: where chunk KV is kept.
-            device: where the engine computes, which is where a device tier keeps it.
+            device: where the engine computes, and where a device tier keeps chunks.
 
         Raises:
             StoreError: when there is neither memory nor disk, a tier cannot be opened, or the
                 access log is no regular file.
-            MissingExtraError: when a tier's library is not there.
+            MissingExtraError: when a tier's library is not installed.
         """
         log = None if config.access_log is None else AccessLog(config.access_log)
         if log is not None:
@@ -168,14 +168,14 @@ class TieredKVStore:
         return store
 
     def follow(self, log: AccessLog) -> None:
-        """Note in ``log`` what prompts find here, and prefetch what it says most asked for."""
+        """Write found chunks to ``log``, and prefetch those that it shows as most requested."""
         self.access_log = log
         most_used = partial(log.most_used, self._closing.is_set)
         self.prefetching.submit(lambda: self.prefetching.begin(most_used()))
 
     @property
     def read_only(self) -> bool:
-        """Whether a tier is only read, so that nothing is stored or evicted for good."""
+        """Whether a tier is read-only, so that nothing is stored or evicted permanently."""
         return any(tier.policy.read_only for tier in self.tiers)
 
     def contains(self, key: KVKey) -> bool:
@@ -202,8 +202,7 @@ class TieredKVStore:
 
         Args:
             key: the chunk to read.
-            promote: keep a copy found lower down in the tiers before that keep such; without it
-                nothing is retained.
+            promote: copy a chunk found in a slower tier into faster ones that keep such chunks.
 
         Returns:
             The chunk and its tier, or the reason why there is none.
@@ -220,7 +219,7 @@ class TieredKVStore:
             promote: as for get.
 
         Returns:
-            A lookup a key.
+            One lookup per key.
         """
         wanted = list(keys)
         if promote:
@@ -238,20 +237,20 @@ class TieredKVStore:
         unpack: bool = True,
         threshold: Threshold | None = None,
     ) -> LayerSource:
-        """Begin to read chunks, to be taken layer by layer; returns at once.
+        """Begin to read chunks layer by layer; returns at once.
 
-        Whoever reads the same chunk at the same time reads it together.
+        Concurrent reads of the same chunk are shared.
 
         Args:
             keys: the chunks of one prompt.
             promote: as for get; a chunk is kept once all of its layers were read.
-            unpack: whether layers are handed out as numbers of the model's type; without it, those
-                of a chunk that is stored a byte a number are handed out as they are stored.
-            threshold: what has to be found of the prompt before any layer is read ahead; None reads
-                them as chunks are found.
+            unpack: whether layers are returned as numbers of the model's type; without it, those of
+                a chunk stored with one byte per number are returned as stored.
+            threshold: how much of the prompt must be found before any layer is read ahead; None
+                reads layers as chunks are found.
 
         Returns:
-            What hands the layers out; to be closed by whoever may not take them all.
+            The source of the layers; close it unless all are taken.
         """
         self.expiry.sweep_now_and_then()
         keys, found = list(keys), None
@@ -266,13 +265,14 @@ class TieredKVStore:
         Args:
             key: the name it is stored under.
             kv: the chunk KV; its tensors must not be written to afterwards.
-            written_at: when it was first stored, a Unix time; None, and what cannot be, is now.
+            written_at: when it was first stored, a Unix time; now for None and for impossible
+                times.
 
         Returns:
-            Whether any tier took it (it is true then), and what failed where that lost it.
+            A result that is true if any tier stored it, with the error otherwise.
 
         Raises:
-            ValueError: when the tensors are not as ChunkKV promises.
+            ValueError: when the tensors differ from ChunkKV's description.
         """
         self.expiry.sweep_now_and_then()
         kv.check_form()
@@ -283,13 +283,13 @@ class TieredKVStore:
             taken = PutResult.of_tiers(
                 [(tier.durable, tier.put(key, chunk)) for tier in self.tiers if tier.takes_puts]
             )
-        check()  # whether or not a tier has: what is asked for does not depend on the tiers
+        check()  # whether or not a tier has them: the counts do not depend on the tiers
         return taken
 
     def put_computed(self, key: KVKey, kv: ChunkKV) -> PutResult:
-        """Store what a model computed: as put, but NaN and infinity are refused, not an error.
+        """Store computed KV: as put, but NaN and infinity are refused instead of raising.
 
-        A model whose activations overflow in 16 bits computes such.
+        They occur in models whose activations overflow in 16 bits.
 
         Args:
             key: the name it is stored under.
@@ -307,7 +307,7 @@ class TieredKVStore:
         """Remove a chunk from all tiers, pinned or not; returns whether it was stored.
 
         Raises:
-            StoreError: when the store is read only: the chunk would come back.
+            StoreError: when the store is read-only: the chunk would come back.
         """
         self._check_writable()
         with self.locks.held(key), self.reads.changing(key):
@@ -315,7 +315,7 @@ class TieredKVStore:
         return any(evicted)
 
     def forget(self, keys: Iterable[KVKey]) -> None:
-        """Remove chunks from this process' memory alone: others have evicted them elsewhere.
+        """Remove chunks from this process's memory only: others have evicted them elsewhere.
 
         Args:
             keys: chunks, stored or not.
@@ -327,11 +327,11 @@ class TieredKVStore:
                         tier.evict(key)
 
     def release(self) -> int:
-        """Free the memory of this process that chunk KV takes; returns how many bytes.
+        """Free this process's memory of chunk KV; returns how many bytes.
 
-        What slower tiers hold stays there, and so does what waits to be written to them, which is
-        found until it is. Pinned chunks stay. What a prompt is reading is freed once it was read;
-        what is in no other tier is gone, as if it had been evicted.
+        Chunks in slower tiers stay there, and so do chunks that wait to be written to them, and
+        pinned chunks. A chunk that a prompt is reading is freed once it was read. Chunks in no
+        other tier are lost, as if they had been evicted.
         """
         return sum(tier.release() for tier in self.tiers)
 
@@ -346,7 +346,7 @@ class TieredKVStore:
         return sum(self.evict(key) for key in doomed)
 
     def evict_expired(self) -> int:
-        """Remove the copies past their time to live from all tiers; returns how many."""
+        """Remove expired copies from all tiers; returns how many."""
         return self.expiry.remove_all()
 
     def pin(self, *keys: KVKey) -> None:
@@ -368,7 +368,7 @@ class TieredKVStore:
         return set[KVKey]().union(*(tier.pinned() for tier in self.tiers))
 
     def promote(self, key: KVKey) -> bool:
-        """Bring a chunk into the fastest tier; returns whether it is there now."""
+        """Copy a chunk into the fastest tier; returns whether it is there now."""
         with self.locks.held(key):
             self._chunks.get_many([key], promote=True)
             return self.tiers[0].contains(key)
@@ -376,7 +376,7 @@ class TieredKVStore:
     def prefetch(self, keys: Iterable[KVKey]) -> None:
         """Start loading chunks into the fastest tier, as many as fit; returns at once.
 
-        A get for one of them waits for its load. What memory would turn away stays where it is.
+        A get for one of them waits for its load. Chunks that memory would turn away are not loaded.
         """
         self.prefetching.begin(keys)
 
@@ -385,7 +385,7 @@ class TieredKVStore:
         return list(self.entries())
 
     def entries(self) -> dict[KVKey, Entry]:
-        """Return what is known of each stored chunk, from the fastest tier that holds it."""
+        """Return the entry of each stored chunk, from the fastest tier that holds it."""
         return {
             key: entry
             for tier in reversed(self.tiers)
@@ -397,19 +397,19 @@ class TieredKVStore:
         """Return numbers by tier.
 
         Returns:
-            Under each tier's name: entries, bytes (None where it cannot be asked), capacity_bytes,
-            and this process's counts: see ``COUNTED`` in kv/tiers/counters.py.
+            Under each tier's name: entries, bytes (None if it cannot be asked), capacity_bytes, and
+            this process's counts: see ``COUNTED`` in kv/tiers/counters.py.
         """
         return {tier.name: tier.stats() for tier in self.tiers}
 
     def verify(
         self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None
     ) -> VerifyReport:
-        """Read every object in durable tiers through, after removing expired ones.
+        """Read and check every object in durable tiers, after removing expired ones.
 
         Args:
-            repair: quarantine what is damaged.
-            progress: called with objects done and in all.
+            repair: quarantine damaged objects.
+            progress: called with the number of objects done and the total.
 
         Returns:
             How many were read and expired, and which are damaged.
@@ -419,7 +419,7 @@ class TieredKVStore:
         return VerifyReport(checked, expired, damaged)
 
     def close(self) -> None:
-        """Stop reading ahead, write what waits for it and let go of memory.
+        """Stop reading ahead, write queued chunks and free memory.
 
         The store must not be used afterwards.
         """
@@ -445,7 +445,7 @@ _stores: WeakSet[TieredKVStore] = WeakSet()
 
 
 def _after_fork() -> None:
-    """Have the stores of a process that was forked work there."""
+    """Reset all stores in a forked process."""
     for store in list(_stores):
         store.after_fork()
 

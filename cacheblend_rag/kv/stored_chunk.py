@@ -1,4 +1,4 @@
-"""A stored chunk as tiers, the write queue and the store hand it to one another."""
+"""A stored chunk in the form that tiers, the write queue and the store exchange."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_rag.kv.packed_kv import StoredKV
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a tier knows of a stored chunk without reading it; times are Unix seconds."""
+    """A tier's record of a stored chunk, known without reading it; times are Unix seconds."""
 
     nbytes: int
     written_at: float
@@ -24,8 +24,8 @@ class Entry:
 class StoredChunk:
     """A chunk KV and when it was first written, which moving it between tiers does not change.
 
-    check: looks at the numbers, or does nothing where that was done, as when they were read. A tier
-    calls it before anyone can find the chunk there; whoever writes may do so beside it.
+    check: checks the numbers, or does nothing if that was done, as when they were read. A tier
+    calls it before the chunk can be found there; writing may run at the same time.
     """
 
     kv: StoredKV
@@ -34,16 +34,16 @@ class StoredChunk:
 
     @property
     def entry(self) -> Entry:
-        """What a tier would know of it, if it were written there now."""
+        """The entry that a tier would have if the chunk were written there now."""
         return Entry(self.kv.nbytes, self.written_at, self.written_at)
 
 
 Read = StoredChunk | StoreError | None
-"""What reading one of several chunks came to: there, unusable or out of reach, absent."""
+"""The result of reading one of several chunks: the chunk, an error, or None if absent."""
 
 
 def first_stored_at(told: float | None) -> float:
-    """Return when a chunk was first stored: as told, if that can be, else now."""
+    """Return when a chunk was first stored: the given time if it is possible, else now."""
     if told is None or not math.isfinite(told):
         return time.time()
     return max(told, 0.0)

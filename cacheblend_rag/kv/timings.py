@@ -1,4 +1,4 @@
-"""Timings: how long work of a size took lately, as medians that one bad measurement cannot move."""
+"""Estimates the duration of work from recent measurements, by medians that resist outliers."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from itertools import combinations
 from statistics import median
 
 KEPT = 5
-"""Measurements that count: the latest ones."""
+"""How many of the latest measurements count."""
 LEAST = 3
-"""Fewer measurements decide nothing: of three, one bad one does not move the median."""
+"""Least measurements for a decision: with three, one outlier does not move the median."""
 SIZES_APART = 2.0
-"""How many times larger the largest size must be than the smallest, to tell a fixed part."""
+"""Least ratio of the largest to the smallest size for separating a fixed part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """How long work takes, by what was measured.
+    """An estimated duration of work.
 
     Args:
-        latency: seconds that it takes whatever its size.
-        units_per_second: how much of it is done in a second beyond that.
-        spread: how far the measurements lie from this estimate, as a share of it, in the median.
+        latency: fixed seconds, whatever the size.
+        units_per_second: rate beyond that.
+        spread: median distance of the measurements from the estimate, as a share of it.
         count: how many measurements there are.
     """
 
@@ -35,20 +35,20 @@ class Estimate:
 
     @property
     def is_known(self) -> bool:
-        """Whether there are enough measurements to decide by."""
+        """Whether there are enough measurements for a decision."""
         return self.count >= LEAST
 
     def seconds(self, units: float) -> float:
-        """Return how long so much work takes."""
+        """Return the estimated seconds for so much work."""
         return self.latency + units / self.units_per_second
 
 
 class Timings:
-    """The latest measurements of one kind of work. To be locked by whoever shares it.
+    """The latest measurements of one kind of work. Not thread-safe.
 
     Args:
-        keep_seconds: age at which a measurement does not count any more.
-        clock: says what time it is, in seconds.
+        keep_seconds: age at which a measurement expires.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, keep_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,11 +56,11 @@ class Timings:
         self._measured: deque[tuple[float, float, float]] = deque(maxlen=KEPT)
 
     def add(self, units: float, seconds: float) -> None:
-        """Note that so much work, above 0, took so long."""
+        """Record the seconds of an amount of work above 0."""
         self._measured.append((self._clock(), units, seconds))
 
     def estimate(self) -> Estimate | None:
-        """Return what the measurements say; None where all are too old, or there are none."""
+        """Return the estimate; None without recent measurements."""
         oldest = self._clock() - self._keep_seconds
         recent = [(units, seconds) for at, units, seconds in self._measured if at >= oldest]
         if not recent:

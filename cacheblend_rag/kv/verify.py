@@ -1,4 +1,4 @@
-"""Reads stored chunks through and reports those that cannot be used."""
+"""Checks stored chunks and reports those that cannot be used."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cacheblend_rag.report import code_of
 def unreadable(store: TieredKVStore, keys: Iterable[KVKey]) -> Iterator[tuple[KVKey, Reason]]:
     """Read chunks one by one, and yield those that stay in the store though they cannot be read.
 
-    What is damaged is set aside when it is read, so it is not stored any more and not yielded.
+    Damaged chunks are quarantined when they are read, so they are not yielded.
 
     Args:
         store: where they are read.

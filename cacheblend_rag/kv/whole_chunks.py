@@ -17,25 +17,25 @@ from cacheblend_rag.kv.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class Got:
-    """What reading a chunk came to: what its tier has, or why there is nothing."""
+    """The result of reading a chunk: the tier's chunk, or the reason of a miss."""
 
     chunk: StoredChunk | None
     told: Lookup
 
     @property
     def lookup(self) -> Lookup:
-        """The same with the chunk's numbers, for whoever asked."""
+        """The same with the chunk unpacked."""
         return self.told if self.chunk is None else replace(self.told, kv=unpacked(self.chunk.kv))
 
 
 class WholeChunks:
-    """Asks each tier once for all that the tiers before it lack."""
+    """Asks each tier once for all chunks that the tiers before it lack."""
 
     def __init__(self, tiers: Sequence[Tier], expiry: Expiry) -> None:
         self._tiers, self._expiry = tiers, expiry
 
     def held(self, keys: Iterable[KVKey]) -> dict[KVKey, Entry]:
-        """Return what is known of those chunks that are stored."""
+        """Return the entries of those chunks that are stored."""
         missing, held = list(dict.fromkeys(keys)), dict[KVKey, Entry]()
         for tier in self._tiers:
             for key, entry in zip(missing, tier.entry_many(missing), strict=True):
@@ -47,7 +47,7 @@ class WholeChunks:
     def get_many(self, keys: Iterable[KVKey], *, promote: bool) -> dict[KVKey, Got]:
         """Read chunks, under their locks.
 
-        promote: whether what is found is kept in the tiers before.
+        promote: whether found chunks are kept in faster tiers.
         """
         found = dict.fromkeys(keys, Got(None, Lookup.missed("not stored")))
         for depth, tier in enumerate(self._tiers):
@@ -64,7 +64,7 @@ class WholeChunks:
         return found
 
     def _read(self, tier: Tier, keys: Sequence[KVKey]) -> list[Read]:
-        """Read chunks of one tier that are not past their time to live."""
+        """Read chunks of one tier that are not expired."""
         gone = self._expiry.remove_from(tier, keys)
         read = iter(tier.get_many([key for key in keys if key not in gone]))
         return [

@@ -1,4 +1,4 @@
-"""Write-behind queue: chunks wait here until a thread writes them to their tier."""
+"""A write-behind queue, from which a thread writes chunks to a tier."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cacheblend_rag.kv.stored_chunk import StoredChunk
 logger = logging.getLogger(__name__)
 
 ROOM_BYTES = 256 << 20
-"""What may wait at most, and so what is lost at most where the process is killed."""
+"""Limit of the queue in bytes, and so of the loss if the process is killed."""
 DRAIN_SECONDS = 60.0
 
 
@@ -44,10 +44,10 @@ class WriteQueue:
             return len(self._waiting) + (self._in_hand is not None)
 
     def add(self, key: KVKey, chunk: StoredChunk) -> str | None:
-        """Have a chunk written soon; returns why it will not be, None when it will.
+        """Queue a chunk; returns why it was not queued, None if it was.
 
-        A chunk larger than all the room is taken when nothing else waits. Where no thread can be
-        started the chunk is not taken, and the next one is tried with a thread again.
+        A chunk larger than the limit is accepted if nothing else waits. If no thread can be
+        started, the chunk is not queued, and the next one tries to start a thread again.
         """
         chunk = replace(chunk, kv=compact(chunk.kv))
         with self._changed:
@@ -56,21 +56,21 @@ class WriteQueue:
             if not self._is_open:
                 return "the store is closed"
             if self._nbytes and nbytes > self._room_bytes:
-                return "too much waits to be written"
+                return "the write queue is full"
             if self._thread is None and (refusal := self._start()) is not None:
                 return refusal
             self._waiting[key], self._nbytes = chunk, nbytes
         return None
 
     def _start(self) -> str | None:
-        """Start the thread, under the lock, which it waits for; returns why it cannot be."""
+        """Start the thread, under the lock; returns why it cannot be started."""
         thread = threading.Thread(target=self._run, name=f"kv-write-{self._name}")
         try:
             thread.start()
         except RuntimeError as error:
             return f"no thread to write it: {error}"
         finally:
-            if thread.ident is not None:  # also where the wait for its start was interrupted
+            if thread.ident is not None:  # also if the wait for its start was interrupted
                 self._thread = thread
         return None
 
@@ -80,15 +80,15 @@ class WriteQueue:
             return self._get(key)
 
     def keys(self) -> list[KVKey]:
-        """Return the keys of what is not written yet."""
+        """Return the keys of chunks that are not written yet."""
         with self._changed:
             in_hand = [self._in_hand[0]] if self._in_hand else []
             return list(dict.fromkeys([*in_hand, *self._waiting]))
 
     def take_back(self, key: KVKey) -> bool:
-        """Never write a chunk that waits; returns whether one did.
+        """Remove a chunk from the queue; returns whether it was there.
 
-        Waits for one that is just being written: what is then removed is removed for good.
+        Waits if the chunk is just being written, so that a later removal from the tier is final.
         """
         with self._changed:
             older = self._waiting.pop(key, None)
@@ -97,9 +97,9 @@ class WriteQueue:
         return older is not None
 
     def close(self, seconds: float = DRAIN_SECONDS) -> tuple[int, int]:
-        """Take no more, and wait so long for what is left to be written.
+        """Accept no more chunks, and wait at most so long for the queue to be written.
 
-        Returns the chunks and bytes that never will be.
+        Returns the number and bytes of chunks that were lost.
         """
         with self._changed:
             self._is_open = False
@@ -117,7 +117,7 @@ class WriteQueue:
         while (taken := self._take()) is not None:
             try:
                 self._write(*taken)
-            except BaseException:  # of one chunk: the thread goes on to the others
+            except BaseException:  # of one chunk: the thread continues with the others
                 logger.exception("%s tier: %s is not stored", self._name, taken[0])
             finally:
                 self._put_down(taken[1])
@@ -125,7 +125,7 @@ class WriteQueue:
     def _take(self) -> tuple[KVKey, StoredChunk] | None:
         with self._changed:
             if self._thread is not threading.current_thread():
-                return None  # its start was interrupted: another one is begun, or will be
+                return None  # its start was interrupted: another thread has started, or will
             if not self._waiting:
                 self._thread = None
                 self._changed.notify_all()

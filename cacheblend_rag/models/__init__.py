@@ -1,7 +1,7 @@
-"""What a model's name stands for: bundled, packaged, a GGUF file, a folder or a hub name.
+"""Names of models: bundled, packaged, a GGUF file, a folder or a hub name.
 
-``resolve`` turns any of them into what transformers and vLLM load, ``public_name`` into what
-reports and servers call the model. ``packaged`` lists the models that a command fetches.
+``resolve`` returns the folder or hub name that transformers and vLLM load, ``public_name`` the name
+in reports and servers. ``packaged`` lists the models that a command fetches.
 """
 
 from cacheblend_rag.models.names import (

@@ -1,4 +1,4 @@
-"""All models that have a name here: bundled, packaged, and GGUF files that were converted."""
+"""Lists the bundled model, the packaged models, and converted GGUF files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cacheblend_rag.models.names import DEMO_FOLDER, DEMO_MODEL
 
 @dataclass(frozen=True)
 class KnownModel:
-    """A model that has a name here.
+    """A bundled, packaged or converted model.
 
-    kind: bundled, packaged or gguf. source: what it is made from. nbytes: of its folder; None where
-    it was not fetched, as ``folder`` is. licence: None where it is not known.
+    kind: bundled, packaged or gguf. source: the package or file it comes from. nbytes: of its
+    folder; None if it was not fetched, like ``folder``. licence: None if unknown.
     """
 
     name: str
@@ -28,17 +28,17 @@ class KnownModel:
     folder: Path | None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values."""
+        """Return plain JSON values."""
         return {**asdict(self), "folder": self.folder and str(self.folder)}
 
 
 def all_models() -> list[KnownModel]:
-    """Return the bundled model, the packaged ones, and what was converted."""
+    """Return the bundled model, the packaged ones, and the converted ones."""
     return [_bundled(), *map(_packaged, packaged.MODELS.values()), *_from_files()]
 
 
 def remove(name: str) -> int:
-    """Remove converted models of that name or folder; return the bytes that are free again.
+    """Remove converted models of that name or folder; return the freed bytes.
 
     Raises ModelLoadError when there is none.
     """
@@ -50,7 +50,7 @@ def remove(name: str) -> int:
         if model.folder is not None and name in {model.name, str(model.folder)}
     }
     if not folders:
-        raise ModelLoadError(f"no model called {name!r} is here to remove: see models ls")
+        raise ModelLoadError(f"there is no converted model called {name!r}: see `models ls`")
     return sum(converted.remove(folder) for folder in folders)
 
 

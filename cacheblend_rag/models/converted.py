@@ -1,7 +1,7 @@
-"""The folder of converted models: where it is, and how a model gets into it once.
+"""The folder of converted models, to which each model is written once.
 
-A conversion is written under a temporary name, holding a lock, and renamed when it is whole, so
-that processes that need the same model at the same time make it once and never see half of it.
+A conversion is written under a temporary name, under a lock, and renamed when it is complete, so
+that concurrent processes convert a model once and never see an incomplete one.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from cacheblend_rag.errors import ModelLoadError, first_line
 VARIABLE = "CACHEBLEND_MODELS"
 RECORD = "cacheblend.json"
 FORMAT = 1
-"""Of the conversion; folders of another one are not used."""
+"""The version of the conversion; folders of another version are not used."""
 
 
 @dataclass(frozen=True)
 class FileState:
-    """Tells whether a file is the one that was read: its path, size and time of change."""
+    """A file's path, size and modification time, to recognize it without reading it again."""
 
     path: str
     size: int
@@ -41,9 +41,9 @@ class FileState:
 
 @dataclass(frozen=True)
 class Record:
-    """What is noted in a converted model's folder.
+    """The record in a converted model's folder.
 
-    name: what reports call the model. source: the package or file that it was made from. files:
+    name: of the model in reports. source: the package or file that it was made from. files:
     states of files known to have this content.
     """
 
@@ -56,7 +56,7 @@ class Record:
 def models_folder() -> Path:
     """Return the folder of converted models.
 
-    It is CACHEBLEND_MODELS where that is set, else ``cacheblend-rag/models`` in the user's cache
+    It is CACHEBLEND_MODELS if that is set, else ``cacheblend-rag/models`` in the user's cache
     directory (XDG_CACHE_HOME, ``~/.cache`` by default).
     """
     if named := os.environ.get(VARIABLE):
@@ -88,9 +88,9 @@ def converted_models() -> Iterator[tuple[Path, Record]]:
 
 
 def make_once(folder: Path, record: Record, write: Callable[[Path], None]) -> Path:
-    """Return ``folder``, which ``write`` fills the first time.
+    """Return ``folder``, after ``write`` has filled it the first time.
 
-    write: gets an empty folder; what it raises is raised as it is, and nothing is left then.
+    write: gets an empty folder; its errors propagate, and the folder is then removed.
     Raises ModelLoadError when the folder of converted models cannot be used.
     """
     if folder.is_dir():
@@ -113,7 +113,7 @@ def make_once(folder: Path, record: Record, write: Callable[[Path], None]) -> Pa
 
 
 def add_file(folder: Path, state: FileState) -> None:
-    """Note that a file has the content that a converted model was made from."""
+    """Record that a file has the content that a converted model was made from."""
     with _locked(folder), _usable(folder):
         record = read_record(folder)
         if record is None or state in record.files:
@@ -123,7 +123,7 @@ def add_file(folder: Path, state: FileState) -> None:
 
 
 def remove(folder: Path) -> int:
-    """Remove a converted model; return the bytes that are free again.
+    """Remove a converted model; return the freed bytes.
 
     Raises ModelLoadError when it cannot be removed.
     """
@@ -131,19 +131,19 @@ def remove(folder: Path) -> int:
         freed = size_of(folder)
         removed = folder.with_name(f".{folder.name}.removed")
         shutil.rmtree(removed, ignore_errors=True)
-        folder.rename(removed)  # at once for whoever looks it up
+        folder.rename(removed)  # so that other processes no longer find it
         shutil.rmtree(removed, ignore_errors=True)
     return freed
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of a folder's files."""
+    """Return the total size of a folder's files."""
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from changing a converted model meanwhile."""
+    """Lock a converted model against changes by other processes."""
     lock = FileLock(folder.with_name(f".{folder.name}.lock"))
     with _usable(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _usable(folder: Path) -> Iterator[None]:
-    """Blame the folder of converted models for files in it that cannot be written."""
+    """Turn an OSError into a ModelLoadError that names the folder of converted models."""
     try:
         yield
     except OSError as error:
@@ -174,7 +174,7 @@ def _write_record(folder: Path, record: Record) -> None:
 
 
 def _flush(folder: Path) -> None:
-    """Bring a folder's files to the disk, so that a renamed folder is whole after a power cut."""
+    """Sync a folder's files to disk, so that a renamed folder is complete after a power cut."""
     for file in folder.iterdir():
         with file.open("rb") as opened:
             os.fsync(opened.fileno())

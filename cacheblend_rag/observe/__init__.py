@@ -1,1 +1,1 @@
-"""Observe: what is here, what is stored, what a request did; it changes nothing."""
+"""Diagnoses models, devices and servers, and interprets reports; changes nothing."""

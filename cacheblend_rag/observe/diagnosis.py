@@ -1,4 +1,4 @@
-"""Diagnosis: what is here, what can be blended, what is missing; as plain JSON values."""
+"""Diagnoses versions, devices, extras and models, as plain JSON values."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def examine_versions() -> dict[str, str | None]:
 
 
 def examine_devices() -> list[dict[str, Any]]:
-    """Return what models can run on here, the CPU first."""
+    """Return the devices that models can run on, the CPU first."""
     import torch
 
     devices: list[dict[str, Any]] = [{"device": "cpu", "threads": torch.get_num_threads()}]
@@ -49,7 +49,7 @@ def examine_devices() -> list[dict[str, Any]]:
 def examine_model(name: str, device: str | None) -> dict[str, Any]:
     """Load a model; ``problem`` and ``problem_code`` say why it cannot be blended, or are None.
 
-    name: as open_engine takes it. Raises ModelLoadError and what else loading it raises.
+    name: as for open_engine. Raises ModelLoadError and other errors of loading.
     """
     from cacheblend_rag.engines.transformers import TransformersEngine
 

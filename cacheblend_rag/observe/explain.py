@@ -1,4 +1,4 @@
-"""Explain: what a request's report means."""
+"""Interprets a request's report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from cacheblend_rag.report import BlendReport
 
 
 def keeps_context(report: BlendReport) -> bool:
-    """Whether nothing was recomputed on purpose: each chunk's KV knows its own document."""
+    """Whether nothing was recomputed on purpose, since each chunk's KV holds its document."""
     why = report.selector_reason
     return why is not None and why.code is ReasonCode.CONTEXT_KEPT

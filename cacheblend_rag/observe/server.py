@@ -1,4 +1,4 @@
-"""A server seen from outside: whether it answers, and whether it blends."""
+"""Asks a server whether it answers and whether it blends."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NOT_TOLD = ("active", "refusal", "identity", "store", "vllm", "cacheblend_rag", 
 
 
 def examine_server(url: str, model: str | None, namespace: str) -> dict[str, Any]:
-    """Return what is to be said of the server at ``url``; ``problem`` says why it will not blend.
+    """Return facts about the server at ``url``; ``problem`` says why it does not blend.
 
-    model: whose tokenizer must be the server's; None leaves that open. namespace: the one that is
-    asked about; servers tell theirs as a hash only. Raises EngineUnavailableError and what else
-    asking a server raises.
+    model: its tokenizer must equal the server's; None skips that check. namespace: the expected
+    one; servers report only a hash of theirs. Raises EngineUnavailableError and other errors of a
+    request.
     """
     from cacheblend_rag.engines.vllm.connection import ServerConnection
 
@@ -59,7 +59,7 @@ async def _ask(connection: Any, model: str | None, namespace: str) -> dict[str, 
 
 
 def namespace_name(told: str, asked: str) -> str:
-    """Return the namespace ``asked`` about where it is the one of the hash that a server told."""
+    """Return the namespace ``asked`` if the server's hash is its hash, else a note."""
     if told == namespace_id(asked):
         return asked
     return told and f"not {asked!r} but another, {told}"

@@ -1,4 +1,4 @@
-"""JSON schema of all settings, and the page of docs/ that is made of it."""
+"""Builds the JSON schema of all settings, and the page of docs/ from it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ HEAD = """# Settings
 
 After this page you can look up every setting, its type and its default.
 
-`cacheblend-rag settings > docs/settings.md` makes this page, `cacheblend-rag settings --json` the
-JSON schema of the same, for editors and for checking files. What a setting does for you is told
-where it is used: [requests](concepts.md), [engines](engine.md), [stores](storage.md),
-[tiers](tiers.md), [vLLM](vllm.md). Sizes and times may be texts with a unit: `8GiB`, `12h`.
-Settings are frozen: `with_changes(...)` returns a copy, checked again.
+`cacheblend-rag settings > docs/settings.md` writes this page, `cacheblend-rag settings --json`
+prints the JSON schema, for editors and for validating files. These pages describe how to use the
+settings: [requests](concepts.md), [engines](engine.md), [stores](storage.md), [tiers](tiers.md),
+[vLLM](vllm.md). Sizes and times may be texts with a unit: `8GiB`, `12h`. Settings are frozen:
+`with_changes(...)` returns a validated copy.
 """
 _TYPES = {"string": "text", "null": "none", "object": "named values"}
 
@@ -49,7 +49,7 @@ def settings_schema() -> dict[str, Any]:
 
 
 def settings_page() -> str:
-    """Return the settings as a page of Markdown, a table a model."""
+    """Return the settings as a page of Markdown, one table per model."""
     models = settings_schema()["$defs"]
     parts = (
         _section(f"{of}: `{kind.__name__}`", models[kind.__name__]) for kind, of in MODELS.items()
@@ -71,7 +71,7 @@ def _line(text: str) -> str:
 
 
 def _type(field: Mapping[str, Any]) -> str:
-    """Return in words what a field of a JSON schema holds."""
+    """Return the type of a field of a JSON schema in words."""
     if "anyOf" in field:
         return " or ".join(dict.fromkeys(_type(one) for one in field["anyOf"]))
     if "$ref" in field:

@@ -1,1 +1,1 @@
-"""Around the blend pass: lead-ins, index-time passes, and the pass that fuses a prompt's chunks."""
+"""Lead-ins, precomputing of chunks, and the blending of a prompt with stored chunks."""

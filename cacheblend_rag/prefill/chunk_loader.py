@@ -29,7 +29,7 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.report import MissReason
 
 WAIT_SECONDS = 0.001
-"""How long a step waits for a layer before others have their turn."""
+"""How long a step waits for a layer before other work may run."""
 
 
 def begin_reading(
@@ -40,7 +40,7 @@ def begin_reading(
     promote: bool = True,
     threshold: Threshold | None = None,
 ) -> LayerSource:
-    """Begin to read chunks for a pass; what its device unpacks itself stays packed.
+    """Begin to read chunks for a pass; they stay packed if its device unpacks them.
 
     promote, threshold: see ``TieredKVStore.fetch``.
     """
@@ -49,11 +49,11 @@ def begin_reading(
 
 
 class LostChunkError(Exception):
-    """A chunk turned out unreadable on its way: the pass is to start anew, without it."""
+    """A chunk turned out to be unreadable: the pass must start again without it."""
 
 
 class Place(NamedTuple):
-    """Where a chunk, or a run of its tokens, is to be laid; see LaidChunk."""
+    """The destination of a chunk, or a run of its tokens; see LaidChunk."""
 
     start: int
     end: int
@@ -63,11 +63,11 @@ class Place(NamedTuple):
 
 @dataclass
 class LaidChunk:
-    """A chunk, or a run of its tokens, to be laid at positions [start, end).
+    """A chunk, or a run of its tokens, to copy to positions [start, end).
 
-    skip, beyond: tokens of the chunk before and behind the run, whose KV is left out. tier, reason:
-    where it was found, why it is a miss on this rank, if so. is_used: whether all ranks have it.
-    turn: what moves its keys, None where they were computed at these positions.
+    skip, beyond: tokens of the chunk before and after the run, whose KV is left out. tier, reason:
+    where it was found, or why it is a miss on this rank. is_used: whether all ranks have it.
+    turn: the rotation of its keys, None if they were computed at these positions.
     """
 
     start: int
@@ -87,11 +87,11 @@ class LaidChunk:
 
     @property
     def whole_start(self) -> int:
-        """Position of the stored chunk's first token, if it were laid."""
+        """Position of the stored chunk's first token, if it were copied."""
         return self.start - self.skip
 
     def part(self, kv: LayerKV) -> Sendable:
-        """Return what is laid of one layer of the chunk, not copied."""
+        """Return the run's part of one layer of the chunk, not copied."""
         part = kv if isinstance(kv, PackedLayer) else Numbers(*kv)
         if not self.skip and not self.beyond:
             return part
@@ -99,13 +99,13 @@ class LaidChunk:
 
 
 class ChunkLoader:
-    """Lays chunks into the buffer of a pass, all ranks alike.
+    """Copies chunks into the buffer of a pass, the same on all ranks.
 
-    places: where they stand, in the order in which ``source`` hands them out. fused: the buffer,
-    once ``into`` has named it; finding chunks needs none.
+    places: their destinations, in the order of ``source``. fused: the buffer, set by ``into``;
+    finding chunks needs none.
 
-    On a GPU a layer is copied beside the pass's work, which waits for it on the device; while a
-    layer is computed the next one is on its way, once it is read.
+    On a GPU a layer is copied on the copy stream, and the compute stream waits for it; while a
+    layer is computed, the next one is copied if it has been read.
     """
 
     fused: FusedKV
@@ -121,12 +121,12 @@ class ChunkLoader:
         self._free: Event | None = None
 
     def into(self, fused: FusedKV) -> Self:
-        """Say which buffer chunks are laid into; returns this."""
+        """Set the buffer that chunks are copied into; returns this object."""
         self.fused = fused
         return self
 
     def heads(self) -> Steps[None]:
-        """Find out which chunks all ranks have; yields after each, and waits for them."""
+        """Find out which chunks all ranks have; yields after each, and while waiting."""
         for chunk in self.chunks:
             self._take(chunk, self.source.take())
             yield
@@ -145,14 +145,14 @@ class ChunkLoader:
             chunk.turn = self.stack.rotation(chunk.whole_start - head.position)
 
     def _agree(self, sound: Sequence[bool]) -> None:
-        """Use the chunks that are sound on all ranks."""
+        """Use the chunks that all ranks can read."""
         agreed = on_all_ranks(self.stack, sound)
         for chunk, is_used in zip(self.chunks, agreed, strict=True):
             chunk.is_used = is_used
         self.source.keep(agreed)
 
     def leave_out(self, unwanted: Sequence[LaidChunk]) -> None:
-        """Leave out chunks that are computed sooner than loaded, the same on all ranks."""
+        """Drop chunks that are computed faster than loaded, the same on all ranks."""
         for chunk in unwanted:
             chunk.reason = "slow"
         self._agree_without(unwanted)
@@ -162,9 +162,9 @@ class ChunkLoader:
         self._agree([chunk.is_used and id(chunk) not in left for chunk in self.chunks])
 
     def lay(self, layer: int) -> Steps[None]:
-        """Lay one layer of all chunks in, unless it is there; yields while it is waited for.
+        """Copy one layer of all chunks into the buffer, once; yields while it waits for it.
 
-        Raises LostChunkError, on all ranks alike, when a chunk cannot be read any more.
+        Raises LostChunkError, on all ranks, when a chunk cannot be read any more.
         """
         used = [chunk for chunk in self.chunks if chunk.is_used]
         if layer in self._laid or not used:
@@ -179,7 +179,7 @@ class ChunkLoader:
         self._laid.add(layer)
 
     def _layer(self, layer: int, used: Sequence[LaidChunk]) -> Steps[list[LayerKV]]:
-        """Wait for one layer of all chunks, which all ranks then have."""
+        """Wait until all ranks have one layer of all chunks."""
         started = time.perf_counter()
         if self._parts is None:
             self.source.want(layer)
@@ -206,7 +206,7 @@ class ChunkLoader:
     def _is_sent(
         self, layer: int, used: Sequence[LaidChunk], parts: Sequence[LayerKV | StoreError]
     ) -> bool:
-        """Whether the host has nothing left to do for a layer but to lay it, or have it awaited."""
+        """Whether a layer is ready on the host, or its copy to the device is queued."""
         sound = [part for part in parts if not isinstance(part, StoreError)]
         if self._buffers is None or len(sound) < len(parts):
             return True
@@ -220,13 +220,13 @@ class ChunkLoader:
         return is_sent
 
     def _arrive(self) -> None:
-        """Have the device's work wait for what is on its way."""
+        """Make the compute stream wait for the queued copies."""
         if self._upload is not None:
             self._upload.arrive()
         self._upload = None
 
     def _look_ahead(self, buffers: PinnedBuffers, layer: int, used: Sequence[LaidChunk]) -> None:
-        """Begin to copy a layer beside what follows, if it is read; its place is free by now."""
+        """Begin to copy a layer in the background, if it was read; its slot is free by now."""
         self._free = buffers.copy_stream.worked()
         if layer < self.stack.geometry.layers and self.source.is_read(layer):
             self._parts = self.source.layer(layer)
@@ -247,20 +247,20 @@ class ChunkLoader:
         raise LostChunkError
 
     def rewind(self) -> None:
-        """Lay the first layer in again next, over what the pass has made of the buffer."""
+        """Start again with the first layer, overwriting the buffer."""
         self._laid.clear()
         self._arrive()  # late rows would fall on those of the next pass
         self._parts = self._free = None
         self.source.rewind()
 
     def taken_seconds(self) -> float:
-        """Return the seconds spent waiting for layers since this was last asked."""
+        """Return the seconds spent waiting for layers since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
 def _placed(layer: int, used: Sequence[LaidChunk], parts: Sequence[LayerKV]) -> list[LayerPart]:
-    """Return chunks' parts of a layer with where they go."""
+    """Return chunks' parts of a layer with their destinations."""
     return [
         LayerPart(
             chunk.start,

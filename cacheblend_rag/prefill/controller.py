@@ -1,15 +1,15 @@
-"""Controller: whether a prompt's stored chunks are worth loading, and how much to recompute.
+"""Decides from measured speeds which stored chunks to load, and how much to recompute.
 
-A pass computes while chunk KV is on its way. So the time of a blended prefill is that of loading or
-that of computing, whichever is longer, and what is recomputed within the time of loading is free.
+A pass computes while chunk KV is being loaded. So a blended prefill takes as long as loading or
+computing, whichever is longer, and recomputing that fits into the loading time is free.
 
-Every time is an estimate by the medians of the latest measurements, which come with their spread.
-One way is given up for another only where that spread does not explain the difference; and what was
-given up is tried again now and then, since only that tells whether it has become faster.
+Every time is estimated from the medians of the latest measurements, with their spread. A way is
+preferred to another only if that spread does not explain the difference; and a rejected way is
+tried again now and then, to notice if it has become faster.
 
 Source: the loading controller of CacheBlend (arXiv 2405.16444, section 5), which takes the largest
-ratio whose recompute hides behind the load; here over speeds that were measured, with a decision
-for each chunk, and ordinary prefill where no load is worth its time.
+ratio whose recompute hides behind the load; here with measured speeds, a decision for each chunk,
+and ordinary prefill if no chunk is worth loading.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from cacheblend_rag.settings import AUTO, PRESET_RATIOS, BlendConfig
 Kind = Literal["prefill", "blend"]
 
 WORTH_SPREADS = 3.0
-"""How many times the measured spread both guesses may be off without changing what is decided."""
+"""How many times the measured spread both estimates may be off without changing the decision."""
 MARGIN = 1.1
-"""One way must look so many times slower than another before it is given up."""
+"""A way must look so many times slower than another before it is rejected."""
 RETRY_SECONDS = 30.0
-"""How long blends are given up until one is tried again, so that it is measured."""
+"""Seconds between trial blends while blending is rejected."""
 KEEP_SECONDS = 600.0
-"""Older measurements of passes and of ordinary prefill say nothing any more."""
+"""Age at which measurements of passes and of ordinary prefill expire."""
 STEPS = 20
 """Ratios that are tried between the bounds, to find the largest that hides."""
 
 
 class Rates:
-    """How much work a second this machine does. May be used by several threads at once.
+    """Measured operations per second of this machine. Thread-safe.
 
-    clock: says what time it is, in seconds.
+    clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -58,7 +58,7 @@ class Rates:
         self._lock = threading.Lock()
 
     def record(self, kind: Kind, work: float, seconds: float) -> None:
-        """Note that so many floating-point operations took so long."""
+        """Record the seconds of so many floating-point operations."""
         if work <= 0 or seconds <= 0:
             return
         with self._lock:
@@ -68,13 +68,13 @@ class Rates:
                 self._tried_at = self._clock()
 
     def of(self, kind: Kind) -> Estimate | None:
-        """Return operations a second; scattered rows and whole prompts have rates of their own."""
+        """Return operations per second; scattered rows and whole prompts have separate rates."""
         with self._lock:
             timings = self._timings.get(kind)
             return None if timings is None else timings.estimate()
 
     def try_again(self) -> bool:
-        """Whether a blend is to be tried though it looks slow: one prompt each RETRY_SECONDS."""
+        """Whether to try a blend although it looks slow: one prompt per RETRY_SECONDS."""
         with self._lock:
             is_time = self._clock() - self._tried_at >= RETRY_SECONDS
             if is_time:
@@ -84,7 +84,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A chunk of a prompt whose KV is stored. tier, nbytes: where, and what is to be read."""
+    """A chunk of a prompt whose KV is stored. tier, nbytes: where, and how much to read."""
 
     start: int
     end: int
@@ -95,10 +95,10 @@ class StoredPart:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do about a prompt.
+    """The decision for a prompt.
 
-    load: which of its stored parts. config: with the ratio that was chosen. why: in one line, None
-    where nothing had to be decided.
+    load: which of its stored parts to load. config: with the chosen ratio. why: in one line, None
+    if there was no choice.
     """
 
     load: tuple[StoredPart, ...]
@@ -108,27 +108,27 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class _Time:
-    """How long something takes. spread: share by which such a guess is off, in the median."""
+    """An estimated duration. spread: its median relative error."""
 
     seconds: float
     spread: float = 0.0
 
     @classmethod
     def of(cls, estimate: Estimate | None, units: float) -> _Time | None:
-        """Return how long so much work takes; None where too little was measured."""
+        """Return the estimate for so much work; None with too few measurements."""
         if estimate is None or not estimate.is_known:
             return None
         return cls(estimate.seconds(units), estimate.spread)
 
     def is_sooner(self, other: _Time) -> bool:
-        """Whether it is sooner than another, even where both guesses are off by their spread."""
+        """Whether it is shorter than another, even if both estimates are off by their spread."""
         longer = self.seconds * (1 + WORTH_SPREADS * self.spread)
         return other.seconds / (1 + WORTH_SPREADS * other.spread) > MARGIN * longer
 
 
 @dataclass(frozen=True, slots=True)
 class _Guess:
-    """How long a way would take. computing: None where that is not known."""
+    """The estimated times of one way. computing: None if unknown."""
 
     load: tuple[StoredPart, ...]
     config: BlendConfig
@@ -137,11 +137,11 @@ class _Guess:
 
     @property
     def hides(self) -> bool:
-        """Whether what is computed takes no longer than what is loaded."""
+        """Whether computing takes no longer than loading."""
         return self.computing is None or self.computing.seconds <= self.loading.seconds
 
     def time(self, layers: int) -> _Time | None:
-        """The first layer is waited for; the others come while layers are computed."""
+        """Return the total time: the first layer is waited for, the others overlap."""
         if self.computing is None:
             return None
         longer = max(self.loading.seconds, self.computing.seconds)
@@ -158,10 +158,10 @@ class Controller:
     speeds: Speeds
 
     def decide(self, tokens: int, parts: Sequence[StoredPart], config: BlendConfig) -> Decision:
-        """Choose what to load of a prompt of so many tokens, and the ratio where it is "auto".
+        """Choose what to load of a prompt of so many tokens, and the ratio if it is "auto".
 
-        What was not measured often enough yet is tried: that measures it. What looks too slow is
-        tried again now and then.
+        A way that was not measured often enough is tried, which measures it. A way that looks too
+        slow is tried again now and then.
         """
         layers = len(self.costs)
         ways = [self._guess(tokens, load, config) for load in self._choices(parts)]
@@ -190,7 +190,7 @@ class Controller:
         return 0.0 if read is None else read.seconds
 
     def _loading(self, parts: Sequence[StoredPart]) -> _Time:
-        """Tiers are read side by side, the parts of one tier share its bandwidth."""
+        """Return the loading time: tiers are read at once, parts of one share its bandwidth."""
         total: dict[str, int] = {}
         for part in parts:
             total[part.tier] = total.get(part.tier, 0) + part.nbytes
@@ -220,7 +220,7 @@ class Controller:
         return _Time.of(self.rates.of(kind), work)
 
     def _told(self, way: _Guess, asked: BlendConfig, parts: int | None = None) -> Reason | None:
-        """Say what was chosen and why, where there was a choice."""
+        """Return what was chosen and why, if there was a choice."""
         said: list[Reason] = []
         if parts is not None and len(way.load) < parts:
             left = parts - len(way.load)

@@ -1,4 +1,4 @@
-"""Lead-ins: the tokens a chunk is precomputed behind, and the key its KV is stored under."""
+"""Lead-ins: the tokens before a chunk while it is precomputed, and the key of its KV."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ CACHED_WINDOWS = 4096
 PIECES_BETWEEN_WINDOWS = 64
 
 DocumentWindow = tuple[TokenIds, ...]
-"""The tokens of a document's pieces that a chunk may be computed behind, in order."""
+"""The tokens of a document's pieces that may stand before a chunk, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """A chunk with what it is computed behind.
+    """A chunk with the tokens before it.
 
-    token_ids: the chunk's own tokens. lead: tokens of BOS and instruction; without BOS where a chat
-    template made the instruction and has none. context: tokens of its
-    own document within the window, whatever the lead-in. key: where its KV is stored.
+    token_ids: the chunk's own tokens. lead: tokens of BOS and instruction; without BOS if a chat
+    template rendered the instruction without one. context: tokens of its own document within the
+    window, whatever the lead-in. key: of its KV.
     """
 
     token_ids: tuple[int, ...]
@@ -42,8 +42,8 @@ class ChunkPlan:
 class PlacedChunk:
     """Tokens [start, end) of a prompt are those of the chunk stored under ``key``.
 
-    protected: fresh KV of its tokens would forget what the cached KV knows of its document.
-    before, after: the chunk's tokens at its edges that the prompt has other tokens for (see
+    protected: recomputing would lose the document context in its cached KV.
+    before, after: the chunk's tokens at its edges that are missing in the prompt (see
     ChunkSpan): their stored KV is not used.
     """
 
@@ -56,7 +56,7 @@ class PlacedChunk:
     after: TokenIds = ()
 
     def report(self, reason: MissReason | None, tier: str | None = None) -> ChunkReport:
-        """Report a hit in a tier, or a miss for a reason, which may be a tier's fault."""
+        """Report a hit in a tier, or a miss for a reason, perhaps with the tier that failed."""
         return ChunkReport(
             chunk_id=self.key.chunk_id,
             start=self.start,
@@ -91,9 +91,9 @@ class LeadIn:
         self.identify(identity)
 
     def identify(self, identity: Mapping[str, Any]) -> None:
-        """Give keys to chunks of a model with this identity from now on.
+        """Use the keys of a model with this identity from now on.
 
-        ``fingerprints`` keeps those of all identities so far.
+        ``fingerprints`` holds those of all identities so far.
         """
         self.fingerprint = fingerprint(
             {
@@ -106,8 +106,8 @@ class LeadIn:
         )
         if self.fingerprint not in self.fingerprints:
             self.fingerprints = (*self.fingerprints, self.fingerprint)
-        # A cache of its own: a thread that still makes a key of the old identity cannot leave it
-        # among those of the new one.
+        # A new cache: a thread that still computes a key of the old identity cannot put it into
+        # the cache of the new one.
         self.key = lru_cache(CACHED_KEYS)(partial(self._key, self.fingerprint))
 
     def resolve(self, chunk: Chunk) -> ChunkPlan:
@@ -130,16 +130,16 @@ class LeadIn:
         return KVKey(own, fingerprint, chunk_id(context) if context else "")
 
     def _piece(self, text: str) -> TokenIds:
-        """Return the tokens of a piece of a document that more of it follows."""
+        """Return the tokens of a piece that is followed by more of its document."""
         return self.encoder.separator(text) if text.isspace() else self.encoder.chunk(text)
 
     def _context(self, chunk: Chunk) -> tuple[int, ...]:
         return tuple(token for piece in self._window_of(chunk.context) for token in piece)
 
     def _window_of(self, pieces: Sequence[str]) -> DocumentWindow:
-        """Return the tokens of the pieces that still stand in the window behind them all.
+        """Return the tokens of the pieces within the window that ends after the last piece.
 
-        A document's next chunk has the last one's pieces and few more, so what was found is kept.
+        A document's next chunk has the same pieces and few more, so results are cached.
         """
         context = Context(pieces)
         waiting: list[Context] = []
@@ -157,10 +157,10 @@ class LeadIn:
 
 
 def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChunk]:
-    """Return the chunks of a prompt with their keys, and which of them are to be protected.
+    """Return the chunks of a prompt with their keys, and which of them are protected.
 
-    Fresh KV would forget what contextual KV knows, except where the document's earlier chunks stand
-    right before the chunk, in order.
+    Recomputing loses the context in contextual KV, unless the document's earlier chunks stand
+    right before the chunk in the prompt, in order.
     """
     placed: list[PlacedChunk] = []
     earlier: list[str] = []
@@ -185,11 +185,11 @@ def place_chunks(spans: Sequence[ChunkSpan], lead_in: LeadIn) -> list[PlacedChun
 
 
 def next_window(kept: DocumentWindow, piece: TokenIds, window: int) -> DocumentWindow:
-    """Return the pieces that still stand in the window once another one follows those ``kept``.
+    """Return the pieces within the window after another one was added to those ``kept``.
 
-    When they outgrow the window, all but the last half window is dropped at once, so that many
-    chunks share a start, hence a pass: a document of any length is computed at most twice. What
-    stays depends only on what precedes the chunk.
+    When they exceed the window, all but the last half window is dropped at once, so that many
+    chunks share a start, hence a pass: a document of any length is computed at most twice. The
+    result depends only on the text before the chunk.
     """
     pieces = (*kept, piece)
     total = sum(map(len, pieces))

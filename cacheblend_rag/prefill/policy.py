@@ -1,4 +1,4 @@
-"""When blending a prompt is not worth it: the rule and its words, for every engine."""
+"""The rule for prompts with too few reusable tokens to blend, and its reasons."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ UNREADABLE = Reason(ReasonCode.UNREADABLE, "no stored chunk could be read")
 
 
 def threshold(placed: Sequence[PlacedChunk], least: int) -> Threshold:
-    """Return what has to be found of a prompt before layers of it are read; least: min_tokens."""
+    """Return how much of a prompt must be found before its layers are read; least: min_tokens."""
     return Threshold([chunk.end - chunk.start for chunk in placed], least)
 
 
 def refusal(found: Sequence[ChunkReport], least: int) -> tuple[Reason, list[ChunkReport]] | None:
-    """Decide by what was found of a prompt's chunks, before any layer is read.
+    """Decide by the found chunks of a prompt, before any layer is read.
 
-    found: as if all that are there were used. least: ``min_tokens``.
-    Returns why the prompt is not blended, and what to say of its chunks; None when it is.
+    found: reports as if all found chunks were used. least: ``min_tokens``. Returns why the prompt
+    is not blended, and the reports of its chunks; None if it is blended.
     """
     refused = too_little(sum(chunk.tokens for chunk in found if chunk.hit), least)
     if refused is None:
@@ -36,7 +36,7 @@ def refusal(found: Sequence[ChunkReport], least: int) -> tuple[Reason, list[Chun
 
 
 def missed(found: Sequence[ChunkReport], reason: MissReason) -> list[ChunkReport]:
-    """Report the chunks that were found as missed for ``reason``, the others as they are."""
+    """Report the found chunks as missed for ``reason``, the others unchanged."""
     return [
         replace(chunk, hit=False, reason=reason, tier=None) if chunk.hit else chunk
         for chunk in found
@@ -44,10 +44,10 @@ def missed(found: Sequence[ChunkReport], reason: MissReason) -> list[ChunkReport
 
 
 def too_little(reusable: int, least: int) -> tuple[Reason, MissReason | None] | None:
-    """Return why so few tokens are not worth blending, and what to say of their chunks.
+    """Return why so few tokens are not worth blending, and the miss reason of their chunks.
 
-    reusable: tokens of chunks that are stored, or known to be there. least: ``min_tokens``. None
-    when they are worth it; no word of the chunks leaves the reason to the store.
+    reusable: tokens of chunks that are stored. least: ``min_tokens``. None if blending is worth it;
+    without a miss reason the store gives it.
     """
     if reusable == 0:
         return NOT_STORED, None

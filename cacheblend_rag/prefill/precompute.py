@@ -1,12 +1,12 @@
-"""Index time: computing chunk KV behind its lead-in, and each chunk's prior.
+"""Computes chunk KV after its lead-in at index time, and each chunk's prior.
 
 Chunks that need no document are computed in padded batches. A document is computed in one pass and
-sliced into its chunks; chunks of it that are stored already are laid into the pass as cached KV, so
+sliced into its chunks; its chunks that are stored already enter the pass as cached KV, so
 editing a document recomputes only what follows the edit. No pass holds more than two layers.
 
 The prior of a token is the squared deviation of its key in the first layer that depends on other
-tokens, between the chunk behind its lead-in alone and the chunk in its document. Whichever of the
-two is not computed anyway is run through that one layer only.
+tokens, between the chunk after its lead-in alone and the chunk in its document. The version that is
+not computed anyway is run up to that layer only.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.prior import context_deviation, keys_of_prior_layer, prior_layer
 
 Member = tuple[ChunkPlan, int]
-"""A chunk of a document, and where it begins in the pass over it."""
+"""A chunk of a document, and its first position in the document's pass."""
 
 
 @dataclass(frozen=True)
 class NoRoom:
-    """Chunks that were not computed, since there was no memory; lack: one line about it."""
+    """Chunks that were not computed for lack of memory; lack: one line about it."""
 
     chunks: Sequence[ChunkPlan]
     lack: str
 
 
 Computed = Iterator[tuple[ChunkPlan, ChunkKV] | NoRoom | None]
-"""Chunks as they are computed; None where a layer was run and others may have their turn."""
+"""Computed chunks; None after each layer, when other work may run."""
 
 ComputeAlone = Callable[[list[ChunkPlan]], Computed]
-"""Computes chunks behind their lead-in only, without a prior."""
+"""Computes chunks after their lead-in only, without a prior."""
 
 
 @dataclass
@@ -59,7 +59,7 @@ class DocumentPlan:
     members: list[Member] = field(default_factory=list)
 
     def takes(self, chunk: ChunkPlan) -> bool:
-        """Add the chunk when its lead-in continues this pass; returns whether it did."""
+        """Add the chunk if its lead-in continues this pass; returns whether it was added."""
         before = [*chunk.lead, *chunk.context]
         if before[: len(self.tokens)] != self.tokens:
             return False
@@ -89,9 +89,9 @@ def compute_chunks(
 ) -> Computed:
     """Yield the KV and prior of every chunk not in ``store``.
 
-    in_document: chunks are computed behind their document (lead-in ``document``); otherwise behind
-    the lead-in alone, and the document only serves the prior. leaves_out: chunks for which there is
-    no memory are a NoRoom instead of an error; not where other ranks wait for this one.
+    in_document: chunks are computed in their document (lead-in ``document``); otherwise after
+    the lead-in alone, and the document is used only for the prior. leaves_out: lack of memory
+    gives a NoRoom instead of an error; not allowed if other ranks wait for this one.
     """
     spared = or_no_room if leaves_out else _as_it_comes
     unrelated: list[ChunkPlan] = []
@@ -109,9 +109,9 @@ def compute_chunks(
 
 
 def or_no_room(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:
-    """Compute chunks; those that are left when memory cannot be had are a NoRoom.
+    """Compute chunks; when memory runs out, the remaining ones become a NoRoom.
 
-    What the work held is freed by then.
+    The memory of the work is freed by then.
     """
     left = {chunk.key: chunk for chunk in chunks}
     try:
@@ -125,7 +125,7 @@ def or_no_room(chunks: Sequence[ChunkPlan], work: Computed) -> Computed:
             raise
     else:
         return
-    del work  # with the error's traceback, the last that holds on to the pass
+    del work  # its traceback holds the last reference to the pass
     give_back_unused()
     yield NoRoom(list(left.values()), lack)
 
@@ -141,7 +141,7 @@ def _told_of(computed: tuple[ChunkPlan, ChunkKV] | NoRoom | None) -> Sequence[Ch
 
 
 def _with_prior(stack: DecoderStack, work: DocumentPlan, alone: Computed) -> Computed:
-    """Give chunks that are computed behind their lead-in alone the prior of their document."""
+    """Add the prior from their document to chunks that are computed after their lead-in alone."""
     starts = {chunk.key: start for chunk, start in work.members}
     contextual = yield from keys_of_prior_layer(stack, work.tokens)
     for computed in alone:
@@ -188,9 +188,9 @@ def _cut_out(
     earlier: Sequence[Member],
     source: LayerSource,
 ) -> Generator[None, None, list[tuple[Member, ChunkKV]]]:
-    """Run a document over what is stored of it; returns the KV of the chunks that were computed.
+    """Run a document's pass over its stored chunks; returns the KV of the computed chunks.
 
-    Those are the missing ones and those that were not there after all.
+    Those are the missing ones and those that turned out to be unreadable.
     """
     fused = RingKV(stack.geometry, ids.numel())
     places = [Place(*_span(member)) for member in earlier]
@@ -222,9 +222,9 @@ def compute_one_by_one(
     chunks: Sequence[ChunkPlan],
     store: TieredKVStore,
 ) -> Computed:
-    """Compute chunks behind their lead-in only, each in a pass of its own; without a prior.
+    """Compute chunks after their lead-in only, each in its own pass, without a prior.
 
-    What is in ``store`` is left out.
+    Chunks in ``store`` are left out.
     """
     device = stack.geometry.device
     stored = on_all_ranks(stack, store.contains_many(chunk.key for chunk in chunks))
@@ -239,10 +239,10 @@ def compute_one_by_one(
 
 
 class Cut:
-    """Chunks cut out of a pass, each layer as it becomes final, into the host's memory.
+    """Copies chunks out of a pass into host memory, each layer as it becomes final.
 
-    spans: where they stand. On a GPU layers are copied beside the pass's work, and a thread of its
-    own waits for them.
+    spans: their positions. On a GPU layers are copied on the copy stream, and a separate thread
+    waits for them.
     """
 
     def __init__(self, geometry: Geometry, spans: Sequence[tuple[int, int]]) -> None:
@@ -269,22 +269,22 @@ class Cut:
             part.copy_(whole)
 
     def asked(self, stack: DecoderStack) -> Steps[None]:
-        """Yield until what was taken so far is asked of the device, before a layer follows."""
+        """Yield until all copies so far are queued on the device, before the next layer."""
         if self._download is not None:
             yield from until(stack, self._download.go_on)
 
     def arrived(self, stack: DecoderStack) -> Steps[None]:
-        """Yield until all that was taken is there."""
+        """Yield until all copies have arrived."""
         if self._download is not None:
             yield from until(stack, self._download.is_done)
 
     def leave(self) -> None:
-        """Let the pass's buffer be used anew; what was taken of it is not wanted any more."""
+        """Release the pass's buffer; copies that have not arrived are dropped."""
         if self._download is not None:
             self._download.leave()
 
     def chunks(self) -> list[ChunkKV]:
-        """Return the chunks, computed where they stood; without a prior."""
+        """Return the chunks, without a prior."""
         return [
             ChunkKV(kv[:, 0], kv[:, 1], start)
             for kv, (start, _) in zip(self._cut, self._spans, strict=True)

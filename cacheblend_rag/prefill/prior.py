@@ -1,4 +1,4 @@
-"""The prior of a chunk's tokens: how far the chunk's document moves their keys."""
+"""Computes the prior of a chunk's tokens: how much the chunk's document changes their keys."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PRIOR_LAYER = 1
 
 
 def prior_layer(stack: DecoderStack) -> int:
-    """Return PRIOR_LAYER, or the only layer of a model that has no more."""
+    """Return PRIOR_LAYER, or the only layer of a one-layer model."""
     return min(PRIOR_LAYER, stack.geometry.layers - 1)
 
 
 def keys_of_prior_layer(stack: DecoderStack, tokens: Sequence[int]) -> Steps[Tensor]:
-    """Return the keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, running only what is before it.
+    """Return the keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, running only earlier layers.
 
     tokens: the whole sequence from position 0. Yields after each block of rows.
     """
@@ -39,10 +39,10 @@ def keys_of_prior_layer(stack: DecoderStack, tokens: Sequence[int]) -> Steps[Ten
 
 
 def context_deviation(stack: DecoderStack, alone: Tensor, contextual: Tensor, by: int) -> Tensor:
-    """Return the prior, (tokens,) float32: how far a chunk's document moves its keys.
+    """Return the prior, (tokens,) float32: how much a chunk's document changes its keys.
 
-    alone, contextual: keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, computed behind the lead-in
-    only and in the document. by: positions the chunk stands further on in the document.
+    alone, contextual: keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, computed after the lead-in
+    only and in the document. by: offset of the chunk's position in the document.
     """
     moved = rotated(alone[None], stack.rotation(by).of(prior_layer(stack)))[0]
     return stack.all_reduce((moved.float() - contextual.float()).square().sum((0, 2)), "sum")

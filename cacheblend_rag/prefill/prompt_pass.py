@@ -1,4 +1,4 @@
-"""PromptPass: choose rows of a prompt, recompute them, a step at a time, while its KV is read."""
+"""Blends a prompt in steps: chooses rows and recomputes them while its chunk KV is read."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from cacheblend_rag.trace import Trace
 CONTEXT_KEPT = Reason(
     ReasonCode.CONTEXT_KEPT, "nothing to recompute: the chunks know their own documents"
 )
-"""Of a blend whose every chunk is contextual: fresh KV would forget its document."""
+"""The reason if all chunks are contextual, since recomputing would lose their context."""
 FASTER_WITHOUT = Reason(ReasonCode.SLOW, "ordinary prefill is faster")
-"""Of a prompt of which another rank decided to load nothing."""
+"""The reason if another rank decided to load nothing."""
 
 
 @dataclass
 class FusedPrompt:
-    """A prompt's KV, and how it came to be.
+    """A prompt's KV, and facts on its pass.
 
-    hidden: the last token's final hidden state (1, 1, hidden), None when it was not asked for.
-    selector: the rule that chose rows. selector_reason: why not the one of the config, if so.
-    seconds: by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds.
-    trace: what was chosen by which scores, where the config asks for it.
+    hidden: the last token's final hidden state (1, 1, hidden), None if it was not requested.
+    selector: the rule that chose rows. selector_reason: why it is not the config's, if so. seconds:
+    by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds. trace:
+    the chosen tokens and their scores, if the config requests it.
     """
 
     fused: FusedKV
@@ -66,9 +66,9 @@ class FusedPrompt:
 
 @dataclass(frozen=True)
 class NotWorthLoading:
-    """A prompt that is not blended: why, and what to say of its chunks.
+    """A prompt that is not blended: the reason, and the reports of its chunks.
 
-    Too little of it is stored, there is no room, or its chunks are computed sooner than loaded.
+    Too little of it is stored, memory is short, or its chunks are computed faster than loaded.
     """
 
     why: Reason
@@ -79,18 +79,17 @@ class NotWorthLoading:
 class PromptPass:
     """The pass over one prompt.
 
-    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. source: their KV, on
-    its way in that order; whoever began it closes it. reserve: room in the buffer for tokens
-    decoded later; None when no layer is needed once it is final: the buffer is a ring.
-    needs_hidden: whether the last token's hidden state is wanted.
-    until: only so many of the first tokens are wanted, at least all chunks; None is all.
-    attention: see BlendPass. on_layer: called with each layer whose KV is final. on_restart: called
-    before the pass starts anew, since a chunk was lost on its way. controller: decides by measured
-    speeds what is loaded; without one everything is. own_seconds: a clock that stands still while
-    others have their turn between the steps: what the pass takes is measured by it. observer: sees
-    what the pass does, from its start again where a chunk was lost on its way. lack_of_room: asked
-    once chunks are found, says why there is no room for the pass, if so. found: what is known of
-    the chunks by then, as if all that are there were used.
+    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. source: reads their
+    KV in that order; the caller closes it. reserve: room in the buffer for tokens decoded later;
+    None if no layer is needed once it is final: the buffer is a ring. needs_hidden: whether the
+    last token's hidden state is needed. until: compute only so many of the first tokens, at least
+    all chunks; None is all. attention: see BlendPass. on_layer: called with each layer whose KV is
+    final. on_restart: called before the pass starts again because a chunk was lost. controller:
+    decides by measured speeds what is loaded; without one everything is. own_seconds: a clock that
+    stops while other requests run between the steps, for measuring the pass. observer: watches the
+    pass; it sees the pass again from its start after a chunk was lost. lack_of_room: called once
+    chunks are found; returns why memory is too short for the pass, or None. found: the reports of
+    chunks by then, as if all found chunks were used.
     """
 
     stack: DecoderStack
@@ -120,12 +119,12 @@ class PromptPass:
     def steps(self) -> Steps[FusedPrompt | NotWorthLoading]:
         """Load, select, recompute: yields after each chunk, then after each block of rows.
 
-        Chunks are found first, and by what is found it is decided whether any is loaded. The buffer
-        is made in a step of its own: a rank that cannot have it says so before the others wait for
-        it in the midst of a layer. Layers are laid in one by one, each just before it is run.
-        Yields, too, while a layer is waited for.
+        Chunks are found first, which decides whether any is loaded. The buffer is allocated in a
+        separate step, so that a rank that lacks memory fails before others wait for it within a
+        layer. Layers are copied in one by one, each just before it is run. Also yields while
+        waiting for a layer.
         """
-        yield  # before anything is taken: whoever runs the steps waits for it first
+        yield  # before anything is taken: the caller waits for it first
         places = [Place(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
         laying = ChunkLoader(self.stack, places, self.source)
         yield from laying.heads()
@@ -149,7 +148,7 @@ class PromptPass:
                 return done
 
     def _refused(self, laying: ChunkLoader) -> NotWorthLoading | None:
-        """Say why the prompt is not blended, if so; all ranks alike."""
+        """Return why the prompt is not blended, or None; the same on all ranks."""
         self.found = self._reports(laying)
         if refused := refusal(self.found, self.config.min_tokens):
             return NotWorthLoading(*refused)
@@ -160,9 +159,9 @@ class PromptPass:
         return NotWorthLoading(why, self._reports(laying)) if why else None
 
     def _decide(self, laying: ChunkLoader) -> Reason | None:
-        """Choose by measured speeds what to load and recompute; why nothing is to be loaded, if so.
+        """Choose by measured speeds what to load and recompute; returns why nothing is loaded.
 
-        The first rank decides for all.
+        None if something is. The first rank decides for all.
         """
         found = [chunk for chunk in laying.chunks if chunk.is_used]
         if self.controller is None or not found:
@@ -181,7 +180,7 @@ class PromptPass:
         return None if any(kept) else decided.why or FASTER_WITHOUT
 
     def _measure(self, done: FusedPrompt) -> None:
-        """Note what reading and computing took; others' turns are spread over all of the pass."""
+        """Record the times of reading and computing, without other requests' steps."""
         if self.controller is not None:
             own, all_ = self.own_seconds() - self._own_began, time.perf_counter() - self._began
             seconds = done.seconds["recompute"] * own / max(all_, own, 1e-9)
@@ -196,7 +195,7 @@ class PromptPass:
         return FusedKV(geometry, tokens, self.reserve)
 
     def _blended(self, laying: ChunkLoader) -> Steps[FusedPrompt]:
-        """Run the pass over the chunks that are there; raises LostChunkError."""
+        """Run the pass over the available chunks; raises LostChunkError."""
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
         candidates, has_prior = self._candidates(laying, schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
@@ -242,12 +241,12 @@ class PromptPass:
         return [_report(placed, chunk) for placed, chunk in pairs]
 
     def _charge(self, laying: ChunkLoader, phase: str) -> None:
-        """Charge the time since the last reading to a phase, but for that of loading in it."""
+        """Add the time since the last reading to a phase, without the time of loading in it."""
         self.watch.lap(phase)
         self.watch.move(laying.taken_seconds(), phase, "load")
 
     def _candidates(self, laying: ChunkLoader, schedule: Schedule) -> tuple[Candidates, bool]:
-        """Return what is known of the prompt's tokens, and whether any has a prior."""
+        """Return the candidates among the prompt's tokens, and whether any has a prior."""
         priors = [chunk.head.prior if chunk.head else None for chunk in laying.chunks]
         ranked = on_all_ranks(self.stack, [prior is not None for prior in priors])
         known = Candidates.none(self.token_ids.numel())
@@ -274,9 +273,9 @@ class PromptPass:
     def _workable(
         self, schedule: Schedule, candidates: Candidates, has_prior: bool
     ) -> tuple[Schedule, str, Reason | None]:
-        """Replace a schedule that this prompt gives nothing to go by.
+        """Replace a schedule whose selector lacks its input in this prompt.
 
-        Returns it with its selector's name, and why that is not the config's, if so.
+        Returns the schedule, its selector's name, and why that is not the config's, if so.
         """
         name = self.config.selector
         if schedule.recomputes_all:
@@ -307,13 +306,13 @@ class PromptPass:
 
 
 def _stored_part(placed: PlacedChunk, chunk: LaidChunk) -> StoredPart:
-    """What the controller is to know of a chunk; what is in memory takes no reading."""
+    """Return a chunk's size and tier for the controller; chunks in memory need no reading."""
     nbytes = 0 if chunk.head is None else chunk.head.layers * chunk.head.layer_bytes
     return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, placed.protected)
 
 
 def _report(placed: PlacedChunk, chunk: LaidChunk) -> ChunkReport:
-    """Say what became of a chunk; of one that only other ranks lack, that it is not stored."""
+    """Return a chunk's report; a chunk that only other ranks lack is not stored."""
     if chunk.is_used or chunk.reason:
         return placed.report(chunk.reason, chunk.tier)
     return placed.report("not stored")

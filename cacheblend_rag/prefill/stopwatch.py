@@ -1,4 +1,4 @@
-"""Stopwatch: seconds by phase of a request, and when each phase began."""
+"""Measures the seconds of a request's phases, and when each phase began."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from cacheblend_rag.blend.passes import synchronize
 
 
 class Stopwatch:
-    """Adds up seconds by phase; on an accelerator each reading waits for the work queued so far.
+    """Adds up seconds by phase; on an accelerator each reading first synchronizes.
 
-    seconds: by phase. starts: readings of ``time.perf_counter`` when phases first began. Both are
-    added to where they are given.
+    seconds: by phase. starts: readings of ``time.perf_counter`` when phases first began. Both
+    dictionaries are updated in place.
     """
 
     def __init__(
@@ -28,18 +28,18 @@ class Stopwatch:
         self.skip()
 
     def skip(self) -> None:
-        """Charge the time since the last reading to nothing."""
+        """Discard the time since the last reading."""
         self._last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Charge the time since the last reading to ``phase``."""
+        """Add the time since the last reading to ``phase``."""
         synchronize(self.device)
         self.starts.setdefault(phase, self._last)
         self._add(phase, time.perf_counter() - self._last)
         self.skip()
 
     def move(self, seconds: float, source: str, target: str, began: float | None = None) -> None:
-        """Charge some of one phase's seconds to another; began: when those were first spent."""
+        """Move some seconds from one phase to another; began: when they began to be spent."""
         if began is not None:
             self.starts.setdefault(target, began)
         self._add(source, -seconds)

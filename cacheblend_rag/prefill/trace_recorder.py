@@ -1,4 +1,4 @@
-"""TraceRecorder: observes a blend pass and makes its trace."""
+"""Observes a blend pass and builds its trace."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from cacheblend_rag.trace import MOST_LAYERS, MOST_SELECTIONS, MOST_TOKENS, Trac
 
 
 class TraceRecorder(Observer):
-    """Keeps what a pass over one prompt chooses; cached: (tokens,) bool, which have cached KV.
+    """Records the choices of a pass over one prompt.
 
-    It reads scores and deviations back from the device as they are made.
+    cached: (tokens,) bool, which have cached KV. It copies scores and deviations back from the
+    device at each choice.
     """
 
     def __init__(self, cached: Mask) -> None:
@@ -31,7 +32,7 @@ class TraceRecorder(Observer):
         self._rows.append(int(self._cached[rows.host].sum()))
 
     def selected(self, selection: Selection) -> None:
-        """Keep a selection, or of a long one the tokens with the highest scores."""
+        """Record a selection; of a long one, only the tokens with the highest scores."""
         if len(self._selections) == MOST_SELECTIONS:
             self._truncated = True
             return
@@ -53,12 +54,12 @@ class TraceRecorder(Observer):
         )
 
     def trace(self) -> Trace:
-        """Return what was kept."""
+        """Return the trace."""
         return Trace(tuple(self._selections), tuple(self._rows), self._truncated)
 
 
 def _numbers(values: Tensor | None, kept: Tensor) -> tuple[float, ...]:
-    """Return some values as plain numbers; what is none (an overflow) as the largest there is."""
+    """Return values as plain numbers; NaN and infinity (an overflow) become the largest number."""
     if values is None:
         return ()
     most = torch.finfo(torch.float32).max

@@ -1,1 +1,1 @@
-"""Quality: metrics now, calibration and guard later."""
+"""Measures answer quality: datasets, metrics, and the evaluation loop."""

@@ -1,4 +1,4 @@
-"""Comparison: one set of questions over one collection, answered in four ways, side by side."""
+"""Compares several methods of answering on one set of questions and documents."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ class SettingAnswers:
 
 @dataclass(frozen=True)
 class Summary:
-    """One method over all questions; TTFT is the median, tokens are means a question.
+    """One method's totals over all questions; TTFT is the median, tokens are means per question.
 
-    Tokens are told apart as in BlendReport: reused, recomputed, computed (had no cached KV).
+    Tokens are counted as in BlendReport: reused, recomputed, computed (without cached KV).
     """
 
     method: Method
@@ -95,10 +95,10 @@ class Summary:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Answers the same questions over one collection by every method.
+    """Answers the same questions over the same documents by every method.
 
-    engines: one a lead-in that a method names, around one model. instruction: what prompts begin
-    with; the engines' own is its lead_text. documents: the collection.
+    engines: one per lead-in that a method uses, around one model. instruction: the beginning of
+    prompts; the engines' own instruction is its lead_text. documents: the documents to index.
     """
 
     engines: Mapping[LeadInKind, Engine]
@@ -107,7 +107,7 @@ class Comparison:
     questions: Sequence[EvalQuestion]
 
     def index(self) -> int:
-        """Precompute the collection once a lead-in; returns how many chunks."""
+        """Precompute the documents once per lead-in; returns the number of chunks."""
         reports = [engine.precompute(self.documents) for engine in self.engines.values()]
         return reports[0].computed + reports[0].skipped
 
@@ -143,9 +143,7 @@ class Comparison:
 def with_retrieved(
     drawn: Sequence[DemoQuestion], retrieve: Callable[[str, int], Sequence[Document]]
 ) -> tuple[EvalQuestion, ...]:
-    """Return questions over the whole documents that ``retrieve`` gives, so many at most, best
-    first.
-    """
+    """Return questions over the whole documents that ``retrieve`` returns, best first."""
     asked = []
     for item in drawn:
         found = tuple(retrieve(item.question, RETRIEVED))
@@ -155,7 +153,7 @@ def with_retrieved(
 
 
 def summarize(method: Method, answered: Sequence[SettingAnswers]) -> Summary:
-    """Sum up one method's answers, beside those of full prefill."""
+    """Summarize one method's answers, compared with those of full prefill."""
     answers = [found.answers[method.name] for found in answered]
     full = median(found.answers["full"].first_token_seconds for found in answered)
     seconds = median(answer.first_token_seconds for answer in answers)

@@ -11,10 +11,10 @@ passage is a document of its own; a title that is not empty stands on a line abo
                     "documents": [{"id": str, "separator": str, "chunks": [str, ...]}, ...],
                     "passages": [[document, chunk], ...]}, ...]}
 
-where ``passages`` names the retrieved chunks by index, in prompt order. Keeping whole documents
-beside the retrieved chunks is what allows a document lead-in. ``setting`` and ``kind`` are labels
-that results are grouped by; ``name``, ``instruction``, ``setting``, ``kind`` and ``separator`` may
-be left out.
+where ``passages`` names the retrieved chunks by index, in prompt order. The whole documents beside
+the retrieved chunks allow the lead-in ``document``. ``setting`` and ``kind`` are labels
+that results are grouped by; ``name``, ``instruction``, ``setting``, ``kind`` and ``separator`` are
+optional.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EvalQuestion:
     """One question over retrieved passages.
 
     answers: gold answers, at least one. passages: the retrieved chunks in prompt order.
-    documents: what is indexed; every passage is a chunk of one of them. setting, kind: labels.
+    documents: the documents to index; every passage is a chunk of one. setting, kind: labels.
     """
 
     question: str
@@ -67,7 +67,7 @@ class EvalQuestion:
 
 @dataclass(frozen=True)
 class EvalDataset:
-    """Questions under one instruction; ``name`` is what results are filed under."""
+    """Questions under one instruction; ``name`` identifies the dataset in results."""
 
     name: str
     questions: tuple[EvalQuestion, ...]
@@ -95,7 +95,7 @@ class EvalDataset:
 
 
 def lead_text(instruction: str) -> str:
-    """Return what stands before the first passage: the instruction and a blank line, or nothing.
+    """Return the text before the first passage: the instruction and a blank line, or nothing.
 
     The engine's ``instruction`` must be this text, so that its lead-in is the prompt's beginning.
     """
@@ -117,7 +117,7 @@ def load_dataset(path: Path) -> EvalDataset:
 
 @dataclass(frozen=True)
 class _Reader:
-    """A JSON value and where it stands, for errors that name the field."""
+    """A JSON value with its path, for errors that name the field."""
 
     value: Any
     where: str

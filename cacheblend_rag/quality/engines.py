@@ -1,4 +1,4 @@
-"""The engines that are compared: one a lead-in, around one model."""
+"""Opens the engines of an evaluation: one per lead-in, around one model."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def opened_engines(
     device: str | None = None,
     dtype: str | None = None,
 ) -> Iterator[Mapping[LeadInKind, Engine]]:
-    """Yield one engine a lead-in, all around the same loaded model, until the block is left.
+    """Yield one engine per lead-in, all around the same loaded model, until the block is left.
 
-    engine: ``transformers``, ``vllm`` (a server that runs meanwhile) or the URL of a server. model:
-    as open_engine takes it. instruction: the text before the first chunk, exactly as prompts hold
-    it. store: by default memory enough for one prompt. Raises UnsupportedModelError when the
-    model's KV cannot be blended, what running_server and open_engine raise.
+    engine: ``transformers``, ``vllm`` (starts a server) or the URL of a server. model:
+    as for open_engine. instruction: the exact text of prompts before the first chunk. store: by
+    default memory enough for one prompt. Raises UnsupportedModelError when the model's KV cannot be
+    blended, and the errors of running_server and open_engine.
     """
     from cacheblend_rag.engines.factory import open_engine
 

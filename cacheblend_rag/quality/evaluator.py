@@ -20,7 +20,7 @@ FULL = "full"
 
 @dataclass(frozen=True)
 class Rule:
-    """One way to fuse: which KV is cached, and which share of it which selector recomputes."""
+    """One way to blend: the lead-in of cached KV, the selector, and the recompute ratio."""
 
     lead_in: LeadInKind
     selector: str
@@ -59,7 +59,7 @@ class EvalRow:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Rows of one setting, full prefill first, and why prompts were not blended, counted."""
+    """Rows of one setting, full prefill first, and counts of reasons for not blending."""
 
     rows: tuple[EvalRow, ...]
     not_blended: Mapping[str, int]
@@ -69,8 +69,8 @@ class Evaluation:
 class Evaluator:
     """Answers questions by full prefill and by rules.
 
-    engines: one engine a lead-in, around the same model and with ``instruction`` as their own.
-    base: the config that rules are laid over, without its cost model: rules are what is scored.
+    engines: one engine per lead-in, around the same model and with the same ``instruction``.
+    base: the config that rules override; its cost model is switched off, so that rules decide.
     options: selector options by selector name.
     """
 
@@ -88,7 +88,7 @@ class Evaluator:
     ) -> Evaluation:
         """Score full prefill and every rule on questions of one setting.
 
-        A question's documents are precomputed once a lead-in and evicted again, so that a store
+        A question's documents are precomputed once per lead-in and evicted again, so that a store
         never holds more than one prompt. on_question: called after each, for a progress bar.
         Raises ConfigError without questions or when a rule's lead-in has no engine; PromptError,
         naming the question, when a prompt does not fit the model.
@@ -153,11 +153,11 @@ def evaluate_settings(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     on_setting: Callable[[str, int], Callable[[], None]] = lambda setting, questions: lambda: None,
 ) -> Iterator[tuple[str, Evaluation]]:
-    """Yield each setting and its evaluation, by its own rules, as soon as it is known.
+    """Yield each setting and its evaluation by its own rules, one after another.
 
     plans: rules by setting. engines, base, options: as in Evaluator. on_setting: called with a
-    setting and how many questions it has; returns what is called after each of them. Raises what
-    Evaluator.run raises.
+    setting and its number of questions; returns a function that is called after each question.
+    Raises the errors of Evaluator.run.
     """
     for setting, rules in plans.items():
         questions = data.of_setting(setting)
@@ -168,7 +168,7 @@ def evaluate_settings(
 
 @dataclass
 class _Tally:
-    """What one rule's answers add up to."""
+    """The totals of one rule's answers."""
 
     exact: list[float] = field(default_factory=list)
     f1: list[float] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Grids: which rules an evaluation compares; a short table that fits a setting, or every mix."""
+"""The rules that an evaluation compares: a setting's default table, or a full grid."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def grid_rules(
 ) -> list[Rule] | None:
     """Return every lead-in x selector x ratio, or None when none of the three is given.
 
-    What is None or empty beside another is a default. Plain reuse stands first for each lead-in.
-    Raises ConfigError on an unknown name, or a ratio that is none.
+    A missing one gets its default. Plain reuse comes first for each lead-in.
+    Raises ConfigError on an unknown name or an invalid ratio.
     """
     if ratios is None and selectors is None and lead_ins is None:
         return None
@@ -65,7 +65,7 @@ def grid_rules(
 
 
 def default_rules(setting: str, questions: Sequence[EvalQuestion]) -> list[Rule]:
-    """Return the short table that fits a setting; plain reuse stands first for each lead-in."""
+    """Return a setting's default rules; plain reuse comes first for each lead-in."""
     if all(len(d.chunks) == 1 for question in questions for d in question.documents):
         return _rules(_SINGLE_PASSAGES)
     broken = setting in ("fragments", "shuffled")

@@ -1,4 +1,4 @@
-"""Methods: the four ways to answer that the demo compares."""
+"""The four methods of answering that the demo compares."""
 
 from __future__ import annotations
 

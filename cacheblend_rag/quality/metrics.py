@@ -1,4 +1,4 @@
-"""How good an answer is: exact match, token F1, Rouge-L, and a bootstrap confidence interval.
+"""Scores answers: exact match, token F1, Rouge-L, and a bootstrap confidence interval.
 
 Every score is a share from 0 to 1. With several gold answers the best one counts.
 """
@@ -45,7 +45,7 @@ def rouge_l(answer: str, golds: Sequence[str]) -> float:
 
 
 def holds_answer(answer: str, golds: Sequence[str]) -> bool:
-    """Return whether a gold answer's normalized words stand in the answer, one after another."""
+    """Return whether the answer contains a gold answer's normalized words as a sequence."""
     return _best(_holds, answer, golds) == 1.0
 
 
@@ -54,7 +54,7 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return the percentile bootstrap confidence interval of the mean score.
 
-    scores: one score a question. level: coverage, above 0 and below 1. The same seed gives the
+    scores: one score per question. level: coverage, above 0 and below 1. The same seed gives the
     same interval; scores that are all equal give an interval of width zero.
     Raises ValueError when there are no scores or the level is out of range.
     """

@@ -1,4 +1,4 @@
-"""Which questions an evaluation asks: those of a file, or drawn about the demo's corpus."""
+"""Chooses the questions of an evaluation, from a file or the demo's corpus."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def choose_questions(
     passages: int | None,
     seed: int,
 ) -> EvalDataset:
-    """Return so many questions a setting, at most.
+    """Return at most so many questions per setting.
 
-    source: ``demo`` or a file of questions. settings: all of the source's when empty. passages: of
-    a question, at most; None for all. seed: draws the demo's questions.
-    Raises ConfigError, DatasetError on a setting that there is not, and what load_dataset raises.
+    source: ``demo`` or a file of questions. settings: all of the source's if empty. passages: at
+    most so many per question; None for all. seed: for drawing the demo's questions.
+    Raises ConfigError, DatasetError on an unknown setting, and the errors of load_dataset.
     """
     demo = source == DEMO
     data = demo_dataset(settings, questions, seed) if demo else load_dataset(Path(source))
@@ -47,7 +47,7 @@ def choose_questions(
 
 
 def demo_dataset(settings: Sequence[str], questions: int, seed: int) -> EvalDataset:
-    """Draw questions about held-out subjects of the demo's corpus, so many a setting.
+    """Draw questions about held-out subjects of the demo's corpus, so many per setting.
 
     Raises ConfigError on a setting that the corpus does not have.
     """
@@ -63,7 +63,7 @@ def demo_dataset(settings: Sequence[str], questions: int, seed: int) -> EvalData
 
 
 def demo_documents(documents: Sequence[DemoDocument]) -> tuple[Document, ...]:
-    """Return documents of the demo's corpus as they are indexed."""
+    """Return documents of the demo's corpus in the form for indexing."""
     return tuple(Document(d.document_id, d.chunks, CHUNK_SEPARATOR) for d in documents)
 
 

@@ -1,4 +1,4 @@
-"""Questions over passages, each answered by full prefill and by blend from one prompt."""
+"""Answers questions over passages by full prefill and by blend, from the same prompt."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AnswerPair:
         return self.full.text.strip() == self.blend.text.strip()
 
     def right(self, generation: Generation) -> bool:
-        """Whether an answer holds a right answer word for word."""
+        """Whether an answer contains a right answer word for word."""
         return holds_answer(generation.text, self.question.answers)
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class AnswerPair:
 
 @dataclass(frozen=True)
 class Totals:
-    """What answers add up to; seconds are medians of the time to first token, tokens medians."""
+    """Totals over all answers; seconds are the median time to first token, tokens medians."""
 
     questions: int
     full_seconds: float
@@ -75,7 +75,7 @@ class Totals:
 
     @property
     def speedup(self) -> float:
-        """How many times sooner the first token comes by blend."""
+        """Time to first token of full prefill divided by that of blend."""
         return self.full_seconds / self.blend_seconds
 
     @classmethod
@@ -114,9 +114,9 @@ class Totals:
 class SideBySide:
     """A model that answers questions over passages by full prefill and by blend.
 
-    engine: its instruction is what ``render`` puts before the first passage. documents: the
-    passages. retrieve: returns so many documents for a question, best first. render: makes a prompt
-    of a question and passages.
+    engine: its instruction is the text that ``render`` puts before the first passage. documents:
+    the passages. retrieve: returns so many documents for a question, best first. render: makes a
+    prompt of a question and passages.
     """
 
     engine: Engine

@@ -1,1 +1,1 @@
-"""An application over one's own files: a collection, made by indexing, asked by retrieval."""
+"""A RAG application over a user's files: index them into a collection, and ask it questions."""

@@ -1,4 +1,4 @@
-"""Asker: a collection ready for questions: retrieval, the prompt, the answer as it is generated."""
+"""Answers questions from a collection: retrieval, the prompt, the streamed answer."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 class Asker:
     """Answers questions from a collection.
 
-    placement: where the engine runs. engine: instead of the collection's own, such as the URL that
-    its server has now. ratio, selector: how answers are blended, where given. watcher: is told what
-    is loaded. What is wrong is told before models are loaded.
+    placement: where the engine runs. engine: replaces the collection's own, such as the current URL
+    of its server. ratio, selector: override how answers are blended. watcher: gets progress.
+    Arguments are checked before models are loaded.
 
-    Raises StoreError when there is none or it is damaged, ConfigError when its models are not those
-    it was indexed with, ModelLoadError, MissingExtraError.
+    Raises StoreError when the collection is missing or damaged, ConfigError when its models are not
+    those it was indexed with, ModelLoadError, MissingExtraError.
     """
 
     def __init__(
@@ -94,11 +94,11 @@ class Asker:
         self.engine.close()
 
     def stopping(self, sampling: SamplingParams) -> SamplingParams:
-        """Return sampling settings that end an answer where the prompt's next turn would begin."""
+        """Return sampling settings with stop strings for the beginning of the next turn."""
         return replace(sampling, stop=(*sampling.stop, *self._prompt.stop))
 
     def retrieve(self, question: str, top_k: int, order: PassageOrder) -> list[Source]:
-        """Return the passages nearest to a question, in the order of the prompt."""
+        """Return the passages nearest to a question, in the order for the prompt."""
         (vector,) = self._embedder.embed([question])
         self._check_size(vector)
         found = [
@@ -114,16 +114,16 @@ class Asker:
         sources: Sequence[Source],
         max_tokens: int,
     ) -> FittedPrompt:
-        """Make the prompt; what does not fit is left out whole: the oldest turns, then passages.
+        """Build the prompt; the oldest turns, then the worst passages, are dropped until it fits.
 
-        Of the passages, the worst go first. Raises PromptError when the question alone is too long.
+        Raises PromptError when the question alone is too long.
         """
         return self._fitter.fit(earlier, question, sources, max_tokens)
 
     def stream(
         self, fitted: FittedPrompt, sampling: SamplingParams, cancel: Event | None = None
     ) -> Iterator[Delta]:
-        """Answer piece by piece."""
+        """Stream the answer."""
         return self.engine.stream(fitted.prepared, sampling, config=self._config, cancel=cancel)
 
     def _check_size(self, vector: Vectors) -> None:
@@ -137,7 +137,7 @@ class Asker:
 def _check(
     settings: CollectionSettings, device: str | None, ratio: float | None, selector: str | None
 ) -> None:
-    """Raise what a question is going to fail with, as far as that is known before loading."""
+    """Raise errors that are known before anything is loaded."""
     checks.check_blend(ratio, selector)
     checks.check_engine(settings.engine)
     checks.check_model(settings.model)

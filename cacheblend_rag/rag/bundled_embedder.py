@@ -1,6 +1,6 @@
-"""The bundled embedding model, all-MiniLM-L6-v2, run by transformers alone.
+"""Runs the bundled embedding model, all-MiniLM-L6-v2, with transformers alone.
 
-Its vectors are those of sentence-transformers, which would cost a command seconds to import.
+Its vectors equal those of sentence-transformers, whose import would take a command seconds.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ BATCH_TEXTS = 32
 
 
 class BundledEmbedder:
-    """Mean of the last layer's hidden states over a text's tokens, at length 1.
+    """Embeds texts by mean pooling of the last layer's hidden states, normalized.
 
-    folder: the model as sentence-transformers keeps it.
+    folder: the model in sentence-transformers' format.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,7 +31,7 @@ class BundledEmbedder:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        """Return one unit vector a text, (texts, dimensions); texts of like length side by side."""
+        """Return one unit vector per text, (texts, dimensions); batches have similar lengths."""
         order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
         vectors = torch.empty(len(texts), self._model.config.hidden_size)
         for start in range(0, len(order), BATCH_TEXTS):

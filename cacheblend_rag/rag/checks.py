@@ -1,4 +1,4 @@
-"""What a user can get wrong, found before anything is loaded or computed."""
+"""Checks of user input that run before anything is loaded or computed."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ INDEX_MODULES = (*RETRIEVAL_MODULES, "llama_index", "bs4", "pypdf")
 
 
 def check_model(name: str) -> None:
-    """Raise ModelLoadError unless there is such a model, as far as its config tells.
+    """Raise ModelLoadError unless the model's config can be found.
 
-    name: as models.resolve takes it; the hub is asked for what is not on this machine.
+    name: as for models.resolve; the hub is asked for a model that is not on this machine.
     """
     check(name)
     if is_local(name):
@@ -38,15 +38,15 @@ def check_model(name: str) -> None:
         return
     try:
         get_hf_file_metadata(hf_hub_url(name, CONFIG), timeout=HUB_SECONDS)
-    except Exception as error:  # the hub's own, or those of whichever library reaches it
+    except Exception as error:  # the hub client and its HTTP library raise many types
         raise ModelLoadError(
-            f"model={name!r} is no folder here, and the hub gives no model of that name "
+            f"model={name!r} is not a folder here, and the hub returned no model of that name "
             f"({type(error).__name__}): check the name, the network and HF_TOKEN"
         ) from error
 
 
 def check_chunk_size(chunk_size: int, model: str) -> None:
-    """Raise ConfigError when no prompt of a model can hold a chunk of so many tokens."""
+    """Raise ConfigError when a chunk of so many tokens fits no prompt of the model."""
     quiet_libraries()
     from cacheblend_rag.rag.model_config import text_config
 
@@ -54,7 +54,7 @@ def check_chunk_size(chunk_size: int, model: str) -> None:
 
 
 def check_fits(chunk_size: int, context_window: int | None, model: str) -> None:
-    """Raise ConfigError when a context window of so many tokens leaves a chunk no room."""
+    """Raise ConfigError when a chunk of so many tokens does not fit the context window."""
     if context_window and chunk_size >= context_window:
         raise ConfigError(
             f"--chunk-size {chunk_size}: prompts of model {model!r} hold {context_window:,} "
@@ -63,7 +63,7 @@ def check_fits(chunk_size: int, context_window: int | None, model: str) -> None:
 
 
 def check_embedding_model(name: str) -> None:
-    """Raise ModelLoadError when an embedding model's folder is not there."""
+    """Raise ModelLoadError when an embedding model's folder does not exist."""
     if name != BUNDLED and is_local(name) and not Path(name).is_dir():
         raise ModelLoadError(f"embedding_model={name!r}: there is no such folder")
 
@@ -88,7 +88,7 @@ def check_engine(engine: str) -> None:
 
 
 def check_placement(device: str | None, dtype: str | None = None) -> None:
-    """Raise ConfigError when a device is not to be had here, or a dtype is none."""
+    """Raise ConfigError when a device is not available, or a dtype is unknown."""
     if dtype is not None and dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     if device is not None:
@@ -99,7 +99,7 @@ def check_placement(device: str | None, dtype: str | None = None) -> None:
 
 
 def check_blend(ratio: float | None, selector: str | None) -> None:
-    """Raise ConfigError when prompts cannot be blended so."""
+    """Raise ConfigError for an invalid ratio or selector."""
     if ratio is not None:
         from cacheblend_rag.settings import BlendConfig
 
@@ -109,7 +109,7 @@ def check_blend(ratio: float | None, selector: str | None) -> None:
 
 
 def check_selector(name: str, options: Mapping[str, Any] | None = None) -> None:
-    """Raise ConfigError unless there is such a selector that takes such options."""
+    """Raise ConfigError for an unknown selector or an invalid option of it."""
     from cacheblend_rag.blend.selectors import make_selector
 
     make_selector(name, options)

@@ -1,9 +1,9 @@
-"""A collection: the folder that `index` fills and `ask` and `chat` read.
+"""A collection on disk: the folder that `index` fills and `ask` and `chat` read.
 
 ``collection.sqlite`` holds settings, documents, chunks and their vectors; ``kv/`` belongs to the
-engine. A document is written in one transaction, after its KV is stored: whatever interrupts an
-``index``, the collection holds whole documents only. A document whose KV could not be stored is
-noted as unfinished in the same transaction. Nothing read from the file is trusted.
+engine. A document is written in one transaction, after its KV is stored: even if ``index`` is
+interrupted, the collection holds whole documents only. A document whose KV could not be stored is
+marked as unfinished in the same transaction. Nothing read from the file is trusted.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ CREATE TABLE IF NOT EXISTS unfinished (
     chunks INTEGER NOT NULL
 )
 """
-"""Documents of which so many chunks lack KV; made when there is the first one."""
+"""Documents with the number of chunks that lack KV; created with the first such document."""
 
 
 @dataclass(frozen=True)
 class CollectionSettings:
-    """What a collection was indexed with, and so what it must be asked with.
+    """The settings that a collection was indexed with, and must be asked with.
 
-    model: a name, absolute where it is a file or folder. lead_in: what prompts say before their
-    first chunk: ``instruction`` as the model's chat template renders it. dtype: the weights'
-    precision. fingerprint: what the engine stored the KV under. engine: as open_engine names it.
+    model: a name, absolute if it is a file or folder. lead_in: the text before the first chunk of
+    prompts: ``instruction`` as the model's chat template renders it. dtype: the weights'
+    precision. fingerprint: the engine's, part of all KV keys. engine: as for open_engine.
     """
 
     model: str
@@ -80,21 +80,21 @@ class CollectionSettings:
     engine: str = EMBEDDED
 
     def chosen(self) -> dict[str, str | int]:
-        """Return what the user may choose; the rest follows from it."""
+        """Return the settings that the user chooses; the others follow from them."""
         derived = ("lead_in", "fingerprint")
         return {name: value for name, value in asdict(self).items() if name not in derived}
 
 
 @dataclass(frozen=True)
 class StoredCollection:
-    """All of a collection in memory; ``vectors`` has one row a chunk, in the documents' order."""
+    """A whole collection in memory; ``vectors`` has one row per chunk, in the documents' order."""
 
     documents: tuple[Document, ...]
     vectors: Vectors
 
 
 class Collection:
-    """An open collection. Errors of the file are raised as StoreError, in one line."""
+    """An open collection. Errors of the file are raised as a StoreError of one line."""
 
     def __init__(self, folder: Path, settings: CollectionSettings, file: sqlite3.Connection):
         self.folder = folder
@@ -103,7 +103,7 @@ class Collection:
 
     @classmethod
     def open(cls, folder: Path) -> Collection:
-        """Open the collection in ``folder``; raises StoreError when there is none."""
+        """Open the collection in ``folder``; raises StoreError if there is none."""
         path = folder / FILE_NAME
         if not path.is_file():
             raise StoreError(
@@ -115,13 +115,13 @@ class Collection:
             (application,) = file.execute("PRAGMA application_id").fetchone()
             (version,) = file.execute("PRAGMA user_version").fetchone()
             if (application, version) != (APPLICATION_ID, VERSION):
-                raise sqlite3.DatabaseError(f"it is no collection of version {VERSION}")
+                raise sqlite3.DatabaseError(f"it is not a collection of version {VERSION}")
             ((body,),) = file.execute("SELECT body FROM settings").fetchall()
             return cls(folder, _settings(body), file)
 
     @classmethod
     def create(cls, folder: Path, settings: CollectionSettings) -> Collection:
-        """Make an empty collection in ``folder``, in which there is none."""
+        """Create an empty collection in ``folder``, which must not hold one."""
         prepare_folder(folder)
         path = folder / FILE_NAME
         begun = path.with_suffix(".new")
@@ -169,7 +169,7 @@ class Collection:
             return documents, chunks
 
     def unfinished(self) -> dict[str, int]:
-        """Return how many chunks lack KV that could not be stored, by the source of documents."""
+        """Return for each unfinished document, by source, how many chunks lack KV."""
         with self._reading():
             tables = self._file.execute("SELECT 1 FROM sqlite_master WHERE name = 'unfinished'")
             if tables.fetchone() is None:
@@ -183,12 +183,12 @@ class Collection:
             return dict(rows)
 
     def note_unfinished(self, source: str, chunks: int) -> None:
-        """Note that so many chunks of a document lack KV; 0 is that none does."""
+        """Record how many chunks of a document lack KV; 0 means none."""
         with self._reading(), _transaction(self._file):
             self._note_unfinished(source, chunks)
 
     def document(self, source: str) -> Document:
-        """Read one document's chunks; raises StoreError when they are not there, or damaged."""
+        """Read one document's chunks; raises StoreError if they are missing or damaged."""
         with self._reading():
             rows = self._file.execute(
                 "SELECT position, text FROM chunks JOIN documents"
@@ -203,10 +203,10 @@ class Collection:
     def replace(
         self, document: Document, content_hash: str, vectors: Vectors, *, unfinished: int = 0
     ) -> None:
-        """Write a document in place of what was known under its id (its source).
+        """Write a document, replacing the one with the same id (its source).
 
         unfinished: how many of its chunks lack KV that could not be stored. Raises ConfigError when
-        its vectors are of another size than those that are there.
+        the size of its vectors differs from that of the collection's.
         """
         with self._reading(), _transaction(self._file):
             self._check_size(vectors)
@@ -225,12 +225,12 @@ class Collection:
             self._note_unfinished(document.document_id, unfinished)
 
     def remove(self, source: str) -> None:
-        """Delete a document, if it is there."""
+        """Delete a document, if it exists."""
         with self._reading(), _transaction(self._file):
             self._file.execute("DELETE FROM documents WHERE source = ?", (source,))
 
     def load(self) -> StoredCollection:
-        """Read all documents and vectors; raises StoreError when there is none, or damage."""
+        """Read all documents and vectors; raises StoreError if there is none, or one is damaged."""
         texts: dict[str, list[str]] = {}
         vectors: list[bytes] = []
         with self._reading():
@@ -280,10 +280,10 @@ class Collection:
 
 
 def source_name(folder: Path, path: Path) -> str:
-    """Return what a file is called in the collection in ``folder``: its document's id.
+    """Return a file's source name in the collection in ``folder``, which is its document's id.
 
-    That is its path seen from the collection's parent folder; the absolute path when it is not
-    below that.
+    That is its path relative to the collection's parent folder, or the absolute path if it is not
+    below that folder.
     """
     parent, path = folder.resolve().parent, path.parent.resolve() / path.name
     name = path.relative_to(parent) if path.is_relative_to(parent) else path
@@ -291,7 +291,7 @@ def source_name(folder: Path, path: Path) -> str:
 
 
 def known_paths(folder: Path) -> tuple[Path, ...]:
-    """Return the files of all documents in ``folder``; none when it holds no collection."""
+    """Return the files of all documents in ``folder``; empty if it holds no collection."""
     if not (folder / FILE_NAME).exists():
         return ()
     with Collection.open(folder) as collection:
@@ -299,19 +299,19 @@ def known_paths(folder: Path) -> tuple[Path, ...]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder, readable by its owner only and unknown to Git; raises StoreError."""
+    """Create the folder, readable by its owner only and ignored by Git; raises StoreError."""
     try:
         if not folder.exists():
             folder.mkdir(mode=0o700, parents=True)
             (folder / ".gitignore").write_text("*\n")
     except OSError as error:
-        raise StoreError(f"{folder} cannot be made: {error.strerror}") from error
+        raise StoreError(f"{folder} cannot be created: {error.strerror}") from error
     if not folder.is_dir():
-        raise StoreError(f"{folder} is no folder")
+        raise StoreError(f"{folder} is not a folder")
 
 
 def clear(folder: Path) -> None:
-    """Delete a collection: the KV first, so that a half-deleted one has documents without KV."""
+    """Delete a collection: KV first, so that an interruption leaves documents without KV."""
     try:
         if (folder / KV_NAME).exists():
             shutil.rmtree(folder / KV_NAME)
@@ -323,13 +323,13 @@ def clear(folder: Path) -> None:
 
 @contextmanager
 def sole_writer(folder: Path) -> Iterator[None]:
-    """Keep other ``index`` runs out of ``folder``; raises StoreError when one is at work."""
+    """Lock out other ``index`` runs in ``folder``; raises StoreError if one is running."""
     prepare_folder(folder)
     try:
         with FileLock(folder / LOCK_NAME, timeout=0):
             yield
     except Timeout as error:
-        raise StoreError(f"another `index` is at work in {folder}: wait for its end") from error
+        raise StoreError(f"another `index` is running in {folder}: wait until it ends") from error
 
 
 def _connect(path: Path) -> sqlite3.Connection:
@@ -353,7 +353,7 @@ def _transaction(file: sqlite3.Connection) -> Iterator[None]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Raise what SQLite raises, and any row of another form, as one StoreError."""
+    """Turn SQLite's errors, and errors of malformed rows, into a StoreError."""
     try:
         yield
     except CacheBlendError:
@@ -366,13 +366,13 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _damaged(path: Path, reason: object) -> StoreError:
     return StoreError(
-        f"{path} cannot be used ({reason}): make it anew with `cacheblend-rag index PATH --into "
+        f"{path} cannot be used ({reason}): make it again with `cacheblend-rag index PATH --into "
         f"{path.parent} --rebuild`"
     )
 
 
 def _settings(body: object) -> CollectionSettings:
-    """Read settings; raises ValueError when they are not what this version writes."""
+    """Read settings; raises ValueError if this version did not write them."""
     plain = json.loads(body) if isinstance(body, str) else None
     if isinstance(plain, dict):
         plain = {"engine": EMBEDDED, **plain}

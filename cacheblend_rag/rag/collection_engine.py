@@ -1,4 +1,4 @@
-"""The engine of a collection: opened as the collection's settings say, over its own KV."""
+"""Opens the engine of a collection, with the collection's settings and its own KV store."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def _store() -> StoreConfig:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a collection is made with.
+    """A user's settings for a new collection.
 
-    instruction: None is the one that suits the model. dtype: None is the one that suits the device.
-    Raises ConfigError when chunks would repeat themselves whole, or the namespace is no text.
+    instruction: None is the model's default. dtype: None is the device's default.
+    Raises ConfigError when the overlap is not below the chunk size, or the namespace is no text.
     """
 
     model: str = DEFAULT_MODEL
@@ -58,10 +58,10 @@ class Choices:
 
 @dataclass(frozen=True)
 class Placement:
-    """What a run settles of a collection's engine, and the collection does not.
+    """Settings of a collection's engine that each run chooses; they are not stored.
 
-    device: None is the best one. store: how chunk KV is kept; where, is the collection's.
-    fill_on_miss: see EngineConfig; whoever asks once is gone before anything is filled.
+    device: None is the best one. store: how chunk KV is kept, without its folder.
+    fill_on_miss: see EngineConfig; useless for a process that asks once and ends.
     """
 
     device: str | None = None
@@ -70,17 +70,17 @@ class Placement:
 
 
 def resolved_name(name: str) -> str:
-    """Return a model's name, made absolute when it is local, so that it holds everywhere."""
+    """Return a model's name, made absolute if local, so that it works from any folder."""
     return name if name == BUNDLED else absolute(name)
 
 
 def default_instruction(model: str) -> str:
-    """Return the instruction that suits a model: the bundled one knows only its own."""
+    """Return a model's default instruction: the bundled model needs the one it was trained on."""
     return demo_corpus.INSTRUCTION if knows_only_the_demo(model) else INSTRUCTION
 
 
 def new_settings(choices: Choices) -> CollectionSettings:
-    """Return the settings of a collection that is to be made, as far as its tokenizer tells them.
+    """Return the settings of a new collection, as far as the tokenizer determines them.
 
     Raises ModelLoadError when there is no such model.
     """
@@ -107,7 +107,7 @@ def new_settings(choices: Choices) -> CollectionSettings:
 def open_new(
     folder: Path, settings: CollectionSettings, placement: Placement
 ) -> tuple[CollectionSettings, Engine]:
-    """Open the engine of a collection that is to be made; returns its complete settings too."""
+    """Open the engine of a new collection; returns the complete settings, too."""
     engine = _open(folder, settings, placement)
     dtype = engine.dtype or settings.dtype
     return replace(settings, dtype=dtype, fingerprint=engine.fingerprint), engine

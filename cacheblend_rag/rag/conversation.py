@@ -1,4 +1,4 @@
-"""Conversation: questions to a collection of which each is asked behind the turns before it."""
+"""A conversation with a collection: each prompt holds the earlier turns."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Answered:
 
 
 class Conversation:
-    """The turns so far, and what became of the last one (``last``, None before any).
+    """The turns so far, and the last prompt and answer (``last``, None at first).
 
     Each question retrieves ``top_k`` passages of its own. Earlier turns stay in the prompt with
-    theirs, until the context window is full: then the oldest turns go.
+    their passages; when the context window is full, the oldest turns are dropped.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Conversation:
         self._turns: tuple[AskedTurn, ...] = ()
 
     def ask(self, question: str, cancel: Event | None = None) -> Iterator[Delta]:
-        """Answer piece by piece; the turn is kept once the stream has been read to its end."""
+        """Stream an answer; the turn is added once the stream was read to its end."""
         sources = self._asker.retrieve(question, self._top_k, self._order)
         fitted = self._asker.fit(self._turns, question, sources, self._sampling.max_tokens)
         deltas: list[Delta] = []
@@ -56,7 +56,7 @@ class Conversation:
         self._turns, self.last = (), None
 
     def _keep(self, fitted: FittedPrompt, answer: Generation) -> None:
-        """Remember the turn if it was answered, and forget those that found no room beside it."""
+        """Add the turn if it was answered, and drop turns that did not fit beside it."""
         self.last = Answered(fitted, answer)
         *earlier, asked = fitted.turns
         text = answer.text.strip()

@@ -1,8 +1,8 @@
-"""What an `index` run is going to take, without weights and without writing anything.
+"""Estimates what an `index` run would take, without weights and without writing anything.
 
 Chunks and tokens are exact: the files are read and split. Bytes follow from the model's config.
-Seconds are measured: of two of the model's layers with random weights, and of embedding some of the
-chunks; they leave out what loading the models takes.
+Seconds are extrapolated from two of the model's layers with random weights, and from embedding some
+of the chunks; loading the models is not included.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 BYTES_AROUND_CHUNK = 2048
-"""More than a stored chunk's header takes."""
+"""An upper bound of a stored chunk's header, in bytes."""
 TIMED_LAYERS = 2
 TIMED_TOKENS = 512
 TIMED_VOCABULARY = 64
@@ -46,10 +46,10 @@ TIMED_RUNS = 3
 
 @dataclass(frozen=True)
 class IndexEstimate:
-    """What is to be done for new and changed files, and what is there.
+    """The work for new and changed files, and the KV stored already.
 
     tokens: of chunks. kv_bytes: of their KV, at most. stored_kv_bytes: in the collection now.
-    seconds: None where they cannot be told.
+    seconds: None if unknown.
     """
 
     files: int
@@ -67,7 +67,7 @@ class IndexEstimate:
         return asdict(self)
 
     def check(self, max_gib: float | None) -> None:
-        """Raise StoreError when the KV would outgrow ``max_gib``, if that is a bound."""
+        """Raise StoreError when the KV would exceed ``max_gib``; None is no limit."""
         if max_gib is not None and self.stored_kv_bytes + self.kv_bytes > max_gib * GIB:
             raise StoreError(
                 f"--max-gib {max_gib:g}: {self.files} files need {self.kv_bytes / GIB:.3f} GiB of "
@@ -77,7 +77,7 @@ class IndexEstimate:
 
 
 class Estimator:
-    """Adds up what documents take. Raises ModelLoadError, MissingExtraError."""
+    """Adds up the work for documents. Raises ModelLoadError, MissingExtraError."""
 
     def __init__(self, settings: CollectionSettings, device: str | None) -> None:
         config = LeadInConfig()
@@ -109,9 +109,9 @@ class Estimator:
         self._sample += [chunk.text for chunk in chunks[: TIMED_CHUNKS - len(self._sample)]]
 
     def estimate(self, store: Path | None, report: IndexReport) -> IndexEstimate:
-        """Return all that was counted.
+        """Return the totals.
 
-        store: the folder of the KV that stays beside it. report: what was passed over.
+        store: the folder of KV that stays. report: counts of skipped files.
         """
         tokens, chunks = sum(self._tokens.values()), len(self._tokens)
         return IndexEstimate(
@@ -151,7 +151,7 @@ def _stored_bytes(store: Path) -> int:
 
 
 def _layer_seconds(config: Any, dtype: torch.dtype, device: torch.device) -> float:
-    """Time one layer of a model, with random weights: seconds a token."""
+    """Time one layer of a model, with random weights: seconds per token."""
     from transformers import AutoModel
 
     small = copy.deepcopy(config)
@@ -170,12 +170,12 @@ def _layer_seconds(config: Any, dtype: torch.dtype, device: torch.device) -> flo
 
 
 def _embedding_seconds(embedder: Embedder, texts: Sequence[str]) -> float:
-    """Time the embedding of texts: seconds a text."""
+    """Time the embedding of texts: seconds per text."""
     return _median_seconds(lambda: embedder.embed(texts)) / len(texts)
 
 
 def _median_seconds(work: Callable[[], object]) -> float:
-    """Time some work, once it has warmed up."""
+    """Return the median time of some work, after a warm-up."""
     work()
     seconds = []
     for _ in range(TIMED_RUNS):

@@ -1,9 +1,9 @@
-"""Text out of one file after another, in a process that may be ended: ``python -m`` this module.
+"""Extracts text from files in a separate process, started as ``python -m`` this module.
 
-Documents come from strangers, and their parsers can be brought to take hours or all memory, or to
-crash. So they run apart from the indexing process, which ends them when they take too long (see
-``reading.FileReader``). Paths come in as JSON strings, one a line; each is answered by a line, a
-JSON object with ``text``, ``problem`` or ``missing`` (a library).
+Documents are untrusted: a hostile one can make its parser take hours or all memory, or crash. So
+parsers run outside of the indexing process, which kills them when they take too long (see
+``readers.FileReader``). Paths come in as JSON strings, one per line; each is answered by one line,
+a JSON object with ``text``, ``problem`` or ``missing`` (a library).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ProblemError(Exception):
 def extract(path: Path) -> str:
     """Return a file's text, with line feeds for line breaks.
 
-    Raises ProblemError where a limit is passed or there is no text, ImportError where a library is
-    missing, and whatever a parser raises.
+    Raises ProblemError if a limit is exceeded or there is no text, ImportError if a library is
+    missing, and any error of a parser.
     """
     size = path.stat().st_size
     if size > MAX_FILE_BYTES:
@@ -68,7 +68,7 @@ def extract(path: Path) -> str:
 
 
 def _plain(path: Path) -> str:
-    """Return plain text; Markdown as it stands, since its marks mean something to a model."""
+    """Return plain text; Markdown unchanged, since models understand its markup."""
     try:
         return path.read_bytes().decode()
     except UnicodeDecodeError as error:
@@ -80,7 +80,7 @@ def _pdf(path: Path) -> str:
 
 
 def _pages(path: Path) -> Iterator[str]:
-    """Yield the text of each page; a page that is named again is not read again."""
+    """Yield the text of each page; a page that is referenced twice is read once."""
     from pypdf import PdfReader
 
     logging.getLogger("pypdf").setLevel(logging.CRITICAL)
@@ -101,13 +101,13 @@ def _pages(path: Path) -> Iterator[str]:
 def _html(path: Path) -> str:
     """Return the text that a browser would show, blocks as paragraphs.
 
-    Markup is decoded as it declares.
+    The encoding is the one that the markup declares.
     """
     from bs4.dammit import UnicodeDammit
 
     markup = UnicodeDammit(path.read_bytes(), is_html=True).unicode_markup
     if markup is None:
-        raise ProblemError("is in no known encoding")
+        raise ProblemError("has an unknown encoding")
     shown = _ShownText()
     shown.feed(markup)
     shown.close()
@@ -116,7 +116,7 @@ def _html(path: Path) -> str:
 
 
 class _ShownText(HTMLParser):
-    """Collects shown text in one go, in ``parts``; what is left open ends with what it is in."""
+    """Collects visible text in one pass, in ``parts``; an unclosed tag ends with its parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ EXTRACTORS: dict[str, Callable[[Path], str]] = {
 
 
 def answer(path: Path) -> dict[str, str]:
-    """Return what a path is answered with."""
+    """Return the answer to a path."""
     try:
         return {"text": extract(path)}
     except ProblemError as error:
@@ -183,7 +183,7 @@ def _reason(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Answer paths until there are no more. What parsers print goes nowhere."""
+    """Answer paths until the input ends. Output of parsers is discarded."""
     with suppress(ValueError, OSError):  # not everywhere
         resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as answers:

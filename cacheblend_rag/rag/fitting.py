@@ -18,12 +18,13 @@ if TYPE_CHECKING:
 
 ANSWER_SHARE = 4
 EDGE_TOKENS = 4
-"""More than the tokens that a tokenizer saves by reading a text together with what is beside it."""
+"""Upper bound of the tokens that a tokenizer saves by encoding a text together with its
+neighbours."""
 
 
 @dataclass(frozen=True)
 class AskedTurn:
-    """A turn and the passages it shows."""
+    """A turn and its passages."""
 
     turn: Turn
     sources: tuple[Source, ...]
@@ -31,9 +32,9 @@ class AskedTurn:
 
 @dataclass(frozen=True)
 class FittedPrompt:
-    """A prompt that leaves room for an answer, encoded, and what it holds.
+    """A prompt that leaves room for an answer, encoded, and its turns.
 
-    turns: the earlier turns that found room, then the one that asks.
+    turns: the earlier turns that fit, then the current one.
     """
 
     prepared: PreparedPrompt
@@ -41,16 +42,16 @@ class FittedPrompt:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The passages of the turn that asks."""
+        """The passages of the current turn."""
         return self.turns[-1].sources
 
 
 class PromptFitter:
-    """Makes prompts for one engine that leave room for an answer.
+    """Builds prompts for one engine that leave room for an answer.
 
-    A prompt is encoded whole once where everything fits. Where it does not, as much is left out as
-    is surely too much by the lengths of the parts, and what is left is encoded again: twice in all,
-    and once more each time that the lengths said too little by a few tokens.
+    A prompt is encoded once if everything fits. If not, upper bounds of the parts' lengths show
+    how many parts must be left out at least, and the rest is encoded again: twice in total, and
+    once more whenever that was too few by some tokens.
     """
 
     def __init__(self, engine: Engine, prompt: RagPrompt) -> None:
@@ -63,9 +64,9 @@ class PromptFitter:
         sources: Sequence[Source],
         max_tokens: int,
     ) -> FittedPrompt:
-        """Make the prompt; what does not fit is left out whole: the oldest turns, then passages.
+        """Build the prompt; the oldest turns, then the worst passages, are dropped until it fits.
 
-        Of the passages, the worst go first. Raises PromptError when the question alone is too long.
+        Raises PromptError when the question alone is too long.
         """
         window = self._engine.context_window
         room = window - min(max_tokens, window // ANSWER_SHARE)
@@ -93,7 +94,7 @@ class PromptFitter:
         return prepared, len(prepared.token_ids)
 
     def _leave_out(self, kept: list[AskedTurn], shown: list[Source]) -> int:
-        """Take out the oldest turn, else the worst passage; returns the most tokens it has."""
+        """Remove the oldest turn, else the worst passage; returns an upper bound of its tokens."""
         if kept:
             oldest = kept.pop(0).turn
             text = f"{self._prompt.render([oldest])}{oldest.answer}"

@@ -1,4 +1,4 @@
-"""Garbage collection: evicts a collection's KV that belongs to no known document."""
+"""Garbage collection: evicts a collection's KV that belongs to none of its documents."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cacheblend_rag.settings import EMBEDDED
 
 
 def evict_unregistered(folder: Path) -> int:
-    """Load a collection's model and evict the KV of chunks that it does not know; returns how many.
+    """Load a collection's model and evict KV of unregistered chunks; returns how many.
 
-    Raises StoreError when its KV is in vLLM, and what opening the collection raises.
+    Raises StoreError when its KV is in vLLM, and the errors of opening the collection.
     """
     with Collection.open(folder) as collection:
         settings = collection.settings

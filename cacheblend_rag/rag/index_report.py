@@ -1,4 +1,4 @@
-"""IndexReport: what a run of `index` did, and whether that was anything at all."""
+"""The report of an `index` run, and checks that it had something to do."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 
 @dataclass
 class IndexReport:
-    """What one run did.
+    """The results of one run.
 
-    added, changed, unchanged: files. removed: documents whose files are gone; vanished: such that
-    were kept. unknown: files with an extension that is not read. skipped: files that could not be
-    indexed, and why. computed_chunks, stored_chunks: chunks of files that were read whose KV was
-    computed, or was there already. computed_tokens, compute_seconds, computed_kv_bytes: of the
-    computed ones. refused_chunks, refused_codes: chunks that have no KV, by reason and by its
-    code. registered_chunks: chunks that were only made known. documents, chunks: all that the
-    collection holds in the end.
-    failures: why KV could not be stored in this run, though it may be in the next one.
-    unfinished_documents, unfinished_chunks: what the collection holds of which KV could not be
-    stored, in this run or before; the next run computes it.
+    added, changed, unchanged: files. removed: documents deleted because their files are gone;
+    vanished: such documents that were kept. unknown: files with an unsupported extension. skipped:
+    files that could not be indexed, and why. computed_chunks, stored_chunks: chunks of files that
+    were read whose KV was computed, or was stored already. computed_tokens, compute_seconds,
+    computed_kv_bytes: of the computed ones. refused_chunks, refused_codes: chunks without KV, by
+    reason and by its code. registered_chunks: chunks that were only registered. documents, chunks:
+    totals of the collection at the end. failures: why KV could not be stored in this run; the next
+    run tries again.
+    unfinished_documents, unfinished_chunks: those whose KV could not be stored, in this run or
+    before; the next run computes it.
     """
 
     added: int = 0
@@ -54,24 +54,24 @@ class IndexReport:
 
     @property
     def pace(self) -> str:
-        """How fast KV is computed, and how much there is now."""
+        """The speed at which KV was computed, and its size."""
         rate = self.computed_tokens / self.compute_seconds if self.compute_seconds else 0.0
-        return f"{rate:,.0f} tokens a second, {size(self.computed_kv_bytes)} of KV"
+        return f"{rate:,.0f} tokens per second, {size(self.computed_kv_bytes)} of KV"
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)
 
     def check(self, paths: Iterable[Path]) -> None:
-        """Raise StoreError when nothing at ``paths`` was, or had been, indexed."""
+        """Raise StoreError when nothing at ``paths`` was indexed, in this run or before."""
         if not (self.added + self.changed + self.unchanged + self.removed + self.vanished):
             raise _nothing(paths, self.unknown, len(self.skipped))
 
 
 def check_paths(paths: Iterable[Path], found: FoundFiles, known: Sequence[Path]) -> None:
-    """Raise StoreError when a path is not there, or nothing is to be done, before doing anything.
+    """Raise StoreError when a path does not exist, or there is nothing to do.
 
-    known: the files of the collection's documents; below a path that is gone, they may be pruned.
+    known: the files of the collection's documents; they may be pruned below a missing path.
     """
     paths = list(paths)
     for path in paths:

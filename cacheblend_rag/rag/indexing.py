@@ -1,9 +1,9 @@
-"""One run of `index` over a collection.
+"""Runs `index` on a collection.
 
 A file is indexed whole: its KV is stored chunk by chunk as it is computed, then its text and
-vectors are written in one transaction. After any interruption, files that are written are known by
-their content's hash and passed over, and of the file in work only what was not stored is computed.
-Where KV could not be stored, the document is kept as unfinished, and the next run computes it.
+vectors are written in one transaction. After an interruption, finished files are recognized by
+their content hash and skipped; of the unfinished file only missing chunks are computed. If KV could
+not be stored, the document is marked as unfinished, and the next run computes it.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ FIRST_PART_CHUNKS, MOST_PART_CHUNKS = 8, 64
 PART_SECONDS = 5.0
 SHOWN_CHARACTERS = 30
 MOST_NAMED = 10
-"""Skipped files that are warned of by name."""
+"""How many skipped files get a warning of their own."""
 NAME_BREAKS = re.compile(r"[-_.\s]+")
 
 
 class Indexing:
     """A collection being indexed; models are loaded when the first file needs them.
 
-    asked: the fields of Choices that the user gave; a collection that is there must agree with
-    them. watcher: is told what is being done. rebuild: delete the collection as soon as there is
-    something to put in its place, and make it anew, as asked or else as it was. register_only:
-    chunks are made known, and computed once they are missed.
+    asked: the fields of Choices that the user gave; an existing collection must agree with
+    them. watcher: gets progress. rebuild: delete the collection once there is something to
+    replace it, and make it again, with its old settings where none are given. register_only:
+    register chunks without computing them.
 
     Raises ConfigError when the collection does not agree, StoreError when it is damaged.
     """
@@ -125,7 +125,7 @@ class Indexing:
     def run(
         self, paths: Iterable[Path], found: FoundFiles, *, prune: bool, repair: bool = False
     ) -> None:
-        """Index what was found at ``paths``, and compute KV that former runs could not store.
+        """Index the files found at ``paths``, and compute KV that earlier runs could not store.
 
         prune: see remove_vanished. repair: see finish.
         """
@@ -143,10 +143,10 @@ class Indexing:
             self.report.unfinished_chunks = sum(left.values())
 
     def estimate(self, found: FoundFiles, max_gib: float | None) -> IndexEstimate:
-        """Return what the files that are new or changed will take; writes nothing.
+        """Estimate the work for new and changed files; writes nothing.
 
-        Raises StoreError when the collection's KV would outgrow ``max_gib``, ConfigError when it
-        is a server's.
+        Raises StoreError when the collection's KV would exceed ``max_gib``, ConfigError when a
+        server holds it.
         """
         if max_gib is not None and self._settled("engine") not in {EMBEDDED, VLLM}:
             raise ConfigError("--max-gib bounds the collection's own KV: a server has --disk-gib")
@@ -173,7 +173,7 @@ class Indexing:
         return estimate
 
     def add(self, files: Sequence[Path]) -> None:
-        """Index the files that are new or changed."""
+        """Index new and changed files."""
         for new in self._new_files(files):
             try:
                 self._add(new)
@@ -181,7 +181,7 @@ class Indexing:
                 self.skip(new.path, str(error))
 
     def remove_vanished(self, paths: Iterable[Path], files: Iterable[Path], *, prune: bool) -> None:
-        """Find documents below ``paths`` whose files are gone; delete them when ``prune``."""
+        """Find documents below ``paths`` whose files are gone; delete them if ``prune``."""
         if self._collection is None:
             return
         there = {source_name(self._folder, path) for path in files}
@@ -201,10 +201,10 @@ class Indexing:
             self.report.removed += 1
 
     def finish(self, *, repair: bool) -> None:
-        """Compute the KV that former runs could not store.
+        """Compute the KV that earlier runs could not store.
 
-        repair: instead look at each document of the collection that this run did not store, read
-        through what is stored of its KV, and compute what is missing or damaged.
+        repair: instead check the stored KV of each document that this run did not store, and
+        compute missing or damaged chunks.
         """
         if self._register_only:
             return
@@ -223,7 +223,7 @@ class Indexing:
         task.end()
 
     def _left_over(self, *, repair: bool) -> Iterator[Document]:
-        """Read the documents that are to be finished, or with ``repair`` looked at."""
+        """Read the documents to finish or, with ``repair``, to check."""
         if self._collection is None:
             return
         all_of = self._collection.content_hashes() if repair else self._collection.unfinished()
@@ -231,7 +231,7 @@ class Indexing:
             yield self._collection.document(source)
 
     def skip(self, path: Path, reason: str) -> None:
-        """Note what is not indexed, and warn of the first few such files by name."""
+        """Record a file that is not indexed; the first few get a warning."""
         if path not in self._skipped:
             self._skipped.add(path)
             if len(self._skipped) <= MOST_NAMED:
@@ -239,13 +239,13 @@ class Indexing:
         self.report.skipped.append({"path": str(path), "reason": reason})
 
     def _note(self, found: FoundFiles) -> None:
-        """Report what is not indexed."""
+        """Record the files that are not indexed."""
         self.report.unknown = found.unknown
         for folder, reason in found.unopened:
             self.skip(folder, reason)
 
     def _new_files(self, files: Sequence[Path]) -> Iterator[_NewFile]:
-        """Read the files that are new or changed, one after another."""
+        """Read new and changed files, one after another."""
         known = self._collection.content_hashes() if self._collection else {}
         task = self._files_task = self._watcher.begin("files", len(files))
         for path in files:
@@ -276,7 +276,7 @@ class Indexing:
             self.report.added += 1
 
     def _warn_once(self, source: str, text: str) -> None:
-        """Warn of the first file that the bundled model cannot read."""
+        """Warn about the first file that the bundled model cannot read."""
         if self._warned or not knows_only_the_demo(self._settled("model")):
             return
         if is_foreign(text):
@@ -285,16 +285,16 @@ class Indexing:
             self._warned = True
 
     def _settled(self, name: str) -> Any:
-        """Return what the collection is made with, or is going to be."""
+        """Return a setting of the collection, or of the one to be made."""
         settings = self._collection.settings if self._collection else self._choices
         return getattr(settings, name)
 
     def _precompute(self, document: Document, models: _Models) -> tuple[Vectors, int]:
-        """Embed the chunks and store their KV, a part at a time.
+        """Embed the chunks and store their KV, one part at a time.
 
         Returns the vectors, and how many chunks lack KV that could not be stored. Each chunk is
-        embedded under its file's name, which often says what the text alone does not: who "she" is,
-        which product a manual is about. Prompts do not hold it.
+        embedded together with its file's name, which often adds context: who "she" is,
+        which product a manual is about. Prompts do not contain the name.
         """
         chunks = document.to_chunks()
         title = NAME_BREAKS.sub(" ", Path(document.document_id).stem)
@@ -311,7 +311,7 @@ class Indexing:
                 self._files_task.note(self.report.pace)
             task.advance(len(part))
             count = _next_count(count, time.perf_counter() - started)
-        # The document takes the place of what the file held before.
+        # The document replaces the file's earlier version.
         if self._register_only:
             done = models.engine.precompute([document], progress=False, register_only=True)
             self.report.registered_chunks += done.registered
@@ -321,7 +321,7 @@ class Indexing:
         return np.concatenate(vectors), unfinished
 
     def _ready(self) -> tuple[Collection, _Models]:
-        """Load the models, and make the collection if there is none."""
+        """Load the models, and create the collection if there is none."""
         if self._collection is not None and self._models is not None:
             return self._collection, self._models
         with self._watcher.phase("loading the libraries"):
@@ -344,7 +344,7 @@ class Indexing:
         return self._collection, self._models
 
     def _check_room(self, engine: Engine, settings: CollectionSettings) -> None:
-        """Raise ConfigError when a chunk fills the context window, which a server may narrow."""
+        """Raise ConfigError when a chunk fills the context window, which a server may reduce."""
         try:
             checks.check_fits(settings.chunk_size, engine.context_window, settings.model)
         except ConfigError:
@@ -352,7 +352,7 @@ class Indexing:
             raise
 
     def _load(self, engine: Engine, settings: CollectionSettings) -> _Models:
-        """Load what an engine needs beside it."""
+        """Load the embedding model and the splitter for an engine."""
         with self._watcher.phase(f"loading the embedding model {settings.embedding_model}"):
             embedder = Embedder(settings.embedding_model, EXTRA)
         split = make_splitter(engine.tokenize, settings.chunk_size, settings.chunk_overlap)
@@ -364,7 +364,7 @@ class Indexing:
 
 @dataclass(frozen=True)
 class _NewFile:
-    """A file that is to be indexed, and whether the collection holds an older self of it."""
+    """A file to index, and whether the collection holds an older version of it."""
 
     path: Path
     source: str
@@ -389,9 +389,9 @@ def _document(new: _NewFile, split: Callable[[str], list[str]]) -> Document:
 
 
 def _chosen_before(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a collection was made with; nothing when there is none or it is damaged.
+    """Return a collection's settings; empty if there is none or it is damaged.
 
-    What suited its model is left out when another model is asked for.
+    Settings that depend on its model are left out if another model is given.
     """
     try:
         with Collection.open(folder) as before:
@@ -407,7 +407,7 @@ def _chosen_before(folder: Path, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written_through(placement: Placement) -> Placement:
-    """Return where KV is kept, with nothing written behind: indexing says what was not stored."""
+    """Return the placement with all tiers written through: indexing reports failed puts."""
     tiers = placement.store.tiers
     if tiers is None:
         return placement
@@ -427,7 +427,7 @@ def _check_agreement(folder: Path, settings: CollectionSettings, asked: Mapping[
 
 
 def _next_count(count: int, seconds: float) -> int:
-    """Return how many chunks to compute at once, so that progress is seen every few seconds."""
+    """Return how many chunks to compute at once, so that progress shows every few seconds."""
     return min(2 * count, MOST_PART_CHUNKS) if seconds < PART_SECONDS else max(count // 2, 1)
 
 
@@ -440,7 +440,7 @@ def _content_hash(path: Path) -> str:
 
 
 def _is_gone(path: Path) -> bool:
-    """Whether there is surely no such file: a folder that may not be read proves nothing."""
+    """Whether a file certainly does not exist; an unreadable folder proves nothing."""
     try:
         path.stat()
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""What a model's config tells of it without its weights."""
+"""Reads a model's KV shape and dtype from its config, without weights."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ BYTES_OF_PRIOR = 4
 
 
 def text_config(model: str) -> Any:
-    """Return the config of a model's text part; raises ModelLoadError when there is none.
+    """Return the config of a model's text part; raises ModelLoadError if there is none.
 
-    model: as models.resolve takes it.
+    model: as for models.resolve.
     """
     from transformers import AutoConfig
 
@@ -37,13 +37,13 @@ def kv_shape(config: Any) -> tuple[int, int, int]:
 
 
 def kv_bytes_per_token(config: Any, dtype: torch.dtype) -> int:
-    """Return what a token's chunk KV takes: keys and values in all layers, and its prior."""
+    """Return the size of a token's chunk KV: keys and values in all layers, and its prior."""
     layers, kv_heads, head_size = kv_shape(config)
     return 2 * layers * kv_heads * head_size * dtype.itemsize + BYTES_OF_PRIOR
 
 
 def served_dtype(config: Any, dtype: str, device: str | None) -> torch.dtype:
-    """Return the precision that a model is run in; "" is the one that suits the device."""
+    """Return the dtype that a model is run in; "" is the device's default."""
     import torch
 
     from cacheblend_rag.engines.transformers.loading import pick_device, pick_dtype

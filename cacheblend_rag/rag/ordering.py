@@ -1,7 +1,7 @@
-"""PassageOrder: how retrieved passages stand in a prompt; and where each comes from.
+"""Orders retrieved passages for a prompt.
 
-Retrieval gives passages in types of its own (a Source here, a node or a Document in frameworks), so
-the order is told how to read them.
+Passages have different types (a Source here, a node or a Document in frameworks), so callers pass
+functions that read them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Passage = TypeVar("Passage")
 
 
 class PassageOrder(StrEnum):
-    """How passages stand in the prompt.
+    """The order of passages in a prompt.
 
     Attributes:
         SCORE: best first.
-        DOCUMENT: those of one document together and in its order, the document with the best
+        DOCUMENT: passages of one document together and in its order, the document with the best
             passage first.
         REVERSE: best last, next to the question.
     """
@@ -41,9 +41,9 @@ class PassageOrder(StrEnum):
 
         Args:
             found: the passages, best first.
-            document_of: names a passage's document; None is a document of that passage alone.
-            positions_of: tells where passages of one document, given best first, stand in it. At
-                equal positions the better one stays first.
+            document_of: returns a passage's document; None is a document of that passage alone.
+            positions_of: returns the positions of passages, given best first, in their common
+                document. At equal positions the better one stays first.
 
         Returns:
             The same passages, all of them.
@@ -87,7 +87,7 @@ class Source:
 
 
 def arranged(found: Sequence[Source], order: PassageOrder) -> list[Source]:
-    """Return sources, given best first, as they shall stand in the prompt."""
+    """Return sources, given best first, in the order for the prompt."""
     return order.arrange(
         found,
         document_of=lambda source: source.chunk.document_id,

@@ -1,8 +1,8 @@
-"""Planning a store: what a model's chunk KV takes, where it fits, and what is fast enough.
+"""Plans a store: the size of a model's chunk KV, which tiers hold it, and which are fast enough.
 
-Arithmetic over a model's config and the sizes, bandwidths and latencies that are given: nothing is
-measured here, and no weights are loaded. A first token is taken to wait for all of a prompt's chunk
-KV and then for the computing that is given; loads that hide behind computing make it shorter.
+This is arithmetic on a model's config and the given sizes, bandwidths and latencies: nothing is
+measured, and no weights are loaded. The time to first token is that of loading all of a prompt's
+chunk KV plus the given time of computing; an engine overlaps the two and is faster.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 @dataclass(frozen=True)
 class KVShape:
-    """What decides the size of a model's chunk KV. itemsize: bytes of a value as computed."""
+    """The dimensions that determine the size of chunk KV. itemsize: bytes per value as computed."""
 
     layers: int
     kv_heads: int
@@ -32,12 +32,12 @@ class KVShape:
 
     @classmethod
     def of(cls, model: str, dtype: str, device: str | None) -> KVShape:
-        """Return a model's, by its config; raises ModelLoadError when there is none."""
+        """Return the shape of a model, from its config; raises ModelLoadError without one."""
         config = text_config(model)
         return cls(*kv_shape(config), itemsize=served_dtype(config, dtype, device).itemsize)
 
     def chunk_bytes(self, precision: Precision, tokens: int) -> int:
-        """Return the bytes of a stored chunk, its prior, scales and header included."""
+        """Return the size of a stored chunk, with its prior, scales and header."""
         values = 2 * self.layers * self.kv_heads * self.head_dim * tokens
         around = tokens * BYTES_OF_PRIOR + BYTES_AROUND_CHUNK
         if precision == "native":
@@ -49,7 +49,7 @@ class KVShape:
 
 @dataclass(frozen=True)
 class PlannedTier:
-    """A place for chunk KV, as it is told. bandwidth: bytes a second. latency: seconds a prompt."""
+    """A tier, as the user gives it. bandwidth: bytes per second. latency: seconds per prompt."""
 
     name: str
     capacity_bytes: int
@@ -58,9 +58,9 @@ class PlannedTier:
 
     @classmethod
     def parse(cls, text: str) -> PlannedTier:
-        """Read ``disk=1TiB,2GiB,0.001``: name, capacity, bytes a second, seconds of latency.
+        """Parse ``disk=1TiB,2GiB,0.001``: name, capacity, bytes per second, seconds of latency.
 
-        Raises ConfigError when it is something else.
+        Raises ConfigError for any other form.
         """
         name, _, rest = text.partition("=")
         told = [part.strip().removesuffix("/s") for part in rest.split(",")]
@@ -79,10 +79,10 @@ class PlannedTier:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is to be stored and asked.
+    """The corpus to store and the prompts to serve.
 
-    corpus_tokens: of all chunks. prompt_tokens: of a prompt's chunks. compute_seconds: to the first
-    token beside loading. ttft_seconds: what it may take in all, None without a target.
+    corpus_tokens: of all chunks. prompt_tokens: of a prompt's chunks. compute_seconds: until the
+    first token, without loading. ttft_seconds: the target of the total, None without one.
     Raises ConfigError when a number is too small.
     """
 
@@ -104,9 +104,10 @@ class Workload:
 
 @dataclass(frozen=True)
 class TierPlan:
-    """What a tier does for a precision.
+    """A tier's capacity and speed in one precision.
 
-    chunks: that fit. share: of the corpus. seconds: to the first token. is_fast: within the target.
+    chunks: how many fit. share: of the corpus. seconds: to the first token. is_fast: within the
+    target.
     """
 
     tier: str
@@ -117,13 +118,13 @@ class TierPlan:
 
     @property
     def suffices(self) -> bool:
-        """Whether it holds the whole corpus, fast enough."""
+        """Whether it holds the whole corpus and is fast enough."""
         return self.is_fast and self.share >= 1
 
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """What chunk KV of one precision takes. tier: the last one given that suffices, or None."""
+    """The size of chunk KV in one precision. tier: the last given one that suffices, or None."""
 
     precision: str
     bytes_per_token: float
@@ -148,7 +149,7 @@ class CapacityPlan:
 
 
 def plan_store(shape: KVShape, workload: Workload, tiers: Sequence[PlannedTier]) -> CapacityPlan:
-    """Return what chunk KV takes in each precision, and which tier does. tiers: fastest first."""
+    """Return the size of chunk KV and the tiers in each precision. tiers: fastest first."""
     plans = tuple(_of_precision(name, shape, workload, tiers) for name in PRECISIONS)
     return CapacityPlan(shape, workload, plans)
 

@@ -10,31 +10,31 @@ logger = logging.getLogger(__name__)
 
 
 class Task:
-    """One of several things at work. This one tells nobody."""
+    """A piece of work with steps. This one shows nothing."""
 
     def note(self, what: str) -> None:
-        """Say what is being done with it now."""
+        """Show what is being done now."""
 
     def advance(self, steps: int = 1) -> None:
-        """Say that so many more of its steps are done."""
+        """Add completed steps."""
 
     def end(self) -> None:
-        """Say that it is done."""
+        """Mark it as completed."""
 
 
 class Watcher:
     """Logs phases and warnings, and shows no tasks; a terminal's subclass shows all three."""
 
     def warn(self, message: str) -> None:
-        """Tell of something that the user should know."""
+        """Show a warning to the user."""
         logger.warning(message)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Tell what is being done while the block runs."""
+        """Show a phase's name while the block runs."""
         logger.info(name)
         yield
 
     def begin(self, name: str, steps: int) -> Task:
-        """Tell of something to be done in so many steps."""
+        """Begin a task with so many steps."""
         return Task()

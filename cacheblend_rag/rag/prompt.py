@@ -1,9 +1,9 @@
 """The prompt of `ask` and `chat`: an instruction, then turns of passages, question and answer.
 
-A model with a chat template gets the instruction as its system message (or, where the template
-knows none, at the head of the first user message) and a user and an assistant message a turn.
-Others get the same as plain text. What stands before the first passage is the *lead-in text*: the
-same in every prompt of a collection, and what its chunk KV is computed behind.
+A model with a chat template gets the instruction as its system message (or, if the template
+has no system role, at the start of the first user message) and a user and an assistant message per
+turn. Other models get the same as plain text. The text before the first passage is the *lead-in
+text*: it is the same in every prompt of a collection, and its chunk KV is computed after it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Turn:
 
     @property
     def content(self) -> str:
-        """What the user's side of the turn says."""
+        """The text of the user's message."""
         return SEPARATOR.join([*self.passages, f"Question: {self.question}\nAnswer:"])
 
 
 class RagPrompt:
     """Renders turns for one model.
 
-    Raises ConfigError when the model's chat template leaves no place for passages.
+    Raises ConfigError when the model's chat template drops the user's text.
     """
 
     def __init__(self, tokenizer: Any, instruction: str) -> None:
@@ -60,11 +60,11 @@ class RagPrompt:
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """Strings that end an answer: a model without a template would ask itself on and on."""
+        """Strings that end an answer: a model without a template would go on with a question."""
         return () if self._has_template else (f"{SEPARATOR}Question:",)
 
     def render(self, turns: Sequence[Turn]) -> str:
-        """Return the prompt that asks the last turn's question, as text."""
+        """Return the prompt as text; it ends with the last turn's question."""
         *earlier, last = turns
         if not self._has_template:
             told = [f"{turn.content} {turn.answer}" for turn in earlier]
@@ -82,7 +82,7 @@ class RagPrompt:
     def segmented(
         self, turns: Sequence[Turn], registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
     ) -> BlendPrompt:
-        """Return ``render``'s text, cut at the registered chunks in it, as rendered or plain."""
+        """Return ``render``'s text, split at the registered chunks in it."""
         prompt = BlendPrompt.from_text(self.render(turns), registry, hints)
         return replace(prompt, is_rendered=self._has_template)
 
@@ -90,7 +90,7 @@ class RagPrompt:
         return (self.instruction,) if self.instruction else ()
 
     def _try_system(self) -> bool:
-        """Whether the template shows a system message; some refuse or drop it."""
+        """Whether the template renders a system message; some refuse or drop it."""
         if not self.instruction:
             return False
         messages = [

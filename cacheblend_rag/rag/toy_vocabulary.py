@@ -1,4 +1,4 @@
-"""Checks whether the toy model can read a text; it knows the demo's controlled English alone."""
+"""Checks whether the toy model can read a text: it only knows the demo's controlled English."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ WORD = re.compile(r"\w+")
 
 
 def is_foreign(text: str) -> bool:
-    """Whether more than a few words of a text are not the demo corpus'."""
+    """Whether more than a tenth of a text's words do not occur in the demo's corpus."""
     words = WORD.findall(text.lower())
     known = sum(word in _known_words() for word in words)
     return known < KNOWN_SHARE * len(words)
 
 
 def foreign_warning(name: str, options: str) -> str:
-    """Say that the toy model cannot read the file ``name``, and what to give instead."""
+    """Return a warning that the toy model cannot read the file ``name``."""
     return (
         f"the toy model 'demo' reads the demo's notes only, not texts like {name}: its answers "
         f"will be gibberish. Give {options}{DEFAULT_MODEL}, a folder or a hub name"

@@ -1,6 +1,6 @@
-"""Settings of requests, lead-ins, stores and engines, validated when they are made.
+"""Settings of requests, lead-ins, stores and engines, validated when they are created.
 
-Those that are pydantic models are imported on first use: importing the package builds no model.
+Pydantic models are imported on first use: importing the package builds no model.
 """
 
 from __future__ import annotations

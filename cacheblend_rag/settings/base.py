@@ -1,4 +1,4 @@
-"""Settings: a frozen pydantic model whose validation errors are one-line ConfigErrors."""
+"""The base of settings: frozen pydantic models whose errors are ConfigErrors of one line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from cacheblend_rag.settings.options import Arguments, names_of
 
 @dataclass(frozen=True)
 class Must:
-    """What a field must be, for its error: ``NAME=VALUE must be WANTED``.
+    """Describes the valid values of a field in its error: ``NAME=VALUE must be WANTED``.
 
     Args:
         wanted: such as "a number from 0 to 1".
-        name: what users call the field where that is not its own name.
+        name: the field's name for users, if it differs from its own.
     """
 
     wanted: str
@@ -26,7 +26,7 @@ class Must:
 
     @classmethod
     def choose(cls, choices: Any, name: str = "") -> Must:
-        """Return what a field of a Literal type must be."""
+        """Return the description of a Literal type's values."""
         return cls(f"one of {', '.join(get_args(choices))}", name)
 
 
@@ -37,16 +37,16 @@ Positive = Annotated[int, Field(strict=True, ge=1), Must("an integer of at least
 
 
 def as_tuple(value: Any) -> Any:
-    """Return a list as a tuple; texts, sets and the like stay what they are."""
+    """Return a list as a tuple; other values, such as texts and sets, are unchanged."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
     return tuple(value) if is_list else value
 
 
 class Settings(BaseModel):
-    """What all settings can do. Sizes and times may be given as text, as in ``"8GiB"``, ``"12h"``.
+    """The base of all settings. Sizes and times may be given as text: ``"8GiB"``, ``"12h"``.
 
     Raises:
-        ConfigError: for a name that is none of them, or a value out of range.
+        ConfigError: for an unknown name, or a value out of range.
     """
 
     model_config = ConfigDict(
@@ -59,7 +59,7 @@ class Settings(BaseModel):
         protected_namespaces=(),
     )
     _noun: ClassVar[str] = "setting"
-    """What a field is, as an error calls it."""
+    """The kind of a field, as errors name it."""
 
     def __init__(self, /, **values: Any) -> None:
         known = Arguments(self._noun, names_of(type(self))).read(values)
@@ -67,7 +67,7 @@ class Settings(BaseModel):
             raise ConfigError(problem)  # outside of except: no error in its context holds a value
 
     def _validate(self, values: dict[str, Any]) -> str:
-        """Set the fields; return what is wrong, or an empty text."""
+        """Set the fields; return the error, or an empty text."""
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -86,10 +86,11 @@ class Settings(BaseModel):
 
     @classmethod
     def of(cls, value: Self | Mapping[str, Any] | None) -> Self:
-        """Return settings as they are, from plain values (JSON, TOML), or the defaults for None.
+        """Return settings from plain values (JSON, TOML), unchanged settings, or the defaults for
+        None.
 
         Raises:
-            ConfigError: for a name that is none of them, or a value out of range.
+            ConfigError: for an unknown name, or a value out of range.
         """
         if isinstance(value, cls):
             return value

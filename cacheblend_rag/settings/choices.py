@@ -13,4 +13,4 @@ PRESET_RATIOS: Mapping[str, float] = {"quality": 0.25, "balanced": 0.16, "speed"
 RATIO_BOUNDS = (0.05, 0.30)
 AUTO, EMBEDDED, VLLM = "auto", "transformers", "vllm"
 ENGINES = (AUTO, EMBEDDED, VLLM)
-"""Kinds of engine that go by a name; a server goes by its URL."""
+"""Engines that have a name; a server is given by its URL."""

@@ -1,4 +1,4 @@
-"""EngineConfig: which engine serves, and all that is settled when it is opened."""
+"""EngineConfig: which engine serves, and the settings that are fixed when it is opened."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _TEXT = WithJsonSchema({"type": "string"})
 
 
 class EngineConfig(Settings):
-    """Which engine serves, and all that is settled when it is opened.
+    """Which engine serves, and the settings that are fixed when it is opened.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -57,54 +57,54 @@ class EngineConfig(Settings):
     ``cacheblend-rag serve`` started, or ``auto``."""
     model: Annotated[Any, _TEXT] = ""
     """A name (``smollm2``, ``demo``, a GGUF file, a folder in hub format, a hub name) or a loaded
-    model (embedded engine only). With a URL it names the tokenizer, and "" takes what the server
-    loaded."""
+    model (embedded engine only). With a URL it names the tokenizer, and "" is the model that the
+    server loaded."""
     tokenizer: Annotated[Any, WithJsonSchema({"type": "null"})] = Field(default=None, repr=False)
     """The model's own by default; must be given with a loaded model."""
     instruction: Annotated[str | Callable[[Any], str], _TEXT, Must("a text")] = ""
-    """What prompts say before their first chunk; lead-ins compute chunks behind it. A function is
-    given the model's tokenizer and returns it."""
+    """The text of prompts before their first chunk; lead-ins compute chunks after it. A function
+    gets the model's tokenizer and returns the text."""
     namespace: Namespace = "default"
     """Tenants with different namespaces share neither KV nor known chunks."""
     blend: Annotated[BlendConfig, BeforeValidator(BlendConfig.of)] = Field(
         default_factory=BlendConfig
     )
-    """Of requests that bring no config of their own."""
+    """The default for requests without one."""
     lead_in: Annotated[LeadInConfig, BeforeValidator(LeadInConfig.of)] = Field(
         default_factory=LeadInConfig
     )
-    """What chunks are computed behind."""
+    """The text that chunks are computed after."""
     store: Annotated[StoreConfig, BeforeValidator(StoreConfig.of)] = Field(
         default_factory=StoreConfig
     )
-    """Where their KV is kept; a server has a store of its own, and only the registry in ``kv_path``
-    is used with a URL."""
+    """Where their KV is kept. A server has its own store: with a URL, only the registry in
+    ``kv_path`` is used."""
     fill_on_miss: Flag = False
-    """Compute registered chunks whose KV a request missed, and store it, when no request waits. Off
-    by default: it works on after a call has returned, on a model that its owner may be using, and
-    into a store that may be shared."""
+    """Compute and store registered chunks whose KV a request missed, when no request waits. Off by
+    default, since this work continues after a call has returned, on a model that its owner may be
+    using, and into a store that may be shared."""
     device: Annotated[
         str | None, BeforeValidator(_own_name), Must("a device's name, such as cuda:0")
     ] = None
-    """Where the model runs, such as ``cpu`` or ``cuda``; a server has settled it."""
+    """Where the model runs, such as ``cpu`` or ``cuda``; fixed for a server."""
     dtype: Annotated[
         str | None, BeforeValidator(_own_name), Must("a dtype's name, such as bfloat16")
     ] = None
-    """How precise the model's weights are, such as ``bfloat16``; a server has settled it."""
+    """Precision of the model's weights, such as ``bfloat16``; fixed for a server."""
     api_key: Annotated[
         Secret | None,
         BeforeValidator(Secret.of),
         WithJsonSchema({"anyOf": [{"type": "string", "writeOnly": True}, {"type": "null"}]}),
     ] = Field(default=None, repr=False, exclude=True)
-    """What a server asks for, the environment's CACHEBLEND_API_KEY by default; it is in no
-    representation, and in nothing that is serialized."""
+    """The key that a server requires, by default the environment's CACHEBLEND_API_KEY; it is never
+    printed or serialized."""
 
     @classmethod
     def gather(cls, **options: Any) -> Self:
-        """Return the settings that options tell, a store's given by their own names, too.
+        """Return the settings of options, which may also be a store's settings by their own names.
 
         Raises:
-            ConfigError: for an option that is none, and for one that is given twice.
+            ConfigError: for an unknown option, and for one that is given twice.
         """
         known = names_of(cls) | names_of(StoreConfig)
         return cls(**StoreConfig.gather(Arguments(cls._noun, known).read(options)))
@@ -113,11 +113,11 @@ class EngineConfig(Settings):
         """Return plain JSON values, without the key.
 
         Raises:
-            ConfigError: where a model, a tokenizer or an instruction is given that is no text.
+            ConfigError: if a model, a tokenizer or an instruction is not a text.
         """
         for name, value in (("model", self.model), ("instruction", self.instruction)):
             if not isinstance(value, str | Path):
                 raise ConfigError(f"{name} is a {type(value).__name__}: only texts are serialized")
         if self.tokenizer is not None:
-            raise ConfigError("tokenizer is given: only the model's own is had anew")
+            raise ConfigError("tokenizer is given: only the model's own can be loaded again")
         return self.model_dump(mode="json", exclude={"tokenizer"})

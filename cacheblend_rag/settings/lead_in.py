@@ -1,4 +1,4 @@
-"""LeadInConfig: what an engine computes chunks behind."""
+"""LeadInConfig: the text that an engine computes chunks after."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cacheblend_rag.settings.choices import LeadInKind
 
 
 class LeadInConfig(Settings):
-    """What an engine computes chunks behind, settled for its lifetime.
+    """The text that an engine computes chunks after, fixed for its lifetime.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -21,10 +21,10 @@ class LeadInConfig(Settings):
     kind: Annotated[LeadInKind, Must.choose(LeadInKind, name="lead_in")] = "document"
     """``none``, ``bos``, ``instruction`` or ``document`` (contextual chunk KV)."""
     document_window: Positive = 2048
-    """Tokens of its own document that a chunk is precomputed behind, at most."""
+    """Most tokens of its own document that a chunk is precomputed after."""
     split_special_tokens: Flag = True
-    """Encode what looks like a special token in a chunk as the text that it is, so that passages
-    cannot speak as the system."""
+    """Encode text in a chunk that looks like a special token as plain text, so that passages cannot
+    speak as the system."""
 
     @classmethod
     def of(cls, value: LeadInConfig | Mapping[str, Any] | str | None) -> Self:

@@ -1,4 +1,4 @@
-"""Checks names of options, engines and namespaces; knows what other libraries call options."""
+"""Checks names of options, engines and namespaces; knows other libraries' names of options."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ALIASES: Mapping[str, str] = {
     "max_completion_tokens": "max_tokens",
     "stop_sequences": "stop",
 }
-"""What other libraries call these arguments."""
+"""Other libraries' names of these arguments."""
 KIND = "Input should be "
-"""How pydantic begins to say what it wants."""
+"""The beginnings of pydantic's messages."""
 
 
 def names_of(settings: type[Any]) -> frozenset[str]:
@@ -32,12 +32,12 @@ def names_of(settings: type[Any]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The names that something takes; ALIASES of known ones are taken, too.
+    """The argument names of a function or class; ALIASES of known names are accepted, too.
 
     Args:
-        kind: what each is, such as "option of Model".
+        kind: the kind of each, such as "option of Model".
         known: the names.
-        inside: names that belong inside of an argument that is a dict, each with that argument's.
+        inside: names that belong inside a dict argument, each with that argument's name.
     """
 
     kind: str
@@ -48,12 +48,12 @@ class Arguments:
     def holding(
         cls, kind: str, known: Iterable[str], settings: Mapping[str, type[Any]]
     ) -> Arguments:
-        """Return arguments of which some are settings.
+        """Return arguments, some of which are settings.
 
         Args:
-            kind: what each argument is.
+            kind: the kind of each argument.
             known: their names.
-            settings: those that are settings, if they are known, each with its class.
+            settings: the arguments that are settings, if they are known, each with its class.
         """
         names = frozenset(known)
         inside = {
@@ -65,7 +65,7 @@ class Arguments:
         return cls(kind, names, inside)
 
     def read(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments by their own names. No error tells a value.
+        """Return the arguments by their own names. Errors contain no values.
 
         Raises:
             ConfigError: for a name that is not known, and for two names of one argument.
@@ -76,13 +76,13 @@ class Arguments:
         return self.renamed(given)
 
     def told(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what ``read`` does but arguments that are None: they leave what is settled."""
+        """Return the arguments as ``read`` does, without those that are None."""
         return {name: value for name, value in self.read(given).items() if value is not None}
 
     def renamed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments by their own names, and unknown ones as they are.
+        """Return the arguments by their own names, and unknown ones unchanged.
 
-        An alias that holds None is left out: it is other libraries' way to say nothing.
+        An alias that is None is left out, since other libraries pass None for unset arguments.
 
         Raises:
             ConfigError: for two names of one argument.
@@ -115,7 +115,7 @@ class Arguments:
 def check_engine_name(engine: str, kinds: Sequence[str]) -> None:
     """Raise ConfigError unless ``engine`` is one of ``kinds`` or a server's URL without a secret.
 
-    Nothing is asked of the server.
+    The server is not contacted.
     """
     if engine in kinds:
         return
@@ -131,8 +131,8 @@ def check_engine_name(engine: str, kinds: Sequence[str]) -> None:
 def check_namespace(namespace: object) -> None:
     """Raise ConfigError unless a namespace is a text that can be hashed and stored.
 
-    Half of a character (a lone surrogate) cannot be: it stands for bytes of a command line that
-    are no UTF-8, for instance.
+    Half of a character (a lone surrogate) cannot; it occurs, for example, if a command line is not
+    UTF-8.
     """
     if not isinstance(namespace, str):
         raise ConfigError(f"namespace={namespace!r:.100} must be a name")
@@ -145,7 +145,7 @@ def check_namespace(namespace: object) -> None:
 
 
 def describe_errors(errors: Iterable[Mapping[str, Any]]) -> str:
-    """Return in one line what pydantic finds wrong with arguments, without their values."""
+    """Return pydantic's errors of arguments in one line, without values."""
     found: dict[str, list[str]] = {}
     for error in errors:
         where = str(error["loc"][0]) if error["loc"] else ""

@@ -59,7 +59,7 @@ class BlendConfig(Settings):
         AfterValidator(_falling),
         Must("a list of numbers from 0 to 1"),
     ] = None
-    """One ratio a check layer, never rising; None uses recompute_ratio for all."""
+    """One ratio per check layer, never rising; None uses recompute_ratio for all."""
     selector: Annotated[str, Field(min_length=1), Must("a selector's name")] = "hkvd"
     """Name of the rule that ranks tokens (see ``cacheblend_rag.blend.selectors``)."""
     selector_options: Annotated[
@@ -72,12 +72,12 @@ class BlendConfig(Settings):
     """Never recompute tokens of a contextual chunk whose own document context is absent from the
     prompt, since fresh KV would forget it. Off at ratio 1."""
     cost_model: Flag = True
-    """Compute a chunk, or the whole prompt, where that is measured to be sooner than loading and
-    blending. Off: what is stored is blended however long that takes, so that comparisons of quality
-    and benchmarks do not turn on how busy the machine is."""
+    """Compute a chunk, or the whole prompt, if that is measured to be faster than loading and
+    blending. Off: stored chunks are blended however long that takes, so that quality comparisons
+    and benchmarks do not depend on the machine's load."""
     trace: Flag = False
-    """Put into the report which tokens were chosen, by which scores. It costs a little: an
-    accelerator is read back from, and vLLM computes such a request anew each time."""
+    """Put the chosen tokens and their scores into the report. It costs a little: scores are copied
+    back from the accelerator, and vLLM computes such a request anew each time."""
     ratio_bounds: Annotated[
         tuple[Ratio, Ratio],
         BeforeValidator(as_tuple),
@@ -115,15 +115,15 @@ class BlendConfig(Settings):
         return cls(**{"recompute_ratio": PRESET_RATIOS[name], **overrides})
 
     def with_ratio(self, recompute_ratio: float) -> BlendConfig:
-        """Return a copy with one ratio, in force after every check layer."""
+        """Return a copy with one ratio, used after every check layer."""
         return self.with_changes(recompute_ratio=recompute_ratio, recompute_ratios=None)
 
     @property
     def ratio(self) -> float:
-        """The recompute ratio; the largest that may be chosen where that is left to the engine."""
+        """The recompute ratio; the largest allowed one if the engine chooses."""
         chosen = self.recompute_ratio
         return self.ratio_bounds[1] if isinstance(chosen, str) else chosen
 
     def ratio_at(self, check: int) -> float:
-        """Return the recompute ratio in force after the ``check``-th check layer."""
+        """Return the recompute ratio after the ``check``-th check layer."""
         return self.ratio if self.recompute_ratios is None else self.recompute_ratios[check]

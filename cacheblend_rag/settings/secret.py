@@ -1,4 +1,4 @@
-"""A secret that prints as asterisks, and checks for places where no secret may stand."""
+"""A secret that prints as asterisks, and checks that URLs hold no secret."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cacheblend_rag.errors import ConfigError
 
 
 class Secret:
-    """A string that is in no representation, pickle or traceback with locals."""
+    """A string that appears in no repr, pickle or traceback with locals."""
 
     __slots__ = ("_text",)
 
@@ -36,7 +36,7 @@ class Secret:
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied elsewhere. Raises TypeError."""
-        raise TypeError("a secret is not pickled: give it anew, or by the environment")
+        raise TypeError("a secret is not pickled: give it again, or by the environment")
 
 
 def check_server_url(url: str) -> None:

@@ -49,7 +49,7 @@ def _quantity(name: str, text: str, units: Mapping[str, int], wanted: str) -> fl
 
 
 def size(nbytes: float) -> str:
-    """Return bytes in the largest binary unit that they fill."""
+    """Return bytes in the largest binary unit that is not larger."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"

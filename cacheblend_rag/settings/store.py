@@ -29,7 +29,7 @@ def _path(value: Any) -> Any:
 
 
 def _flag(value: Any) -> Any:
-    """Read a flag, which a command line gives as a text."""
+    """Read a flag, which is a text on a command line."""
     return {"true": True, "false": False}.get(str(value).lower(), value)
 
 
@@ -58,7 +58,7 @@ class StoreConfig(Settings):
     """Where an engine keeps chunk KV.
 
     Sizes and times may be given as text, such as ``"8GiB"`` and ``"12h"``. A password in a tier's
-    URL is in no representation, and in nothing that is serialized.
+    URL is never printed or serialized.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -70,30 +70,30 @@ class StoreConfig(Settings):
     """Folder for chunk KV and the registry of known chunks, shared between processes and runs;
     None keeps both in this process' memory."""
     host_bytes: Bytes = 4 << 30
-    """Memory for chunk KV, in each process that computes; None is without limit, 0 keeps none
-    there."""
+    """Memory for chunk KV, in each process that computes; None is without limit, 0 keeps no chunk
+    in memory."""
     disk_bytes: Bytes = None
     """Room for chunk KV in ``kv_path``; None is without limit."""
     ttl_seconds: Seconds = None
-    """Age since it was first stored at which a chunk is gone; None is never."""
+    """Time after which a chunk expires, counted from when it was first stored; None is never."""
     tiers: Tiers = None
     """Where chunk KV is kept, fastest first, as URLs: ``host://?capacity=8GiB``,
     ``disk:///folder``, ``redis://host:6379/0``, ``s3://bucket/prefix``, ...; None is memory and
-    ``kv_path``. With it ``kv_path`` keeps the registry alone."""
+    ``kv_path``. With tiers, ``kv_path`` holds only the registry."""
     read_only: Annotated[bool, BeforeValidator(_flag), Must("true or false")] = False
-    """Serve from what others store: nothing outside of this process' memory is written, evicted,
-    set aside or marked as used."""
+    """Only read what others store: nothing outside this process's memory is written, evicted,
+    quarantined or marked as used."""
     access_log: Annotated[Path, Must("a file")] = None
-    """Regular file in which is noted, in lines of JSON, which stored chunks prompts ask for. A
-    store that is opened with one that is there brings the most used of them into its fastest tier,
+    """Regular file that logs the stored chunks that prompts ask for, as JSON lines. If the file
+    exists when a store is opened, the store loads the most requested chunks into its fastest tier,
     in the background."""
     precision: Annotated[Precision, Must.choose(Precision)] = "native"
-    """Of the numbers that are stored: ``native`` as computed, ``fp8`` or ``int8`` a byte each.
-    Chunks of one precision are not found by engines of another."""
+    """Precision of stored numbers: ``native`` as computed, ``fp8`` or ``int8`` one byte each.
+    Engines do not find chunks of another precision."""
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
-        """Raise ConfigError where memory or disk is told twice."""
+        """Raise ConfigError if memory or disk is given twice."""
         if self.tiers is None:
             return self
         for name, scheme in (("host_bytes", "host://"), ("disk_bytes", "disk:///folder")):
@@ -112,16 +112,16 @@ class StoreConfig(Settings):
 
     @property
     def urls(self) -> tuple[TierUrl, ...]:
-        """The tiers, as read."""
+        """The tiers, parsed."""
         return tuple(TierUrl(url) for url in self.tiers or ())
 
     def environment(self) -> dict[str, str]:
-        """Return the passwords of tiers as variables, for the environment of a worker process."""
+        """Return the passwords of tiers as environment variables for a worker process."""
         return passwords(self.urls)
 
     @classmethod
     def spread(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options with what a whole ``store`` among them tells by its own names.
+        """Return options with the settings of a whole ``store`` by their own names.
 
         Raises:
             ConfigError: for a setting that is given beside ``store``, too.

@@ -1,7 +1,7 @@
 """TierUrl: one tier of a store as a URL, such as ``redis://cache:6379/0?ttl=1h``.
 
-A URL says everything of a tier but its password, which is cut out of it here and handed on by the
-environment: what is shown, serialized or sent to a worker process never holds one.
+A URL describes a tier completely except for its password, which is cut out here and passed on by
+the environment: shown, serialized and sent URLs never hold one.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ NEEDS: Mapping[str, str] = {
     "rediss": "rediss://host:6379/0", "unix": "unix:///run/redis.sock", "s3": "s3://bucket/prefix",
     "gs": "gs://bucket/prefix", "az": "az://container/prefix",
 }  # fmt: skip
-"""Schemes that must say where, and how that looks."""
+"""Schemes that require a location, with an example."""
 
 
 class TierUrl(str):
-    """A tier's URL as text, without the password that it may have held.
+    """A tier's URL as text, without its password.
 
     scheme, host, port, user, path: its parts; path has no leading slash, but for a folder's.
     name: the tier's, as reports call it. options: typed, by name, without ``name``.
@@ -97,7 +97,7 @@ class TierUrl(str):
         return other
 
     def written_through(self) -> TierUrl:
-        """Return the same tier, written before a put returns where it was to be written behind."""
+        """Return the same tier, with ``write=through`` instead of ``behind``."""
         if self.options.get("write") != "behind":
             return self
         other = str.__new__(TierUrl, self.replace("write=behind", "write=through"))
@@ -109,7 +109,7 @@ class TierUrl(str):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be pickled without a password: refuses where the URL held one. Raises TypeError."""
+        """Pickle the URL; raises TypeError if it held a password."""
         if self._password is not None:
             raise TypeError(f"a password is not pickled: give it as {self.variable}")
         return _again, (str(self), self.name)
@@ -118,8 +118,7 @@ class TierUrl(str):
 def read_tiers(value: object) -> tuple[TierUrl, ...] | None:
     """Return a store's tiers from a list of URLs, or a text of several, comma-separated.
 
-    Two of one name are told apart by a number, where none of them was named by its URL. Raises
-    ConfigError.
+    Tiers with equal names get a number each, unless a URL set the name. Raises ConfigError.
     """
     if value is None:
         return None
@@ -134,7 +133,7 @@ def read_tiers(value: object) -> tuple[TierUrl, ...] | None:
 
 
 def passwords(urls: Iterable[TierUrl]) -> dict[str, str]:
-    """Return what a worker process' environment must hold, by the variables' names."""
+    """Return the environment variables that a worker process needs."""
     return {url.variable: url.password.reveal() for url in urls if url.password is not None}
 
 
@@ -161,7 +160,7 @@ def _split(text: str) -> SplitResult:
     try:
         parts = urlsplit(text)
         _ = parts.port
-    except ValueError:  # which quotes what may be a part of a password
+    except ValueError:  # whose text may quote a part of a password
         fix = "write special characters of a password as %XX"
         raise ConfigError(f"tiers: {scheme}://...: host or port cannot be read: {fix}") from None
     if parts.fragment or "@" in parts.path or "@" in parts.query:
@@ -218,11 +217,11 @@ def _share(where: str, text: str) -> float:
 
 
 def _check(url: TierUrl) -> None:
-    """Raise ConfigError for parts that a scheme lacks, or has no use for."""
+    """Raise ConfigError for parts that a scheme lacks or does not use."""
     scheme, is_redis = url.scheme, url.scheme in REDIS_SCHEMES
     place = url.path.strip("/") if scheme in ("disk", "file", "unix") else url.host
     if scheme in NEEDS and not place:
-        raise ConfigError(f"tiers: {scheme}://...: names no place: give it as {NEEDS[scheme]}")
+        raise ConfigError(f"tiers: {scheme}://...: has no location: give it as {NEEDS[scheme]}")
     if scheme in (*MEMORY_SCHEMES, "memory", "disk", "file", "unix") and url.host:
         told = NEEDS.get(scheme, f"{scheme}://")
         raise ConfigError(f"tiers: {scheme}://...: has no host: give it as {told}")

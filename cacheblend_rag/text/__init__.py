@@ -1,1 +1,1 @@
-"""What prompts are made of: chunks, the registries that find them, prompts and their tokens."""
+"""Chunks, registries that find them in a text, prompts as segments, and their tokens."""

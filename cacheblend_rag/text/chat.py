@@ -1,4 +1,4 @@
-"""Chat messages, rendered by a tokenizer's template."""
+"""Renders chat messages with a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def render_messages(
 
 
 def begins_as_rendered(text: str, tokenizer: Tokenizer) -> bool:
-    """Whether a text begins as the tokenizer's chat template lets messages begin.
+    """Whether a text begins with the opening that the tokenizer's chat template renders.
 
-    Prompts made of messages have no BOS but the template's own, so the text stands in them without
-    the one that the tokenizer puts before plain texts.
+    Prompts made of messages have only the template's own BOS, so such a text has no second BOS,
+    which the tokenizer would put before a plain text.
     """
     if not getattr(tokenizer, "chat_template", None):
         return False
@@ -47,7 +47,7 @@ def begins_as_rendered(text: str, tokenizer: Tokenizer) -> bool:
 
 
 def _opening(roles: Sequence[str], tokenizer: Tokenizer) -> str:
-    """Return what the template puts before the first message's text; nothing where it refuses."""
+    """Return the text that the template puts before the first message; "" if it refuses."""
     messages = [{"role": role, "content": CONTENT} for role in roles]
     try:
         opening, found, _ = render_messages(messages, tokenizer).partition(CONTENT)
@@ -78,7 +78,7 @@ def _plain_message(message: Message, name: str) -> dict[str, Any]:
 
 
 def _plain_content(content: object, name: str) -> str:
-    """Join text parts by newlines: most templates know strings only, and print a list as code."""
+    """Join text parts by newlines: most templates accept only strings, and print lists as code."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):

@@ -1,4 +1,4 @@
-"""Chunks, and the documents that they are cut from."""
+"""Chunks, and the documents that they are part of."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, overload
 from cacheblend_rag.errors import ConfigError
 
 BOUNDARY_KEY = "cacheblend_boundary"
-"""The metadata field by which frameworks' nodes and documents tell their boundary."""
+"""The metadata field in which frameworks' nodes and documents hold their boundary."""
 
 
 class Context(Sequence[str]):
-    """Pieces of a document, in order. Long ones that begin alike share their beginnings.
+    """The pieces of a document before a chunk, in order, as a linked list.
 
-    The chunks of a document have its beginnings as contexts: kept apart, they would take memory and
-    time by the square of its length. So a context is its last piece and the context before that,
-    and knows its length and hash. It equals other contexts and tuples with the same pieces; as a
-    key, it finds contexts only.
+    Each chunk's context is a prefix of the document: copies of them would take memory and time
+    quadratic in its length. So a context holds its last piece, the context before that, its length
+    and its hash. It equals other contexts and tuples with the same pieces; as a dict key, it only
+    finds contexts.
     """
 
     __slots__ = ("_hash", "_length", "_parent", "last")
@@ -98,7 +98,7 @@ class Context(Sequence[str]):
         return True
 
     def __reduce__(self) -> tuple[type[Context], tuple[tuple[str, ...]]]:
-        """Pickle and copy the pieces: what they hang on would nest too deep."""
+        """Pickle and copy the pieces as a tuple: the linked list would nest too deep."""
         return Context, (tuple(self),)
 
     def __repr__(self) -> str:
@@ -113,13 +113,13 @@ class Chunk:
     """A passage as indexed.
 
     Args:
-        text: the passage, verbatim as it will stand in prompts.
+        text: the passage, verbatim as in prompts.
         document_id: the document it was cut from, or None when it stands alone.
-        context: what precedes it in that document, in pieces, each of which is one tokenization
+        context: the text before it in that document, in pieces, each of which is one tokenization
             unit (an earlier chunk's text or the separator between two chunks). Empty for the first
-            chunk of a document and for chunks that stand alone. Its KV knows all of it, so it holds
-            nothing that a reader of the chunk may not see.
-        collection: which of several indexes over the same documents it was cut for.
+            chunk of a document and for chunks that stand alone. The chunk's KV depends on all of
+            it, so it must hold nothing that a reader of the chunk may not see.
+        collection: the index it belongs to, if several indexes hold the same documents.
     """
 
     text: str
@@ -136,17 +136,18 @@ class Document:
     """A document cut into chunks.
 
     Args:
-        document_id: what names it.
+        document_id: the document's unique name.
         chunks: its texts, in order.
-        separator: what stands between two of them.
-        collection: the index that the chunks are for. Another index over the same documents, cut
-            otherwise, needs another one: within a collection, a document's new chunks replace its
-            old ones.
-        boundaries: who may read each of the chunks, in words of one's own; none where all may read
-            all. What precedes a chunk ends where this changes: its KV knows nothing beyond.
+        separator: the text between two chunks.
+        collection: the index that the chunks belong to. Another index over the same documents,
+            split differently, needs another collection: within one, a document's new chunks
+            replace its old ones.
+        boundaries: for each chunk a text that identifies its readers; empty if all readers may see
+            all chunks. A chunk's context ends where this changes: its KV does not depend on the
+            text beyond.
 
     Raises:
-        ConfigError: when there are boundaries, but not one a chunk.
+        ConfigError: when there are boundaries, but not one for each chunk.
     """
 
     document_id: str
@@ -159,7 +160,7 @@ class Document:
         if self.boundaries and len(self.boundaries) != len(self.chunks):
             raise ConfigError(
                 f"document {self.document_id!r} has {len(self.boundaries)} boundaries for "
-                f"{len(self.chunks)} chunks: give one a chunk, or none"
+                f"{len(self.chunks)} chunks: give one for each chunk, or none"
             )
         if not any(self.boundaries):
             object.__setattr__(self, "boundaries", ())
@@ -187,9 +188,9 @@ class Match:
 
 
 def read_boundary(metadata: Mapping[str, Any]) -> str:
-    """Return the boundary that a node's metadata tell, "" where they tell none.
+    """Return the boundary in a node's metadata, "" if there is none.
 
-    Any JSON value may stand there; lists of groups are the same in whatever order.
+    Any JSON value is allowed; the order of a list of groups does not matter.
     """
     told = metadata.get(BOUNDARY_KEY)
     if told is None or isinstance(told, str):
@@ -200,7 +201,7 @@ def read_boundary(metadata: Mapping[str, Any]) -> str:
 
 
 def read_hints(given: Chunk | str | Iterable[Chunk | str]) -> tuple[Chunk | str, ...]:
-    """Return hints, of which one alone needs no list.
+    """Return hints as a tuple; a single hint needs no list.
 
     Raises:
         ConfigError: for a hint that is neither a chunk nor a document's id.

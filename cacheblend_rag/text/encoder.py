@@ -1,13 +1,12 @@
-"""PromptEncoder: the tokens of a prompt as its tokenizer has them, and where chunks are in them.
+"""Encodes a prompt as one text, and finds the tokens of its chunks.
 
-A prompt is encoded as one text, so the model reads the tokens that it was trained on: those of
-``tokenizer(text)``. A chunk's stored KV belongs to the tokens of the chunk by itself; in the prompt
-they stand as a run, except for a few at the edges that the tokenizer joins with what is beside
-them (see ``runs``).
+The model reads the tokens that it was trained on, those of ``tokenizer(text)``. A chunk's stored KV
+belongs to the tokens of the chunk by itself; in the prompt they occur as a run, except for a few at
+the edges that the tokenizer joins with the text beside them (see ``runs``).
 
-A chunk is data, whoever wrote it: what looks like a special token in it is encoded as the text that
-it is, by cutting inside of it. Hugging Face's ``split_special_tokens`` would not do: it is a switch
-in the tokenizer, hence seen by other threads, and it leaves out added tokens that are not declared
+A chunk is untrusted data: text in it that looks like a special token is encoded as plain text, by
+splitting the text inside of it. Hugging Face's ``split_special_tokens`` is not used: it is a switch
+in the tokenizer, hence seen by other threads, and it ignores added tokens that are not declared
 special although templates use them as such.
 """
 
@@ -32,9 +31,9 @@ RoleMarkers = Literal["special tokens", "text", "none"]
 
 PROBE = "a"
 WORD = "A"
-"""Stands for the passage that follows an instruction or a separator."""
+"""A placeholder for the passage that follows an instruction or a separator."""
 ANCHORS = ("\n", ".", "0", "a", "(", "\x01")
-"""Texts are encoded behind one of them, whose tokens are then cut off."""
+"""Texts are encoded after one of these, whose tokens are then removed."""
 SAMPLES = (
     ("Context: ", "Alpha one."),
     ("Alpha one.", " Beta two?"),
@@ -45,12 +44,12 @@ SAMPLES = (
     ("half", "way"),
     ("19", "84 or so"),
 )
-"""Two texts each, by which it is found out whether a tokenizer puts a space before a text."""
+"""Pairs of texts that show whether a tokenizer puts a space before a text."""
 CACHED_CHUNKS = 10_000
 
 
 class Tokenizer(Protocol):
-    """What a prompt asks of a tokenizer; every Hugging Face tokenizer offers it."""
+    """The methods of a tokenizer that prompts use; every Hugging Face tokenizer has them."""
 
     @property
     def chat_template(self) -> Any:
@@ -78,7 +77,7 @@ class Tokenizer(Protocol):
 class EncodedChunk:
     """A chunk in a prompt.
 
-    token_ids: of the chunk by itself. run: where they stand in the prompt, None where they do not.
+    token_ids: of the chunk by itself. run: their position in the prompt, None if not found.
     """
 
     token_ids: TokenIds
@@ -87,7 +86,7 @@ class EncodedChunk:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPrompt:
-    """A prompt's tokens, and what became of each of its parts; None for parts that are no chunk."""
+    """A prompt's tokens, and each part as an encoded chunk; None for parts that are no chunk."""
 
     token_ids: TokenIds
     chunks: tuple[EncodedChunk | None, ...]
@@ -96,7 +95,7 @@ class EncodedPrompt:
 class PromptEncoder:
     """Encodes prompts with one tokenizer. May be used by several threads at once.
 
-    split_special_tokens: whether what looks like a special token in a chunk is encoded as text.
+    split_special_tokens: whether chunk text that looks like a special token is encoded as text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, split_special_tokens: bool = True) -> None:
@@ -112,13 +111,13 @@ class PromptEncoder:
 
     @property
     def adds_prefix(self) -> bool:
-        """Whether the tokenizer puts a space before what it encodes."""
+        """Whether the tokenizer puts a space before each text."""
         return bool(self._anchors)
 
     def role_markers(self) -> RoleMarkers | None:
-        """Return what tells a chat template's turns apart; None without a template that says it.
+        """How the chat template marks roles; None without a template that marks them.
 
-        Where it is text, a passage can imitate it: no tokenizer can tell the two apart.
+        If the markers are plain text, a passage can imitate them: no tokenizer can tell them apart.
         """
         turns = [("user", "alpha"), ("assistant", "beta"), ("user", "gamma")]
         messages = [{"role": role, "content": content} for role, content in turns]
@@ -138,7 +137,7 @@ class PromptEncoder:
         return min(kinds, key=order.index, default="none")
 
     def _kind_of(self, marker: str) -> RoleMarkers:
-        """Say what stands between two turns, BOS and EOS left out: they say nothing of roles."""
+        """Classify the text between two turns, without BOS and EOS, which mark no role."""
         roles = dict(getattr(self.tokenizer, "special_tokens_map", {}))
         ends = {roles.get("bos_token"), roles.get("eos_token")}
         left = [token for token in self._plain(marker) if self._special.get(token) not in ends]
@@ -154,9 +153,9 @@ class PromptEncoder:
         return self._chunk(text)
 
     def separator(self, text: str) -> TokenIds:
-        """Return the tokens of what stands between two passages; raises PromptError as ``chunk``.
+        """Return the tokens of the text between two passages; raises PromptError as ``chunk``.
 
-        Blank lines between words are other tokens than blank lines that nothing follows.
+        Blank lines between words have different tokens than blank lines at the end of a text.
         """
         word = self.chunk(WORD)
         ids = self.chunk(f"{WORD}{text}{WORD}")
@@ -166,7 +165,7 @@ class PromptEncoder:
         return self.chunk(text)
 
     def leading(self, text: str, *, opens: bool = True) -> TokenIds:
-        """Return what a prompt that begins with ``text`` has before its first passage.
+        """Return the tokens before the first passage of a prompt that begins with ``text``.
 
         opens: as for ``encode``.
         """
@@ -179,8 +178,8 @@ class PromptEncoder:
     def encode(self, parts: Sequence[tuple[str, bool]], *, opens: bool = True) -> EncodedPrompt:
         """Encode (text, whether it is a chunk), in order, as one text.
 
-        opens: whether the tokenizer's opening tokens (BOS) come first; they never do where the text
-        brings them along, as rendered chat messages may. Raises PromptError as ``chunk`` does.
+        opens: whether the tokenizer's opening tokens (BOS) come first; never if the text already
+        contains them, as rendered chat messages may. Raises PromptError as ``chunk`` does.
         """
         for text, _ in parts:
             _check_surrogates(text)
@@ -196,7 +195,7 @@ class PromptEncoder:
         return EncodedPrompt((*opening, *ids), chunks)
 
     def _whole(self, parts: Sequence[tuple[str, bool]]) -> TokenIds:
-        """Return the tokens of all parts as one text, in whose chunks nothing is special."""
+        """Return the tokens of all parts as one text, without special tokens in its chunks."""
         guarded, end = [], 0
         for text, is_chunk in parts:
             if is_chunk and self.splits_special_tokens:
@@ -208,7 +207,7 @@ class PromptEncoder:
     def _adds_no_control(
         self, ids: TokenIds, parts: Sequence[tuple[str, bool]], alone: Sequence[TokenIds]
     ) -> bool:
-        """Whether all special tokens are the texts' own, though a normalizer may make others."""
+        """Whether all special tokens come from text parts; a normalizer may create others."""
         if not self.splits_special_tokens or not any(is_chunk for _, is_chunk in parts):
             return True
         own = [
@@ -229,7 +228,7 @@ class PromptEncoder:
         return ids
 
     def _broken(self, text: str) -> TokenIds:
-        """Return tokens of a chunk's text among which no special token is, by cutting it up."""
+        """Return a chunk's tokens, without special tokens: texts that look like one are split."""
         ids = self._behind(text)
         if len(text) < 2 or self.special_ids.isdisjoint(ids):
             return ids
@@ -237,7 +236,7 @@ class PromptEncoder:
         return self._broken(text[:middle]) + self._broken(text[middle:])
 
     def _pieces(self, text: str, guarded: Sequence[tuple[int, int]]) -> Iterator[str]:
-        """Cut a text inside of each special token that lies, or ends, in what is guarded."""
+        """Split a text inside of each special token that lies, or ends, in a guarded range."""
         cuts = {
             at + 1
             for at, end in self._markers.find(text if guarded else "")
@@ -247,7 +246,7 @@ class PromptEncoder:
             yield text[start:stop]
 
     def _behind(self, text: str) -> TokenIds:
-        """Return the tokens of a text that others stand before, or else of the text alone."""
+        """Return the tokens of a text as in the middle of a prompt, or else of the text alone."""
         for anchor, expected in self._anchors:
             ids = self._plain(anchor + text)
             if ids[: len(expected)] == expected:
@@ -263,7 +262,7 @@ class PromptEncoder:
         )
 
     def _find_anchors(self) -> None:
-        """Find out whether texts have to be encoded behind an anchor."""
+        """Find out whether texts have to be encoded after an anchor."""
         anchors = tuple((anchor, self._plain(anchor)) for anchor in ANCHORS)
         for self._anchors in ((), tuple((text, ids) for text, ids in anchors if ids)):
             if all(self._keeps(before, after) for before, after in SAMPLES):
@@ -271,7 +270,7 @@ class PromptEncoder:
         self._anchors = ()
 
     def _keeps(self, before: str, after: str) -> bool:
-        """Whether two texts that are encoded apart say what they say together."""
+        """Whether two texts, encoded separately, decode to their concatenation."""
         apart = self._plain(before) + self._behind(after)
         return self._says(apart) == self._says(self._plain(before + after))
 
@@ -293,15 +292,15 @@ def _placed(
 
 
 def encode_plainly(tokenizer: Tokenizer, text: str) -> TokenIds:
-    """Return what the tokenizer makes of a text alone, without special tokens around it."""
+    """Return the tokens of a text alone, without special tokens around it."""
     return tuple(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
 def _opening_tokens(tokenizer: Tokenizer) -> TokenIds:
-    """Return what the tokenizer puts before a plain prompt: the BOS token, or nothing.
+    """Return the tokens that the tokenizer puts before a plain prompt: BOS, or nothing.
 
-    Some tokenizers put several tokens there, and some none although they have a BOS token, so it is
-    read off an encoded probe.
+    Some tokenizers put several tokens there, and some none although they have a BOS token, so a
+    sample text is encoded to find out.
     """
     bare = encode_plainly(tokenizer, PROBE)
     full = tuple(tokenizer.encode(PROBE, add_special_tokens=True, verbose=False))

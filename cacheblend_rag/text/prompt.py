@@ -1,4 +1,4 @@
-"""Segment and BlendPrompt: a prompt as runs of text and chunks, and its token ids and spans.
+"""A prompt as segments of text and chunks, its token ids, and the spans of its chunks.
 
 A prompt is tokenized as one text; each chunk is then a run of its tokens (see ``encoder``).
 """
@@ -21,8 +21,8 @@ class Segment:
     """A run of a prompt.
 
     Args:
-        text: what stands there.
-        chunk: the chunk that it is, None for text (instructions, separators, question).
+        text: its characters.
+        chunk: the chunk with this text, None for other text (instructions, separators, question).
     """
 
     text: str
@@ -33,8 +33,8 @@ class Segment:
 class ChunkSpan:
     """Tokens [start, end) of an encoded prompt are tokens of ``chunk``.
 
-    before, after: the chunk's other tokens, at its edges, in whose place the prompt has tokens that
-    the tokenizer makes of the chunk's text and the text beside it.
+    before, after: how many tokens of the chunk are missing at its edges, because the tokenizer
+    joins its text with the text beside it.
     """
 
     chunk: Chunk
@@ -46,10 +46,10 @@ class ChunkSpan:
 
 @dataclass(frozen=True)
 class EncodedPrompt:
-    """A prompt's token ids and where its chunks stand, in order.
+    """A prompt's token ids and the spans of its chunks, in order.
 
-    inseparable: chunks in it of whose own tokens the prompt has hardly any, since the tokenizer
-    reads them together with the text beside them.
+    inseparable: chunks with hardly any of their own tokens in the prompt, because the tokenizer
+    joins them with the text beside them.
     """
 
     token_ids: tuple[int, ...]
@@ -65,8 +65,8 @@ class BlendPrompt:
 
     Args:
         segments: runs of text and chunks, in order.
-        is_rendered: whether a chat template made the text: the tokenizer then adds no BOS of its
-            own, as ``apply_chat_template`` adds none.
+        is_rendered: whether a chat template rendered the text: the tokenizer then adds no BOS,
+            as ``apply_chat_template`` adds none.
 
     Raises:
         PromptError: when a segment's text is not its chunk's.
@@ -83,7 +83,7 @@ class BlendPrompt:
         """Return a prompt made of explicit parts.
 
         Args:
-            *parts: strings are text, and not searched for chunks; chunks are chunks.
+            *parts: strings, which are text and not searched for chunks, and chunks.
 
         Raises:
             PromptError: on a part of another type.
@@ -94,7 +94,7 @@ class BlendPrompt:
     def from_text(
         cls, text: str, registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
     ) -> BlendPrompt:
-        """Return ``text``, cut at the registered chunks that stand in it.
+        """Return ``text``, split at the registered chunks in it.
 
         Args:
             text: the whole prompt.
@@ -112,7 +112,7 @@ class BlendPrompt:
         hints: Sequence[Chunk | str] = (),
         add_generation_prompt: bool = True,
     ) -> BlendPrompt:
-        """Return chat messages as the tokenizer's template renders them, cut at known chunks.
+        """Return chat messages as the tokenizer's template renders them, split at known chunks.
 
         Args:
             messages: the chat so far.
@@ -134,13 +134,14 @@ class BlendPrompt:
         return "".join(s.text for s in self.segments)
 
     def encode(self, tokenizer: Tokenizer | PromptEncoder) -> EncodedPrompt:
-        """Tokenize the prompt as its tokenizer does a text, and find its chunks in the tokens.
+        """Tokenize the prompt as one text, and find its chunks in the tokens.
 
         Args:
-            tokenizer: is tried for each call; give its PromptEncoder where that costs too much.
+            tokenizer: a tokenizer, whose behaviour is then examined in each call, or a
+                PromptEncoder of it, which has done so once.
 
         Returns:
-            The tokens, and where chunks stand. A chunk that has no token (its characters
+            The tokens, and the spans of chunks. A chunk without tokens (its characters are
             normalized away) gets no span.
 
         Raises:
@@ -164,7 +165,7 @@ class BlendPrompt:
 def segment(
     text: str, registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()
 ) -> tuple[Segment, ...]:
-    """Cut ``text`` at the registered chunks in it; the segments' texts, joined, are ``text``."""
+    """Split ``text`` at the registered chunks in it; the segments' texts, joined, are ``text``."""
     segments: list[Segment] = []
     done = 0
     for match in registry.find(text, hints):

@@ -17,18 +17,18 @@ from cacheblend_rag.text.search import (
 )
 
 CROWD = 64
-"""Variants of a text beyond which it says nothing of the document that it stands in."""
+"""A text with more variants than this does not identify the document that it occurs in."""
 
 
 class ChunkRegistry:
     """All known chunks, found verbatim in any text.
 
-    One text may stand in several documents: each such chunk is a *variant* of it, with a context
-    (and so a KV) of its own. Texts are compared character for character; nothing is normalized.
+    One text may occur in several documents: each such chunk is a *variant* of it, with its own
+    context (and so its own KV). Texts are compared character for character; nothing is normalized.
     Safe to search and change from several threads.
 
     Args:
-        chunks: what is known from the start.
+        chunks: the initial chunks.
     """
 
     def __init__(self, chunks: Iterable[Chunk] = ()) -> None:
@@ -47,7 +47,7 @@ class ChunkRegistry:
             return sum(map(len, self._variants.values()))
 
     def __contains__(self, text: object) -> bool:
-        """Tell whether ``text`` is the text of a registered chunk."""
+        """Return whether ``text`` is the text of a registered chunk."""
         with self._lock:
             return text in self._variants
 
@@ -100,7 +100,7 @@ class ChunkRegistry:
 
         Args:
             document_id: the document.
-            collection: only those that were cut for it; None is all.
+            collection: only chunks of this collection; None is all.
         """
         with self._lock:
             chunks = self._chunks_of(document_id)
@@ -112,15 +112,15 @@ class ChunkRegistry:
             return tuple(chunk for variants in self._variants.values() for chunk in variants)
 
     def watch(self, removed: Callable[[Sequence[Chunk]], None]) -> None:
-        """Have a function told of chunks that others forget; nobody else does in memory.
+        """Call a function with chunks that other processes forget; never happens in memory.
 
         Args:
-            removed: called with chunks that are forgotten already, at the next look at what others
-                wrote; it must not raise.
+            removed: called with the forgotten chunks, when changes by other processes are read;
+                it must not raise.
         """
 
     def refresh(self) -> None:
-        """Take in what others wrote, waiting for whoever is writing; nothing to do in memory."""
+        """Read changes by other processes, waiting for a writer; does nothing in memory."""
 
     def variants(self, text: str) -> tuple[Chunk, ...]:
         """Return the registered chunks with this text, the most recently added last."""
@@ -129,18 +129,18 @@ class ChunkRegistry:
             return tuple(sorted(variants, key=variants.__getitem__))
 
     def find(self, text: str, hints: Sequence[Chunk | str] = ()) -> list[Match]:
-        """Return the registered chunks that stand in ``text``, in order, without overlaps.
+        """Return the registered chunks in ``text``, in order, without overlaps.
 
         The texts of hinted chunks are matched first, and so win over any overlapping text that is
         not hinted. Within the hinted, then within the others, the longest text wins, then the
         leftmost.
 
-        Which variant of a text is returned: a hinted one (an equal chunk, else one of a hinted
-        document); then the one whose document, as far as the latest chunks of it found earlier in
-        ``text`` show, precedes it here as in its context; then the most recently added.
+        Of several variants of a text, a hinted one is returned (an equal chunk, else one of a
+        hinted document); else the one that best continues its document, whose context ends with
+        the chunks of that document found last in ``text``; else the most recently added.
 
         Args:
-            text: what is searched.
+            text: the text to search.
             hints: chunks, or document ids, that are expected.
         """
         found = list(windows(text))
@@ -162,7 +162,7 @@ class ChunkRegistry:
 
     @staticmethod
     def check(chunk: Chunk) -> None:
-        """Refuse a chunk that no text can be searched for.
+        """Refuse a chunk that cannot be searched for.
 
         Raises:
             PromptError: when the chunk's text is empty or only white space.
@@ -219,7 +219,7 @@ class ChunkRegistry:
         return matches
 
     def _variant(self, text: str, earlier: Sequence[str], hints: _Hints) -> Chunk:
-        """Choose among the variants of ``text``, the texts in ``earlier`` standing before it."""
+        """Choose among the variants of ``text``; ``earlier``: the chunk texts before it."""
         variants = self._variants[text]
         if len(variants) == 1:
             return next(iter(variants))
@@ -249,7 +249,7 @@ class ChunkRegistry:
         ]
 
     def _continuity(self, chunk: Chunk, earlier: Sequence[str]) -> int:
-        """Count the chunks that precede ``chunk`` here, without a gap, as in its own document."""
+        """Count how many of its document's chunks found last in the text end its context."""
         document = self._documents[chunk.document_id]
         here = (text for text in reversed(earlier) if text in document)
         there = (piece for piece in reversed(chunk.context) if piece in self._variants)

@@ -1,7 +1,7 @@
-"""What a registry's file may hold: its schema and the values of its rows, checked when read.
+"""The schema of a registry's SQLite file, and checks of the values read from it.
 
-A file may come from anywhere. So no view, trigger or index but our own is run, and a row that
-cannot be is told apart from one that can, instead of failing whoever reads it.
+A file may come from anywhere. So no foreign view, trigger or index is run, and an invalid row is
+left out instead of failing the reader.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ MOST_BYTES = 64 << 20
 
 
 class BadRowError(Exception):
-    """A row that cannot be; in a word or two, why."""
+    """A row is invalid; the message says why in a few words."""
 
 
 def open_file(path: str, *, timeout: float) -> sqlite3.Connection:
-    """Open a registry's file by its URI, without trust in what its schema says."""
+    """Open a registry's file by its URI, without trusting its schema."""
     file = sqlite3.connect(
         path, timeout=timeout, isolation_level=None, check_same_thread=False, uri=True
     )
-    # What is stored as text is none of ours, and SQLite does not check that it is UTF-8.
+    # Our columns hold bytes; SQLite does not check that values stored as text are UTF-8.
     file.text_factory = lambda stored: stored.decode("utf-8", "replace")
     file.execute("PRAGMA trusted_schema = OFF")
     file.execute("PRAGMA cell_size_check = ON")
@@ -54,16 +54,16 @@ def open_file(path: str, *, timeout: float) -> sqlite3.Connection:
 
 
 def check_schema(file: sqlite3.Connection) -> None:
-    """Check that a file has our tables and, but for what SQLite adds itself, nothing else.
+    """Check that a file has exactly our tables and indexes, besides what SQLite adds itself.
 
     Raises:
-        DatabaseError: for a table that is missing or other than ours, and for a view, a trigger or
-            an index that is not ours.
+        DatabaseError: for a table that is missing or differs from ours, and for a view, a trigger
+            or an index that is not ours.
     """
     ours = {_squeezed(statement) for statement in TABLES.split(";")}
     missing = {statement for statement in ours if statement.startswith("createtable")}
     for kind, name, statement in file.execute("SELECT type, name, sql FROM sqlite_master"):
-        if str(name).startswith("sqlite_"):  # SQLite lets nobody else name anything so
+        if str(name).startswith("sqlite_"):  # a name that SQLite reserves for itself
             continue
         squeezed = _squeezed(str(statement))
         if squeezed not in ours:
@@ -78,20 +78,20 @@ def _squeezed(statement: str) -> str:
 
 
 def bounded(column: str) -> str:
-    """Return SQL for a column of bytes, which is a number where it holds anything else.
+    """Return SQL for a column of bytes, which gives 0 for a value of another type.
 
-    What is too long is not read.
+    Values that are too long are not read.
     """
     is_bytes = f"typeof({column}) = 'blob' AND length({column}) <= {MOST_BYTES}"
     return f"CASE WHEN {column} IS NULL OR {is_bytes} THEN {column} ELSE 0 END"
 
 
 class RegistryRows:
-    """What one look at a file finds of texts and contexts, each read once.
+    """Reads texts and contexts of a file, each once.
 
     Args:
         file: the file, within a transaction.
-        contexts: the contexts that are known; those that are read are added.
+        contexts: the contexts known so far; contexts that are read are added.
     """
 
     def __init__(self, file: sqlite3.Connection, contexts: dict[int, Context]) -> None:
@@ -100,7 +100,7 @@ class RegistryRows:
         self._broken: set[int] = set()
 
     def text(self, row: object) -> str:
-        """Return a stored text; raises BadRowError where there is none, or it is no text."""
+        """Return a stored text; raises BadRowError if it is missing or no text."""
         number = as_number(row, "text")
         if number not in self._texts:
             found = self._file.execute(
@@ -113,7 +113,7 @@ class RegistryRows:
         return self._texts[number]
 
     def context(self, row: object) -> Context:
-        """Return the pieces of a stored context; raises BadRowError where it is broken."""
+        """Return the pieces of a stored context; raises BadRowError if it is broken."""
         context = as_number(row, "context")
         unknown: list[tuple[int, str]] = []
         try:
@@ -130,7 +130,7 @@ class RegistryRows:
         return pieces
 
     def _context_row(self, context: int) -> tuple[int, str]:
-        """Return a context's parent, which is always written before it, and its last piece."""
+        """Return a context's parent, which always has a lower id, and its last piece."""
         select = "SELECT parent, text FROM contexts WHERE id = ?"
         found = (
             None if context in self._broken else self._file.execute(select, (context,)).fetchone()
@@ -149,14 +149,14 @@ class RegistryRows:
 
 
 def as_number(stored: object, what: str) -> int:
-    """Return a stored number; raises BadRowError, since SQLite keeps anything anywhere."""
+    """Return a stored number; raises BadRowError, since SQLite columns accept any type."""
     if not isinstance(stored, int):
-        raise BadRowError(f"{what} {str(stored)[:40]!r} is no number")
+        raise BadRowError(f"{what} {str(stored)[:40]!r} is not a number")
     return stored
 
 
 def decoded(stored: object) -> str:
-    """Return stored text; raises BadRowError where it is none."""
+    """Return stored text; raises BadRowError if it is no UTF-8 text."""
     if not isinstance(stored, bytes):
         raise BadRowError("what should be text is not")
     try:
@@ -166,12 +166,12 @@ def decoded(stored: object) -> str:
 
 
 def encoded(text: str) -> bytes:
-    """Return text as it is stored."""
+    """Return text as stored bytes."""
     return text.encode("utf-8", "surrogatepass")
 
 
 def warning_of(bad: Sequence[tuple[int, str]]) -> str:
-    """Say which rows of chunks are passed over, the first by its name."""
+    """Return a warning about rows of chunks that are left out; it names the first."""
     (row, why), more = bad[0], len(bad) - 1
     also = f", and {more} more" if more else ""
     return f"row {row} of its chunks is left out: {why}{also}"

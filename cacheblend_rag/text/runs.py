@@ -1,8 +1,8 @@
-"""Runs: where in a prompt's tokens a chunk's own tokens stand.
+"""Finds a chunk's own tokens as a run in a prompt's tokens.
 
-A tokenizer reads a prompt as one text, so the tokens at a chunk's edges may be others there than
-those of the chunk by itself: a full stop and the blank line behind it may be one token. What lies
-between the edges is the same, and is found here by comparing tokens, which every tokenizer allows.
+A tokenizer reads a prompt as one text, so the tokens at a chunk's edges may differ from those of
+the chunk by itself: a full stop and the blank line after it may be one token. The tokens between
+the edges are the same, and are found by comparing tokens, which works for every tokenizer.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 SLACK = 16
-"""Tokens by which a chunk may stand earlier or later than the texts before it make expect."""
+"""How many tokens a chunk may be off the position expected from the texts before it."""
 EDGES = 6
 """A run may lack this many edge tokens (both edges together) however short its chunk is."""
 LONG = 64
-"""Tokens of a chunk from which on a run that lacks its edges alone is taken where it is found."""
+"""From this many tokens on, a run that lacks only its edges is accepted where it is found."""
 
 Ids = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Tokens [start, end) of a prompt are a chunk's tokens from its token number ``skip`` on."""
+    """Tokens [start, end) of a prompt equal a chunk's tokens from index ``skip`` on."""
 
     start: int
     end: int
@@ -37,15 +37,15 @@ class Run:
 
 
 def find_run(tokens: Ids, chunk: Ids, near: int, after: int) -> Run | None:
-    """Return the longest run of a chunk's tokens in a prompt; None where hardly any are the same.
+    """Return the longest run of a chunk's tokens in a prompt; None if hardly any are the same.
 
-    A run that is off the expected place by some tokens has to be longer by more than as many.
+    A run that is n tokens off the expected position must be more than n tokens longer to win.
 
     Args:
         tokens: (tokens,) of the prompt.
         chunk: (tokens,) of the chunk by itself.
-        near: where the chunk's first token is expected in the prompt.
-        after: the run begins here at the earliest.
+        near: the expected position of the chunk's first token in the prompt.
+        after: the earliest position at which the run may begin.
     """
     best: Run | None = None
     most = 0
@@ -61,12 +61,12 @@ def find_run(tokens: Ids, chunk: Ids, near: int, after: int) -> Run | None:
 
 
 def _is_enough(tokens: int, whole: int) -> bool:
-    """Whether no other place is worth a look: only text that repeats itself could have more."""
+    """Whether the search may stop: only in repetitive text could another run be longer."""
     return tokens == whole or (whole > LONG and whole - tokens <= EDGES)
 
 
 def _longest(tokens: Ids, chunk: Ids, start: int, after: int) -> Run | None:
-    """Return the longest run if the chunk's first token stands, or would stand, at ``start``."""
+    """Return the longest run if the chunk's first token is, or would be, at ``start``."""
     low, high = max(start, after), min(start + chunk.size, tokens.size)
     if high <= low:
         return None

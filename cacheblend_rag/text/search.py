@@ -1,9 +1,9 @@
-"""Where any of many texts stands in another: by anchors.
+"""Searches a text for any of many known texts, by the hash of one window of each.
 
-Each text is known by one *anchor*: the hash of a window of up to 32 characters in it. A search
-hashes every window of the searched text at once, drops almost all of them by a table of marks, and
-compares texts only where an anchor stands. A new text takes an anchor that no other text has, where
-it can, so texts that share long beginnings or ends stay about as cheap to find as any others.
+The *anchor* of a text is the hash of one window of up to 32 characters in it. A search
+hashes every window of the searched text at once, discards almost all of them by a table of marks,
+and compares texts only where an anchor matches. A new text gets an anchor that no other text has,
+if possible, so texts that share long beginnings or ends are about as cheap to find as any others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 LONGEST_WINDOW = 32
 SLOTS_PER_MARK = 32
 COMPARED_CHARACTERS = 4 << 20
-"""Compared at most in a search, beside some a character of the text; see Budget."""
+"""Characters that a search may always compare, besides some per character; see Budget."""
 COMPARED_PER_CHARACTER = 16
 LEAST_COMPARED = 64
 SMALLEST_SLOT_BITS = 12
@@ -35,9 +35,9 @@ WINDOW_FACTORS = (
 
 
 class Budget:
-    """What a search may compare. Texts of one character repeated would take minutes otherwise.
+    """Limits how much a search compares. Repetitive texts would take minutes otherwise.
 
-    A text that is not compared is not found: it costs reuse, never an answer.
+    A text that is not compared is not found: that loses reuse, and never changes an answer.
     """
 
     def __init__(self, length: int) -> None:
@@ -50,7 +50,7 @@ class Budget:
 
 
 class AnchorTable:
-    """Texts of one window width, each known by the hash of one of its windows."""
+    """Texts with anchors of one window width."""
 
     def __init__(self) -> None:
         self._texts: dict[int, list[tuple[int, str]]] = {}
@@ -68,7 +68,7 @@ class AnchorTable:
         self._mark(hashes[offset : offset + 1])
 
     def discard(self, text: str) -> None:
-        """Forget ``text``. Its mark stays until room is made: it costs time, never a match."""
+        """Forget ``text``. Its mark stays until the table grows: it costs time, no match."""
         anchor = self._anchor.pop(text)
         kept = [entry for entry in self._texts[anchor] if entry[1] != text]
         if kept:
@@ -77,7 +77,7 @@ class AnchorTable:
             del self._texts[anchor]
 
     def occurrences(self, text: str, hashes: Hashes, budget: Budget) -> Iterator[Span]:
-        """Yield where registered texts stand in ``text``, overlaps included, within ``budget``."""
+        """Yield the spans of registered texts in ``text``, overlaps included."""
         marked = np.flatnonzero(self._marks[self._slots(hashes)])
         for position, anchor in zip(marked.tolist(), hashes[marked].tolist(), strict=True):
             for offset, known in self._texts.get(anchor, ()):
@@ -90,7 +90,7 @@ class AnchorTable:
     def _free_window(self, hashes: Hashes) -> int:
         """Choose an anchor: an unmarked window at or after the middle, else before it.
 
-        From the middle, because texts cut by one rule tend to begin and end alike.
+        From the middle, because texts split by one rule often have similar beginnings and ends.
         """
         middle = len(hashes) // 2
         free = ~self._marks[self._slots(hashes)]
@@ -110,7 +110,7 @@ class AnchorTable:
         self._marked += len(hashes)
 
     def _make_room(self) -> None:
-        """Lay the marks anew with room for twice the texts known now; stale marks go."""
+        """Rebuild the marks with room for twice the current texts, without stale marks."""
         slots = 2 * SLOTS_PER_MARK * len(self._texts)
         bits = max(SMALLEST_SLOT_BITS, slots.bit_length())
         self._shift = np.uint64(64 - bits)

@@ -1,4 +1,4 @@
-"""Special tokens: which tokens of a tokenizer steer the model, and what tells chat turns apart."""
+"""Finds the special tokens of a tokenizer, and the markers of chat roles."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 CONTROL = re.compile(r"\s*<[|\uff5c].*[|\uff5c]>\s*", re.DOTALL)
-"""What tokens that steer models look like, where a tokenizer does not declare them special."""
+"""Typical forms of control tokens, for tokenizers that do not declare them special."""
 BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class Markers:
-    """Texts that a tokenizer reads as special tokens, and where they stand in other texts."""
+    """Texts that a tokenizer reads as special tokens; finds them in other texts."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._by_first = _by_first_character(texts)
@@ -33,9 +33,9 @@ class Markers:
 def special_tokens(tokenizer: Any) -> dict[int, str]:
     """Return the texts of the tokens that a chunk may not hold, by id.
 
-    Those are the special tokens, and added ones that look like them or that the chat template
-    names. Other added tokens, such as HTML's tags, are words like others. The token for what is
-    unknown is none of them, unless it plays another role, too; bytes are none.
+    Those are the special tokens, and added tokens that look like them or that the chat template
+    names. Not included are other added tokens, such as HTML tags, the unknown token (unless it has
+    another role, too), and byte tokens.
     """
     roles = dict(getattr(tokenizer, "special_tokens_map", {}))
     unknown = roles.pop("unk_token", None)
@@ -56,7 +56,7 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
 
 
 def _by_first_character(texts: Iterable[str]) -> dict[str, list[str]]:
-    """Sort texts that can be cut; most passages hold none of the characters these begin with."""
+    """Group texts by first character; most passages hold none of these characters."""
     found: defaultdict[str, list[str]] = defaultdict(list)
     for text in {text for text in texts if len(text) > 1}:
         found[text[0]].append(text)

@@ -1,9 +1,9 @@
-"""A chunk registry kept in a file: known after a restart, and shared between processes.
+"""A chunk registry in an SQLite file, which survives restarts and is shared between processes.
 
-The file is an SQLite database. Every process holds all chunks in memory, writes what it adds and
-forgets to the file at once, and reads what others wrote before each search. A context is stored as
-its last piece and the context before that, so a document takes little more than its text. Texts
-that no chunk needs any more are deleted from the file, and overwritten there.
+Every process holds all chunks in memory, writes its own changes to the file at once, and reads
+the changes of others before each search. A context is stored as its last piece and the context
+before that, so a document takes little more than its text. Texts that no chunk needs any more are
+deleted from the file and overwritten.
 """
 
 from __future__ import annotations
@@ -40,17 +40,16 @@ READ_SECONDS = 0.1
 
 
 class SharedChunkRegistry(ChunkRegistry):
-    """A ChunkRegistry that lives in the file ``path``; see there for how chunks are found.
+    """A ChunkRegistry in the file ``path``; ChunkRegistry describes how chunks are found.
 
-    Chunks that another process adds or forgets are found or gone at the next call. While the file
-    is being written to, calls that only read go on with what is in memory. Should it become
-    unreadable later, they do so, too, and a warning is logged; adding and forgetting wait for each
-    other, and fail then.
+    Changes by another process are seen at the next call. While another process writes to the file,
+    calls that only read use the chunks in memory. If the file becomes unreadable later, they do
+    the same and log a warning; calls that change the file wait for each other, and raise then.
 
     Args:
-        path: the file; it and its folder are made where they are not there.
-        read_only: whether the file is only read: what is added or forgotten here is so for this
-            object alone.
+        path: the file; it and its folder are created if missing.
+        read_only: whether the file is only read: changes through this object then affect
+            this object alone.
 
     Raises:
         StoreError: when the file cannot be opened or is no registry of this version.
@@ -93,7 +92,7 @@ class SharedChunkRegistry(ChunkRegistry):
         return super().__len__()
 
     def __contains__(self, text: object) -> bool:
-        """Tell whether ``text`` is the text of a registered chunk."""
+        """Return whether ``text`` is the text of a registered chunk."""
         self._catch_up()
         return super().__contains__(text)
 
@@ -156,7 +155,7 @@ class SharedChunkRegistry(ChunkRegistry):
         return super().chunks()
 
     def refresh(self) -> None:
-        """Take in what others wrote, waiting for whoever is writing.
+        """Read changes by other processes, waiting for a writer.
 
         Raises:
             StoreError: when the file cannot be read.
@@ -168,7 +167,7 @@ class SharedChunkRegistry(ChunkRegistry):
             pass
 
     def watch(self, removed: Callable[[Sequence[Chunk]], None]) -> None:
-        """Have a function told of chunks that other processes, or registries, forget."""
+        """Call a function with chunks that other processes, or other registries, forget."""
         self._watchers.append(removed)
 
     def variants(self, text: str) -> tuple[Chunk, ...]:
@@ -177,19 +176,19 @@ class SharedChunkRegistry(ChunkRegistry):
         return super().variants(text)
 
     def find(self, text: str, hints: Sequence[Chunk | str] = ()) -> list[Match]:
-        """Return the registered chunks that stand in ``text``; see ChunkRegistry.find."""
+        """Return the registered chunks in ``text``; see ChunkRegistry.find."""
         self._catch_up()
         return super().find(text, hints)
 
     def close(self) -> None:
-        """Close the file; what is known so far stays known to this object."""
+        """Close the file; this object still knows the chunks read so far."""
         with self._file_lock:
             self._file.close()
 
     # Reading
 
     def _catch_up(self) -> None:
-        """Read what other processes wrote since the last look, if they did and are done."""
+        """Read changes that other processes have committed since the last read."""
         if not self._file_lock.acquire(timeout=self._patience):
             self._patience = 0.0
             return
@@ -202,7 +201,7 @@ class SharedChunkRegistry(ChunkRegistry):
             self._told_failure = None
         except sqlite3.Error as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
-                self._patience = 0.0  # whoever waited once need not wait again
+                self._patience = 0.0  # waiting once is enough: later calls do not wait
             else:
                 self._say_failure(error)
         except PromptError as error:
@@ -212,25 +211,25 @@ class SharedChunkRegistry(ChunkRegistry):
         self._tell()
 
     def _say_failure(self, error: Exception) -> None:
-        """Log why the file cannot be read, once as long as that stays the reason."""
+        """Log why the file cannot be read, once per reason."""
         if str(error) != self._told_failure:
             logger.warning("chunk registry %s cannot be read: %s", self.path, error)
         self._told_failure = str(error)
 
     def _tell(self) -> None:
-        """Tell watchers of what others removed, once the file is not held."""
+        """Call the watchers with chunks that others removed, after the lock is released."""
         untold, self._untold = self._untold, []
         if untold:
             for watcher in self._watchers:
                 watcher(untold)
 
     def _wait_for_others(self, seconds: float) -> None:
-        """Set how long each use of the file waits for other processes, as within a transaction."""
+        """Set how long each use of the file waits for other processes."""
         if not self._file.in_transaction:
             self._file.execute(f"PRAGMA busy_timeout = {int(seconds * 1000)}")
 
     def _read_news(self) -> None:
-        """Take in what was removed, then what was added, since the last look."""
+        """Apply removals, then additions, since the last read."""
         with self._file_lock, self._transaction("DEFERRED"):
             (version,) = self._file.execute("PRAGMA data_version").fetchone()
             self._check_schema()
@@ -253,14 +252,14 @@ class SharedChunkRegistry(ChunkRegistry):
             self._seen_version = version
 
     def _check_schema(self) -> None:
-        """Check the file's schema, when it is not the one that was checked before."""
+        """Check the file's schema, unless it is unchanged since the last check."""
         (version,) = self._file.execute("PRAGMA schema_version").fetchone()
         if version != self._checked_schema:
             check_schema(self._file)
             self._checked_schema = version
 
     def _take_in(self, added: Sequence[tuple[int, object, object, object, object]]) -> None:
-        """Add rows of chunks; those that cannot be are left out, with one warning."""
+        """Add rows of chunks; invalid rows are left out, with one warning."""
         rows, bad = RegistryRows(self._file, self._contexts), list[tuple[int, str]]()
         for row, text, document, context, collection in added:
             self._last_chunk = row
@@ -282,7 +281,7 @@ class SharedChunkRegistry(ChunkRegistry):
     # Writing
 
     def _make_tables(self) -> None:
-        """Lay out an empty file; raises StoreError when it is of another version."""
+        """Create the tables of an empty file; raises StoreError for another version."""
         with self._transaction("IMMEDIATE"):
             (version,) = self._file.execute("PRAGMA user_version").fetchone()
             (tables,) = self._file.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
@@ -292,12 +291,12 @@ class SharedChunkRegistry(ChunkRegistry):
                 self._file.execute(f"PRAGMA user_version = {VERSION}")
             elif version != VERSION:
                 raise StoreError(
-                    f"{self.path} is no chunk registry of version {VERSION}: give another path, "
+                    f"{self.path} is not a chunk registry of version {VERSION}: give another path, "
                     "or delete it and index again"
                 )
 
     def _insert_row(self, chunk: Chunk) -> None:
-        """Write a chunk, and its texts and context where they are new."""
+        """Write a chunk, and its texts and context if they are new."""
         document = None if chunk.document_id is None else _bytes(chunk.document_id)
         context = self._context_id(Context(chunk.context))
         text = self._text_id(chunk.text)
@@ -311,7 +310,7 @@ class SharedChunkRegistry(ChunkRegistry):
         self._written[row] = chunk
 
     def _context_id(self, context: Context) -> int:
-        """Return a context's id. A document's next chunk has the last one's and a piece more."""
+        """Return a context's id; its parent context is usually stored already."""
         latest, row = self._latest
         unknown: list[str] = []
         before = context
@@ -325,7 +324,7 @@ class SharedChunkRegistry(ChunkRegistry):
         return row
 
     def _delete_row(self, chunk: Chunk) -> None:
-        """Delete a chunk, if it is there, and the texts and contexts that only it needed."""
+        """Delete a chunk, if it exists, and the texts and contexts that only it needed."""
         row = self._ids.get(chunk)
         if row is None:
             return
@@ -335,13 +334,13 @@ class SharedChunkRegistry(ChunkRegistry):
         self._file.execute("DELETE FROM chunks WHERE id = ?", (row,))
         self._insert("removals", chunk=row)
         self._removed_here.add(row)
-        text, context = found or (None, NO_CONTEXT)  # what is gone already needs nothing
+        text, context = found or (None, NO_CONTEXT)  # another process may have deleted it
         self._delete_text(text)
         while context != NO_CONTEXT and not self._needs_context(context):
             found = self._file.execute(
                 "SELECT parent, text FROM contexts WHERE id = ?", (context,)
             ).fetchone()
-            if found is None:  # somebody else's hand was in the file
+            if found is None:  # the file was changed by something else
                 return
             parent, text = found
             self._file.execute("DELETE FROM contexts WHERE id = ?", (context,))
@@ -384,7 +383,7 @@ class SharedChunkRegistry(ChunkRegistry):
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Hold the file, with everything read that was written before; then take in the rest."""
+        """Lock the file after reading all earlier changes; read the new ones afterwards."""
         with self._file_lock, self._failing("changed"):
             try:
                 self._wait_for_others(WAIT_SECONDS)
@@ -392,7 +391,7 @@ class SharedChunkRegistry(ChunkRegistry):
                     self._read_news()
                     yield
                 self._read_news()
-            finally:  # others may remove it once the file is not held
+            finally:  # others may remove these rows once the lock is released
                 self._latest = EMPTY, NO_CONTEXT
                 self._written.clear()
                 self._removed_here.clear()
@@ -400,7 +399,7 @@ class SharedChunkRegistry(ChunkRegistry):
 
     @contextmanager
     def _transaction(self, kind: str) -> Iterator[None]:
-        """See one state of the file; within another transaction, be a part of it."""
+        """Run one transaction; inside another one, join it."""
         if self._file.in_transaction:
             yield
             return
@@ -422,7 +421,7 @@ class SharedChunkRegistry(ChunkRegistry):
 
 
 def _bytes(text: str) -> bytes:
-    """Return text as it is stored; raises PromptError where it is longer than is read again."""
+    """Return text as stored bytes; raises PromptError if it is too long to be read again."""
     stored = encoded(text)
     if len(stored) > MOST_BYTES:
         raise PromptError(f"a text of {len(stored):,} bytes is longer than {MOST_BYTES:,}")

@@ -62,16 +62,16 @@ def test_what_is_damaged_is_not_exported_and_told(store: TieredKVStore, tmp_path
 def test_nothing_is_written_over(store: TieredKVStore, tmp_path: Path) -> None:
     for name in ("moved", "moved.tar"):
         export_import.export(store, ALL, tmp_path / name)
-        with pytest.raises(StoreError, match="is there already"):
+        with pytest.raises(StoreError, match="exists already"):
             export_import.export(store, ALL, tmp_path / name)
 
 
 GOOD = codec.encode(KEYS[0], make_kv(0))
 HOSTILE: list[tuple[str, bytes, str]] = [
-    (f"../{KEYS[0]}.safetensors", GOOD, "its name is no key"),
-    (f"/srv/{KEYS[0]}.safetensors", GOOD, "its name is no key"),
-    ("../../etc/passwd", b"root", "its name is no key"),
-    (f"{KEYS[0]}.pkl", b"\x80\x04.", "its name is no key"),
+    (f"../{KEYS[0]}.safetensors", GOOD, "its name is not a KV key"),
+    (f"/srv/{KEYS[0]}.safetensors", GOOD, "its name is not a KV key"),
+    ("../../etc/passwd", b"root", "its name is not a KV key"),
+    (f"{KEYS[0]}.pkl", b"\x80\x04.", "its name is not a KV key"),
     (f"{KEYS[1]}.safetensors", GOOD, f"holds {KEYS[0]}"),
     (f"{KEYS[0]}.safetensors", GOOD[:-1] + bytes([GOOD[-1] ^ 1]), "checksum"),
     (f"{KEYS[0]}.safetensors", b"", "empty"),
@@ -151,7 +151,7 @@ def test_an_import_is_bounded(store: TieredKVStore, other: TieredKVStore, tmp_pa
     out = export_import.export(store, ALL, tmp_path / "moved.tar")
     report = export_import.import_chunks(other, tmp_path / "moved.tar", out.nbytes - 1)
     assert report.moved == 3
-    assert [*report.skipped.values()] == ["beyond the bound that was given"]
+    assert [*report.skipped.values()] == ["exceeds the given limit"]
 
 
 def test_a_tar_that_ends_early_is_one_error(store: TieredKVStore, tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_an_export_that_fails_leaves_nothing_in_the_next_ones_way(
             export_import.export(store, ALL, target)
     assert list(target.parent.iterdir()) == []
     assert export_import.export(store, ALL, target).moved == len(KEYS)
-    with pytest.raises(StoreError, match="is there already: give another name"):
+    with pytest.raises(StoreError, match="exists already: give another name"):
         export_import.export(store, ALL, target)
     assert [path.name for path in target.parent.iterdir()] == [name]
 
@@ -205,7 +205,7 @@ def test_what_appears_while_it_is_exported_stays(
         target.write_text("another's")
         return True
 
-    with pytest.raises(StoreError, match="is there already"):
+    with pytest.raises(StoreError, match="exists already"):
         export_import.export(store, appears, target)
     assert target.read_text() == "another's"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["from", name]

@@ -61,8 +61,8 @@ def test_conditions_choose(folder, condition, chosen):
 @pytest.mark.parametrize(
     ("choose", "message"),
     [
-        (lambda: select.named(["../../etc/passwd"]), "is no KV key"),
-        (lambda: Choice(fingerprint="nothing").condition(None), "is no fingerprint"),
+        (lambda: select.named(["../../etc/passwd"]), "is not a KV key"),
+        (lambda: Choice(fingerprint="nothing").condition(None), "is not a fingerprint"),
     ],
 )
 def test_what_is_no_name_is_refused(choose, message):

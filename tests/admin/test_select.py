@@ -86,7 +86,7 @@ def test_a_models_chunks_are_chosen_by_its_name(folder: Path, engines: dict[str,
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        (Choice(model="another"), "no chunk in .* is known to be of model 'another'"),
+        (Choice(model="another"), "no chunk in .* is recorded for model 'another'"),
         (Choice(document="one"), "give --model, too"),
         (Choice(document="three", model="demo"), "knows no document 'three'"),
     ],

@@ -76,5 +76,5 @@ def test_what_is_gone_or_damaged_is_counted(slow: DiskTier, tmp_path: Path) -> N
 
 
 def test_a_log_that_is_none_is_said(slow: DiskTier, tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="is no access log"):
+    with pytest.raises(StoreError, match="is not an access log"):
         warm.most_used(opened(slow, tmp_path / "fast"), ALL, tmp_path / "none")

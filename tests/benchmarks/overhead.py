@@ -55,7 +55,7 @@ class OverheadPlan(ModelPlan):
 
     @cached_property
     def setting(self) -> VLLMSetting:
-        """The model as vLLM is to run it."""
+        """The model and how vLLM runs it."""
         return VLLMSetting(self.model_shape, self.torch_dtype, self.torch_device, self.eager)
 
     @property

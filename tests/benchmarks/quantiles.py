@@ -6,5 +6,5 @@ from collections.abc import Sequence
 
 
 def p95(seconds: Sequence[float]) -> float:
-    """Return what at most a twentieth of them exceed."""
+    """Return the 95th percentile."""
     return sorted(seconds)[min(len(seconds) - 1, int(0.95 * len(seconds)))]

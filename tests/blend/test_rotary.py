@@ -176,7 +176,8 @@ def test_layers_without_rotary_stay_among_those_that_turn() -> None:
 
 def test_keys_are_not_moved_before_it_is_known_how_they_turn() -> None:
     with pytest.raises(
-        RuntimeError, match=r"^how layers turn their keys is not known yet: find_layouts$"
+        RuntimeError,
+        match=r"^the rotary layouts are not known yet: call find_layouts$",
     ):
         Rotation.over_tables([turns(3, 4)], None)
 

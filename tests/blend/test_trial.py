@@ -214,7 +214,7 @@ def test_how_each_layer_turns_its_keys_is_found() -> None:
         (
             TriedFake(angle=lambda positions: positions.float().sqrt()),
             "^its rotary embedding cannot be undone by an offset: keys of layer 0, moved by 1976 "
-            "positions, are not those that it computes there$",
+            "positions, differ from those computed there$",
         ),
         (
             TriedFake(angle=lambda positions: positions.clamp(max=1_900).float()),
@@ -226,7 +226,7 @@ def test_how_each_layer_turns_its_keys_is_found() -> None:
         ),
         (
             TriedFake(tableless=(2, 3)),
-            "^its layers are handed no rotary table: keys of layer 2, moved by 1976 positions",
+            "^its layers get no rotary table: keys of layer 2, moved by 1976 positions",
         ),
     ],
     ids=["other turns", "far", "near", "no table"],
@@ -247,7 +247,7 @@ def test_layers_that_turn_other_components_are_refused() -> None:
             inputs = Turns(position_inputs.positions, paired)
             return super().run_layer(layer, hidden, inputs, attend)
 
-    with refused("^its layers turn different components of their keys$"):
+    with refused("^its layers rotate different components of their keys$"):
         find_layouts(Mixed(), trial_tokens(VOCABULARY, torch.device("cpu")), WINDOW)
 
 
@@ -300,7 +300,7 @@ def test_a_layer_that_gives_another_result_is_named(layer: int) -> None:
     odd = FakeStack()
     odd.down[layer] *= 1.02
     with refused(
-        f"^layer {layer}, driven alone on some of its rows, gives another result than in the model$"
+        f"^layer {layer}, run alone on some rows, gives a different result than in the model$"
     ):
         check_layers(odd, wanted, fused)
 
@@ -308,9 +308,9 @@ def test_a_layer_that_gives_another_result_is_named(layer: int) -> None:
 def test_a_window_that_attention_is_not_told_of_shows() -> None:
     fused = behind(FakeStack())
     wanted = reference(fused)
-    with refused("^layer 1, driven alone"):
+    with refused("^layer 1, run alone"):
         check_layers(FakeStack(windows=(None, None, None, 9)), wanted, fused)
-    with refused("^layer 3, driven alone"):
+    with refused("^layer 3, run alone"):
         check_layers(FakeStack(windows=(None, 9, None, 8)), wanted, fused)
 
 
@@ -390,7 +390,7 @@ def test_other_embeddings_are_refused() -> None:
 def test_a_layer_that_fails_on_another_rank_fails_here() -> None:
     fused = behind(FakeStack())
     wanted = reference(fused)
-    with refused("^layer 0, driven alone"):
+    with refused("^layer 0, run alone"):
         check_layers(FakeStack(reduced=lambda part, how: torch.ones_like(part)), wanted, fused)
 
 
@@ -485,7 +485,7 @@ class TestIn16Bits:
 
     @pytest.mark.parametrize("fault", FAULTS)
     def test_faults_are_refused(self, fault: str, dtype: torch.dtype, wide: bool) -> None:
-        with refused("driven alone on some of its rows, gives another result"):
+        with refused("run alone on some rows, gives a different result"):
             self.check(FAULTS[fault](dtype), dtype, wide)
 
     def test_other_embeddings_are_refused(self, dtype: torch.dtype, wide: bool) -> None:
@@ -503,7 +503,7 @@ def test_two_percent_of_one_layer_show(layer: int, dtype: torch.dtype, wide: boo
     """Which is what bfloat16 itself rounds: there it is seen in float32 only."""
     odd = TriedFake(dtype=dtype)
     odd.down[layer] *= 1.02
-    with refused(f"^layer {layer}, driven alone"):
+    with refused(f"^layer {layer}, run alone"):
         TestIn16Bits().check(odd, dtype, wide)
 
 
@@ -545,7 +545,7 @@ def test_what_changes_by_absolute_position_is_refused(
     by = 1_000 if since == 900 else WINDOW - TRIAL_TOKENS
     with refused(
         "^it depends on absolute positions beyond its rotary embedding: the "
-        f"{what} of layer 2 changes by position {by}$"
+        f"{what} of layer 2 changes at position {by}$"
     ):
         find_layouts(stack, tokens(), WINDOW)
     stack.since = WINDOW

@@ -73,7 +73,7 @@ def test_commands_tell_of_the_last_answer(chat, indexed):
     assert sum("notes/" in line for line in lines) == 4
     assert any("passages: 4 reused from disk" in line for line in lines)
     assert "nothing was asked yet" in result.stderr
-    assert "/nonsense is no command" in result.stderr
+    assert "/nonsense is not a command" in result.stderr
     assert len(remarks(result)) == 1
 
 

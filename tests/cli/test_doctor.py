@@ -136,7 +136,7 @@ def test_what_is_no_vllm_server_is_said_in_one_true_line(cli, stranger):
     outcome = cli("doctor", "--url", url)
     server.shutdown()
     server.server_close()
-    said = f"not usable: engine='{url}': what is there is no vLLM server: {why}\n"
+    said = f"not usable: engine='{url}' is not a vLLM server: {why}\n"
     assert (outcome.code, outcome.stdout, outcome.stderr) == (1, said, "")
 
 

@@ -301,7 +301,7 @@ def test_few_of_many_skipped_files_are_named_and_the_others_counted(index, cli, 
     outcome = cli("index", notes, "--into", into, *TOY, "--json")
     assert outcome.code == 0
     warnings = outcome.stderr.splitlines()
-    assert sum("is a link that leads nowhere" in line for line in warnings) == 10
+    assert sum("is a broken link" in line for line in warnings) == 10
     assert warnings[-1] == "warning: 3 more files skipped: --json names all, with the reasons"
     assert len(warnings) == 11
     assert len(outcome.json["skipped"]) == 13
@@ -554,7 +554,7 @@ def test_long_work_shows_itself(notes, into, letters):
         indexing.run([notes], found, prune=False)
     phases = [
         "files", "reading notes/", "loading the libraries", "loading the model demo",
-        "loading the embedding model bundled", "embedding", "computing", "tokens a second",
+        "loading the embedding model bundled", "embedding", "computing", "tokens per second",
     ]  # fmt: skip
     places = [next(i for i, text in enumerate(seen) if phase in text) for phase in phases]
     assert places == sorted(places)

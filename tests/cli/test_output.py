@@ -75,7 +75,7 @@ def test_progress_is_a_line_a_task_however_long_its_words_are(monkeypatch):
         tasks = [watcher.begin("a document with a name of many words" * 3, 1000) for _ in range(2)]
         for task in tasks:
             task.note(
-                "reading some/folder/with/a/long/name/and/a/file/in/it.txt, 812 tokens a second"
+                "reading some/folder/with/a/long/name/and/a/file/in/it.txt, 812 tokens per second"
             )
         lines = console.render_lines(watcher._progress.get_renderable(), pad=False)
     texts = ["".join(segment.text for segment in line) for line in lines]

@@ -106,7 +106,7 @@ def test_serve_says_what_is_wrong_in_one_line(cli, executed, tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for arguments, said in (
-        (("--dtype", "float32", "demo"), "stands before the model"),
+        (("--dtype", "float32", "demo"), "comes before the model"),
         (("demo", "--kv-path", file / "kv"), "cannot be used"),
         (("demo", "--kv-transfer-config", "{}"), "set by cacheblend-rag"),
     ):

@@ -237,7 +237,7 @@ def test_an_import_names_what_it_leaves_out(tmp_path):
     result = run("import", str(tmp_path / "in"), "--kv-path", str(tmp_path / "kv"), "--json")
     assert result.exit_code == 1
     (skipped,) = printed(result)["skipped"]
-    assert skipped == {"name": "x.pkl", "reason": "its name is no key"}
+    assert skipped == {"name": "x.pkl", "reason": "its name is not a KV key"}
 
 
 def test_warm_tells_what_it_brought(store, folder, tmp_path_factory):

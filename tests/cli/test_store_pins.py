@@ -65,7 +65,7 @@ def test_all_pins_are_let_go_of_chunks_that_are_gone_too(
         (["unpin", "one", "--all"], "give a document, or --all"),
         (["pin", "three", "--model", "demo"], "knows no document 'three'"),
         (["pin", "one", "--model", "demo", "--store", "tiers=redis://127.0.0.1:9"],
-         "no pins are kept in redis: chunks are pinned in a folder (disk) alone"),
+         "no pins are kept in redis: only a folder (disk) keeps pins"),
     ],
 )  # fmt: skip
 def test_wrong_uses_are_one_line(

@@ -79,7 +79,7 @@ def test_a_redis_that_is_down_leaves_documents_unfinished_until_it_is_up(
         assert count == found["chunks"]
         said = down.stderr.splitlines()[-1]
         assert said.startswith(f"cacheblend-rag: {count} chunks of 4 documents have no KV ({cause}")
-        assert said.endswith("the same command computes it once that is mended")
+        assert said.endswith("the same command computes it once that is fixed")
         server.start()
         up = index(notes, "--store", f"tiers={url}")
         assert (up.code, up.stderr) == (0, "")

@@ -62,7 +62,7 @@ WRONG = {
     ("ask", "Who?", "--from", "{nothing}"): "holds no collection",
     ("chat", "--from", "{nothing}"): "holds no collection",
     ("index", "{nothing}", "--into", "{new}"): "does not exist",
-    ("index", "{notes}", "--into", "{file}", "--model", "demo"): "is no folder",
+    ("index", "{notes}", "--into", "{file}", "--model", "demo"): "is not a folder",
     (*INDEX, "--chunk-size", "32", "--chunk-overlap", "32"): "--chunk-overlap 32",
     (*INDEX, "--chunk-size", "100000"): "prompts of model 'demo' hold 4,096 tokens",
     (*INDEX, "--chunk-size", "4096"): "give a smaller one",
@@ -101,17 +101,21 @@ WRONG = {
     (*INDEX, "--model", "/nowhere/model"): "model='/nowhere/model': there is no such folder",
     (*INDEX, "--model", "models/a/b"): "model='models/a/b': there is no such folder",
     (*INDEX, "--model", "{notes}"): "holds no config.json",
-    (*INDEX, "--model", "nobody/nothing"): "model='nobody/nothing' is no folder here, and the hub",
+    (
+        *INDEX,
+        "--model",
+        "nobody/nothing",
+    ): "model='nobody/nothing' is not a folder here, and the hub",
     (*INDEX, "--embedding-model", "./none"): "embedding_model='./none': there is no such folder",
     ("demo", "--embedding-model", "/nowhere"): "embedding_model='/nowhere': there is no such",
     ("eval", "--model", "/nowhere"): "model='/nowhere': there is no such folder",
-    ("serve", "nofolder"): "model='nofolder' is no folder here, and the hub",
+    ("serve", "nofolder"): "model='nofolder' is not a folder here, and the hub",
     ("serve", "./nofolder"): "model='./nofolder': there is no such folder",
     # devices, precisions, shapes
-    (*ASK, "--device", "gpu"): "device='gpu' is not to be had here",
-    (*INDEX, "--device", "gpu"): "device='gpu' is not to be had here",
-    ("eval", "--device", "gpu"): "device='gpu' is not to be had here",
-    ("bench", "ttft", "--device", "gpu"): "device='gpu' is not to be had here",
+    (*ASK, "--device", "gpu"): "device='gpu' is not available here",
+    (*INDEX, "--device", "gpu"): "device='gpu' is not available here",
+    ("eval", "--device", "gpu"): "device='gpu' is not available here",
+    ("bench", "ttft", "--device", "gpu"): "device='gpu' is not available here",
     (*INDEX, "--dtype", "int8"): "dtype='int8' must be one of",
     ("eval", "--dtype", "float64"): "dtype='float64' must be one of",
     ("bench", "steady", "--dtype", "int8"): "dtype='int8' must be one of",
@@ -132,7 +136,7 @@ WRONG = {
     ("serve", "demo", "--host-gib", "1", "--store", "host_bytes=1"): "given twice",
     ("index", "{notes}", "--store", "kv_path=elsewhere"): "in its own folder",
     ("ask", "Who?", "--from", "{collection}", "--store", "disk_bytes=-1"): "disk_bytes='-1'",
-    ("serve", "--dtype", "float32", "demo"): "stands before the model",
+    ("serve", "--dtype", "float32", "demo"): "comes before the model",
     ("store", "stats", "--kv-path", "{nothing}"): "is no folder",
     ("store", "verify", "--kv-path", "{notes}"): "is no store of chunk KV",
     ("store", "stats", "--kv-path", "{notes}"): "is no store of chunk KV",
@@ -140,8 +144,8 @@ WRONG = {
     ("store", "ls", "--kv-path", "{collection}"): "is a collection: its store is --kv-path",
     ("store", "gc", "--collection", "{notes}"): "holds no collection",
     ("store", "evict", "--kv-path", "{store}"): "give keys, or --all",
-    ("store", "evict", "x", "--kv-path", "{store}"): "is no KV key",
-    ("store", "evict", "--fingerprint", "x", "--kv-path", "{store}"): "'x' is no fingerprint",
+    ("store", "evict", "x", "--kv-path", "{store}"): "is not a KV key",
+    ("store", "evict", "--fingerprint", "x", "--kv-path", "{store}"): "'x' is not a fingerprint",
     ("store", "evict", "--older-than", "-1", "--kv-path", "{store}"): "'--older-than'",
 }
 
@@ -196,7 +200,7 @@ def test_it_is_one_line_before_anything_is_loaded(cli, places, arguments, said):
 def test_a_hub_model_that_is_on_this_machine_is_not_asked_for(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelLoadError, match="the hub gives no model of that name"):
+    with pytest.raises(ModelLoadError, match="the hub returned no model of that name"):
         checks.check_model("someone/model")
     folder = tmp_path / "models--someone--model"
     (folder / "refs").mkdir(parents=True)

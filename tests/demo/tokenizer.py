@@ -1,9 +1,9 @@
-"""The demo model's tokenizer: byte-level BPE in which every word of the corpus is one token.
+"""Builds the toy model's tokenizer: byte-level BPE with one token for every word of the corpus.
 
-Any text goes in and comes back unchanged: the alphabet is all 256 bytes and there is no unknown
-token. A line break is always a token of its own, so that a prompt has the same tokens whether it
-is tokenized as a whole or segment by segment. BOS is put in front of a text encoded with special
-tokens, and by the chat template.
+Any text can be encoded and decoded without loss: the alphabet is all 256 bytes and there is no
+unknown token. A line break is always a token of its own, so that a prompt has the same tokens
+whether it is tokenized as a whole or by segment. The tokenizer puts BOS before a text that is
+encoded with special tokens, and so does the chat template.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _CHAT_TEMPLATE = (
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Learn the merges from the corpus's word list; the result depends on nothing else."""
+    """Build the tokenizer from the corpus's word list; the result depends on nothing else."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -73,7 +73,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
-    """Write the files that `AutoTokenizer` loads, under the class name every version knows."""
+    """Write the files for `AutoTokenizer`, with a class name that every version knows."""
     tokenizer.save_pretrained(directory, save_jinja_files=False)
     path = directory / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -82,7 +82,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, directory: Path) -> None:
 
 
 def _word_forms() -> list[str]:
-    """Each word after a space, and at the start of a segment where it can stand there."""
+    """Each word after a space and, if possible, at the start of a segment."""
     words = sorted(vocabulary())
     capitalized = sorted({word.capitalize() for word in words if word.islower()})
     initial = [word for word in (*words, *capitalized) if word[0].isupper()]

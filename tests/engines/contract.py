@@ -900,7 +900,7 @@ class EngineContract:
         engine.precompute([lost, kept], progress=False)
         engine.registry.remove_document(lost.document_id)
         if not self.tells_what_it_stores:
-            with pytest.raises(ConfigError, match="does not tell which chunks it stores"):
+            with pytest.raises(ConfigError, match="cannot list its stored chunks"):
                 engine.evict_unregistered()
             return
         assert engine.evict_unregistered() == 2

@@ -16,7 +16,7 @@ from cacheblend_rag.reason import ReasonCode
 from tests.families import Family, families
 from tests.models import make_tokenizer
 
-SHAPES = UnsupportedModelError("layers of several shapes")
+SHAPES = UnsupportedModelError("layers of different shapes")
 MOVED = UnsupportedModelError(f"its {KEYS_CANNOT_BE_MOVED}", ReasonCode.UNSUPPORTED_POSITIONS)
 GEMMA4 = {**families()["gemma4_text"].changes, "global_head_dim": 32}
 
@@ -30,19 +30,19 @@ def test_rotary_settings_explain_only_keys_that_cannot_be_moved() -> None:
     rope = {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
     kinds = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     odd = Family("gemma4_text", {**GEMMA4, "rope_parameters": {**kinds, "full_attention": rope}})
-    assert refusal(odd) == "layers of several shapes"
+    assert refusal(odd) == "layers of different shapes"
 
 
 def test_what_sees_later_pictures_only_is_not_told_of_text() -> None:
     config = families()["gemma4_unified_text"].config(use_bidirectional_attention="vision")
-    assert explained(config, SHAPES) == "layers of several shapes"
+    assert explained(config, SHAPES) == "layers of different shapes"
     config.use_bidirectional_attention = "all"
     assert explained(config, SHAPES).startswith("bidirectional attention cannot be blended")
 
 
 def test_mrope_is_no_reason_where_text_is_read() -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    assert explained(Qwen2Config(rope_parameters=rope), SHAPES) == "layers of several shapes"
+    assert explained(Qwen2Config(rope_parameters=rope), SHAPES) == "layers of different shapes"
 
 
 HASHED = """

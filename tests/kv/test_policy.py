@@ -31,5 +31,5 @@ def test_a_tier_takes_a_policy_in_place_of_a_capacity(tmp_path):
         assert not tier.keeps_found
         assert not tier.takes_puts
     assert HostTier(7).policy == TierPolicy(7)
-    with pytest.raises(StoreError, match="both tell the capacity"):
+    with pytest.raises(StoreError, match="both set the capacity"):
         HostTier(7, policy=policy)

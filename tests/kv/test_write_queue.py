@@ -153,8 +153,8 @@ def test_what_finds_no_room_is_dropped_counted_and_said(held, caplog):
     assert taken == [True] * 3 + [False] * 2
     assert store.put(KEYS[1], make_kv(7)), "in place of the one that waits"
     assert store.stats()["far"]["dropped"] == 2
-    assert [message for message in caplog.messages if "waits" in message] == [
-        f"far tier: {key} is not stored: too much waits to be written" for key in KEYS[3:5]
+    assert [message for message in caplog.messages if "full" in message] == [
+        f"far tier: {key} is not stored: the write queue is full" for key in KEYS[3:5]
     ]
     assert not store.contains(KEYS[4])
     tier.go_on.set()

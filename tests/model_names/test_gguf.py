@@ -215,7 +215,7 @@ HUB_FORMAT = "give the model's folder in hub format instead"
         ({"settings": {"attention.scale": 0.5}}, "setting llama.attention.scale=0.5"),
         ({"rope_factors": [3.0] * 8}, "rotary frequencies are scaled in an unknown way"),
         ({"leave_out": "blk.1.ffn_up.weight"}, "does not read all weights"),
-        ({"pre": "default"}, "cuts words ('default') is not known"),
+        ({"pre": "default"}, "an unknown pre-tokenizer ('default')"),
         ({"roles": {"bos": 264}}, "its bos token is number 264, but it lists 264 tokens"),
         ({"roles": {"eos": 4000}}, "its eos token is number 4000, but it lists 264 tokens"),
         ({"roles": {"padding": 2**32 - 1}}, "its padding token is number 4294967295"),
@@ -239,7 +239,9 @@ def test_a_vocabulary_of_other_tokens_is_refused(model_cache: Path, gguf_file: P
     check_vocabulary(backend, [token.replace("Ġ", " ") for token in VOCABULARY])
     swapped = [*VOCABULARY[:-2], VOCABULARY[-1], VOCABULARY[-2]]
     for others in (swapped, [*VOCABULARY, "one more"]):
-        with pytest.raises(CannotConvertError, match=r"as token 26[0-9], which is '"):
+        with pytest.raises(
+            CannotConvertError, match=r"reads token 26[0-9] of its tokenizer as .*, not '"
+        ):
             check_vocabulary(backend, others)
 
 
@@ -284,7 +286,7 @@ def test_files_and_folders_that_hold_no_single_model_are_told_apart(
     assert refused(tmp_path / "none.gguf").endswith("there is no such file")
     text = tmp_path / "text.gguf"
     text.write_text("no weights")
-    assert "is a file but no GGUF" in refused(text)
+    assert "is not a GGUF file" in refused(text)
     shutil.copy(gguf_file, tmp_path / "b.gguf")
     assert "holds 2 GGUF files (b.gguf, text.gguf): name one" in refused(tmp_path)
 

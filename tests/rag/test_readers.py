@@ -262,9 +262,9 @@ def test_what_is_no_file_is_named_with_what_it_is(tmp_path):
     assert found.files == (tmp_path / "notes.txt",)
     told = {path.name: reason for path, reason in found.unopened}
     assert told == {
-        "pipe.txt": "is a pipe, no file",
-        "agent": "is a socket, no file",
-        "broken.md": "is a link that leads nowhere (No such file or directory)",
-        "loop.txt": "is a link that leads nowhere (Too many levels of symbolic links)",
-        "folder.txt": "is a folder, no file",
+        "pipe.txt": "is a pipe, not a file",
+        "agent": "is a socket, not a file",
+        "broken.md": "is a broken link (No such file or directory)",
+        "loop.txt": "is a broken link (Too many levels of symbolic links)",
+        "folder.txt": "is a folder, not a file",
     }

@@ -43,5 +43,5 @@ def test_faults_are_refused(
     model: PreTrainedModel, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compatibility, "TransformersStack", FAULTS[fault])
-    with pytest.raises(UnsupportedModelError, match=r"keys of layer|driven alone"):
+    with pytest.raises(UnsupportedModelError, match=r"keys of layer|run alone"):
         open_stack(model)

@@ -42,8 +42,8 @@ def test_tiers_are_named_by_kind_and_told_apart():
     [
         ("cache:6379", "tiers: a text that is no URL must begin with one of device://, host://"),
         ("ftp://x", "tiers: ftp://... must begin with one of device://"),
-        ("s3://", "tiers: s3://...: names no place: give it as s3://bucket/prefix"),
-        ("disk://", "tiers: disk://...: names no place: give it as disk:///folder"),
+        ("s3://", "tiers: s3://...: has no location: give it as s3://bucket/prefix"),
+        ("disk://", "tiers: disk://...: has no location: give it as disk:///folder"),
         ("disk://kv/x", "tiers: disk://...: has no host: give it as disk:///folder"),
         ("host://x", "tiers: host://...: has no host: give it as host://"),
         ("redis://a/x", "tiers: redis://...: its path is the number of a database, as in /0"),

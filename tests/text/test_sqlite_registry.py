@@ -180,7 +180,7 @@ def test_a_file_that_is_no_registry_is_an_error_of_one_line(path: Path) -> None:
     path.unlink()
     with sqlite3.connect(path) as other:
         other.execute("CREATE TABLE something (x)")
-    with pytest.raises(StoreError, match="no chunk registry of version 2"):
+    with pytest.raises(StoreError, match="not a chunk registry of version 2"):
         SharedChunkRegistry(path)
 
 
@@ -193,14 +193,14 @@ DAMAGES = {
     "UPDATE contexts SET parent = 99 WHERE id = 1": ("context 1 is broken", 2),
     "UPDATE contexts SET parent = 1 WHERE id = 1": ("context 1 is broken", 2),
     "UPDATE contexts SET parent = -1 WHERE id = 1": ("context 1 is broken", 2),
-    "UPDATE contexts SET parent = x'00' WHERE id = 1": ("is no number", 2),
-    "UPDATE contexts SET parent = 'abc' WHERE id = 1": ("context 'abc' is no number", 2),
-    "UPDATE contexts SET parent = CAST(x'ff' AS TEXT) WHERE id = 1": ("is no number", 2),
-    "UPDATE contexts SET text = 0.5 WHERE id = 1": ("text '0.5' is no number", 2),
+    "UPDATE contexts SET parent = x'00' WHERE id = 1": ("is not a number", 2),
+    "UPDATE contexts SET parent = 'abc' WHERE id = 1": ("context 'abc' is not a number", 2),
+    "UPDATE contexts SET parent = CAST(x'ff' AS TEXT) WHERE id = 1": ("is not a number", 2),
+    "UPDATE contexts SET text = 0.5 WHERE id = 1": ("text '0.5' is not a number", 2),
     "DELETE FROM contexts WHERE id = 1": ("context 1 is broken", 2),
     "UPDATE chunks SET context = 99 WHERE id < 4": ("context 99 is broken", 3),
-    "UPDATE chunks SET context = 1.5 WHERE id = 2": ("context '1.5' is no number", 1),
-    "UPDATE chunks SET text = x'01' WHERE id = 2": ("is no number", 1),
+    "UPDATE chunks SET context = 1.5 WHERE id = 2": ("context '1.5' is not a number", 1),
+    "UPDATE chunks SET text = x'01' WHERE id = 2": ("is not a number", 1),
     "UPDATE chunks SET document = 5 WHERE id = 2": ("what should be text is not", 1),
     "UPDATE chunks SET document = 'report' WHERE id = 2": ("what should be text is not", 1),
     "UPDATE chunks SET collection = 5 WHERE id = 2": ("what should be text is not", 1),

@@ -1,4 +1,4 @@
-"""The selectors by name. A new one is a file here and a line in SELECTORS."""
+"""The selectors by name; a new one is a file here and a line in SELECTORS."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All tokens are recomputed: ordinary prefill by way of the blend pass."""
+"""Recomputes all tokens: ordinary prefill through the blend pass."""
 
 from __future__ import annotations
 

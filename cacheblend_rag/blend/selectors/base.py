@@ -1,4 +1,4 @@
-"""Selector: the rule that ranks a prompt's cached tokens by how much they need recomputing."""
+"""The base class of selectors, which rank a prompt's cached tokens for recomputing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def _alone(part: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a selector may look at, for the candidate tokens of one prompt, in order.
+    """The inputs of a selector, for the candidate tokens of one prompt, in order.
 
     offsets: (tokens,) int64, each token's index in its own chunk.
-    prior: (tokens,) float32 stored at index time, zero where none was, or None.
+    prior: (tokens,) float32 stored at index time, 0 for chunks stored without one, or None.
     question_attention: (tokens,) float32, attention the question pays to each token, or None.
     fresh_keys, fresh_values, cached_keys, cached_values: (kv_heads, tokens, head_dim) at a check
         layer, keys at prompt positions; None before layer 0.
-    total: adds up what other ranks computed of their heads; a rule that sums over heads calls it.
+    total: sums a tensor over tensor-parallel ranks; a rule that sums over heads must call it.
     """
 
     offsets: Tensor
@@ -56,7 +56,7 @@ class Selector:
 
 
 def given(tensor: Tensor | None, name: str) -> Tensor:
-    """Return evidence that the selector declared it needs; its absence is a programming error."""
+    """Return an input that the selector declared it needs; its absence is a programming error."""
     if tensor is None:
         raise ValueError(f"evidence.{name} was not provided to a selector that needs it")
     return tensor

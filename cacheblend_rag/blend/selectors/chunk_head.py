@@ -1,4 +1,4 @@
-"""The first tokens of each chunk: false attention sinks when a chunk was cached alone."""
+"""Ranks the first tokens of each chunk highest: they are attention sinks if cached alone."""
 
 from __future__ import annotations
 

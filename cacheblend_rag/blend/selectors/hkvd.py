@@ -1,4 +1,4 @@
-"""High KV deviation: tokens whose fresh KV at the check layer differs most from the cached KV."""
+"""Ranks tokens by the deviation of their fresh KV from the cached KV at the check layer (HKVD)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No token is recomputed: plain reuse of cached KV."""
+"""Recomputes no token: plain reuse of cached KV."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens whose KV depends most on what precedes their chunk, as measured at index time."""
+"""Ranks tokens by how much their KV depends on the text before their chunk (index-time prior)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
 
 @dataclass(frozen=True)
 class Prior(Selector):
-    """How far the chunk's document moved each token's key when the document was indexed.
+    """How much the chunk's document changed each token's key when the document was indexed.
 
     Stored with each chunk, so it costs nothing at question time. Source: this project's study.
     """

@@ -1,4 +1,4 @@
-"""Tokens the question attends to, seen in a question-only probe pass over the cached KV."""
+"""Ranks tokens by the question's attention to them, from a probe pass over the cached KV."""
 
 from __future__ import annotations
 

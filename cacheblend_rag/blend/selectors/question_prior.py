@@ -1,4 +1,4 @@
-"""Tokens that both matter to the question and depend on what precedes their chunk."""
+"""Ranks tokens by the question's attention times the prior."""
 
 from __future__ import annotations
 

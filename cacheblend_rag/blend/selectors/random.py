@@ -1,4 +1,4 @@
-"""Random rows: the control every other selector must beat."""
+"""Ranks tokens at random: the control that every other selector must beat."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Adapters (LoRA and the like): which are in effect in a model, and what they consist of.
+"""Finds the active adapters (LoRA and the like) of a model, and hashes them.
 
-PEFT is not imported. A layer that PEFT has given adapters is known by its attributes: it names its
-containers of adapters (``adapter_layer_names``), and says which adapters are active, which are
-merged into its weights, and whether all are disabled. What belongs to an adapter lies in
-containers under that adapter's name.
+PEFT is not imported. A layer with PEFT adapters is recognized by its attributes: it lists its
+containers of adapters (``adapter_layer_names``), which adapters are active, which are
+merged into its weights, and whether all are disabled. A container holds each adapter's parts under
+the adapter's name.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def in_effect(layer: Any) -> tuple[str, ...]:
 
 
 def settings(layer: nn.Module, adapter: str) -> dict[str, Any]:
-    """Return the settings that a layer keeps of an adapter, by name: its scaling, say."""
+    """Return a layer's settings of an adapter, such as its scaling, by name."""
     return {
         name: value[adapter] if isinstance(value[adapter], PLAIN) else type(value[adapter]).__name__
         for name, value in vars(layer).items()
@@ -77,7 +77,7 @@ def base_weights_hash(model: nn.Module, dtype: torch.dtype) -> str:
 
 
 def adapters_hash(model: nn.Module, dtype: torch.dtype) -> str | None:
-    """Return a hash of the adapters in effect, by what they are, not by their names; or None."""
+    """Return a hash of the active adapters' weights and settings, not names; None if none."""
     layers = _adapter_layers(model)
     effective = {name: in_effect(layer) for name, layer in layers.items()}
     places: dict[str, Any] = {}

@@ -1,7 +1,8 @@
-"""The attention window of each layer, read off the mask that the model builds for it.
+"""Finds the attention window of each layer from the mask function that the model builds for it.
 
-Some families hand their sliding window to attention as a number, some in the mask alone. Masks are
-what PyTorch's attention goes by, so the mask is asked, far beyond any prompt, without building it.
+Some families pass their sliding window to attention as a number, some only through the mask.
+PyTorch's attention uses the mask, so the mask function is evaluated at large positions, without
+building a mask.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.reason import ReasonCode
 
 ASKED_ROWS = (5_003, 77_777, 1_048_573)
-"""No multiple of any usual size of block, so that blocks show."""
+"""No multiple of a usual block size, so that block-wise masks are detected."""
 
 
 class AttentionWindow:
-    """Stands for the mask of one layer.
+    """Represents the mask of one layer.
 
     sees: (batch, head, row, key) -> whether the row may see the key, all of them indices.
     """
@@ -61,5 +62,5 @@ def _unsupported(why: str) -> UnsupportedModelError:
 def record_sight(
     *_: Any, mask_function: Callable[..., Any], device: torch.device, **__: Any
 ) -> AttentionWindow:
-    """The registered builder of masks."""
+    """The registered mask function."""
     return AttentionWindow(mask_function, device)

@@ -1,4 +1,4 @@
-"""Index time: chunks that need no document, computed in padded batches of like length."""
+"""Computes chunks that need no document in padded batches of similar length."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ BATCH_TOKENS = 8192
 
 
 def compute_batches(stack: TransformersStack, chunks: list[ChunkPlan]) -> Computed:
-    """Compute chunks behind their lead-in only, in batches of like length; without a prior.
+    """Compute chunks after their lead-in only, in batches of similar lengths; without a prior.
 
-    A batch for which there is no memory is halved, down to single chunks.
+    A batch that exceeds memory is halved, down to single chunks.
     """
     waiting = deque(_batches(sorted(chunks, key=lambda c: len(c.token_ids))))
     while waiting:
@@ -36,7 +36,7 @@ def compute_batches(stack: TransformersStack, chunks: list[ChunkPlan]) -> Comput
 def _compute_batch(stack: TransformersStack, batch: Sequence[ChunkPlan]) -> Computed:
     """Compute chunks at once.
 
-    Padding stands on the right, where causal attention never looks, so it needs no mask.
+    Padding is on the right, where causal attention never looks, so it needs no mask.
     """
     lead = len(batch[0].lead)
     width = lead + len(batch[-1].token_ids)

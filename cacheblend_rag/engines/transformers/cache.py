@@ -1,4 +1,4 @@
-"""FusedCache: a Hugging Face cache over FusedKV, so that decoding goes on from the fused KV."""
+"""A Hugging Face cache over FusedKV, for decoding after a blend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROWTH_TOKENS = 256
 
 
 class FusedCache(Cache):  # type: ignore[misc] # base is untyped
-    """Decodes in place: no step copies the KV, and layers with a sliding window keep all of it.
+    """A cache that decodes in place: no step copies KV; sliding-window layers keep all of it.
 
     fused: the prompt's KV, or an empty buffer that prefill will fill.
     length: tokens of it that hold KV already.
@@ -47,8 +47,8 @@ def _grow(fused: FusedKV, tokens: int) -> None:
 class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
     """One layer's view of the fused buffer.
 
-    It knows the buffer, not the cache: in a circle of references the KV would outlive its request
-    until garbage is collected.
+    It refers to the buffer, not to the cache: a reference cycle would keep the KV alive until the
+    next garbage collection.
     """
 
     def __init__(self, fused: FusedKV, layer: int, length: int, window: int | None) -> None:
@@ -69,7 +69,7 @@ class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
             or value_states.shape != key_states.shape
         ):
             raise UnsupportedModelError(
-                "its layers cache something else than what they attend to",
+                "its layers do not cache the keys and values they use",
                 ReasonCode.UNSUPPORTED_ATTENTION,
             )
         first = self._first_seen()

@@ -1,4 +1,4 @@
-"""Whether a model's KV can be blended: a trial on it, and what its config says if that fails."""
+"""Tests whether a model's KV can be blended, and explains a failure from its config."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FAILURES = (
 def open_stack(model: PreTrainedModel) -> TransformersStack:
     """Return the model as a stack that can be blended on.
 
-    Raises UnsupportedModelError, saying what the trial saw and what is known of such configs.
+    Raises UnsupportedModelError with the test's finding and an explanation from the config.
     """
     try:
         return _tried(model)
@@ -54,7 +54,7 @@ def _is_recurrent(model: PreTrainedModel) -> bool:
 
 
 def _tried(model: PreTrainedModel) -> TransformersStack:
-    """Compare layers of 16 bits in float32, as long as they can be run so."""
+    """Test the model; 16-bit layers are compared in float32 if they can be run so."""
     stack = TransformersStack(model)
     if stack.geometry.dtype in NARROW and not is_quantized(model):
         try:
@@ -68,7 +68,7 @@ def _tried(model: PreTrainedModel) -> TransformersStack:
 
 
 def _try(model: PreTrainedModel, stack: TransformersStack, *, wide: bool) -> None:
-    """Try the model; raises UnsupportedModelError, or one of FAILURES, when it does not pass.
+    """Test the model; raises UnsupportedModelError, or one of FAILURES, if it does not pass.
 
     wide: whether its layers are run in float32, one at a time.
     """
@@ -84,14 +84,14 @@ def _try(model: PreTrainedModel, stack: TransformersStack, *, wide: bool) -> Non
     found = stack.logits(reference.outputs[-1][:, -1:].to(dtype)).to(logits.dtype)
     if not close(found[None], logits[None], ulps=HEAD_ULPS):
         raise UnsupportedModelError(
-            "what follows its last layer cannot be run alone", ReasonCode.UNSUPPORTED_MODEL
+            "its final norm and output head cannot be run alone", ReasonCode.UNSUPPORTED_MODEL
         )
 
 
 def _reference(
     model: PreTrainedModel, stack: TransformersStack, ids: Tensor, fused: FusedKV, *, wide: bool
 ) -> tuple[Reference, Tensor]:
-    """Have the model compute ``ids`` behind the made-up KV; its layers' results and its logits."""
+    """Run the model on ``ids`` after the synthetic KV; return its layers' results and logits."""
     start = fused.tokens - ids.numel()
     with stack.recorded(wide=wide) as (inputs, outputs):
         positions = torch.arange(start, fused.tokens, device=ids.device)[None]

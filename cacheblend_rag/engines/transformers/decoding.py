@@ -1,4 +1,4 @@
-"""Drawing tokens and turning them into text as they come."""
+"""Samples tokens and decodes them into text incrementally."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cacheblend_rag.engines.sampling import ResolvedSampling
 
 
 class Sampler:
-    """Draws one token after another as the sampling settings say.
+    """Samples tokens one by one according to the sampling settings.
 
     Processors and their order are those of transformers' own ``generate``.
     """
@@ -57,7 +57,7 @@ class Sampler:
 
 
 class TextStream:
-    """PriorityLock tokens into text piece by piece, holding back what may still change.
+    """Decodes tokens into text piece by piece, holding back text that may still change.
 
     Held back are incomplete characters and any ending that may grow into a stop string.
     """

@@ -1,4 +1,4 @@
-"""TransformersEngine: precompute, blend and answer on any Hugging Face decoder, in process."""
+"""The embedded engine: precomputes, blends and answers on any Hugging Face decoder, in process."""
 
 from __future__ import annotations
 
@@ -74,16 +74,16 @@ logger = logging.getLogger(__name__)
 
 ASYNC_THREADS = 32
 MODEL_CHANGED = Reason(ReasonCode.MODEL_CHANGED, "the model changed meanwhile")
-"""Of chunks that were computed while other adapters or weights were put in its place."""
+"""The reason for chunks that were computed while adapters or weights were changed."""
 NOT_COMPUTED = Reason(ReasonCode.NO_ROOM, NO_ROOM)
-"""Of chunks that there was no memory to compute."""
+"""The reason for chunks that were not computed for lack of memory."""
 
 
 class TransformersEngine(Engine):
     """The embedded engine.
 
-    Requests take turns, one layer or decode step at a time, also those of other engines around the
-    same model. Nothing else may use the model meanwhile.
+    Requests take turns, one layer or decode step at a time, including those of other engines around
+    the same model. Nothing else may use the model meanwhile.
 
     Attributes:
         model: the loaded model.
@@ -107,22 +107,22 @@ class TransformersEngine(Engine):
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> None:
-        """Load a model, and try whether it can be blended.
+        """Load a model, and test whether it can be blended.
 
         Args:
             model: a name (``smollm2``, ``demo``, a GGUF file, a folder in hub format, a hub name),
                 or a loaded causal language model, also one in a wrapper (PEFT's, or what
                 ``torch.compile`` gives). Adapters may be changed while the engine lives: KV is
-                stored apart for each. Whatever of it is compiled is run uncompiled.
+                stored separately for each. Compiled parts are run uncompiled.
             tokenizer: the model's own by default; must be given with a loaded model.
-            config: of requests that bring none.
+            config: the default for requests without one.
             store: where chunk KV is kept; by default 4 GiB of host memory.
             registry: known chunks; several engines may share one.
-            instruction: what prompts say before their first chunk; lead-ins ``instruction`` and
-                ``document`` compute chunks behind it. A function is given the tokenizer and returns
-                it.
+            instruction: the text of prompts before their first chunk; lead-ins ``instruction`` and
+                ``document`` compute chunks after it. A function gets the tokenizer and returns the
+                text.
             namespace: tenants with different namespaces never share KV.
-            lead_in: what chunks are computed behind, as settings or by its kind's name.
+            lead_in: the text that chunks are computed after, as settings or by its kind's name.
             fill_on_miss: whether registered chunks whose KV a request missed are computed and
                 stored when no request wants the model: also between calls, so with a loaded model
                 that nothing else uses.
@@ -174,13 +174,13 @@ class TransformersEngine(Engine):
         )
 
     def _take(self, tried: TriedModel) -> None:
-        """Use the stack, the ordinary prefill and the controller that a trial of the model made."""
+        """Use the stack, the ordinary prefill and the controller of a tested model."""
         self._tried = tried
         self._stack, self._blend_refusal = tried.stack, tried.refusal
         self._ordinary, self._controller = tried.ordinary, tried.controller
 
     def _refresh(self) -> None:
-        """Go by the model as it is now: its weights and adapters may have changed."""
+        """Detect changes of the model's weights and adapters."""
         # Under a lock: no thread may work with new adapters under the old fingerprint.
         with self._refreshing:
             tried = self._watched.tried()
@@ -245,7 +245,7 @@ class TransformersEngine(Engine):
                 raise
         else:
             return
-        # Behind the handler: the error's traceback kept the request's KV.
+        # After the handler: the error's traceback kept the request's KV.
         give_back_unused()
         raise OutOfMemoryError(
             f"no memory on {self.model.device} to answer a prompt of "
@@ -283,9 +283,9 @@ class TransformersEngine(Engine):
         yield Delta(rest, tell(text.text, text.token_ids, reason, prefilled.report).generation)
 
     def _renewed(self, request: Request) -> Request:
-        """Return a request with its chunks' keys as the model is now.
+        """Return a request with its chunks' keys for the model's current state.
 
-        It may have been prepared before other adapters were put in effect.
+        Adapters may have been changed after it was prepared.
         """
         self._refresh()
         prepared, fingerprint = request.prepared, self._led.fingerprint
@@ -298,9 +298,9 @@ class TransformersEngine(Engine):
         return replace(request, prepared=replace(prepared, placed=placed))
 
     def _prefilled(self, request: Request) -> Prefilled | None:
-        """Prefill, blended where there is something to reuse; None when cancelled meanwhile.
+        """Prefill, blended if there is something to reuse; None if cancelled meanwhile.
 
-        The store is asked, and waited for, while others may have the model.
+        Other requests may use the model while this one waits for the store.
         """
         chunks = PromptChunks(request.prepared, self.store)
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
@@ -315,14 +315,14 @@ class TransformersEngine(Engine):
     def _blended(
         self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
     ) -> Prefilled | NotWorthLoading | None:
-        """Prefill by a blend pass; one that finds no memory is given up, and all it held freed."""
+        """Prefill by a blend pass; one that runs out of memory is abandoned and freed."""
         try:
             return self._run_pass(stack, request, chunks, reserve)
         except Exception as error:
             lack = lack_of_memory(error)
             if lack is None:
                 raise
-        # Behind the handler: the error's traceback kept the pass, and so would a logged one.
+        # After the handler: the error's traceback kept the pass, and so would a logged one.
         give_back_unused()
         logger.warning(
             "a prompt of %d tokens is not blended: %s (%s)", len(chunks.token_ids), NO_ROOM, lack
@@ -339,7 +339,7 @@ class TransformersEngine(Engine):
             return run_steps(self._turns, steps, request.cancel, source)
 
     def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
-        """Serve a prompt by the model's own prefill, and note how long that took."""
+        """Serve a prompt by the model's own prefill, and record its duration."""
         ids = request.prepared.token_ids
         steps = ordinary_prefill(self._ordinary, ids, reserve, told)
         done = run_steps(self._turns, steps, request.cancel)
@@ -349,7 +349,7 @@ class TransformersEngine(Engine):
         return done
 
     def _told_unasked(self, request: Request) -> PrefillReport:
-        """Say why a prompt is not blended of which the store need not be asked."""
+        """Return the report of a prompt that is not blended, without asking the store."""
         placed, refusal = request.prepared.placed, self._blend_refusal
         if request.full:
             return PrefillReport(FULL_PREFILL)
@@ -359,7 +359,7 @@ class TransformersEngine(Engine):
         return PrefillReport(why, chunks=[chunk.report(UNSUPPORTED) for chunk in placed])
 
     def _tokens(self, request: Request, prefilled: Prefilled) -> Iterator[int]:
-        """Draw at most max_tokens tokens, each decoded from the one before it."""
+        """Sample at most max_tokens tokens, one per decode step."""
         watch = Stopwatch(prefilled.logits.device, prefilled.seconds, prefilled.starts)
         sampler = Sampler(request.sampling, prefilled.logits.device)
         token_ids, logits = list(request.prepared.token_ids), prefilled.logits
@@ -373,7 +373,7 @@ class TransformersEngine(Engine):
             yield token_ids[-1]
             watch.skip()
 
-    # The store's verbs
+    # The store's operations
 
     def _store(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """Each chunk is stored as soon as it is computed."""
@@ -382,13 +382,13 @@ class TransformersEngine(Engine):
         return self._kept(plans, in_turns(self._turns, steps))
 
     def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
-        """As ``_store``, a layer at a time, of one chunk at a time, while the model is idle."""
+        """As ``_store``, one layer of one chunk at a time, while the model is idle."""
         stack = cast(TransformersStack, self._stack)
         steps = self._compute(plans, lambda chunks: compute_one_by_one(stack, chunks, self.store))
         return self._kept(plans, in_idle_turns(self._turns, steps))
 
     def _kept(self, plans: Sequence[ChunkPlan], steps: Computed) -> Generator[Stored, None, None]:
-        """Store what the steps compute of some chunks."""
+        """Store the chunks that the steps compute."""
         yield Stored(skipped=sum(self.store.contains_many([plan.key for plan in plans])))
         for computed in steps:
             if computed is None:
@@ -409,7 +409,7 @@ class TransformersEngine(Engine):
                 yield Stored.after_put(put, kv.tokens)
 
     def _compute(self, plans: Sequence[ChunkPlan], alone: ComputeAlone) -> Computed:
-        """Compute the KV of all that is not stored, a layer or batch at a time."""
+        """Compute the KV of chunks that are not stored, one layer or batch at a time."""
         stack, in_document = cast(TransformersStack, self._stack), self.lead_in.kind == "document"
         return compute_chunks(
             stack, plans, self.store, alone=alone, in_document=in_document, leaves_out=True

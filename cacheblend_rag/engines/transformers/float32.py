@@ -1,4 +1,4 @@
-"""Weights and arguments of 16 bits, in float32 for a while."""
+"""Converts 16-bit weights and arguments to float32 temporarily."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NARROW = (torch.bfloat16, torch.float16)
 
 @contextmanager
 def weights_in_float32(weights: Sequence[Tensor]) -> Iterator[None]:
-    """Put float32 copies in place of weights of 16 bits, and afterwards the weights back."""
+    """Replace 16-bit weights by float32 copies temporarily."""
     narrow = [(weight, weight.data) for weight in weights if weight.dtype in NARROW]
     try:
         for weight, own in narrow:

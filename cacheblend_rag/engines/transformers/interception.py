@@ -1,7 +1,7 @@
-"""Attention of a Hugging Face model, handed to whoever drives one of its layers.
+"""Intercepts the attention of a Hugging Face model while one of its layers is run alone.
 
-An attention implementation is registered under our own name and put in force, by the model's own
-configs, only while a layer is driven. No model class is named.
+An attention implementation is registered under our own name and activated, through the model's own
+configs, only while a layer runs. No model class is named.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from cacheblend_rag.blend.stack import Attend, AttentionCall
 from cacheblend_rag.engines.transformers.attention_window import record_sight
 
 DRIVEN = "cacheblend_rag"
-"""In force while layers are driven or recorded; no masks are built."""
+"""Active while layers are run or recorded; no masks are built."""
 SIGHT = "cacheblend_rag_sight"
-"""In force while it is recorded what layers may see."""
+"""Active while the layers' masks are recorded."""
 
 _active = threading.local()
 
 
 class Interception:
-    """Switches the attention of a model's layers over to a function, and back.
+    """Replaces the attention of a model's layers by a function temporarily.
 
-    It alters the model meanwhile: the engine's lock keeps others away.
+    It patches the model meanwhile, so the caller must hold the engine's lock.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -46,7 +46,7 @@ class Interception:
 
     @contextmanager
     def attending(self, layer: int, window: int | None, attend: Attend) -> Iterator[None]:
-        """Have a layer's attention computed by ``attend``, on this thread."""
+        """Let a layer's attention use ``attend``, on this thread."""
         _active.layer, _active.window, _active.attend = layer, window, attend
         try:
             with self.implementation(DRIVEN):
@@ -56,7 +56,7 @@ class Interception:
 
     @contextmanager
     def implementation(self, name: str) -> Iterator[None]:
-        """Put an attention implementation of ours in force."""
+        """Activate one of our attention implementations."""
         before = [config._attn_implementation for config in self._configs]
         try:
             for config in self._configs:
@@ -79,7 +79,7 @@ def _intercepted(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention: hands the call to whoever drives the layer on this thread."""
+    """The registered attention function: passes the call to this thread's runner of the layer."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(_active.layer, query, key, value, scaling, _active.window, softcap, s_aux)
     return _active.attend(call), None

@@ -1,7 +1,7 @@
 """How a Hugging Face model calls its decoder layers, recorded from the model itself.
 
-In a recording pass other functions stand in the layers' place and note what they are handed:
-embeddings, rotary tables, and what each layer may see.
+In a recording pass other functions replace the layers and record their inputs: embeddings, rotary
+tables, and masks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _RecordedError(Exception):
 
 
 class LayerCalls:
-    """What a model passes its decoder layers.
+    """The inputs that a model passes to its decoder layers.
 
     decoder: the part of the model that calls the layers. layers: in order.
 
@@ -37,7 +37,7 @@ class LayerCalls:
         self._signatures = [inspect.signature(type(layer).forward) for layer in self.layers]
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return what the first layer is handed for tokens (batch, rows)."""
+        """Return the input of the first layer for tokens (batch, rows)."""
         recorded: list[Tensor] = []
 
         def first(hidden: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -51,9 +51,9 @@ class LayerCalls:
     def arguments(
         self, positions: Tensor, blank: Tensor, implementation: str = DRIVEN
     ) -> list[dict[str, Any]]:
-        """Return what the model passes each layer for tokens at ``positions`` (batch, rows).
+        """Return the arguments of each layer for tokens at ``positions`` (batch, rows).
 
-        blank: hidden states to begin with, (1, 1, hidden). implementation: the attention in force.
+        blank: hidden states to begin with, (1, 1, hidden). implementation: the active attention.
         """
         recorded: list[dict[str, Any]] = []
 
@@ -81,7 +81,7 @@ class LayerCalls:
 
     @contextmanager
     def replaced(self, functions: dict[int, Callable[..., Any]]) -> Iterator[None]:
-        """Let some layers' forward be other functions for a while."""
+        """Replace some layers' forward functions temporarily."""
         with ExitStack() as restore:
             for layer, function in functions.items():
                 module = self.layers[layer]
@@ -93,7 +93,7 @@ class LayerCalls:
             yield
 
     def _by_name(self, layer: int, function: Callable[..., Tensor]) -> Callable[..., Any]:
-        """Return a forward that hands ``function`` the hidden state, and the rest by name."""
+        """Return a forward that passes ``function`` the hidden state, and the rest by name."""
         signature = self._signatures[layer]
 
         def forward(*given: Any, **named: Any) -> Any:
@@ -119,7 +119,7 @@ class LayerCalls:
 
 
 def _decoder(model: PreTrainedModel) -> tuple[nn.Module, list[nn.Module]]:
-    """The part of a model that calls the decoder's layers, and the layers in order."""
+    """Return the part of a model that calls the decoder's layers, and the layers in order."""
     count = getattr(model.config.get_text_config(), "num_hidden_layers", None)
     for part in (model.get_decoder(), model.base_model):
         for module in part.modules():

@@ -1,4 +1,4 @@
-"""Loading a model from a hub name or a local folder, with one-line errors."""
+"""Loads a model from a hub name or a local folder, with one-line errors."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from cacheblend_rag.models import resolve
 logger = logging.getLogger(__name__)
 
 UNLIMITED = 1 << 20
-"""Stands for a context window that a model does not name."""
+"""The context window of a model that does not state one."""
 
 
 def pick_device(device: str | None) -> torch.device:
-    """Return the device asked for, else CUDA, MPS or CPU, whichever is there first."""
+    """Return the given device, else the first available one of CUDA, MPS and CPU."""
     if device is not None:
         try:
             return torch.empty(0, device=device).device
         except (RuntimeError, AssertionError) as error:
             raise ConfigError(
-                f"device={device!r} is not to be had here: {first_line(error)}"
+                f"device={device!r} is not available here: {first_line(error)}"
             ) from error
     if torch.cuda.is_available():
         return torch.device("cuda")
@@ -36,7 +36,7 @@ def pick_device(device: str | None) -> torch.device:
 
 
 def pick_dtype(dtype: str | torch.dtype | None, device: torch.device) -> torch.dtype | str:
-    """Return the dtype asked for; by default float32 on CPU and the checkpoint's own elsewhere."""
+    """Return the given dtype; by default float32 on a CPU and the checkpoint's own elsewhere."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype is None:
@@ -57,8 +57,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal language model from safetensors weights.
 
-    Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError when
-    ``dtype`` is none.
+    Raises ModelLoadError when there is no such model or it cannot be loaded, ConfigError for an
+    unknown ``dtype``.
     """
     precision = pick_dtype(dtype, device)
     source = resolve(name)

@@ -1,8 +1,8 @@
-"""ModelState: a cheap look at what a model is now, to notice that it has changed since.
+"""Detects changes of a model cheaply, without reading weights.
 
-Looked at are the modules and weights themselves (which tensors they are, where they lie, and how
-often PyTorch saw them written) and the adapters in effect. No weight is read. What is written
-through ``tensor.data`` of the same storage is not seen, nor what a forward hook does.
+It compares the modules and weights (identity of tensors, their storage, and PyTorch's version
+counters) and the active adapters. Writes through ``tensor.data`` into the same storage, and effects
+of forward hooks, are not noticed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from cacheblend_rag.engines.transformers.offloading import direct_tensors
 
 @dataclass(frozen=True, eq=False)
 class ModelState:
-    """A model at one moment.
+    """A snapshot of a model.
 
-    tensors: its weights. stamps: which modules there are, how often each weight was written and
-    where it lies, and which adapters are merged into which layers. adapters: those in effect, with
-    their settings, layer by layer.
+    tensors: its weights. stamps: its modules, each weight's version counter and storage, and
+    the adapters merged into each layer. adapters: the active ones, with their settings, by layer.
     """
 
     tensors: tuple[ReferenceType[Tensor], ...]

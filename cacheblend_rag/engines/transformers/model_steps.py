@@ -1,4 +1,4 @@
-"""Work on a model in steps: each runs alone, and others' steps run in between."""
+"""Runs requests on a model in steps, one at a time, so that others run in between."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.kv.fetch import LayerSource
 
 PATIENCE_SECONDS = 0.05
-"""Between two looks at whether a request that waits for its chunks was cancelled."""
+"""Seconds between checks whether a request that waits for its chunks was cancelled."""
 
 _locks: WeakKeyDictionary[PreTrainedModel, PriorityLock] = WeakKeyDictionary()
 _locks_lock = threading.Lock()
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def lock_of(model: PreTrainedModel) -> PriorityLock:
-    """Return the lock of all engines around a model: driving its layers alters it for a moment."""
+    """Return the lock of all engines around a model: running its layers patches it briefly."""
     with _locks_lock:
         return _locks.setdefault(model, PriorityLock())
 
@@ -46,9 +46,9 @@ def run_steps(
     cancel: Cancellation,
     source: LayerSource | None = None,
 ) -> T | None:
-    """Run a request's steps, and wait in between for the KV that the next one takes.
+    """Run a request's steps, and wait in between for the KV of the next one.
 
-    Returns None when it is cancelled meanwhile.
+    Returns None if it is cancelled meanwhile.
     """
     while not cancel.is_set():
         with working(), turns.taken(), inference():
@@ -63,7 +63,7 @@ def run_steps(
 
 
 def in_turns(turns: PriorityLock, steps: Iterator[T]) -> Iterator[T]:
-    """Run each step alone, letting other requests run in between."""
+    """Run each step under the lock, so that other requests run in between."""
     while True:
         with working(), turns.taken(), inference():
             try:
@@ -74,7 +74,7 @@ def in_turns(turns: PriorityLock, steps: Iterator[T]) -> Iterator[T]:
 
 
 def in_idle_turns(turns: PriorityLock, steps: Iterator[T | None]) -> Iterator[T | None]:
-    """Run each step alone, once no request wants the model; None while one does."""
+    """Run each step under the lock while no request wants the model; None while one does."""
     while True:
         item: T | None = None
         with turns.left_over(PATIENCE_SECONDS) as is_mine:

@@ -1,7 +1,7 @@
-"""Weights that are elsewhere until they are needed: a model spread over devices by accelerate.
+"""Reads weights of models that accelerate has offloaded to host memory or disk.
 
-Such a module's parameters are on PyTorch's ``meta`` device, without values; a hook around its
-forward loads them from the host's memory or the disk, runs it, and lets go of them.
+An offloaded module's parameters are on PyTorch's ``meta`` device, without values; a hook around its
+forward loads them, runs it, and frees them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Ordinary prefill: the model's own forward, first over a prompt, then token by token.
+"""Ordinary prefill: runs the model's own forward over a prompt, then token by token.
 
-Models keep what they have read in different ways, and some swallow a cache of another kind without
-a word. So each is tried when it is loaded: continued from what it keeps, it must say what it says
-of the whole text.
+Models use different caches, and some silently accept a cache of the wrong kind. So each is tested
+when it is loaded: continuing from its cache must give the logits of the whole text.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class OrdinaryPrefill:
     """How a model is run without blending.
 
     stack: of a model that can be blended; its KV goes into a FusedCache. cache_name: the argument
-    that takes the cache of another model; "" where none of ours serves, so that each token costs
-    the whole text again. positioned: whether the model is told the tokens' positions.
+    for the cache of another model; "" if no cache works, so that each token computes
+    the whole text again. positioned: whether the model takes the tokens' positions.
     """
 
     model: PreTrainedModel
@@ -56,10 +55,9 @@ class OrdinaryPrefill:
         return frozenset(inspect.signature(self.model.forward).parameters)
 
     def prefill(self, token_ids: Sequence[int], reserve: int) -> tuple[Cache | None, Tensor]:
-        """Return what the model keeps of a prompt, and the next token's logits.
+        """Return the cache of a prompt, and the next token's logits.
 
-        reserve: tokens to be decoded for which there is to be room. Logits: (1, vocabulary)
-        float32.
+        reserve: capacity for tokens to be decoded. Logits: (1, vocabulary) float32.
         """
         cache: Cache | None = None
         if self.stack is not None:
@@ -70,15 +68,15 @@ class OrdinaryPrefill:
         return cache, self._run(token_ids, cache)[:, -1]
 
     def decode(self, cache: Cache | None, token_ids: Sequence[int]) -> Tensor:
-        """Return the logits behind ``token_ids``, all but the last of which ``cache`` holds."""
+        """Return the logits after ``token_ids``; ``cache`` holds all of them but the last."""
         if cache is None:
             return self._run(token_ids, None)[:, -1]
         return self._run(token_ids[-1:], cache, start=len(token_ids) - 1)[:, -1]
 
     def last_logits(self, token_ids: Sequence[int], count: int) -> Tensor:
-        """Return the logits behind each of the last tokens, (count, vocabulary) float32.
+        """Return the logits after each of the last tokens, (count, vocabulary) float32.
 
-        Nothing is kept, so they are what the model says of the whole text.
+        No cache is used, so these are the logits of the whole text.
         """
         return self._run(token_ids, None, keep=count)[0]
 
@@ -123,7 +121,7 @@ def find_ordinary_prefill(
             return way
     if stack is not None:
         raise UnsupportedModelError(
-            "it does not go on from KV that was kept for it", ReasonCode.UNSUPPORTED_MODEL
+            "it does not continue from its cached KV", ReasonCode.UNSUPPORTED_MODEL
         )
     logger.warning(
         "%s keeps nothing of a text that could be continued from: each token of an answer costs "
@@ -136,7 +134,7 @@ def find_ordinary_prefill(
 def _continues(
     way: OrdinaryPrefill, ids: list[int], wanted: Tensor, noise: ModelNoise | None
 ) -> bool:
-    """Whether a text taken up again behind what was kept of it goes on as the whole text does.
+    """Whether continuing a text from its cache gives the same logits as the whole text.
 
     wanted: (CONTINUED_TOKENS + 1, vocabulary), logits of the last tokens of the whole text. noise:
     see ``model_noise``.

@@ -1,4 +1,4 @@
-"""Prefill: from a prompt's tokens to a filled cache and first logits, blended or ordinary."""
+"""Prefills a prompt, blended or ordinary: fills a cache and returns the first logits."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from cacheblend_rag.settings import BlendConfig
 
 @dataclass
 class Prefilled:
-    """A prompt's KV and what is known about how it came to be.
+    """A prompt's KV, and the report of its prefill.
 
-    cache: None where the model keeps nothing. logits: (1, vocabulary) float32 of the first new
+    cache: None if the model has none. logits: (1, vocabulary) float32 of the first new
     token. seconds, starts: by phase, those of ``report``, to which decoding adds its own.
     """
 
@@ -46,7 +46,7 @@ class Prefilled:
 def ordinary_prefill(
     ordinary: OrdinaryPrefill, token_ids: Sequence[int], reserve: int, report: PrefillReport
 ) -> Steps[Prefilled]:
-    """The model's own prefill; report: why it is asked, and what to say of chunks."""
+    """Run the model's own prefill; report: the reason, and the reports of chunks."""
     watch = Stopwatch(run_device(ordinary.model))
     cache, logits = ordinary.prefill(token_ids, reserve)
     watch.lap("recompute")
@@ -56,7 +56,7 @@ def ordinary_prefill(
 
 
 class PromptChunks:
-    """The chunks of one prompt. found: what is known of them, once the store was asked."""
+    """The chunks of one prompt. found: their reports, once the store was asked."""
 
     def __init__(self, prompt: PreparedPrompt, store: TieredKVStore) -> None:
         self.token_ids, self.placed, self.store = prompt.token_ids, prompt.placed, store
@@ -69,7 +69,7 @@ class PromptChunks:
         return begin_reading(self.store, keys, stack, threshold=worth)
 
     def missed(self, reason: MissReason) -> list[ChunkReport]:
-        """Report every chunk as a miss; of those that the store does not have it is told so."""
+        """Report every chunk as a miss; chunks that are not stored keep that reason."""
         return missed(self.found, reason) or [chunk.report(reason) for chunk in self.placed]
 
 
@@ -82,13 +82,13 @@ def blended_prefill(
     *,
     controller: Controller | None = None,
 ) -> Steps[Prefilled | NotWorthLoading]:
-    """Load, select, recompute: one chunk, then one block of rows in one layer, at a time."""
+    """Load, select and recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.token_ids, device=stack.geometry.device)
     work = PromptPass(stack, ids, chunks.placed, source, config, reserve, controller=controller)
     try:
         done = yield from work.steps()
     finally:
-        chunks.found = work.found  # of a pass that is given up, too: it is not held on to
+        chunks.found = work.found  # also of an abandoned pass, so that nothing holds it
     if isinstance(done, NotWorthLoading):
         return done
     logits = stack.logits(cast(Tensor, done.hidden))

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from threading import Lock, RLock
 
 QUIET_SECONDS = 0.02
-"""How long nobody must have driven a model for it to be idle: requests pause for less."""
+"""Seconds without use after which a model counts as idle; requests pause for less."""
 
 
 class PriorityLock:
-    """The turns of one model, a layer or a decode step each."""
+    """The lock of one model, held for a layer or a decode step at a time."""
 
     def __init__(self) -> None:
         self._driving, self._counting = RLock(), Lock()
@@ -20,7 +20,7 @@ class PriorityLock:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Take a turn for somebody who waits for what comes of it."""
+        """Hold the lock for a request."""
         with self._counting:
             self._wanted += 1
         try:
@@ -32,14 +32,14 @@ class PriorityLock:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody has driven the model for long enough that it is idle."""
+        """Whether no request has used the model for long enough that it is idle."""
         return self._quiet_in() <= 0
 
     @contextmanager
     def left_over(self, patience_seconds: float) -> Iterator[bool]:
-        """Take a turn that nobody else has use for; yields whether there was one within patience.
+        """Hold the lock for background work if the model gets idle within ``patience_seconds``.
 
-        Whoever asks for a turn meanwhile waits for the end of this one.
+        Yields whether it did. A request that wants the lock meanwhile waits for its release.
         """
         end = time.monotonic() + patience_seconds
         while (wait := self._quiet_in()) > 0 and time.monotonic() < end:
@@ -52,7 +52,7 @@ class PriorityLock:
                 self._driving.release()
 
     def _quiet_in(self) -> float:
-        """Return seconds until nobody has driven the model for long enough, as it looks now."""
+        """Return the seconds until the model counts as idle."""
         with self._counting:
             if self._wanted:
                 return QUIET_SECONDS

@@ -1,8 +1,8 @@
 """Measures a model's rounding error by Monte Carlo arithmetic (see blend/rounding.py).
 
-A model in 16 bits gives other logits when a text is read in two parts, since kernels of other
-shapes round otherwise. How far apart they may be depends on the model, so it is measured: the model
-reads the text again while the last bit of what each of its modules returns is changed at random.
+A model in 16 bits gives different logits when a text is prefilled in two parts, since kernels of
+other shapes round differently. The possible difference depends on the model, so it is measured: the
+model is run again while the last bit of each module's output is changed at random.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUANTIZED_TOLERANCE = 0.2
 
 @dataclass(frozen=True)
 class ModelNoise:
-    """What rounding may change in a model's logits.
+    """Samples of the rounding error of a model's logits.
 
     logits: (copies, tokens, vocabulary) float32. eps: of the type that the model computes in.
     """
@@ -58,7 +58,7 @@ def model_noise(model: PreTrainedModel, logits: Callable[[], Tensor]) -> ModelNo
 def same_logits(
     found: Tensor, wanted: Tensor, noise: ModelNoise | None, *, quantized: bool
 ) -> bool:
-    """Whether logits, (tokens, vocabulary) float32, are the same but for rounding.
+    """Whether logits, (tokens, vocabulary) float32, are equal except for rounding.
 
     noise: see ``model_noise``. In float32 every token's logits must be the same; in 16 bits the
     median token counts, since rounding sends a few tokens to other experts.
@@ -80,7 +80,7 @@ def _centred(logits: Tensor) -> Tensor:
 
 @contextmanager
 def _noisy(model: PreTrainedModel, draw: torch.Generator, step: float) -> Iterator[None]:
-    """Change the last bit of what the model's modules return."""
+    """Change the last bit of the outputs of the model's modules at random."""
 
     def changed(part: Any) -> Any:
         if isinstance(part, Tensor) and is_low(part):

@@ -1,7 +1,7 @@
-"""TransformersStack: any Hugging Face decoder, driven layer by layer, with attention intercepted.
+"""Runs any Hugging Face decoder layer by layer, with attention intercepted.
 
 No layer is rewritten and no model class is named: attention is intercepted by the library's own
-means, and a recording pass says what the model hands each layer.
+means, and a recording pass shows each layer's inputs.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ EXPERTS_PER_TOKEN = (
 
 
 class _WatchedCache:
-    """A cache that stores nothing; a layer that reads anything else of it raises an error.
+    """A cache that stores nothing; reading any other attribute of it raises an error.
 
-    Such a layer goes by how much there is in the cache, so it cannot be driven on chosen rows.
-    Only accelerate's hooks, which move whatever has a method ``to``, are told that it has none.
+    A layer that does so depends on the length of the cache and cannot be run on chosen rows.
+    For accelerate's hooks, which move objects with a method ``to``, it has no such method.
     """
 
     def __init__(self, layer: int) -> None:
@@ -54,18 +54,18 @@ class _WatchedCache:
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Give back what came."""
+        """Return the arguments."""
         return key_states, value_states
 
     def __getattr__(self, name: str) -> Any:
         if name == "to":
             raise AttributeError(name)
-        raise UnsupportedModelError(f"layer {self._layer} goes by the cache ({name})")
+        raise UnsupportedModelError(f"layer {self._layer} depends on the cache ({name})")
 
 
 @dataclass(frozen=True, slots=True)
 class _PositionInputs:
-    """Keyword arguments of each layer for some positions, as the model itself would pass them."""
+    """Keyword arguments of each layer for some positions, as the model passes them."""
 
     arguments: tuple[dict[str, Any], ...]
 
@@ -73,9 +73,9 @@ class _PositionInputs:
 class TransformersStack:
     """A DecoderStack over a Hugging Face causal language model.
 
-    decoder: the part of the model that calls the layers. layouts: how each layer turns its keys, as
-    a trial found it (see ``find_layouts``); keys cannot be moved before that is set. The model must
-    not be used by others while a method runs; the engine's lock sees to that.
+    decoder: the part of the model that calls the layers. layouts: how each layer rotates its keys,
+    from ``find_layouts``; keys cannot be moved before that is set. The model must
+    not be used by others while a method runs; the engine's lock ensures that.
 
     Raises UnsupportedModelError when the model is not a plain stack of attention layers.
     """
@@ -149,7 +149,7 @@ class TransformersStack:
         """Return each layer's rotary table for a move by ``offset``, None where it gets none.
 
         cos and sin, (entries,) float32, as the model lays them out, the magnitude divided out.
-        Layers that are handed the same table share one.
+        Layers that get the same table share one.
         """
         position = torch.tensor([[offset]], device=self._geometry.device)
         made: dict[int, Table | None] = {}
@@ -185,9 +185,9 @@ class TransformersStack:
 
     @contextmanager
     def recorded(self, *, wide: bool = False) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Note the hidden states before and after each layer, while the model itself runs.
+        """Record the hidden states before and after each layer, while the model itself runs.
 
-        wide: whether each layer is run in float32; what it hands on is in its own type again.
+        wide: whether each layer is run in float32; its output is converted back.
         """
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
@@ -216,7 +216,7 @@ class TransformersStack:
 
     @contextmanager
     def widened(self, layer: int) -> Iterator[None]:
-        """Have one layer compute in float32, on copies of its weights."""
+        """Let one layer compute in float32, on copies of its weights."""
         module = self.layers[layer]
         self._is_wide = True
         try:
@@ -228,12 +228,12 @@ class TransformersStack:
     def _layer_arguments(
         self, positions: Tensor, dtype: torch.dtype, implementation: str = DRIVEN
     ) -> list[dict[str, Any]]:
-        """What the model passes each layer for tokens at ``positions`` (batch, rows)."""
+        """Return the arguments of each layer for tokens at ``positions`` (batch, rows)."""
         blank = torch.zeros(1, 1, self._hidden_size, dtype=dtype, device=positions.device)
         return self._calls.arguments(positions, blank, implementation)
 
     def _recorded_windows(self, position: Tensor, dtype: torch.dtype) -> list[int | None]:
-        """Ask the model what each layer may see; raises UnsupportedModelError when it is odd."""
+        """Return each layer's attention window; raises UnsupportedModelError for other masks."""
         handed = self._layer_arguments(position, dtype, SIGHT)
         named = [_named_window(layer) for layer in self.layers]
         flash = self._interception.replaces_flash
@@ -257,9 +257,9 @@ class TransformersStack:
         first = calls[0]
         for call in calls:
             if call.value.shape != call.key.shape:
-                raise UnsupportedModelError("values of another width than keys")
+                raise UnsupportedModelError("values and keys of different widths")
             if (call.query.shape, call.key.shape) != (first.query.shape, first.key.shape):
-                raise UnsupportedModelError("layers of several shapes")
+                raise UnsupportedModelError("layers of different shapes")
             if call.key.device != first.key.device:
                 raise UnsupportedModelError(
                     f"layers on several devices ({first.key.device}, {call.key.device})"
@@ -286,7 +286,7 @@ class TransformersStack:
             ) from error
 
     def _answers_in_tuples(self, hidden: Tensor, position: Tensor) -> bool:
-        """Whether a layer gives its hidden state back as the first of several things."""
+        """Whether a layer returns a tuple that begins with its hidden state."""
 
         def attend(call: AttentionCall) -> Tensor:
             return torch.zeros_like(call.query).transpose(1, 2)

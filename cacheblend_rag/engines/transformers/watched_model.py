@@ -34,16 +34,16 @@ from cacheblend_rag.reason import Reason, ReasonCode
 logger = logging.getLogger(__name__)
 
 KEPT_TRIALS = 32
-"""Combinations of adapters whose trials are remembered, so that changing back costs nothing."""
+"""How many combinations of adapters have their test results cached."""
 
 
 @dataclass(frozen=True, eq=False)
 class TriedModel:
-    """What the trial of a model found.
+    """The result of testing a model.
 
-    identity: what its KV depends on. ordinary: how it is run without blending. stack: how it is
-    driven layer by layer, and controller: what decides how much of it is worth loading, None when
-    it cannot be blended. refusal: why not, or None.
+    identity: everything that its KV depends on. ordinary: runs it without blending. stack: runs it
+    layer by layer, controller: decides what to load; both None if it cannot be blended. refusal:
+    why not, or None.
     """
 
     identity: dict[str, Any]
@@ -54,7 +54,7 @@ class TriedModel:
 
 
 class WatchedModel:
-    """A model, and what is known of it as it is now.
+    """A model, with the test result for its current state.
 
     Engines that share the model's store share this.
     """
@@ -68,10 +68,10 @@ class WatchedModel:
         name: str | Path | None = None,
         wrapper: nn.Module | None = None,
     ) -> None:
-        """Try the model.
+        """Test the model.
 
-        turns: of all that drive the model. store: where its KV is kept. name: what it was loaded
-        by, if it was. wrapper: the module around it that its user has, if there is one.
+        turns: the model's lock. store: where its KV is kept. name: by which it was loaded, if it
+        was. wrapper: the user's module around it, if there is one.
         Raises ConfigError when it cannot be run.
         """
         self.model = model
@@ -82,7 +82,7 @@ class WatchedModel:
             self._begin(name)
 
     def tried(self) -> TriedModel:
-        """Return what is known of the model as it is now; tries it anew when it has changed.
+        """Return the test result for the model's current state; tests it again if it changed.
 
         Raises ConfigError when it can no longer be run.
         """
@@ -109,7 +109,7 @@ class WatchedModel:
         return self._tried
 
     def _begin(self, name: str | Path | None) -> None:
-        """Forget all trials, since weights are others, and try the model."""
+        """Forget all test results, since the weights have changed, and test the model."""
         self._weights = loading.weights_identity(self.model, name)
         self._trials: dict[Hashable, TriedModel] = {}
         self._tried = self._try()
@@ -142,7 +142,7 @@ class WatchedModel:
                 return TriedModel(self._identity(None), ordinary, None, None, error.reason)
 
     def _identity(self, stack: TransformersStack | None) -> dict[str, Any]:
-        """Return what KV of the model depends on."""
+        """Return everything that KV of the model depends on."""
         keys: list[int] = []
         if stack is not None:
             vocabulary = int(self.model.config.get_text_config().vocab_size)

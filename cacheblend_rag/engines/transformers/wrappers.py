@@ -1,8 +1,8 @@
-"""Models in wrappers: compiled ones, and those that PEFT and others put a module around.
+"""Unwraps models from torch.compile, PEFT and other modules around them.
 
-The layers of a model are driven one at a time, on rows of changing number, so what was compiled for
-whole forwards is run as it was before. Of a wrapper it is tried whether it computes what the model
-in it computes; if so, the model is used, if not, the wrapper is run as it stands.
+A model's layers are run one at a time, on varying numbers of rows, so compiled parts are run
+uncompiled. A wrapper is tested for computing the same as the model inside; if it does, the model is
+used, if not, the wrapper is run unchanged.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def model_in(outer: nn.Module) -> PreTrainedModel:
 
 
 def without_compiling(given: nn.Module) -> nn.Module:
-    """Return a module as it was before `torch.compile`; a wrapper around the whole stays usable.
+    """Return a module without `torch.compile`; a wrapper around the whole stays usable.
 
-    Parts that were compiled in place are put back in place.
+    Parts that were compiled in place are restored in place.
     """
     whole = _original(given)
     undone = whole is not given
@@ -62,7 +62,7 @@ def _original(module: Any) -> nn.Module:
 
 
 def _put_back(module: nn.Module) -> bool:
-    """Undo what was compiled of a module in place; returns whether anything was."""
+    """Undo in-place compilation of a module; returns whether there was any."""
     undone = False
     for name, child in list(module._modules.items()):
         if child is not None and (original := _original(child)) is not child:

@@ -1,4 +1,4 @@
-"""ServerConnection: one vLLM server's OpenAI-compatible API, and its failures as lines of text."""
+"""A connection to a vLLM server's OpenAI-compatible API, with one-line errors."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ KEY_VARIABLE = "CACHEBLEND_API_KEY"
 NO_KEY = "none"
 CONNECT_SECONDS = 5.0
 CUT_OFF = ("RemoteProtocolError", "ReadError")
-"""What httpx raises once it is connected."""
+"""Errors of httpx after it has connected."""
 TOLD_CHARACTERS = 200
 LATE = params_of(Late())
-"""Stands for a result that does not come with a stream, and is to be asked for."""
+"""A placeholder for a result that does not come with a stream and must be fetched."""
 
 
 @dataclass(frozen=True)
 class ServedModel:
     """A model that a server offers.
 
-    name: what requests call it. source: the hub name or folder that the server loaded it from.
+    name: its name in requests. source: the hub name or folder that the server loaded it from.
     context_window: tokens.
     """
 
@@ -49,7 +49,8 @@ class ServerConnection:
 
     url: with or without ``/v1``. api_key: the environment's CACHEBLEND_API_KEY by default.
     timeout_seconds: for each attempt to get an answer, and between two pieces of a stream.
-    max_retries: of requests that were not begun: no connection, a timeout, an overloaded server.
+    max_retries: of requests that the server has not begun: no connection, a timeout, an overloaded
+    server.
 
     Raises ConfigError when one of them is out of range, MissingExtraError without ``openai``.
     """
@@ -146,7 +147,7 @@ class ServerConnection:
             raise self._failure(error) from None  # whose frames hold the key
 
     async def _told(self, events: Any) -> AsyncIterator[Any]:
-        """Pass a stream on; what breaks it is one of this package's errors."""
+        """Yield a stream's events; failures become errors of this package."""
         try:
             async for event in events:
                 yield event
@@ -154,12 +155,10 @@ class ServerConnection:
             raise self._failure(error) from None  # whose frames hold the key
 
     def _no_vllm(self, why: str) -> EngineUnavailableError:
-        return EngineUnavailableError(
-            f"engine={self.url!r}: what is there is no vLLM server: {why}"
-        )
+        return EngineUnavailableError(f"engine={self.url!r} is not a vLLM server: {why}")
 
     def _failure(self, error: Exception) -> CacheBlendError:
-        """Say in a line what went wrong and what to do; never what the key is."""
+        """Return an error of one line with cause and fix, without the key."""
         where, known = f"engine={self.url!r}", self._openai
         if isinstance(error, known.PermissionDeniedError):
             body = error.body if isinstance(error.body, Mapping) else {}
@@ -194,7 +193,7 @@ def _served(entries: Sequence[Mapping[str, Any]]) -> list[ServedModel]:
 def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
     """Return the arguments of a completion.
 
-    Nothing is left to the defaults of the server, which it takes from the model's own.
+    All are explicit, since the server's defaults come from the model's generation config.
     """
     asked = request.sampling
     return {

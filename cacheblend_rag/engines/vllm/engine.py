@@ -1,4 +1,4 @@
-"""VLLMEngine: CacheBlend on a vLLM that runs the connector, in this process or behind a server."""
+"""The vLLM engine: CacheBlend on a vLLM with the connector, in process or behind a server."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class VLLMEngine(Engine):
     """An engine over a transport.
 
     Attributes:
-        transport: the way to vLLM. status: what the connector said of itself when last asked. A
-            vLLM without the connector answers by ordinary prefill, and every report says so.
+        transport: the way to vLLM. status: the connector's latest status. A vLLM without the
+            connector answers by ordinary prefill, and every report says so.
     """
 
     part_chunks = 512
@@ -77,16 +77,16 @@ class VLLMEngine(Engine):
         lead_in: LeadInConfig | str | None = None,
         fill_on_miss: bool = False,
     ) -> None:
-        """Ask whom it talks to; the transport closes with the engine, also when this fails.
+        """Ask vLLM for its status; the transport closes with the engine, also on failure.
 
         Args:
             transport: InProcessVLLM or VLLMServer.
             tokenizer: the model's own by default.
-            config: of requests that bring none.
+            config: the default for requests without one.
             registry: known chunks; several engines may share one.
-            instruction: what prompts say before their first chunk.
+            instruction: the text of prompts before their first chunk.
             namespace: the one that vLLM was started with.
-            lead_in: what chunks are computed behind, as settings or by its kind's name.
+            lead_in: the text that chunks are computed after, as settings or by its kind's name.
             fill_on_miss: whether registered chunks whose KV a request missed are computed and
                 stored while vLLM does nothing else.
 
@@ -135,7 +135,7 @@ class VLLMEngine(Engine):
 
     @property
     def address(self) -> str:
-        """What ``open_engine`` takes to open the like of it: ``vllm``, or the server's URL."""
+        """The argument of ``open_engine`` for such an engine: ``vllm``, or the server's URL."""
         return self.transport.address
 
     @property
@@ -145,16 +145,16 @@ class VLLMEngine(Engine):
 
     @property
     def blend_refusal(self) -> Reason | None:
-        """Why vLLM blends nothing, as it said when last asked, or None."""
+        """Why vLLM blends nothing, by its latest status, or None."""
         return self.status.problem
 
     @property
     def model_sampling(self) -> ModelSampling:
-        """The model's own settings, with those of vLLM's options laid over them."""
+        """The model's own settings, overridden by vLLM's options."""
         return self._own_sampling
 
     def _find_sampling(self) -> ModelSampling:
-        """Return what the connector says of the model's settings; else what is found without it."""
+        """Return the model's settings from the connector, or else from its generation_config."""
         if self.status.sampling is not None:
             return self.status.sampling
         values = self.transport.generation_values()
@@ -163,7 +163,7 @@ class VLLMEngine(Engine):
 
     @property
     def read_only(self) -> bool:
-        """Whether vLLM's store is only read, as it said when last asked."""
+        """Whether vLLM's store is read-only, by its latest status."""
         return self.status.read_only
 
     @property
@@ -177,7 +177,7 @@ class VLLMEngine(Engine):
         return PushedStream(answer, request.cancel, self.transport.background)
 
     def _sent(self, request: Request) -> Sent:
-        """Return what vLLM is asked: to blend where there is something to reuse."""
+        """Return the request for vLLM: a blend if there is something to reuse."""
         tokens = request.prepared.token_ids
         plain = VLLMRequest(tokens, request.sampling, request_id=request.request_id)
         if request.full:
@@ -229,9 +229,9 @@ class VLLMEngine(Engine):
         yield self._answered(request, text, ids, reason, prefill)
 
     async def _result(self, sent: Sent, last: Piece) -> Result | None:
-        """Return the connector's result, which may have to be asked for.
+        """Return the connector's result, which may have to be fetched.
 
-        vLLM looks for stop strings outside its engine core, where the connector is not heard.
+        vLLM searches for stop strings outside its engine core, without calling the connector.
         """
         result = result_of(last.params)
         if sent.request.job is not None and (
@@ -240,7 +240,7 @@ class VLLMEngine(Engine):
             return await self._jobs.late_result(sent.request.job.report_id)
         return result
 
-    # The store's verbs: jobs that any two tokens carry
+    # The store's operations: jobs that any two tokens carry
 
     def _storing_refusal(self) -> Reason | None:
         """Asked again when vLLM did not blend the last time."""
@@ -253,7 +253,7 @@ class VLLMEngine(Engine):
         yield from self._carried_out(plans, Cancellation())
 
     def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
-        """As ``_store``, in the slices that vLLM's workers have no other use for."""
+        """As ``_store``, while vLLM's workers are idle."""
         yield from self._carried_out(plans, Cancellation(is_over=lambda: not self.is_open), True)
 
     def _carried_out(
@@ -283,7 +283,7 @@ class VLLMEngine(Engine):
                 task.cancel()
 
     def _runs(self, plans: Sequence[ChunkPlan]) -> list[DocumentPlan]:
-        """Group chunks into runs; where a document does not fit, its chunks have no prior."""
+        """Group chunks into runs; chunks of a document that does not fit have no prior."""
         fits = self._index.fits
         return document_plans(
             plan if fits(plan, plan.context) else replace(plan, context=()) for plan in plans
@@ -339,10 +339,10 @@ def _finish_reason(told: str | None) -> FinishReason:
 
 
 async def _next(pieces: AsyncIterator[Piece], cancel: Cancellation) -> Piece | None:
-    """Return the next piece, or None: there is no other, or the request is cancelled.
+    """Return the next piece, or None if there is none or the request is cancelled.
 
-    Whether it is, is looked at now and then. The piece is made in this very task: whoever waits for
-    a task of its own to be interrupted may be cancelled in that wait, and leaves it running.
+    Cancellation is polled. The piece is awaited in this task itself: a separate task could be left
+    running if this one were cancelled while it waits for that task's cancellation.
     """
     loop = asyncio.get_running_loop()
     later: asyncio.TimerHandle

@@ -1,4 +1,4 @@
-"""The generation settings of the model that a vLLM runs."""
+"""Reads the generation settings of the model in a vLLM."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ logger = logging.getLogger(__name__)
 
 
 def generation_values(model_config: Any) -> dict[str, Any]:
-    """Return the fields of a GenerationConfig that a vLLM's ``ModelConfig`` stands for.
+    """Return the fields of the GenerationConfig in effect for a vLLM's ``ModelConfig``.
 
-    They are the model's own, or those of ``--generation-config`` (none for ``vllm``), with
-    ``--override-generation-config`` laid over them. vLLM has no ``do_sample``, so a temperature
-    that is overridden is one to sample with.
+    They are the model's own, or those of ``--generation-config`` (none for ``vllm``), overridden by
+    ``--override-generation-config``. vLLM has no ``do_sample``, so an overridden temperature
+    means sampling.
     """
     overrides = dict(model_config.override_generation_config or {})
     if "temperature" in overrides:

@@ -1,4 +1,4 @@
-"""VLLMServer: the way to a running vLLM server, which may be anywhere and serve many processes."""
+"""The HTTP transport to a running vLLM server, local or remote."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class VLLMServer(Transport):
         timeout_seconds: float = 600.0,
         max_retries: int = 2,
     ) -> None:
-        """Ask the server what it serves.
+        """Ask the server which models it serves.
 
         Args:
             url: with or without ``/v1``.
-            model: the name of the tokenizer's model; also says which of several served models is
-                meant. None takes what the server says that it loaded.
-            api_key: what the server asks for, the environment's CACHEBLEND_API_KEY by default; it
+            model: the model whose tokenizer is used; also selects one of several served models.
+                None is the name or folder that the server loaded.
+            api_key: the server's key, the environment's CACHEBLEND_API_KEY by default; it
                 is never logged.
             timeout_seconds: for each attempt to get an answer, and between two pieces of a stream.
             max_retries: of requests that were not answered.
@@ -67,7 +67,7 @@ class VLLMServer(Transport):
         self.model_name, self.context_window = self._served.name, self._served.context_window
 
     def load_tokenizer(self) -> Any:
-        """Return the tokenizer of the model asked for, or of what the server loaded."""
+        """Return the tokenizer of the given model, or of the model that the server loaded."""
         try:
             return load_tokenizer(self._model or self._served.source)
         except ModelLoadError as error:
@@ -77,7 +77,7 @@ class VLLMServer(Transport):
             ) from error
 
     def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise ConfigError unless the server makes the same tokens of a text."""
+        """Raise ConfigError unless the server tokenizes a text in the same way."""
         self.run(check_vocabulary(self._connection, self._served, tokenizer))
 
     def generation_values(self) -> Mapping[str, Any]:
@@ -98,7 +98,7 @@ class VLLMServer(Transport):
 
 
 def names_at_server(model: str | Path | None) -> tuple[str, ...]:
-    """Return what a server may call a model that is named so here."""
+    """Return the names that a server may have for a model."""
     if model is None:
         return ()
     names = (str(model), public_name(str(model)))
@@ -111,7 +111,7 @@ def names_at_server(model: str | Path | None) -> tuple[str, ...]:
 async def check_vocabulary(
     connection: ServerConnection, served: ServedModel, tokenizer: Any
 ) -> None:
-    """Raise ConfigError unless the server makes the same tokens of a text as ``tokenizer``."""
+    """Raise ConfigError unless the server tokenizes a text like ``tokenizer``."""
     there = await connection.tokenize(served.name, VOCABULARY_SAMPLE)
     if there != encode_plainly(tokenizer, VOCABULARY_SAMPLE):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""InProcessVLLM: the way to a vLLM that this process starts, with the connector in its workers."""
+"""The transport to a vLLM that this process starts, with the connector in its workers."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ class InProcessVLLM(Transport):
         return load_tokenizer(self._model)
 
     def generation_values(self) -> Mapping[str, Any]:
-        """Return the fields of the model's generation_config, with vLLM's options laid over it."""
+        """Return the fields of the model's generation_config, overridden by vLLM's options."""
         return generation_values(self._vllm.model_config)
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
-        """Answer a request, always piece by piece: nothing is saved by waiting."""
+        """Answer a request, always piece by piece."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}

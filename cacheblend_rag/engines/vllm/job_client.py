@@ -1,4 +1,4 @@
-"""Sends jobs to the connector, at every replica that has to run them."""
+"""Sends jobs to the connector, on every replica that must run them."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ T = TypeVar("T")
 
 
 class JobClient:
-    """JobClient behind one lead-in.
+    """Sends the jobs of one engine.
 
-    status: what the connector says of itself; how many replicas there are, and whether they share
-    a folder.
+    status: the connector's; it says how many replicas there are, and whether they share a folder.
     """
 
     def __init__(self, transport: Transport, lead_in: SentLeadIn, status: ConnectorStatus) -> None:
         self._transport, self._lead_in, self.status = transport, lead_in, status
 
     async def precompute(self, work: DocumentPlan, *, idle: bool = False) -> Result:
-        """Have a document's chunks computed and stored; idle: while vLLM does nothing else.
+        """Compute and store a document's chunks; idle: only while vLLM does nothing else.
 
-        Replicas that share a folder find there what one of them computes.
+        With a shared folder one replica computes for all.
         """
         chunks = tuple(
             SentChunk(
@@ -63,9 +62,9 @@ class JobClient:
         return await self._carry_out(carrier(job), everywhere=not self.status.shared)
 
     async def verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
-        """Have stored KV read through everywhere; returns what stays unreadable, and why.
+        """Check stored KV on all replicas; returns unreadable keys with reasons.
 
-        Raises EngineUnavailableError when the connector does not do it.
+        Raises EngineUnavailableError when the connector fails.
         """
         lost = dict[str, Reason]()
         for request in self._by_keys("verify", keys):
@@ -79,7 +78,7 @@ class JobClient:
         return {names[name]: why for name, why in lost.items() if name in names}
 
     async def evict(self, keys: Sequence[KVKey]) -> int:
-        """Drop KV everywhere; returns of how many keys there was any."""
+        """Drop KV on all replicas; returns how many keys were stored."""
         results = [
             await self._carry_out(request, everywhere=True)
             for request in self._by_keys("evict", keys)
@@ -87,21 +86,21 @@ class JobClient:
         return sum(map(_done, results))
 
     async def prefetch(self, keys: Sequence[KVKey]) -> None:
-        """Have KV brought into the fastest tier everywhere."""
+        """Prefetch KV into the fastest tier on all replicas."""
         for request in self._by_keys("prefetch", keys):
             await self._carry_out(request, everywhere=True)
 
     async def release(self) -> int:
-        """Free the memory that KV takes everywhere; returns the bytes of all replicas.
+        """Free the memory of KV on all replicas; returns the total of bytes.
 
-        Raises EngineUnavailableError when one does not do it.
+        Raises EngineUnavailableError when one fails.
         """
         job = carrier(BlendJob("release", self._lead_in))
         params = await all_of(self._params(one) for one in self._to_replicas(job))
         return released_by(map(_outcome, params))
 
     async def late_result(self, report_id: str) -> Result | None:
-        """Ask for the result of a finished request, of each replica: one of them served it."""
+        """Fetch the result of a finished request, from the replica that served it."""
         job = BlendJob("report", self._lead_in, report_id=report_id)
         params = await all_of(self._params(one) for one in self._to_replicas(carrier(job)))
         answers = [result_of(answer) for answer in params]
@@ -115,9 +114,9 @@ class JobClient:
             yield carrier(BlendJob(kind, self._lead_in, keys=some))
 
     async def _carry_out(self, request: VLLMRequest, *, everywhere: bool) -> Result:
-        """Send a request for the sake of its job; returns the connector's result.
+        """Send a request that only carries a job; returns the connector's result.
 
-        everywhere: to each replica, of which the one that did most, or failed, is heard.
+        everywhere: to each replica; a failure, or the result with most changes, is returned.
         """
         asked = self._to_replicas(request) if everywhere else [request]
         params = await all_of(self._params(one) for one in asked)
@@ -126,7 +125,7 @@ class JobClient:
         return failed[0] if failed else max(results, key=_done)
 
     def _to_replicas(self, request: VLLMRequest) -> list[VLLMRequest]:
-        """Return the request for each engine that is behind the address."""
+        """Return the request for each replica."""
         if self.status.replicas == 1:
             return [request]
         return [replace(request, replica=index) for index in range(self.status.replicas)]
@@ -136,17 +135,17 @@ class JobClient:
 
 
 def ask_status(transport: Transport) -> ConnectorStatus:
-    """Return what the connector at the other end says of itself."""
+    """Return the connector's status."""
     return status_of(transport.run(params_of_last(transport, status_request())))
 
 
 def status_request() -> VLLMRequest:
-    """Return the request that asks a connector for its status."""
+    """Return a request for a connector's status."""
     return carrier(BlendJob("status", SentLeadIn("none", "", 0)))
 
 
 async def params_of_last(transport: Transport, request: VLLMRequest) -> Mapping[str, Any] | None:
-    """Send a request; returns what its last piece brings of the connector."""
+    """Send a request; returns the connector's parameters in its last piece."""
     params: Mapping[str, Any] | None = None
     async for piece in transport.send(request, stream=False):
         params = piece.params or params
@@ -154,13 +153,13 @@ async def params_of_last(transport: Transport, request: VLLMRequest) -> Mapping[
 
 
 def carrier(job: BlendJob) -> VLLMRequest:
-    """Return the request that brings a job, and for the rest any two tokens."""
+    """Return a request that carries a job; its prompt is any two tokens."""
     sampling = ResolvedSampling(max_tokens=2, ignore_eos=True)
     return VLLMRequest((0, 0), sampling, f"{SALT_PREFIX}{uuid.uuid4().hex}", job)
 
 
 async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Await all; when one fails, the others are given up."""
+    """Await all; if one fails, the others are cancelled."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         return await asyncio.gather(*tasks)
@@ -170,7 +169,7 @@ async def all_of(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def stored_by(result: Result, run: DocumentPlan) -> Stored:
-    """Return what became of the chunks of a run."""
+    """Return the results of the chunks of a run."""
     match result:
         case PrecomputeResult():
             return Stored(
@@ -187,9 +186,9 @@ def stored_by(result: Result, run: DocumentPlan) -> Stored:
 
 
 def released_by(results: Iterable[Result]) -> int:
-    """Return the bytes that replicas have freed together.
+    """Return the total of bytes that replicas have freed.
 
-    Raises EngineUnavailableError when one of them did not do it.
+    Raises EngineUnavailableError when one of them failed.
     """
     freed = 0
     for result in results:
@@ -203,7 +202,7 @@ def released_by(results: Iterable[Result]) -> int:
 
 
 def _outcome(params: Mapping[str, Any] | None) -> Result:
-    """Return what the connector says of a job that it was sent; Failed where it did nothing."""
+    """Return the connector's result of a job; Failed if there is none."""
     result = result_of(params)
     if result is None:
         return Failed(NO_CONNECTOR)
@@ -211,7 +210,7 @@ def _outcome(params: Mapping[str, Any] | None) -> Result:
 
 
 def _done(result: Result) -> int:
-    """How much a job has changed in a replica's store."""
+    """Return how many chunks a job has changed in a replica's store."""
     if isinstance(result, PrecomputeResult):
         return result.computed
     return result.evicted if isinstance(result, EvictResult) else 0

@@ -1,4 +1,4 @@
-"""Makes a request's PrefillReport of what the connector said, and of what was seen of vLLM."""
+"""Builds a request's PrefillReport from the connector's result and the client's measurements."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
 from cacheblend_rag.trace import Trace
 
 PHASES = frozenset({"load", "selection", "recompute"})
-"""Phases of a worker's pass; the others are seen from here."""
+"""Phases that the worker measures; the client measures the others."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """A request on its way: what vLLM is sent, the chunks it is to reuse, or why it reuses none.
+    """A request to vLLM, with the chunks to reuse, or why none is reused.
 
-    missed: what to say of chunks that it is not asked to reuse.
+    missed: the miss reason of chunks that are not to be reused.
     """
 
     request: VLLMRequest
@@ -46,7 +46,7 @@ class Times:
 def prefill_report(
     sent: Sent, finish_reason: FinishReason, result: Result | None, times: Times
 ) -> PrefillReport:
-    """Return what the connector told, with the seconds that were seen from here."""
+    """Return the connector's result as a report, with the seconds measured by the client."""
     done = result if isinstance(result, BlendResult) else BlendResult(_missed(sent, result))
     told = zip(done.chunks, sent.placed, strict=False)
     chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in told]
@@ -79,7 +79,7 @@ def prefill_report(
 
 
 def _trace(sent: Sent, done: BlendResult) -> Trace | None:
-    """Return the trace that was asked for; what cannot be of the prompt is none."""
+    """Return the requested trace; None if it does not fit the prompt."""
     asked = sent.request.job is not None and sent.request.job.config.trace
     if not asked or done.trace is None or not done.trace.fits(len(sent.request.token_ids)):
         return None
@@ -87,14 +87,14 @@ def _trace(sent: Sent, done: BlendResult) -> Trace | None:
 
 
 def _missed(sent: Sent, result: Result | None) -> tuple[ChunkReport, ...]:
-    """Return the chunks of a prompt that was not blended, as far as they are told."""
+    """Return the chunk reports of a prompt that was not blended."""
     if sent.missed:
         return tuple(chunk.report(sent.missed) for chunk in sent.placed)
     return (result.chunks or ()) if isinstance(result, Declined) else ()
 
 
 def _reason(sent: Sent, finish_reason: FinishReason, result: Result | None) -> Reason:
-    """Say why nothing was reused."""
+    """Return why nothing was reused."""
     if sent.reason:
         return sent.reason
     match result:

@@ -1,4 +1,4 @@
-"""What a vLLM server is started with so that it blends, and starting one beside this process."""
+"""Builds the command of a blending vLLM server, and runs one as a subprocess."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ def server_command(
 ) -> list[str]:
     """Return the command that serves ``model`` through vLLM's OpenAI-compatible server.
 
-    served_name: what clients call the model, its public name by default. connector: whether to
-    blend. settings: the connector's; how many replicas there are is read off the flags. flags:
-    vLLM's own, after these, so that they win.
+    served_name: the model's name for clients, its public name by default. connector: whether to
+    blend. settings: the connector's; the number of replicas is read from the flags. flags:
+    vLLM's own, last, so that they override.
 
     Raises MissingExtraError without vLLM, EngineUnavailableError when it is too old, ConfigError
     when the flags bring a KV connector of their own.
@@ -91,9 +91,9 @@ def server_command(
 
 
 def check_port(host: str, port: int) -> None:
-    """Raise ConfigError when something listens on a port, which vLLM finds once it has loaded.
+    """Raise ConfigError when a port is in use, which vLLM would notice only after loading.
 
-    Other reasons why nobody can listen there are left to vLLM.
+    Other reasons why the port cannot be used are left to vLLM.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -114,9 +114,9 @@ def check_port(host: str, port: int) -> None:
 
 
 def flag_value(flags: Sequence[str], names: Sequence[str]) -> str | None:
-    """Return the value that vLLM's flags give an option, by any of its names; the last counts.
+    """Return the value of an option in vLLM's flags, by any of its names; the last one counts.
 
-    None when it is not among them, "" when it has no value.
+    None if it is missing, "" if it has no value.
     """
     found: str | None = None
     for flag, following in pairwise([*flags, ""]):
@@ -135,7 +135,7 @@ class RunningServer:
     log: Path
 
     def stop(self, *, at_once: bool = False) -> None:
-        """End the server and all its workers; ``at_once`` leaves them no time to tidy up."""
+        """End the server and all its workers; ``at_once`` kills them without cleanup."""
         if not at_once:
             self._signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
@@ -162,7 +162,7 @@ class RunningServer:
             time.sleep(POLL_SECONDS)
 
     def _told(self) -> str:
-        """Return the last lines that it wrote, as one."""
+        """Return the last lines of its log, joined."""
         lines = self.log.read_text(errors="replace").splitlines()
         told = [" ".join(line.split()) for line in lines if line.strip()]
         return " | ".join(told[-TOLD_LINES:]) or "it wrote nothing"
@@ -208,7 +208,7 @@ def running_server(
 
 @contextmanager
 def _exit_on_sigterm() -> Iterator[None]:
-    """Leave blocks in order when this process is ended; a server of its own would live on."""
+    """Turn SIGTERM into SystemExit, so that blocks are left and a started server is stopped."""
     if (
         current_thread() is not main_thread()
         or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
@@ -228,7 +228,7 @@ def _exit_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a port that nothing listens on, and that nobody else is given meanwhile (on Linux).
+    """Yield a free port that the system gives to no other process meanwhile (on Linux).
 
     A server that sets SO_REUSEADDR, as servers do, may listen on it.
     """

@@ -1,4 +1,4 @@
-"""Transport: the way to a vLLM that runs the connector, wherever it runs."""
+"""The interface of transports to a vLLM with the connector."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an answer as vLLM sends it.
+    """A part of vLLM's answer.
 
-    The last one says why the answer ended: finish_reason, and ended_by: the string or the token
-    that ended it, None for the end-of-sequence token. It brings params: the connector's result.
-    decode_seconds: time after the first token, where vLLM tells it.
+    The last one has finish_reason, and ended_by: the string or the token
+    that ended the answer, None for the end-of-sequence token; and params: the connector's result.
+    decode_seconds: time after the first token, if vLLM reports it.
     """
 
     text: str
@@ -33,11 +33,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class VLLMRequest:
-    """What is sent: token ids, sampling, the job if there is one, and the cache salt.
+    """A request to vLLM: token ids, sampling, an optional job, and the cache salt.
 
-    salt: requests with the same one, or none, share vLLM's prefix cache. replica: which of several
-    engines behind one address is to serve it; None is any. request_id: what vLLM is to call it by;
-    "" leaves that to the transport.
+    salt: requests with the same one, or none, share vLLM's prefix cache. replica: the engine
+    behind the address that serves it; None is any. request_id: the id that vLLM uses for it; with
+    "" the transport chooses one.
     """
 
     token_ids: tuple[int, ...]
@@ -49,12 +49,12 @@ class VLLMRequest:
 
 
 class Transport(ABC):
-    """Sends requests to one vLLM, and brings back what it answers.
+    """Sends requests to one vLLM, and returns its answers.
 
     Attributes:
-        name: of engines over it, as reports name them. address: what ``open_engine`` takes to reach
-            the like of it.
-        model_name: what vLLM calls the model. context_window: tokens of a prompt and its answer.
+        name: of engines over it, in reports. address: the argument of ``open_engine`` for such an
+            engine.
+        model_name: the model's name in vLLM. context_window: tokens of a prompt and its answer.
         background: the loop that all requests are made in.
     """
 
@@ -77,16 +77,16 @@ class Transport(ABC):
         """Return the fields of the model's generation_config, for a vLLM without the connector."""
 
     def check_tokenizer(self, tokenizer: Any) -> None:  # noqa: B027 - a server alone can differ
-        """Raise ConfigError when vLLM makes other tokens of a text than ``tokenizer``."""
+        """Raise ConfigError when vLLM tokenizes a text differently than ``tokenizer``."""
 
     @abstractmethod
     async def _stop(self) -> None:
-        """Let go of vLLM."""
+        """Stop or disconnect from vLLM."""
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what ``work`` returns, done in the background."""
+        """Run ``work`` in the background loop and return its result."""
         return self.background.run(work)
 
     def close(self) -> None:
-        """Give up what is at work and let go of vLLM; again is harmless."""
+        """Cancel running work and stop vLLM or the connection; may be called again."""
         self.background.close(self._stop)

@@ -1,4 +1,4 @@
-"""Which vLLM this package works with."""
+"""Checks the version of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def is_for_gpus() -> bool:
 
 
 def memory_share() -> float:
-    """Return what vLLM is to take of a device's memory where nobody says so.
+    """Return the default share of a device's memory for vLLM.
 
-    Of a GPU's, blending needs some beside it, which vLLM does not profile. Of a computer's own, the
-    store and other programs have theirs; where less is free than vLLM asks for, it does not start.
+    On a GPU, blending needs memory that vLLM does not profile. On a CPU, the store and other
+    programs need some; if less is free than vLLM asks for, it does not start.
     """
     return 0.85 if is_for_gpus() else 0.5
 

@@ -1,4 +1,4 @@
-"""Tiers, fastest first: one file each, named here."""
+"""The tiers of a store, one file each, fastest first."""
 
 from cacheblend_rag.kv.reader import StoredBytes
 from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk

@@ -1,4 +1,4 @@
-"""Access to one tier: tells its failures from its answers, and leaves it alone while it fails."""
+"""Controls access to one tier: detects its failures, and skips the tier while it fails."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from cacheblend_rag.memory import lack_of_memory
 logger = logging.getLogger(__name__)
 
 SLOW_FAILURE_SECONDS = 0.25
-"""A failure that takes less costs a request next to nothing, and may be about one chunk alone."""
+"""A faster failure costs a request almost nothing, and may concern one chunk only."""
 
 
 class Access:
-    """What every access to a tier goes through.
+    """Wraps every access to a tier.
 
-    A tier that fails as a whole, or takes long to fail, is out: it is not asked, so that no request
-    waits for it, until a trial succeeds.
+    A tier that fails as a whole, or takes long to fail, is out of use, so that no request waits for
+    it, until a trial succeeds.
 
-    tier: whose ``_entry`` is the trial. counts: where failures are counted. reading, writing:
-    whether the tier is out, by themselves where it does not fail as a whole. last_failure: what
-    it said last.
+    tier: its ``_entry`` is the trial. counts: where failures are counted. reading, writing: whether
+    the tier is out of use, separately unless it fails as a whole. last_failure: its latest error.
     """
 
     def __init__(self, tier: TierContract, counts: Counters) -> None:
@@ -42,32 +41,31 @@ class Access:
         self._warned_reading, self._warned_writing = set[str](), set[str]()
 
     def after_fork(self) -> None:
-        """Go on in a forked process, where whoever held a lock is no more."""
+        """Replace the locks in a forked process, where their holders do not exist."""
         self.reading.after_fork()
         if self.writing is not self.reading:
             self.writing.after_fork()
 
     @contextmanager
     def to_read(self, *keys: KVKey, timed: bool = True) -> Iterator[int]:
-        """Around reading; see ``_around``."""
+        """Wrap a read; see ``_around``."""
         with self._around(self.reading, keys, timed) as permit:
             yield permit
 
     @contextmanager
     def to_write(self, *keys: KVKey) -> Iterator[int]:
-        """Around what takes the tier's lock; see ``_around``."""
+        """Wrap an access that takes the tier's lock; see ``_around``."""
         with self._around(self.writing, keys, timed=True) as permit:
             yield permit
 
     @contextmanager
     def _around(self, breaker: Breaker, keys: Sequence[KVKey], timed: bool) -> Iterator[int]:
-        """Around every access: the one place that decides what is a failure, and tells the breaker.
+        """Wrap an access: the one place that decides what is a failure, and tells the breaker.
 
-        A chunk that is damaged, foreign, refused or no numbers is an answer; whatever else is
-        raised is a failure and raised on as OSError; it is the tier's, but for want of memory.
-        keys: one to try the tier with while it is out. timed: whether what takes long counts; not
-        for several chunks together.
-        Raises OutError where the tier is not asked.
+        An error about a damaged, foreign, refused or not finite chunk is an answer; any other error
+        is a failure, and is raised as OSError. Except for lack of memory, it is the tier's failure.
+        keys: one to try the tier with while it is out of use. timed: whether a long duration counts
+        as a failure; not for several chunks together. Raises OutError if the tier is out of use.
         """
         permit = self._permit(breaker, keys)
         began = breaker.clock()
@@ -77,7 +75,7 @@ class Access:
             breaker.succeeded(permit)
             raise
         except Exception as error:
-            if lack := lack_of_memory(error):  # no fault of the tier's
+            if lack := lack_of_memory(error):  # not the tier's fault
                 breaker.withdrawn(permit)
                 raise OSError(errno.ENOMEM, lack) from None
             self.last_failure = told(error)
@@ -87,11 +85,11 @@ class Access:
                 raise
             logger.warning("%s tier: failed unexpectedly", self._tier.name, exc_info=True)
             raise OSError(f"{type(error).__name__}: {error}") from error
-        if timed:  # otherwise each chunk has told for itself
+        if timed:  # otherwise each chunk reported for itself
             self._note_seconds(breaker, permit, breaker.clock() - began)
 
     def _note_seconds(self, breaker: Breaker, permit: int, seconds: float) -> None:
-        """Tell the breaker of an access that ended well, unless it took too long."""
+        """Tell the breaker that an access succeeded, unless it took too long."""
         most = self._tier.policy.timeout_seconds
         if most is not None and seconds > most:
             self._counts.add("errors")
@@ -109,16 +107,16 @@ class Access:
         elif permit is None:
             permit = breaker.ask_for_trial()
         if permit is None:
-            raise OutError("left alone for a while after a failure")
+            raise OutError("skipped for a while after a failure")
         return permit
 
     def _try_aside(self, keys: Sequence[KVKey]) -> None:
-        """Look a chunk up on a thread where a trial is due: a request does not wait for it."""
+        """Run a trial on a separate thread if one is due, so that no request waits for it."""
         if keys and (permit := self.reading.ask_for_trial()) is not None:
             trial = Thread(target=self._try, args=(permit, keys[0]), daemon=True, name="kv-trial")
             try:
                 trial.start()
-            except RuntimeError:  # no thread can be started now: later
+            except RuntimeError:  # no thread can be started now: try later
                 self.reading.failed(permit)
 
     def _try(self, permit: int, key: KVKey) -> None:
@@ -140,19 +138,19 @@ class Access:
         self.reading.succeeded(permit)
 
     def could_not_read(self, what: str, key: KVKey, error: OSError) -> None:
-        """Count and log a failed reading; see ``_could_not``."""
+        """Count and log a failed read; see ``_could_not``."""
         self._could_not(what, key, error, self.reading, "skipped")
 
     def could_not_write(self, what: str, key: KVKey, error: OSError) -> None:
-        """Count and log a failed writing; see ``_could_not``."""
+        """Count and log a failed write; see ``_could_not``."""
         self._could_not(what, key, error, self.writing, "dropped")
 
     def _could_not(
         self, what: str, key: KVKey, error: OSError, breaker: Breaker, skipped: str
     ) -> None:
-        """Count what failed, and log it: one warning a cause, until an access succeeds.
+        """Count a failure and log it: one warning per cause, until an access succeeds.
 
-        Quietly where the tier was out, which was said before.
+        Nothing is logged if the tier was out of use, which was logged before.
         """
         out = isinstance(error, OutError)
         self._counts.add(skipped if out else "errors")
@@ -163,5 +161,5 @@ class Access:
         logger.log(level, f"%s tier: could not {what}: %s", self._tier.name, key, error)
 
     def _warned_of(self, breaker: Breaker) -> set[str]:
-        """Return the causes that were logged since an access of this kind succeeded last."""
+        """Return the causes that were logged since the last success of this kind."""
         return self._warned_writing if breaker is self.writing else self._warned_reading

@@ -1,10 +1,10 @@
-"""Admission: what a full tier takes and what goes for it, by how often chunks are asked for.
+"""Admission and eviction by access frequency (TinyLFU).
 
-TinyLFU over the order of last use: a sketch counts how often keys were seen lately, stored or not,
-and a chunk takes the place of others only where it was seen more often. Libraries that do so
-(theine) count entries, own the values and know no pins; here sizes differ from chunk to chunk, some
-are pinned, and the order of last use may be that of files which several processes read. So the
-order stays the tier's own, and this is all there is to add.
+TinyLFU over the order of last use: a sketch counts how often keys were seen recently, stored or
+not, and a chunk replaces others only if it was seen more often. Libraries for this (theine) count
+entries, own the values and have no pins; here sizes differ, some chunks are pinned, and the order
+of last use may be that of files which several processes read. So the tier keeps the order, and this
+module adds only the counts.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 LOOKED_AT = 32
-"""Least recently used chunks of which the least often seen go."""
+"""Number of least recently used chunks from which the least often seen ones are evicted."""
 SAMPLE = 16
-"""Sightings per chunk held after which counts are halved: old fame fades."""
+"""Accesses per held chunk after which counts are halved."""
 MOST = 255
 REMEMBERED_SECONDS = 10.0
 
@@ -31,16 +31,16 @@ _HALVED = bytes(count >> 1 for count in range(MOST + 1))
 
 
 class RefusedError(Exception):
-    """A tier's ``_save`` will not take a chunk; the message says why. Never leaves ``put``."""
+    """A tier's ``_save`` refuses a chunk; the message says why. ``put`` handles it."""
 
 
 class RejectedError(RefusedError):
-    """A full tier holds chunks that are asked for as often."""
+    """A full tier holds only chunks that are requested at least as often."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A chunk that may have to go. seen: what its tier knows of its use besides the sketch."""
+    """A candidate for eviction. seen: accesses that its tier knows of besides the sketch."""
 
     key: KVKey
     nbytes: int
@@ -48,9 +48,9 @@ class Resident:
 
 
 class Sightings:
-    """About how often each key was seen lately: a count-min sketch that ages.
+    """Approximate recent access counts of keys: a count-min sketch with aging.
 
-    It counts too high where keys collide, never too low, and takes some bytes a chunk held,
+    It overcounts when keys collide, and never undercounts; it takes some bytes per held chunk,
     however many keys are seen.
     """
 
@@ -60,11 +60,11 @@ class Sightings:
         self._lock = threading.Lock()
 
     def after_fork(self) -> None:
-        """Go on in a forked process, where whoever held the lock is no more."""
+        """Replace the lock in a forked process, where its holder does not exist."""
         self._lock = threading.Lock()
 
     def add(self, key: KVKey) -> None:
-        """See a key once more."""
+        """Count one access of a key."""
         with self._lock:
             places = self._places(key)
             least = min(self._read(places))
@@ -76,12 +76,12 @@ class Sightings:
                 self._age()
 
     def count(self, key: KVKey) -> int:
-        """Return how often a key was seen lately."""
+        """Return the recent access count of a key."""
         with self._lock:
             return min(self._read(self._places(key)))
 
     def fit(self, held: int) -> None:
-        """Be wide enough for a tier that holds so many chunks; what was counted stays."""
+        """Grow for a tier that holds so many chunks; counts are kept."""
         with self._lock:
             while self._width < 2 * SAMPLE * held:
                 self._rows = [row + row for row in self._rows]
@@ -104,7 +104,7 @@ class Sightings:
 
 
 class Admission:
-    """Chooses what a full tier lets go of for a chunk, or turns the chunk away."""
+    """Chooses what a full tier evicts for a new chunk, or rejects the new chunk."""
 
     def __init__(self, policy: TierPolicy) -> None:
         self._counts = policy.admit == "frequency" and policy.capacity_bytes is not None
@@ -112,7 +112,7 @@ class Admission:
         self._turned_away, self._until = 0, 0.0
 
     def see(self, keys: Iterable[KVKey]) -> None:
-        """Count chunks as asked for, or stored, once more."""
+        """Count one access of each chunk."""
         if self._counts:
             for key in keys:
                 self._sightings.add(key)
@@ -120,12 +120,12 @@ class Admission:
     def victims(
         self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, spare: int, held: int
     ) -> list[Resident]:
-        """Return what goes so that a chunk of that key fits.
+        """Return the chunks to evict so that a new one fits.
 
-        by_last_use: what may go, the least recently used first. excess: bytes that have to go.
-        spare: bytes that go besides, so that not every put has to look. held: chunks in the tier.
+        by_last_use: candidates, the least recently used first. excess: bytes to evict. spare: more
+        bytes to evict, so that not every put has to search. held: chunks in the tier.
 
-        Raises RefusedError when there is too little to go, RejectedError when it is not worth it.
+        Raises RefusedError if too little can be evicted, RejectedError if it is not worth it.
         """
         if excess <= 0:
             return []
@@ -134,32 +134,32 @@ class Admission:
         needed = _freeing(coldest, excess)
         missing = excess - sum(one.nbytes for one in needed)
         if missing > 0:
-            raise RefusedError(f"{missing} bytes too many beside what is pinned")
+            raise RefusedError(f"{missing} bytes too many beside pinned chunks")
         self._check_worth(key, needed)
         return needed + _within(coldest[len(needed) :], spare)
 
     def after_fork(self) -> None:
-        """Go on in a forked process, where whoever held a lock is no more."""
+        """Replace the locks in a forked process, where their holders do not exist."""
         self._sightings.after_fork()
 
     def would_reject(self, key: KVKey) -> bool:
-        """Whether a chunk seen as often was turned away a moment ago; spares looking again."""
+        """Whether a chunk seen as often was just rejected, so that the search can be skipped."""
         lately = self._counts and time.monotonic() < self._until
         return lately and self._sightings.count(key) <= self._turned_away
 
     def forget_rejections(self) -> None:
-        """Look again at the next chunk: room was made."""
+        """Forget recent rejections, since room was made."""
         self._until = 0.0
 
     def _seen(self, one: Resident) -> int:
         return max(self._sightings.count(one.key), one.seen) if self._counts else 0
 
     def _check_worth(self, key: KVKey, victims: Sequence[Resident]) -> None:
-        """Turn a chunk away that is not asked for more often than what would go for it.
+        """Reject a chunk that is not requested more often than the ones it would displace.
 
-        Chunks that were seen once tell nothing of themselves: there the newest is taken. Beyond
-        that one sighting more is not enough: it is what lies between any two chunks of a loop,
-        each of which would drive out the next.
+        Counts of 1 say nothing: among such chunks the newest is taken. For higher counts a
+        difference of 1 is not enough: chunks of a loop differ by that, and each would displace the
+        next.
         """
         own = self._sightings.count(key)
         total = sum(one.nbytes for one in victims)
@@ -170,7 +170,7 @@ class Admission:
 
 
 def _looked_at(by_last_use: Iterable[Resident], wanted: int) -> list[Resident]:
-    """Return the first of them, some more than give so many bytes."""
+    """Return the first candidates, some more than needed for so many bytes."""
     order, looked = iter(by_last_use), list[Resident]()
     while wanted > 0 and (one := next(order, None)) is not None:
         looked.append(one)

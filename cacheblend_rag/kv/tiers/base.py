@@ -1,4 +1,4 @@
-"""What a store asks of a tier: the same for all, over what each of them implements."""
+"""The base class of tiers: counters, pins, admission, and failures as misses."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 
 class Tier(TierContract):
-    """One place where chunk KV is kept: counts, pins, admission and failures, alike for all.
+    """One place where chunk KV is kept; counts, pins, admission and failures are the same for all.
 
-    No method raises because the storage fails, but those that say so: it is a miss or a failed put.
-    Where one question about many chunks costs less than many questions, a tier overrides
+    Unless its docstring says so, no method raises because the storage fails: that is a miss or a
+    failed put. If one request for many chunks is cheaper than many requests, a tier overrides
     ``_entry_many`` and ``_load_many``, too.
 
-    access: whether it is asked at all, and what became of it.
+    access: wraps each use of the storage, and skips it while it fails.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Tier(TierContract):
         self._pinned: set[KVKey] = set()
 
     def join(self, seal: Mac, ttl_seconds: float | None) -> None:
-        """Become part of a store with this seal and age, unless the policy's is lower."""
+        """Join a store with this seal and time to live, unless the policy's is lower."""
         self.seal = seal
         given = [s for s in (self.policy.ttl_seconds, ttl_seconds) if s is not None]
         self.ttl_seconds = min(given, default=None)
 
     @property
     def is_failing(self) -> bool:
-        """Whether it could not be read when it was last asked."""
+        """Whether the last read failed."""
         return self.access.reading.is_failing
 
     # Looking chunks up
@@ -96,7 +96,7 @@ class Tier(TierContract):
         return [(key, chunk.entry) for key, chunk in self._not_written(keys).items()]
 
     def all_entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Go through all chunks; what is on its way first: it may have arrived meanwhile."""
+        """Yield all chunks, queued ones first, since they may be written meanwhile."""
         yield from self.queued()
         yield from self.entries()
 
@@ -173,7 +173,7 @@ class Tier(TierContract):
             raise failed or error from error
 
     def see(self, keys: Iterable[KVKey]) -> None:
-        """Count chunks as asked for, wherever they are: what is seen often is kept."""
+        """Count accesses of chunks in any tier: often accessed chunks are kept."""
         self._admission.see(keys)
 
     def _get_stored(self, keys: Sequence[KVKey]) -> list[Read]:
@@ -199,14 +199,14 @@ class Tier(TierContract):
             return error
 
     def _settled(self, key: KVKey, found: Read | OSError) -> Read:
-        """Count what reading a chunk came to, and take one that is unusable out of sight."""
+        """Count the result of a read, and quarantine an unusable chunk."""
         self._counts.add("hits" if isinstance(found, StoredChunk) else "misses")
         return found if isinstance(found, StoredChunk) else self._failed(key, found)
 
     def _failed(self, key: KVKey, found: StoreError | OSError | None) -> StoreError | None:
-        """Take a chunk that is unusable out of sight; returns what to say of one, if there is."""
+        """Quarantine an unusable chunk; returns the error to report, if any."""
         if isinstance(found, UnsealedChunkError) and not self.seal.by_key:
-            # It is sound to those who have the key, and theirs to remove.
+            # It is valid for holders of the key, who may remove it.
             logger.warning("%s tier: %s is not read: %s", self.name, key, found)
         elif isinstance(found, DamagedChunkError | ForeignChunkError):
             self.quarantine(key, str(found))
@@ -220,10 +220,10 @@ class Tier(TierContract):
     # Storing and removing
 
     def put(self, key: KVKey, chunk: StoredChunk) -> PutResult:
-        """Store or replace a chunk; returns, and logs, why when the tier did not take it.
+        """Store or replace a chunk; if the tier did not take it, returns and logs the reason.
 
-        Where the tier is written behind, it is stored soon, and found already. Raises
-        NotFiniteError when the tier had a look at the chunk's numbers.
+        If the tier is written behind, the chunk is queued and found at once. Raises NotFiniteError
+        if the tier checked the chunk's numbers.
         """
         if self.policy.read_only:
             return PutResult(False)
@@ -246,7 +246,7 @@ class Tier(TierContract):
         return self._remove(key, "expired")
 
     def quarantine(self, key: KVKey, reason: str) -> None:
-        """Take an unusable chunk out of sight, and count it; what is read only stays as it is."""
+        """Move an unusable chunk out of use and count it; a read-only tier leaves it in place."""
         if self.policy.read_only:
             logger.warning("%s tier: %s cannot be used: %s", self.name, key, reason)
             return
@@ -261,7 +261,7 @@ class Tier(TierContract):
     def pin(self, *keys: KVKey) -> None:
         """Exempt chunks from eviction by capacity and age, stored yet or not.
 
-        In this process, unless the tier keeps pins.
+        Only in this process, unless the tier keeps pins.
         """
         self._pinned.update(keys)
 
@@ -286,7 +286,7 @@ class Tier(TierContract):
             logger.debug("%s tier rejected %s: %s", self.name, key, rejection)
             return PutResult(False)
         except RefusedError as refusal:
-            # One warning a tier: a capacity below one chunk would otherwise fill the log.
+            # One warning per tier: a capacity below one chunk would otherwise fill the log.
             first = self._counts.add("refused") == 1
             level = logging.WARNING if first else logging.DEBUG
             logger.log(level, "%s tier refused %s: %s", self.name, key, refusal)
@@ -313,18 +313,18 @@ class Tier(TierContract):
         return removed
 
     def _check_fits(self, nbytes: int) -> None:
-        """Raise RefusedError for a chunk that is larger than all the tier's room."""
+        """Raise RefusedError for a chunk that is larger than the tier's capacity."""
         if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
             raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
 
     def _let_go(
         self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, held: int, spare: int = 0
     ) -> list[KVKey]:
-        """Return and count what a tier is to let go of so that a chunk fits.
+        """Return and count the chunks to evict so that a chunk fits.
 
-        by_last_use: what is not pinned and not this chunk, least recently used first. excess: bytes
-        too many. held: chunks in the tier. spare: bytes to let go of besides, at least.
-        Raises RefusedError before anything is let go of in vain.
+        by_last_use: chunks that are not pinned and not this one, least recently used first. excess:
+        bytes too many. held: chunks in the tier. spare: least number of further bytes to evict.
+        Raises RefusedError before anything is evicted in vain.
         """
         if excess <= 0:
             return []
@@ -337,9 +337,9 @@ class Tier(TierContract):
     # Its life
 
     def stats(self) -> dict[str, int | None]:
-        """Return entries, bytes, capacity_bytes, and this process's counts of what happened.
+        """Return entries, bytes, capacity_bytes, and this process's counters.
 
-        Entries and bytes are None where the tier cannot be asked.
+        Entries and bytes are None if the tier cannot be asked.
         """
         usage = self._usage_or_none()
         counts = self._counts.all()
@@ -352,7 +352,7 @@ class Tier(TierContract):
         }
 
     def drain(self) -> None:
-        """Take nothing more, and write what waits; what cannot be within a minute is lost."""
+        """Accept no more puts, and write the queue for at most a minute; the rest is lost."""
         chunks, nbytes = (0, 0) if self._queue is None else self._queue.close()
         if chunks:
             self._counts.add("dropped", chunks)
@@ -364,10 +364,9 @@ class Tier(TierContract):
             )
 
     def after_fork(self) -> None:
-        """Begin anew in a forked process, which has none of its parent's threads.
+        """Reset locks and threads in a forked process, which has none of its parent's threads.
 
-        Locks that those held are held for ever there; what waits to be written is the parent's to
-        write.
+        Locks held by those threads would stay locked for ever; the parent writes queued chunks.
         """
         self._counts.after_fork()
         self.access.after_fork()
@@ -377,7 +376,7 @@ class Tier(TierContract):
 
     def _usage_or_none(self) -> Usage | None:
         try:
-            with self.access.to_write():  # which, as this, takes a lock where there is one
+            with self.access.to_write():  # which may take a lock, as this does
                 return self.usage()
         except OSError as error:
             level = logging.DEBUG if isinstance(error, OutError) else logging.WARNING
@@ -386,7 +385,7 @@ class Tier(TierContract):
 
 
 def _side_by_side(do: Callable[[KVKey], T], keys: Sequence[KVKey], at_once: int) -> list[T]:
-    """Return what ``do`` makes of each key, so many at once."""
+    """Return the results of ``do`` for all keys, computed with so many threads."""
     threads = min(at_once, len(keys))
     if threads <= 1:
         return [do(key) for key in keys]

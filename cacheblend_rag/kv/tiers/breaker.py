@@ -1,4 +1,4 @@
-"""Breaker: whether a tier is asked at all, or left alone for a while because it failed."""
+"""A circuit breaker: keeps a failing tier from being used for a while."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MOST_SECONDS = 60.0
 
 
 class OutError(OSError):
-    """The tier was not asked: it failed a moment ago."""
+    """The tier was skipped, since it failed recently."""
 
 
 class Breaker:
-    """Lets calls through until one fails; then one trial at a time, ever more rarely.
+    """Allows calls until one fails; then one trial call at a time, at growing intervals.
 
-    A call is given a permit and says with it how it ended, so that calls which began before the
-    failure change nothing when they end after it. clock: seconds that only rise.
+    A call gets a permit and reports its result with it, so that calls which began before a failure
+    change nothing when they end after it. clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -31,25 +31,25 @@ class Breaker:
 
     @property
     def is_out(self) -> bool:
-        """Whether calls are held back."""
+        """Whether calls are blocked."""
         return self._until is not None
 
     @property
     def is_failing(self) -> bool:
-        """Whether calls are held back, or the last one failed."""
+        """Whether calls are blocked, or the last one failed."""
         return self._failing
 
     def after_fork(self) -> None:
-        """Go on in a forked process, where whoever held the lock is no more."""
+        """Replace the lock in a forked process, where its holder does not exist."""
         self._lock = threading.Lock()
 
     def ask(self) -> int | None:
-        """Return a permit for a call, None while calls are held back."""
+        """Return a permit for a call, None while calls are blocked."""
         with self._lock:
             return self._permit if self._until is None else None
 
     def ask_for_trial(self) -> int | None:
-        """Return a permit for the one call that may end the time out, None where none is due."""
+        """Return a permit for the trial call, None if none is due."""
         with self._lock:
             if self._until is None or self.clock() < self._until:
                 return None
@@ -58,13 +58,13 @@ class Breaker:
             return self._permit
 
     def succeeded(self, permit: int) -> None:
-        """Let calls through."""
+        """Allow calls again."""
         with self._lock:
             if permit == self._permit:
                 self._failing, self._until, self._seconds = False, None, FIRST_SECONDS
 
     def failed(self, permit: int, *, trips: bool = True) -> None:
-        """Hold calls back, if ``trips``, or longer than last time."""
+        """Block calls if ``trips``; after a failed trial, for longer than before."""
         with self._lock:
             if permit != self._permit:
                 return
@@ -73,7 +73,7 @@ class Breaker:
                 self._hold_back()
 
     def withdrawn(self, permit: int) -> None:
-        """Take back a call that ended without telling anything: a trial may follow at once."""
+        """Ignore a call that ended without a result: a trial may follow at once."""
         with self._lock:
             if permit == self._permit and self._until is not None:
                 self._until = self.clock()

@@ -1,7 +1,7 @@
-"""What tiers that keep bytes do alike: encoding, decoding, checks, reads of a part.
+"""The base class of tiers that store bytes: encoding, decoding, checks and range reads.
 
-A chunk is one object of the codec's format, whole under its key. A tier says how bytes are read,
-written, listed and removed; what they mean, and whether they are sound, is settled here.
+A chunk is one object in the codec's format under its key. A subclass reads, writes, lists and
+removes bytes; this class encodes, decodes and checks them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers.base import Tier
 
 SUFFIX = ".safetensors"
-"""Of the names of files and objects."""
+"""The suffix of file and object names."""
 
 
 class BytesTier(Tier):
@@ -33,10 +33,10 @@ class BytesTier(Tier):
 
     A new one implements ``_entry``, ``entries``, ``usage`` and ``_drop`` as any tier, and
     ``_read``, ``_write`` and ``_mark_used``, all of which may raise OSError. An object appears
-    whole under its key or not at all, and is replaced, never written into.
+    complete under its key or not at all, and is replaced, never modified.
 
-    whole_bytes: up to so many, an object is read at once. range_bytes: as many are worth a read of
-    their own, so that layers of less are read together.
+    whole_bytes: objects up to this size are read at once. range_bytes: least bytes that are worth a
+    separate read; smaller layers are read together.
     """
 
     whole_bytes: ClassVar[int] = 1 << 18
@@ -44,10 +44,10 @@ class BytesTier(Tier):
 
     @abstractmethod
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
-        """Read an object's bytes from ``start`` to ``end``, or to its own end where that is first.
+        """Read an object's bytes from ``start`` to ``end``, or to its own end if that is first.
 
-        None when absent. No use of the chunk: see ``_mark_used``. Raises DamagedChunkError when
-        it cannot be an object, or has fewer bytes than it said.
+        None when absent. Does not count as a use of the chunk: see ``_mark_used``. Raises
+        DamagedChunkError for an impossible size, or for fewer bytes than the object declares.
         """
 
     @abstractmethod
@@ -56,10 +56,10 @@ class BytesTier(Tier):
 
     @abstractmethod
     def _mark_used(self, key: KVKey, written_at: float) -> None:
-        """Note that a chunk, which was first stored at ``written_at``, is used now."""
+        """Record that a chunk, first stored at ``written_at``, is used now."""
 
     def check(self, key: KVKey) -> str | None:
-        """Read an object through; returns what is wrong with it, None when sound or gone."""
+        """Check an object; returns what is wrong with it, None if it is sound or gone."""
         try:
             reader = self._reader(key)
             if reader is not None:
@@ -79,7 +79,7 @@ class BytesTier(Tier):
         return reader
 
     def _reader(self, key: KVKey) -> ChunkReader | None:
-        """Read an object's head, and no more of what has none, however large it is."""
+        """Read an object's head; of an object without a valid head nothing more is read."""
         start = self._read(key, 0, max(self.whole_bytes, codec.HEAD_BYTES))
         if start is None:
             return None
@@ -88,7 +88,7 @@ class BytesTier(Tier):
         )
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        # Whoever has no key cannot make a chunk younger than it is.
+        # The signed time counts: without the key, a chunk cannot be made younger.
         written_at = chunk.written_at if self.seal.by_key else None
         data = codec.EncodedChunk(
             key, chunk.kv, self.seal, check=chunk.check, written_at=written_at
@@ -98,32 +98,32 @@ class BytesTier(Tier):
 
 
 def key_of(name: str) -> KVKey | None:
-    """Return the key that a file or object is named by, None where it is no chunk's."""
+    """Return the key in a file or object name, None if it is no chunk's name."""
     return KVKey.parsed(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
 
 
 def check_size(nbytes: int) -> None:
-    """Raise DamagedChunkError when no object has that many bytes."""
+    """Raise DamagedChunkError for a size that no object can have."""
     if nbytes > MAX_BODY_BYTES:
         raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
 
 
 def tensor_of(data: Any) -> Tensor:
-    """Return bytes that nobody else will write to as (bytes,) uint8, without a copy."""
+    """Return bytes as (bytes,) uint8 without a copy; they must not be written to."""
     array = np.frombuffer(data, dtype=np.uint8)
     return torch.from_numpy(array) if array.size else torch.empty(0, dtype=torch.uint8)
 
 
 with warnings.catch_warnings():
-    # torch warns once a process of bytes that are not to be written to. Nobody does.
+    # torch warns once per process about read-only bytes. Nobody writes to these.
     warnings.simplefilter("ignore")
     tensor_of(b"\0")
 
 
 def room_for(nbytes: int) -> Tensor:
-    """Return memory for bytes to be read into, (nbytes,) uint8.
+    """Return memory to read bytes into, (nbytes,) uint8.
 
-    Raises DamagedChunkError when no object is that large, OSError when there is no such memory.
+    Raises DamagedChunkError if no object can be that large, OSError if memory is short.
     """
     check_size(nbytes)
     try:

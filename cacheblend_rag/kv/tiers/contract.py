@@ -1,4 +1,4 @@
-"""What a tier implements: where chunk KV is kept, and how it is found, stored and removed there."""
+"""The contract of tiers: the methods that a tier implements, and those that it may override."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a tier holds now."""
+    """A tier's current number of chunks and bytes."""
 
     entries: int
     nbytes: int
 
 
 class TierContract(ABC):
-    """One place where chunk KV is kept, as far as it differs from other places.
+    """The part of a tier that differs from other tiers.
 
-    A new tier is a subclass of ``Tier``, which makes of this what a store asks. It implements the
-    abstract methods and overrides others where it can do better. Whatever has an underscore may
-    raise OSError, which ``Tier`` turns into a miss or a failed put. All are called from several
-    threads at once.
+    A new tier is a subclass of ``Tier``, which builds the methods for the store on these. It
+    implements the abstract methods, and overrides others if it can do better. Methods with an
+    underscore may raise OSError, which ``Tier`` turns into a miss or a failed put. All are called
+    from several threads at once.
 
-    name: shown in reports and stats. policy: how it is used. seal: what vouches for stored bytes.
-    ttl_seconds: age at which copies are gone, the policy's or that of the store which the tier is
-    in, the lower one. durable: whether chunks outlive this process, so that ``check`` has bytes to
-    check. entries_at_once, reads_at_once: threads that look up and read many chunks; 1 where a
-    thread costs more than it saves. parts_at_once: see SharedChunk's at_once. fails_whole: whether
-    any failure is one of the tier as a whole (a network's), not of one chunk or of writing alone (a
-    disk's). keeps_found: whether a chunk found in a slower tier is kept here, too. takes_puts:
-    whether what is put into the store is stored here. keeps_pins: whether pins outlive this process
-    and are honoured by all that share the tier.
+    name: shown in reports and stats. policy: how it is used. seal: the MAC of stored bytes.
+    ttl_seconds: time after which copies expire, the lower one of the policy's and the store's.
+    durable: whether chunks outlive this process, so that ``check`` has bytes to check.
+    entries_at_once, reads_at_once: threads that look up and read many chunks; 1 if a thread costs
+    more than it saves. parts_at_once: see SharedChunk's at_once. fails_whole: whether any failure
+    affects the whole tier (a network's), not one chunk or only writing (a disk's). keeps_found:
+    whether a chunk found in a slower tier is kept here, too. takes_puts: whether chunks put into
+    the store are stored here. keeps_pins: whether pins outlive this process and hold for all
+    processes that share the tier.
     """
 
     name: str
@@ -62,11 +62,11 @@ class TierContract(ABC):
 
     @abstractmethod
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Go through all stored chunks, in no given order; never on a request's way."""
+        """Yield all stored chunks in any order; never called during a request."""
 
     @abstractmethod
     def usage(self) -> Usage:
-        """Count what is stored."""
+        """Count the stored chunks and bytes."""
 
     @abstractmethod
     def _load(self, key: KVKey) -> StoredChunk | None:
@@ -79,7 +79,7 @@ class TierContract(ABC):
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         """Store or replace a chunk, evicting others.
 
-        Raises RefusedError, and what its check raises.
+        Raises RefusedError, and the errors of its check.
         """
 
     @abstractmethod
@@ -87,46 +87,47 @@ class TierContract(ABC):
         """Remove a chunk; returns whether it was there."""
 
     def _open(self, key: KVKey) -> ChunkReader | None:
-        """Open a chunk and mark it used; raises as ``_load``, which is asked for all of it here.
+        """Open a chunk and mark it used; raises as ``_load``. By default, it loads the chunk.
 
-        A tier that can read a chunk's head by itself overrides this: prompts are decided on by it.
+        A tier that can read a chunk's head alone overrides this: whether to blend a prompt is
+        decided from heads.
         """
         found = self._load(key)
         return None if found is None else WholeReader(found.kv, found.written_at)
 
     def _set_aside(self, key: KVKey, reason: str) -> None:
-        """Keep the bytes for inspection where that is possible; here they are dropped."""
+        """Keep the bytes for inspection if possible; by default they are dropped."""
         self._drop(key)
 
     def some_entries(self) -> Iterable[tuple[KVKey, Entry]]:
-        """Return some of the stored chunks, others each time, to be looked at for their age.
+        """Return some of the stored chunks, others each time, to check whether they are expired.
 
-        None where that takes a network: its servers let go of what is past its time, or it is
-        removed when it is found.
+        Empty by default, and for network tiers: their servers expire chunks, or expired chunks are
+        removed when they are found.
         """
         return ()
 
     def check(self, key: KVKey) -> str | None:
-        """Read a stored chunk through; returns what is wrong with it, None when sound or gone."""
+        """Check a stored chunk; returns what is wrong with it, None if it is sound or gone."""
         return None
 
     def has_relative(self, key: KVKey) -> bool:
         """Whether the same chunk is stored for another model or lead-in of the same namespace.
 
-        Asked at each miss, so a tier that cannot tell without listing what it holds says no.
+        Called at each miss, so a tier that would have to list its chunks returns False.
         """
         return False
 
     def would_take(self, key: KVKey, nbytes: int) -> bool:
-        """Whether a chunk of so many bytes would be stored, as far as can be told at once."""
+        """Whether a chunk of so many bytes would probably be stored."""
         return True
 
     def release(self) -> int:
-        """Free the memory that chunks take here, where they do; returns its bytes.
+        """Free the memory of chunks here, if any; returns its bytes.
 
         Pinned chunks stay, and those that are not written yet.
         """
         return 0
 
-    def close(self) -> None:  # noqa: B027 - most tiers have nothing to let go of
-        """Let go of memory, files and connections."""
+    def close(self) -> None:  # noqa: B027 - most tiers have nothing to free
+        """Free memory, files and connections."""

@@ -9,23 +9,23 @@ COUNTED = (
     "hits", "misses", "admitted", "rejected", "refused", "evictions", "expired", "quarantined",
     "errors", "skipped", "dropped", "queued",
 )  # fmt: skip
-"""skipped: reads that a tier was not asked for while it was out. dropped: writes it missed so, or
-that found no room in its queue. queued: chunks that wait to be written."""
+"""skipped: reads that were skipped while the tier was out of use. dropped: writes that were skipped
+so, or for which its queue was full. queued: chunks that wait to be written."""
 
 
 class Counters:
-    """Counts by name, of those in ``COUNTED``; safe to share between threads."""
+    """Counters with the names in ``COUNTED``; safe to share between threads."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
         self._lock = threading.Lock()
 
     def after_fork(self) -> None:
-        """Go on in a forked process, where whoever held the lock is no more."""
+        """Replace the lock in a forked process, where its holder does not exist."""
         self._lock = threading.Lock()
 
     def add(self, name: str, times: int = 1) -> int:
-        """Count something; returns how often it has happened."""
+        """Increase a counter; returns its value."""
         with self._lock:
             self._counts[name] += times
             return self._counts[name]

@@ -1,7 +1,7 @@
-"""A deadline for all of a network's answer, however it trickles in, and a bound on its bytes.
+"""A deadline for a whole network answer, and a limit on its bytes.
 
-A socket's own timeout is one for each call of ``recv``: a server that sends a byte a second keeps
-within it for ever.
+A socket's own timeout holds for each call of ``recv``: a server that sends a byte per second never
+exceeds it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from typing import Any
 
 SENT_AT_ONCE = 1 << 20
-"""Bytes that are given to a socket at once, so that the deadline is looked at between them."""
+"""Bytes sent in one call, so that the deadline is checked in between."""
 
 
 @dataclass
 class Deadline:
-    """When an operation has to be done, and how many bytes may still arrive for it.
+    """The time by which an operation must be done, and how many bytes may still arrive for it.
 
-    ends: of the monotonic clock. bytes_left: None is without limit.
+    ends: by the monotonic clock. bytes_left: None is without limit.
     """
 
     ends: float
@@ -49,9 +49,9 @@ _current = threading.local()
 
 @contextmanager
 def deadline(seconds: float, most_bytes: int | None = None) -> Iterator[Deadline]:
-    """Give what this thread does over bounded sockets so long, and so many bytes, in all.
+    """Limit this thread's use of bounded sockets to so many seconds and bytes in total.
 
-    Within another deadline the earlier end counts; the bytes are the inner one's.
+    Inside another deadline, the earlier end counts, and the inner limit of bytes.
     """
     outer: Deadline | None = getattr(_current, "deadline", None)
     ends = time.monotonic() + seconds
@@ -64,9 +64,9 @@ def deadline(seconds: float, most_bytes: int | None = None) -> Iterator[Deadline
 
 
 class BoundedSocket:
-    """A connected socket that keeps to the deadline of whichever thread uses it.
+    """A connected socket that enforces the deadline of the thread that uses it.
 
-    Without a deadline it keeps to the timeout that it is given, as a socket does.
+    Without a deadline its own timeout holds, as for any socket.
     """
 
     def __init__(self, sock: socket.socket) -> None:

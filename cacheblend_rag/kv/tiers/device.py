@@ -1,4 +1,4 @@
-"""Chunk KV in an accelerator's own memory: found there, it crosses no bus."""
+"""Chunk KV in an accelerator's memory, which needs no copy over the bus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cacheblend_rag.kv.tiers.policy import TierPolicy
 class DeviceTier(HostTier):
     """As HostTier, on the device where the engine computes.
 
-    device: where tensors are kept; a chunk that is put or found elsewhere is copied there.
+    device: where tensors are kept; a chunk from elsewhere is copied there.
     """
 
     def __init__(

@@ -1,10 +1,10 @@
-"""Chunk KV in files, one a chunk, in a folder that several processes may share.
+"""Chunk KV in files, one per chunk, in a folder that several processes may share.
 
 Layout: ``<a>/<b>/<key>.safetensors``, where a and b are the chunk id's first hex digits;
 ``quarantine/`` for unusable files, each beside a ``.reason``; ``usage`` (entries and bytes),
-``pins`` (keys) and ``lock``. A file appears by rename, whole, and is never written again, so
-readers need no lock; its access time says when it was used last, its modification time when it was
-written. The folder must be one that only trusted processes write to.
+``pins`` (keys) and ``lock``. A file appears complete, by rename, and is never written again, so
+readers need no lock; its access time is its last use, its modification time when it was written.
+Only trusted processes may write to the folder.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ STALE_TEMPORARY_SECONDS = 3600.0
 LOCK_TIMEOUT_SECONDS = 10.0
 QUARANTINE_FILES = 16
 SAME_USE_SECONDS = 60.0
-"""How long a chunk may take from being computed to its file."""
+"""Most seconds between computing a chunk and creating its file."""
 LATELY_SECONDS = 86_400.0
 SWEPT_FOLDERS = 4
-"""Folders of 256 that are looked through at a time for chunks past their time."""
+"""How many of the 256 folders are searched at a time for expired chunks."""
 
 _HEX = "0123456789abcdef"
 
@@ -67,18 +67,19 @@ class _File:
 
 
 class DiskTier(BytesTier):
-    """Chunk KV as files; what is asked for least goes first.
+    """Chunk KV as files; the least requested chunks are evicted first.
 
     capacity_bytes: file bytes, quarantine and files being written aside; None is without limit.
-    fsync: wait until each file has reached the disk; without it a power cut may cost recent chunks,
-    whose checksums then fail, and nothing else.
+    fsync: wait until each file has reached the disk; without it a power cut may only damage recent
+    chunks, whose checksums then fail.
 
-    Raises StoreError when the folder cannot be made or written to, or is read only and not there.
+    Raises StoreError when the folder cannot be created or written to, or is read-only and does not
+    exist.
     """
 
     keeps_pins: ClassVar[bool] = True
     entries_at_once: ClassVar[int] = 1  # a file's status takes less time than a thread's start
-    # Reading files takes processors, on which the pass computes: more would hold it up.
+    # Reading files takes processors, on which the pass computes: more would slow it down.
     parts_at_once: ClassVar[int] = min(PARTS_AT_ONCE, 2 * (os.cpu_count() or 1))
 
     def __init__(
@@ -111,11 +112,11 @@ class DiskTier(BytesTier):
             raise StoreError(f"cannot keep chunk KV in {self.path}: {error}") from error
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Go through all chunk files, removing what killed writers left behind."""
+        """Yield all chunk files, removing temporary files of killed writers."""
         return ((file.key, file.entry) for file in self._files())
 
     def some_entries(self) -> list[tuple[KVKey, Entry]]:
-        """As for any tier: those of some folders of 256, the next ones each time."""
+        """As for any tier: the files of some of the 256 folders, the next ones each time."""
         first, self._swept = self._swept, self._swept + SWEPT_FOLDERS
         folders = [index % len(_HEX) ** 2 for index in range(first, first + SWEPT_FOLDERS)]
         pairs = [divmod(index, len(_HEX)) for index in folders]
@@ -126,12 +127,12 @@ class DiskTier(BytesTier):
         ]
 
     def after_fork(self) -> None:
-        """As for any tier; a lock of the folder is one process' alone."""
+        """As for any tier; a lock of the folder belongs to one process only."""
         super().after_fork()
         self._mutex, self._file_lock = threading.Lock(), _lock_at(self._lock)
 
     def has_relative(self, key: KVKey) -> bool:
-        """As for any tier; looks at the names in one folder, of 256, and at no file."""
+        """As for any tier; reads the names in one of 256 folders, and no file."""
         with suppress(OSError):
             names = os.listdir(os.path.dirname(self._own_file(key)))
             others = (key_of(name) for name in names if key.chunk_id in name)
@@ -139,7 +140,7 @@ class DiskTier(BytesTier):
         return False
 
     def usage(self) -> Usage:
-        """Return what all processes on this folder stored; raises StoreError."""
+        """Return the usage by all processes of this folder; raises StoreError."""
         try:
             with self._exclusive():
                 return self._usage.read() or self._scan()
@@ -147,7 +148,7 @@ class DiskTier(BytesTier):
             raise StoreError(f"cannot read {self.path}: {error}") from error
 
     def check(self, key: KVKey) -> str | None:
-        """Read a file through; returns what is wrong with it, None when sound or gone."""
+        """Read a whole file; returns what is wrong with it, None if it is sound or gone."""
         path = self._file(key)
         try:
             before = os.lstat(self._own_file(key))
@@ -159,13 +160,13 @@ class DiskTier(BytesTier):
         if self.policy.read_only:
             return wrong
         with suppress(OSError):
-            # Checking is no use of the chunk, whatever the mount's atime option.
+            # Checking does not count as a use of the chunk, whatever the mount's atime option.
             times = before.st_atime_ns, before.st_mtime_ns
             os.utime(path, ns=times, follow_symlinks=False)
         return wrong
 
     def pin(self, *keys: KVKey) -> None:
-        """As for any tier, for all processes on the folder; where it is only read, for this one."""
+        """As for any tier, for all processes of the folder; for this one if it is read-only."""
         if self.policy.read_only:
             super().pin(*keys)
         else:
@@ -179,7 +180,7 @@ class DiskTier(BytesTier):
             self._write_pins(set(), set(keys))
 
     def pinned(self) -> frozenset[KVKey]:
-        """As for any tier; whichever process pinned it."""
+        """As for any tier, including other processes' pins."""
         return self._pins.keys() | self._pinned
 
     def _write_pins(self, more: set[KVKey], fewer: set[KVKey]) -> None:
@@ -204,10 +205,10 @@ class DiskTier(BytesTier):
         return _entry(found) if stat.S_ISREG(found.st_mode) else None
 
     def _read(self, key: KVKey, start: int = 0, end: int | None = None) -> StoredBytes | None:
-        """Read into memory of its own: what befalls the file later changes nothing.
+        """Read into private memory, so that later changes of the file have no effect.
 
-        A memory map would save a copy, but end the process when the file is cut short, and pass on
-        what is written into it after it was checked.
+        A memory map would save a copy, but would end the process if the file is truncated, and show
+        bytes that are written after the check.
         """
         try:
             descriptor = os.open(self._own_file(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -238,7 +239,7 @@ class DiskTier(BytesTier):
         try:
             self._create(temporary, data)
             with self._exclusive():
-                os.stat(temporary)  # gone where another's clock is far ahead: nothing is recorded
+                os.stat(temporary)  # gone if another clock is far ahead: record nothing
                 self._usage.write(self._make_room(key, data.nbytes))
                 # Not before: until it is in place, its modification time says whether it is stale.
                 os.utime(temporary, ns=(time.time_ns(), int(written_at * 1e9)))
@@ -266,7 +267,7 @@ class DiskTier(BytesTier):
                 path = self._own_file(key)
                 nbytes = os.lstat(path).st_size
                 os.replace(path, target)
-            except FileNotFoundError:  # another reader was quicker
+            except FileNotFoundError:  # another reader was faster
                 return
             self._usage.write(Usage(usage.entries - 1, usage.nbytes - nbytes))
         create(f"{target}.reason", f"{reason}\n".encode(), fsync=self._fsync)
@@ -278,10 +279,10 @@ class DiskTier(BytesTier):
         return file_of(self._root, key)
 
     def _own_file(self, key: KVKey) -> str:
-        """Return a chunk's path, once its folders are seen to be the store's own.
+        """Return a chunk's path, after checking that its folders are real folders.
 
-        Raises OSError where a link, a pipe or a file stands for one, FileNotFoundError where there
-        is none.
+        Raises OSError for a link, a pipe or a file in place of one, FileNotFoundError if there is
+        none.
         """
         path = self._file(key)
         leaf = os.path.dirname(path)
@@ -298,7 +299,7 @@ class DiskTier(BytesTier):
             check_kind(folder, os.lstat(folder), stat.S_ISDIR, "folder")
 
     def _create(self, path: str, data: EncodedChunk) -> None:
-        """Write a chunk's file, whose digests are taken beside the writing where that pays."""
+        """Write a chunk's file, computing its digests at the same time if that is faster."""
         with new_file(path, fsync=self._fsync) as file:
             if data.nbytes < BESIDE_BYTES:
                 write_parts(file, data.parts())
@@ -311,9 +312,9 @@ class DiskTier(BytesTier):
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Hold off other threads and processes; raises OSError when the lock stays taken.
+        """Lock the folder against other threads and processes; raises OSError after a timeout.
 
-        Whoever only reads takes no lock: what it reads appears by rename.
+        Readers take no lock: files appear by rename.
         """
         if self.policy.read_only:
             yield
@@ -379,7 +380,7 @@ class DiskTier(BytesTier):
             self._oldest_first(others),
             excess=stored + nbytes - self.capacity_bytes,
             held=len(others),
-            spare=stored // 64,  # so that a large full store is not gone through at each put
+            spare=stored // 64,  # so that a large full store is not searched at each put
         )
         left = {file.key: file.entry.nbytes for file in others}
         for victim in victims:
@@ -413,7 +414,7 @@ def _lock_at(path: str) -> FileLock:
 
 
 def file_of(folder: str | os.PathLike[str], key: KVKey) -> str:
-    """Return where a chunk's file is, in a tier's folder."""
+    """Return the path of a chunk's file in a tier's folder."""
     return os.path.join(folder, key.chunk_id[0], key.chunk_id[1], f"{key}{SUFFIX}")
 
 
@@ -422,10 +423,10 @@ def _entry(found: os.stat_result) -> Entry:
 
 
 def _seen(entry: Entry, now: float) -> int:
-    """Return how often a file was seen lately at least, by its times, whichever process it was.
+    """Return a lower bound of a file's recent accesses by any process, from its times.
 
-    Processes do not know what others see; what any of them has read since it was written is no
-    chunk that was seen once.
+    Processes do not see each other's accesses, but a file that was read since it was written was
+    seen more than once.
     """
     again = entry.used_at > entry.written_at + SAME_USE_SECONDS
     return 2 if again and now - entry.used_at < LATELY_SECONDS else 0

@@ -1,4 +1,4 @@
-"""Files and folders that are the store's own: no link is followed, no pipe waited for."""
+"""Reads and writes the store's own files: no link is followed, and no pipe blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTS_A_WRITE = 1024
 def check_kind(
     path: str, found: os.stat_result, is_right: Callable[[int], bool], wanted: str
 ) -> None:
-    """Raise OSError where a link, a pipe or whatever stands for a store's own file or folder."""
+    """Raise OSError for a link, a pipe or the like in place of a store's file or folder."""
     if is_right(found.st_mode):
         return
     kinds = {stat.S_ISLNK: "a link", stat.S_ISFIFO: "a pipe", stat.S_ISDIR: "a folder"}
@@ -32,7 +32,7 @@ def check_kind(
 
 
 def write_parts(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
-    """Write all parts, many a call: behind each one, this thread waits for the interpreter."""
+    """Write all parts, many per call: after each call this thread waits for the interpreter."""
     left = deque(memoryview(part) for part in parts)
     while left:
         written = os.writev(file.fileno(), list(islice(left, PARTS_A_WRITE)))
@@ -49,9 +49,10 @@ def create(path: str, text: bytes, *, fsync: bool) -> None:
 
 
 def overwrite(path: str, text: bytes) -> bool:
-    """Write over a small regular file of as many bytes; returns whether there is such a one.
+    """Overwrite a small regular file of the same size; returns whether there is one.
 
-    In one call, which a kill does not cut in two. Takes half a millisecond less than a new file.
+    Done in one call, which a kill does not interrupt. Takes half a millisecond less than a new
+    file.
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -68,7 +69,7 @@ def overwrite(path: str, text: bytes) -> bool:
 
 @contextmanager
 def new_file(path: str, *, fsync: bool) -> Iterator[FileIO]:
-    """Write a file that must not be there yet, under whatever kind of name."""
+    """Write a file that must not exist yet."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(descriptor, "wb", buffering=0) as file:
         yield file
@@ -77,7 +78,7 @@ def new_file(path: str, *, fsync: bool) -> Iterator[FileIO]:
 
 
 def fill(raw: Tensor, file: RawIOBase) -> None:
-    """Read as many bytes as raw, (bytes,) uint8, has room for."""
+    """Fill raw, (bytes,) uint8, from a file; raises OSError if the file is shorter."""
     left = raw.numpy().data
     while left:
         count = file.readinto(left)
@@ -87,9 +88,9 @@ def fill(raw: Tensor, file: RawIOBase) -> None:
 
 
 def read_small(path: Path, most: int) -> bytes:
-    """Return a small regular file's bytes; b"" where there is none, or something else, or more.
+    """Return a small regular file's bytes; b"" if it is missing, larger, or not a regular file.
 
-    Neither follows a link nor waits for what may be a pipe.
+    Follows no link, and does not block on a pipe.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -20,10 +20,10 @@ from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 
 class HostTier(Tier):
-    """Chunk KV as CPU tensors; what is asked for least goes first.
+    """Chunk KV as CPU tensors; the least requested chunks are evicted first.
 
-    Tensors are kept as given, without a copy, when they are on the CPU, each layer contiguous, and
-    hold on to no larger storage; whoever gets or puts them must not write into them.
+    Tensors are kept without a copy if they are on the CPU, each layer contiguous, and not part of a
+    larger storage; callers must not write into tensors that they get or put.
     """
 
     durable: ClassVar[bool] = False
@@ -46,7 +46,7 @@ class HostTier(Tier):
         self._lock = threading.Lock()
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Go through the chunks held when called."""
+        """Yield the chunks held when called."""
         with self._lock:
             found = [(key, self._known(key)) for key in self._chunks]
         return ((key, entry) for key, entry in found if entry is not None)
@@ -56,7 +56,7 @@ class HostTier(Tier):
         return self.entries()
 
     def has_relative(self, key: KVKey) -> bool:
-        """As for any tier; looks at the keys of this chunk only."""
+        """As for any tier; reads the keys of this chunk only."""
         with self._lock:
             return any(key.is_relative(other) for other in self._of_chunk.get(key.chunk_id, ()))
 
@@ -66,7 +66,7 @@ class HostTier(Tier):
             return Usage(len(self._chunks), self._nbytes)
 
     def release(self) -> int:
-        """Forget all chunks but those that are pinned; returns their bytes."""
+        """Drop all chunks that are not pinned; returns their bytes."""
         with self._lock:
             before, gone = self._nbytes, [key for key in self._chunks if key not in self._pinned]
             for key in gone:
@@ -77,14 +77,14 @@ class HostTier(Tier):
         return freed
 
     def after_fork(self) -> None:
-        """As for any tier; what a thread was just changing is forgotten."""
+        """As for any tier; chunks that a thread was changing are dropped."""
         super().after_fork()
         was_changing, self._lock = self._lock.locked(), threading.Lock()
         if was_changing:
             self.close()
 
     def close(self) -> None:
-        """Forget all chunks."""
+        """Drop all chunks."""
         with self._lock:
             self._chunks.clear()
             self._used_at.clear()
@@ -137,7 +137,7 @@ class HostTier(Tier):
         return True
 
     def would_take(self, key: KVKey, nbytes: int) -> bool:
-        """As for any tier: whether it fits, or is asked for more often than what would go."""
+        """As for any tier: it fits, or is requested more often than those it would displace."""
         with self._lock:
             try:
                 self._admission.victims(
@@ -160,7 +160,7 @@ class HostTier(Tier):
             self._discard(victim)
 
     def _excess(self, key: KVKey, nbytes: int) -> int:
-        """Return the bytes too many once ``nbytes`` are stored in place of ``key``."""
+        """Return the bytes over capacity once ``nbytes`` replace ``key``."""
         if self.capacity_bytes is None:
             return 0
         own = self._chunks[key].kv.nbytes if key in self._chunks else 0

@@ -1,4 +1,4 @@
-"""LoopThread: an event loop on a thread, where answers are waited for up to a deadline."""
+"""An event loop on a thread, which runs coroutines up to a deadline."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ FORKED = "the process was forked: open the store in the process that uses it"
 
 
 class LoopThread:
-    """Runs coroutines for other threads; what passes its deadline is cancelled.
+    """Runs coroutines for other threads, and cancels them at their deadline.
 
-    So nothing is left behind: who asked goes on, and what was under way is let go of, its
-    connection with it. The thread begins with the first coroutine and ends with ``close``.
+    So nothing is left behind: the caller continues, and the cancelled request's connection is
+    closed. The thread starts with the first coroutine and ends with ``close``.
     """
 
     def __init__(self, name: str) -> None:
@@ -24,7 +24,7 @@ class LoopThread:
         self._is_forked = False
 
     def result(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
-        """Return what ``work`` comes to; raises what it raises, OSError when it takes longer."""
+        """Return the result of ``work``, or raise its error; OSError after the deadline."""
         try:
             loop = self._started()
         except BaseException:
@@ -34,17 +34,17 @@ class LoopThread:
         try:
             return future.result()
         finally:
-            future.cancel()  # whoever waits for it may be interrupted
+            future.cancel()  # the waiting thread may be interrupted
 
     def close(self) -> None:
-        """End the thread; what comes later begins another."""
+        """End the thread; later work starts another one."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
 
     def after_fork(self) -> None:
-        """Refuse all that is asked for in a forked process, where the loop's thread is not."""
+        """Refuse all work in a forked process, which does not have the loop's thread."""
         self._lock, self._loop, self._is_forked = threading.Lock(), None, True
 
     def _started(self) -> asyncio.AbstractEventLoop:

@@ -1,8 +1,8 @@
-"""Chunk KV in an object store: S3 and what speaks like it, Google's, Azure's, a folder, memory.
+"""Chunk KV in an object store: S3-compatible, Google's, Azure's, a folder, or memory.
 
-One object a chunk, ``<aa>/<key>.safetensors`` behind the prefix, where aa are the chunk id's first
-hex digits; ``quarantine/`` for unusable ones. When a chunk was first stored is in its object's
-metadata. An object store knows no last use: each process knows its own.
+There is one object per chunk, ``<aa>/<key>.safetensors`` after the prefix, where aa are the chunk
+id's first hex digits; ``quarantine/`` holds unusable ones. The object's metadata holds the time at
+which the chunk was first stored. Object stores record no last use: each process knows its own.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ QUARANTINE = "quarantine/"
 WRITTEN_AT = "writtenat"
 """Name of a chunk's time in its object's metadata: an identifier, since Azure takes no others."""
 NO_BUCKET = ("NoSuchBucket", "ContainerNotFound")
-"""What servers say of a bucket that is not there; they say it as of an object that is not."""
+"""Servers' error for a missing bucket, which looks like the one for a missing object."""
 TIMEOUT_SECONDS = 30.0
 RETRIES = 1
-"""Of a request that is answered by "slow down" or broken off; then others are asked."""
+"""Retries of a request that is throttled or broken off; then other tiers are asked."""
 REMEMBERED = 1 << 16
-"""Chunks of which this process knows when it used them."""
+"""Most chunks whose last use this process remembers."""
 STREAMED_BYTES = 1 << 20
-"""Bytes of an answer that are taken at once."""
+"""Bytes of an answer that are received at once."""
 LISTED_SECONDS = 60.0
-"""Age at which a list of what is stored is made anew, for others write here, too."""
+"""Age at which the listing is renewed, since other processes write here, too."""
 
 
 class ObjectTier(BytesTier):
-    """Chunk KV in an object store; what is asked for least goes first, where there is a capacity.
+    """Chunk KV in an object store; with a capacity, the least requested are evicted first.
 
-    A bounded tier goes by a list of what is stored, a minute old at most: several processes may
-    each pass the capacity by what they write meanwhile.
+    A bounded tier uses a listing that is at most a minute old: several processes may each exceed
+    the capacity by what they write meanwhile.
 
-    store: of obstore. keeps_metadata: whether objects can have some; without, a chunk counts as
-    written when its object was.
+    store: of obstore. keeps_metadata: whether objects can have metadata; without it, a chunk's time
+    is that of its object.
     """
 
     fails_whole: ClassVar[bool] = True
@@ -80,17 +80,17 @@ class ObjectTier(BytesTier):
         self._loop = LoopThread(f"kv-{name}")
 
     def close(self) -> None:
-        """End the thread on which answers are waited for."""
+        """End the thread that waits for answers."""
         self._loop.close()
 
     def after_fork(self) -> None:
-        """As for any tier; obstore's threads are the parent's, so that nothing is read here."""
+        """As for any tier; obstore's threads exist in the parent only, so nothing is read here."""
         super().after_fork()
         self._lock = RLock()
         self._loop.after_fork()
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Go through all objects; their times are those of writing, where a list tells no more."""
+        """Yield all objects; without other times, they have those of the listing."""
         pages = self.store.list()
         while (page := self._answer(_next(pages))) is not None:
             for meta in page:
@@ -98,7 +98,7 @@ class ObjectTier(BytesTier):
                     yield key, self._known(key, meta, {})
 
     def usage(self) -> Usage:
-        """Count what all processes stored; raises OSError."""
+        """Count the chunks of all processes; raises OSError."""
         sizes = [entry.nbytes for _, entry in self.entries()]
         return Usage(len(sizes), sum(sizes))
 
@@ -119,7 +119,7 @@ class ObjectTier(BytesTier):
     async def _read_range(
         self, key: KVKey, options: Mapping[str, Any], most: int | None
     ) -> StoredBytes | None:
-        """most: bytes that are asked for; None is all there are."""
+        """most: requested bytes; None is all."""
         found = await self._get(key, options)
         if found is None:
             return None
@@ -130,7 +130,7 @@ class ObjectTier(BytesTier):
         return StoredBytes(await _bytes_of(found, nbytes), entry.nbytes, entry.written_at)
 
     async def _get(self, key: KVKey, options: Mapping[str, Any]) -> Any | None:
-        """Return what the store answers; None where the bucket has no such object."""
+        """Return the store's answer; None if the bucket has no such object."""
         try:
             return await self.store.get_async(_path(key), options=options)
         except FileNotFoundError as error:
@@ -139,9 +139,9 @@ class ObjectTier(BytesTier):
             return None
 
     def _answer(self, asked: Coroutine[Any, Any, T]) -> T:
-        """Return what a coroutine of obstore's comes to, all of it within the timeout.
+        """Return the result of a coroutine of obstore within the timeout.
 
-        Raises what obstore says as OSError.
+        Raises obstore's errors as OSError.
         """
         with _failures():
             return self._loop.result(asked, self._seconds)
@@ -152,7 +152,7 @@ class ObjectTier(BytesTier):
     def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
         attributes = {WRITTEN_AT: repr(written_at)} if self._keeps_metadata else None
         parts = data.parts()
-        # One after the other in a bounded tier: two must not fill the room made for one.
+        # One at a time in a bounded tier: two must not fill the room made for one.
         with nullcontext() if self.capacity_bytes is None else self._lock:
             self._make_room(key, data.nbytes)
             options = {"attributes": attributes, "use_multipart": False}
@@ -180,7 +180,7 @@ class ObjectTier(BytesTier):
         )
 
     def _known(self, key: KVKey, meta: Mapping[str, Any], attributes: Mapping[str, str]) -> Entry:
-        """Return what is known of an object: by its metadata, by this process, by the list."""
+        """Return an object's entry, from its metadata, this process's memory and the listing."""
         noted = self._times.get(key)
         written_at = _number(attributes.get(WRITTEN_AT)) or (noted and noted[0])
         written_at = written_at or meta["last_modified"].timestamp()
@@ -212,7 +212,7 @@ class ObjectTier(BytesTier):
             self._drop(victim)
 
     def _listed(self, key: KVKey, nbytes: int) -> dict[KVKey, Entry] | None:
-        """Return what is stored, listed anew, where a chunk does not fit or the list is old."""
+        """Return the stored chunks, listed again if a chunk does not fit or the listing is old."""
         fits = self._held(key) + nbytes <= (self.capacity_bytes or 0)
         if fits and time.monotonic() - self._listed_at < LISTED_SECONDS:
             return None
@@ -262,9 +262,9 @@ def open_store(url: str, *, timeout_seconds: float | None = None, **options: Any
 
 
 async def _done(begin: Callable[[], Any], *, may_be_gone: bool = False) -> None:
-    """Begin what obstore does on a loop, and wait for it.
+    """Run work of obstore on a loop, and wait for it.
 
-    may_be_gone: whether an object that is not there is none to speak of.
+    may_be_gone: whether a missing object is no error.
     """
     try:
         await begin()
@@ -274,17 +274,17 @@ async def _done(begin: Callable[[], Any], *, may_be_gone: bool = False) -> None:
 
 
 async def _next(pages: Any) -> Any:
-    """Return the next page of a list, None behind the last one."""
+    """Return the next page of a listing, None after the last one."""
     async for page in pages:
         return page
     return None
 
 
 async def _bytes_of(found: Any, nbytes: int) -> Tensor:
-    """Return the bytes of an answer, as many as it said; raises OSError when there are others.
+    """Return the bytes of an answer of declared length; raises OSError for any other length.
 
-    Memory is taken as they arrive, and no more than for so many: what an answer says of its
-    length is not what is sent.
+    Memory is allocated as they arrive, and for no more than that, since the declared length may be
+    wrong.
     """
     if nbytes == 0:
         return tensor_of(b"")
@@ -302,7 +302,7 @@ async def _bytes_of(found: Any, nbytes: int) -> Tensor:
 
 @contextmanager
 def _failures() -> Iterator[None]:
-    """Raise what obstore says as OSError, in one line."""
+    """Turn obstore's errors into an OSError of one line."""
     from obstore.exceptions import BaseError
 
     try:
@@ -317,7 +317,7 @@ def _tells_of_the_bucket(error: BaseException) -> bool:
 
 
 def _line(error: BaseException) -> str:
-    """Return what an error says, without what is meant for obstore's makers."""
+    """Return an error's message, without its debugging details."""
     return " ".join(str(error).partition("\n\n")[0].split())
 
 
@@ -330,7 +330,7 @@ def _key(path: str) -> KVKey | None:
 
 
 def _number(text: str | None) -> float | None:
-    """Return the time that an object's metadata tell; None where they tell none that can be."""
+    """Return the time in an object's metadata; None if it has no possible one."""
     try:
         seconds = float(text) if text else math.nan
     except ValueError:

@@ -1,4 +1,4 @@
-"""Pins of a folder of chunk KV: kept in a file, for every process that shares the folder."""
+"""The pins of a folder of chunk KV, in a file for every process that shares the folder."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 MOST_PINS = 10_000
 MOST_BYTES = MOST_PINS * 256
-"""A key takes 97 or 130 bytes and a line's end; a longer file is none of ours."""
+"""A key takes 97 or 130 bytes and a line end; a longer file was not written by this class."""
 
 
 class PinFile:
-    """Keys, one a line, in a file that anybody who may write to the folder may have written.
+    """Keys, one per line, in a file that anyone with write access to the folder may have written.
 
-    What is no key is passed over; a file that is too large, a link or a pipe pins nothing.
+    Lines that are no keys are skipped; a file that is too large, a link or a pipe pins nothing.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,13 +31,13 @@ class PinFile:
         self._keys: frozenset[KVKey] = frozenset()
 
     def keys(self) -> frozenset[KVKey]:
-        """Return what is pinned now; read anew where the file has changed."""
+        """Return the pinned keys; read again if the file has changed."""
         try:
             found = os.lstat(self._path)
         except FileNotFoundError:
             self._seen, self._keys = None, frozenset()
             return self._keys
-        except OSError:  # the folder cannot be read just now: nothing is unpinned by that
+        except OSError:  # the folder cannot be read now, which unpins nothing
             return self._keys
         seen = found.st_ino, found.st_mtime_ns, found.st_size
         if seen != self._seen:
@@ -53,9 +53,9 @@ class PinFile:
         return self._keys
 
     def write(self, keys: Set[KVKey]) -> None:
-        """Replace what is pinned; under the folder's lock.
+        """Replace the pinned keys; under the folder's lock.
 
-        Raises StoreError when these are too many, OSError.
+        Raises StoreError if these are too many, and OSError.
         """
         if len(keys) > MOST_PINS:
             raise StoreError(f"{len(keys)} chunks are more than the {MOST_PINS} that can be pinned")

@@ -1,4 +1,4 @@
-"""TierPolicy: what a tier keeps, for how long, and when it is written to."""
+"""The policy of a tier: capacity, time to live, writing, promotion and admission."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class TierPolicy:
     """How one tier is used; the same for every kind of tier.
 
     Args:
-        capacity_bytes: room for chunk KV; None is without limit.
-        ttl_seconds: age since it was first stored at which the tier's copy is gone; None is the
-            store's own.
-        watermark: share of its capacity to which a tier that is full is emptied.
-        write: whether what is put is stored here before put returns (``through``), soon after
+        capacity_bytes: capacity for chunk KV; None is without limit.
+        ttl_seconds: time after which the tier's copy expires, counted from when the chunk was first
+            stored; None is the store's own.
+        watermark: share of its capacity down to which a full tier evicts.
+        write: whether a put is stored here before put returns (``through``), soon after
             (``behind``) or not at all (``none``).
-        promote: whether what is found in a slower tier is kept here, too.
-        admit: what a full tier takes: ``frequency`` only what is asked for more often than what
-            would have to go, ``always`` everything, the least recently used goes.
+        promote: whether chunks found in a slower tier are kept here, too.
+        admit: what a full tier accepts: ``frequency`` only chunks requested more often than those
+            they would displace, ``always`` all, evicting the least recently used.
         timeout_seconds: an answer that takes longer counts as a failure; None is never.
-        read_only: nothing here is written, removed, set aside or marked as used.
+        read_only: nothing here is written, removed, quarantined or marked as used.
 
     Raises:
         StoreError: when a field is out of range.
@@ -61,12 +61,10 @@ class TierPolicy:
         """Return ``policy``, or the default for a capacity.
 
         Raises:
-            StoreError: when both tell the capacity.
+            StoreError: when both set the capacity.
         """
         if policy is None:
             return cls(capacity_bytes)
         if capacity_bytes is not None:
-            raise StoreError(
-                "capacity_bytes= and policy= both tell the capacity: give policy= alone"
-            )
+            raise StoreError("capacity_bytes= and policy= both set the capacity: give only policy=")
         return policy

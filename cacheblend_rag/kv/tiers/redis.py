@@ -1,8 +1,8 @@
 """Chunk KV in Redis, shared by all processes that name the same server and prefix.
 
-Layout, behind the prefix: ``kv:<key>`` holds a chunk's bytes; the hash ``about`` has its size and
-when it was written, the sorted set ``used`` when it was used last. Redis may evict or expire a
-value by itself: what has no value is a miss, whatever the index says, and leaves the index then.
+Layout, after the prefix: ``kv:<key>`` holds a chunk's bytes; the hash ``about`` has its size and
+time of writing, the sorted set ``used`` its last use. Redis may evict or expire a value by itself:
+a chunk without a value is a miss, whatever the index says, and is then removed from the index.
 The index is checked as it is read, see redis_index.py.
 """
 
@@ -44,26 +44,26 @@ logger = logging.getLogger(__name__)
 PREFIX = "cacheblend:"
 TIMEOUT_SECONDS = 5.0
 LISTED = 256
-"""Index entries asked for at once."""
+"""Index entries read at once."""
 ANSWER_BYTES = 1 << 16
-"""What an answer may take beside the bytes of a chunk that it holds."""
+"""Most bytes of an answer besides the chunk that it holds."""
 INDEX_BYTES = 64 << 20
 """Most bytes of all answers about the index that one operation takes."""
 RECOUNT_SECONDS = 600.0
-"""Age at which a bounded tier counts anew what is stored, rather than believe the total."""
+"""Age at which a bounded tier recounts the stored bytes instead of trusting the total."""
 
 
 class RedisTier(BytesTier):
-    """Chunk KV in a Redis server; what is asked for least goes first, where there is a capacity.
+    """Chunk KV in a Redis server; with a capacity, the least requested are evicted first.
 
-    Several processes may each pass the capacity by the chunks that they are writing at the time.
-    Where the server has a limit of its own (maxmemory), it evicts by its own policy, too.
+    Several processes may each exceed the capacity by the chunks that they are writing. If the
+    server has a limit of its own (maxmemory), it also evicts by its own policy.
 
     host, port, db, path: of the server, or its socket's path. prefix: of all keys here. ca_certs:
     file of the authorities that vouch for its certificate; by default the system's.
 
     Raises MissingExtraError without the library, StoreError without that file; the server is not
-    asked.
+    contacted.
     """
 
     entries_at_once: ClassVar[int] = 1
@@ -101,12 +101,12 @@ class RedisTier(BytesTier):
         self._forget = self.client.register_script(FORGET)
 
     def entries(self) -> Iterator[tuple[KVKey, Entry]]:
-        """Go through the index, forgetting what is wrong there and what the server let go of."""
+        """Yield the index' entries, removing invalid ones and those whose value is gone."""
         for names in self._indexed():
             yield from self._known_of(names)
 
     def usage(self) -> Usage:
-        """Return what all processes stored; raises OSError."""
+        """Return the usage by all processes; raises OSError."""
         with self._asking():
             count, total = self._pipeline(
                 lambda pipe: (pipe.hlen(self._about), pipe.hget(self._about, TOTAL))
@@ -117,11 +117,11 @@ class RedisTier(BytesTier):
         return Usage(max(int(count) - 1, 0), held)
 
     def close(self) -> None:
-        """Let go of connections."""
+        """Close the connections."""
         self.client.close()
 
     def after_fork(self) -> None:
-        """As for any tier; the client makes connections of its own in each process."""
+        """As for any tier; the client opens its own connections in each process."""
         super().after_fork()
         self._one_by_one = Lock()
 
@@ -159,11 +159,11 @@ class RedisTier(BytesTier):
             about, total, data = self._answers(ask, needed=1)
         note = note_of(about)
         if about is not None and (note is None or total == 0):
-            self._drop_wrong(key)  # a forged entry, or the server let go of the value
+            self._drop_wrong(key)  # a forged entry, or the server evicted the value
         if note is None or total == 0:
             return None
         if not isinstance(data, bytes) or not isinstance(total, int) or len(data) > most:
-            raise DamagedChunkError("is no string of bytes, or longer than was asked for")
+            raise DamagedChunkError("is no string of bytes, or longer than requested")
         return StoredBytes(
             tensor_of(data if last >= start or end is None else b""), total, note.written_at
         )
@@ -178,7 +178,7 @@ class RedisTier(BytesTier):
                 f"{data.nbytes} bytes: Redis keeps at most {VALUE_BYTES} under a key"
             )
         parts = data.parts()
-        # One after the other in a bounded tier: two must not fill the room made for one.
+        # One at a time in a bounded tier: two must not fill the room made for one.
         with (
             nullcontext() if self.capacity_bytes is None else self._one_by_one,
             self._asking(INDEX_BYTES),
@@ -186,7 +186,7 @@ class RedisTier(BytesTier):
         ):
             self._make_room(key, data.nbytes)
             self._set(self._value(key), parts, data.nbytes, self._expires(key, written_at))
-            # Only now: what the index names may be evicted, and then written by whoever was slow.
+            # Only now: a chunk in the index may be evicted while a slow writer still writes it.
             about = [str(key), data.nbytes, repr(written_at), repr(time.time())]
             self._record([self._about, self._used], about)
 
@@ -194,7 +194,7 @@ class RedisTier(BytesTier):
         return bool(self._drop_all([str(key)])[0])
 
     def _drop_all(self, names: Sequence[str | bytes]) -> list[int]:
-        """Remove chunks from values and index, by their names there, which may be no keys."""
+        """Remove values and index entries by name; names need not be valid keys."""
         if not names:
             return []
         values = [self._value(name if isinstance(name, str) else _text(name)) for name in names]
@@ -207,7 +207,7 @@ class RedisTier(BytesTier):
             return self._pipeline(ask)
 
     def _drop_wrong(self, key: KVKey) -> None:
-        """Forget what the index says of a chunk that cannot be read by it."""
+        """Remove an index entry that does not lead to a readable chunk."""
         if not self.policy.read_only:
             self._drop(key)
 
@@ -216,9 +216,9 @@ class RedisTier(BytesTier):
 
     @contextmanager
     def _asking(self, most_bytes: int = INDEX_BYTES) -> Iterator[None]:
-        """Around one operation, however many commands it takes: all of it keeps to the timeout.
+        """Run one operation, of any number of commands, within the timeout.
 
-        Raises what Redis says as OSError.
+        Raises Redis' errors as OSError.
         """
         from redis.exceptions import RedisError
 
@@ -229,15 +229,15 @@ class RedisTier(BytesTier):
             raise OSError(f"{type(error).__name__}: {error}") from error
 
     def _pipeline(self, ask: Callable[[Any], object]) -> list[Any]:
-        """Return the answers to several questions that are sent together."""
+        """Send several commands together and return their answers."""
         with self.client.pipeline(transaction=False) as pipe:
             ask(pipe)
             return list(pipe.execute())
 
     def _answers(self, ask: Callable[[Any], object], *, needed: int) -> list[Any]:
-        """As _pipeline; of the answers behind the first ``needed``, an error stands in its place.
+        """As _pipeline, but errors of answers after the first ``needed`` are returned in place.
 
-        Those are about values: one that is no string is nobody else's concern.
+        Those answers are about values: one invalid value must not affect others.
         """
         with self.client.pipeline(transaction=False) as pipe:
             ask(pipe)
@@ -248,14 +248,14 @@ class RedisTier(BytesTier):
         return answers
 
     def _expires(self, key: KVKey, written_at: float) -> list[str]:
-        """Return how a SET says when the value is gone, where copies here have a time to live."""
+        """Return the arguments of SET for the time to live, if there is one."""
         if self.ttl_seconds is None or self.is_pinned(key):
             return []
         ends = written_at + self.ttl_seconds
         return ["PXAT", str(max(int(ends * 1000), 1))] if math.isfinite(ends) else []
 
     def _set(self, name: str, parts: Parts, nbytes: int, options: Sequence[str]) -> None:
-        """Send a value as it lies in memory: joining its parts would cost as much as sending it."""
+        """Send a value in its parts: joining them would cost as much as sending it."""
         words = [b"SET", name.encode(), *(option.encode() for option in options)]
         before = b"".join(b"$%d\r\n%s\r\n" % (len(word), word) for word in words[:2])
         after = b"".join(b"\r\n$%d\r\n%s" % (len(word), word) for word in words[2:])
@@ -266,7 +266,7 @@ class RedisTier(BytesTier):
             connection.send_packed_command([head, *parts, after + b"\r\n"])
             connection.read_response()
         except BaseException:
-            connection.disconnect()  # whatever is still under way belongs to nobody
+            connection.disconnect()  # later answers would belong to no request
             raise
         finally:
             pool.release(connection)
@@ -295,7 +295,7 @@ class RedisTier(BytesTier):
             self._drop_all([str(victim) for victim in victims[first : first + LISTED]])
 
     def _recount(self) -> Usage:
-        """Count what is stored by the values themselves, and mend the index and its total."""
+        """Count stored chunks by their values, and repair the index and its total."""
         with self._asking():
             before = total_of(self.client.hget(self._about, TOTAL))
             sizes: dict[KVKey, int] = {}
@@ -306,13 +306,13 @@ class RedisTier(BytesTier):
                 return Usage(len(sizes), total)
             if before is None:
                 self.client.hset(self._about, TOTAL, total)
-            else:  # what others add meanwhile is not lost
+            else:  # so that additions of others meanwhile are kept
                 self.client.hincrby(self._about, TOTAL, total - before)
         self._counted_at = time.monotonic()
         return Usage(len(sizes), total)
 
     def _known_of(self, names: Sequence[bytes]) -> list[tuple[KVKey, Entry]]:
-        """Return what is stored of some names in the index; what is wrong there is dropped."""
+        """Return the stored chunks of some names in the index; invalid entries are removed."""
         keys = {name: key for name in names if (key := key_of(name)) is not None}
         entries = dict(zip(keys, self._entry_many(list(keys.values())), strict=True))
         wrong = [name for name in names if entries.get(name) is None]
@@ -331,7 +331,7 @@ class RedisTier(BytesTier):
             start += len(known)  # the others are gone
 
     def _indexed(self) -> Iterator[list[bytes]]:
-        """Go through the names in the index, some at a time; raises OSError if it has no end."""
+        """Yield the names in the index, some at a time; raises OSError if it has no end."""
         cursor, named, most = None, 0, 0
         while cursor != 0:
             with self._asking():
@@ -366,13 +366,13 @@ def _connect(**options: Any) -> Any:
         options["path"] = options.pop("unix_socket_path")
         del options["socket_connect_timeout"]
         options["connection_class"] = UnixDomainSocketConnection
-    # One try: whoever asks has other tiers, and a failed one is left alone for a while.
+    # One try: there are other tiers, and a failed one is skipped for a while.
     options["connection_class"] = _bounded(options.get("connection_class", Connection))
     return Redis(connection_pool=ConnectionPool(**options, retry=Retry(NoBackoff(), 0)))
 
 
 def _bounded(connection_class: Any) -> Any:
-    """Return a kind of connection whose socket keeps to the deadline of an operation."""
+    """Return a connection class whose sockets enforce the deadline of an operation."""
 
     class Bounded(connection_class):  # type: ignore[misc]
         def _connect(self) -> BoundedSocket:
@@ -383,7 +383,7 @@ def _bounded(connection_class: Any) -> Any:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """Raise that the server's memory is full as RefusedError: it can be read as before."""
+    """Turn the server's out-of-memory error into a RefusedError: reads still work."""
     from redis.exceptions import OutOfMemoryError
 
     try:
@@ -393,7 +393,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _entry(about: Any, score: Any, nbytes: Any, now: float) -> Entry | None:
-    """Return what is known of a chunk of which index and value are both there."""
+    """Return the entry of a chunk with an index entry and a value."""
     note = note_of(about)
     if note is None or not isinstance(nbytes, int) or not 0 < nbytes <= VALUE_BYTES:
         return None

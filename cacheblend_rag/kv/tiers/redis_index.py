@@ -1,7 +1,7 @@
-"""What the index beside Redis' values says of a chunk, and the scripts that keep it.
+"""The index of chunks in Redis: its fields, their checks, and the scripts that update it.
 
-Whoever can write to the server can write to the index, so each field is checked as it is read:
-what cannot be true is dropped, and sizes and totals are counted anew by the values themselves.
+Anyone who can write to the server can write to the index, so each field is checked as it is read:
+impossible values are dropped, and sizes and totals are recounted from the values.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from cacheblend_rag.kv.chunk_kv import KVKey
 
 VALUE_BYTES = 512 << 20
-"""More than which Redis keeps under no key."""
+"""Redis' limit on the size of a value."""
 TOTAL = ""
 """The field of ``about`` that holds the bytes of all chunks."""
 
-# A note that no tier wrote was added to no total.
+# A note that no tier wrote was never added to the total.
 _NOTED = """
 local function noted(about)
   local bytes = about and string.match(about, '^(%d+) %d[%d.]*$')
@@ -32,7 +32,7 @@ redis.pcall('HINCRBY', KEYS[1], '', bytes)
 redis.call('ZADD', KEYS[2], ARGV[4], ARGV[1])
 """
 """Notes a chunk: about, used; its key, bytes, time of writing, time of use."""
-# Where memory is full, a script may not begin with what could take more.
+# If memory is full, a script may not begin with a command that could take more.
 FORGET = f"""{_NOTED}
 local old = redis.call('HGET', KEYS[1], ARGV[1])
 redis.call('ZREM', KEYS[2], ARGV[1])
@@ -44,19 +44,19 @@ end
 return redis.call('UNLINK', KEYS[3])
 """
 """Removes a chunk: about, used, the value's name; its key. Returns whether there was a value.
-The field of the total is no chunk, whoever lists it as one."""
+The field of the total is never removed as a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the index says of one chunk: its bytes, and when it was first stored, a Unix time."""
+    """The index entry of one chunk: its bytes, and when it was first stored, a Unix time."""
 
     nbytes: int
     written_at: float
 
 
 def note_of(text: Any) -> Note | None:
-    """Return what a field of ``about`` says; None where it is nothing that a tier writes."""
+    """Parse a field of ``about``; None if no tier can have written it."""
     words = text.split() if isinstance(text, bytes) else []
     if len(words) != 2 or not words[0].isdigit() or len(words[0]) > len(str(VALUE_BYTES)):
         return None
@@ -69,7 +69,7 @@ def note_of(text: Any) -> Note | None:
 
 
 def total_of(text: Any) -> int | None:
-    """Return the bytes of all chunks, 0 before the first; None where the field is no such count."""
+    """Return the total of bytes, 0 before the first chunk; None if the field is invalid."""
     if text is None:
         return 0
     is_count = isinstance(text, bytes) and text.isdigit() and len(text) <= 18
@@ -77,7 +77,7 @@ def total_of(text: Any) -> int | None:
 
 
 def used_at(score: Any, written_at: float, now: float) -> float:
-    """Return when a chunk was used last, as far as its score in ``used`` can be true."""
+    """Return a chunk's time of last use, limited to possible values."""
     is_number = isinstance(score, int | float | str | bytes)
     try:
         seconds = float(score) if is_number else written_at
@@ -87,5 +87,5 @@ def used_at(score: Any, written_at: float, now: float) -> float:
 
 
 def key_of(name: Any) -> KVKey | None:
-    """Return the key that a field or member is named by, None where it is no chunk's."""
+    """Return the key in a field or member name, None if it is no chunk's name."""
     return KVKey.parsed(name.decode(errors="replace")) if isinstance(name, bytes) else None

@@ -18,7 +18,7 @@ from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.tier_url import OBJECT_SCHEMES, REDIS_SCHEMES, TierUrl
 
 MEMORY_BYTES = {"device": 1 << 30, "host": 4 << 30}
-"""Capacities of memory where a URL tells none."""
+"""Default capacities of memory tiers."""
 
 
 def open_tiers(config: StoreConfig, device: torch.device | str) -> list[Tier]:
@@ -37,7 +37,7 @@ def memory_and_disk(
     *,
     read_only: bool,
 ) -> list[Tier]:
-    """Return tiers in memory, unless it is 0 bytes, and in a folder, where there is one."""
+    """Return a tier in memory, unless it has 0 bytes, and one in a folder, if there is one."""
     tiers: list[Tier] = [] if host_bytes == 0 else [HostTier(host_bytes)]
     if path is not None:
         tiers.append(DiskTier(path, policy=TierPolicy(disk_bytes, read_only=read_only)))
@@ -47,7 +47,7 @@ def memory_and_disk(
 def open_tier(url: TierUrl, device: torch.device | str, *, read_only: bool = False) -> Tier:
     """Return the tier that a URL describes; ``device`` is where the engine computes.
 
-    read_only: whether it is only read; this process' own memory is used as ever.
+    read_only: whether it is only read; memory tiers of this process are used as usual.
 
     Raises MissingExtraError without its library, StoreError when it cannot be opened.
     """

@@ -1,4 +1,4 @@
-"""The record of what a folder of chunk KV holds, kept by whoever changes it."""
+"""The record of a folder's chunks and bytes, updated by its writers."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ _LONGEST = 64
 class UsageFile:
     """Entries and bytes, in a file; read and written under the folder's lock.
 
-    A writer records before its file appears and an eviction after its file is gone: whoever is
-    killed in between leaves the record too high, which the next look at a full store corrects,
-    never too low.
+    A writer records before its file appears, and an eviction after its file is gone: a process
+    killed in between leaves the record too high, never too low; the next search of a full store
+    corrects it.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def read(self) -> Usage | None:
-        """Return what the folder holds, None where that is not recorded."""
+        """Return the recorded usage, None if there is no valid record."""
         match = _USAGE.fullmatch(read_small(self._path, _LONGEST))
         return Usage(int(match[1]), int(match[2])) if match else None
 
     def write(self, usage: Usage) -> None:
-        """Record what the folder holds."""
+        """Record the usage."""
         path = str(self._path)
         text = b"%018d %018d\n" % (max(usage.entries, 0), max(usage.nbytes, 0))
         if overwrite(path, text):

@@ -1,4 +1,4 @@
-"""GGUF files: what they hold, and their conversion into a folder in hub format.
+"""Converts GGUF files into folders in hub format.
 
 The engines load safetensors; a GGUF file is converted once, into the folder of converted models.
 """
@@ -23,7 +23,7 @@ SUFFIX = ".gguf"
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a file begins as a GGUF file does."""
+    """Whether a file begins with GGUF's magic bytes."""
     try:
         with path.open("rb") as file:
             return file.read(len(MAGIC)) == MAGIC
@@ -39,8 +39,8 @@ def stem(file_name: str) -> str | None:
 def converted_folder(file: Path, name: str) -> Path:
     """Return the folder that a GGUF file was converted into; converts it the first time.
 
-    name: what the user called it, for messages. The same content is converted once, wherever it
-    lies. Raises ModelLoadError when it cannot be converted.
+    name: as the user gave it, for messages. Equal content is converted once, whatever its path.
+    Raises ModelLoadError when it cannot be converted.
     """
     state = converted.FileState.of(file)
     for folder, record in converted.converted_models():
@@ -87,8 +87,8 @@ def convert(file: Path, folder: Path, name: str) -> None:
 def _alone(file: Path) -> Iterator[Path]:
     """Yield a link to a file in a folder that holds nothing else.
 
-    transformers reads a tokenizer, templates and adapter settings from a GGUF file's folder, which
-    may be another model's.
+    transformers also reads tokenizer, templates and adapter settings from a GGUF file's folder,
+    which may belong to another model.
     """
     with tempfile.TemporaryDirectory(prefix="cacheblend-") as folder:
         link = Path(folder) / f"model{SUFFIX}"

@@ -1,4 +1,4 @@
-"""A GGUF file's metadata and table of tensors, without its weights."""
+"""Reads a GGUF file's metadata and tensor table, without its weights."""
 
 from __future__ import annotations
 
@@ -12,18 +12,17 @@ from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
 
 TOKENIZER = "tokenizer.ggml."
 ROLES = ("bos", "eos", "unknown", "padding")
-"""Of special tokens, of which each names one by its id, where there is one."""
+"""Roles of special tokens; a file may give the token id of each."""
 FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
 class Header:
-    """What a GGUF file says of itself.
+    """The header of a GGUF file.
 
-    metadata: values by key; of arrays with more than LONG_ARRAY items only their length. tokens:
-    the vocabulary, by id. tensors: number of values by name. types: names of the ways in which they
-    are stored. rope_factors: divisors of the rotary frequencies, one a pair of components; None
-    when there are none.
+    metadata: values by key; for arrays with more than LONG_ARRAY items only their length. tokens:
+    the vocabulary, by id. tensors: number of values by name. types: names of the tensors' types.
+    rope_factors: divisors of the rotary frequencies, one per pair of components; None without any.
     """
 
     metadata: Mapping[str, Any]
@@ -34,12 +33,12 @@ class Header:
 
     @property
     def architecture(self) -> str:
-        """Its architecture's name, as llama.cpp has it."""
+        """The architecture's name in llama.cpp."""
         return str(self.metadata["general.architecture"])
 
     @property
     def quantized(self) -> bool:
-        """Whether weights are stored as codes instead of floating-point numbers."""
+        """Whether weights are quantized."""
         return not self.types <= set(FLOATS)
 
     def settings(self) -> dict[str, Any]:
@@ -52,11 +51,11 @@ class Header:
         }
 
     def tokenizer(self, key: str, default: Any = None) -> Any:
-        """Return what the file says of its tokenizer."""
+        """Return a tokenizer setting."""
         return self.metadata.get(f"{TOKENIZER}{key}", default)
 
     def special_token(self, role: str) -> int | None:
-        """Return the id of the token that has a role (``bos``); None where no token has it."""
+        """Return the id of the token with a role (``bos``); None if no token has it."""
         number = self.tokenizer(f"{role}_token_id")
         return int(number) if number is not None and 0 <= number < len(self.tokens) else None
 
@@ -68,8 +67,8 @@ LONG_ARRAY = 1024
 def read_header(file: Path) -> Header:
     """Read a GGUF file's header.
 
-    Raises CannotConvertError when the file is damaged, a part of a split one, or holds no weights
-    or no tokenizer.
+    Raises CannotConvertError when the file is damaged, is a part of a split file, or holds no
+    weights or no tokenizer.
     """
     from gguf import GGUFReader
 

@@ -1,4 +1,4 @@
-"""CannotConvertError: why a GGUF file is not converted."""
+"""The error for GGUF files that cannot be converted."""
 
 HUB_FORMAT = "give the model's folder in hub format instead"
 

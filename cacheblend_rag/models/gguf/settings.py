@@ -1,8 +1,8 @@
-"""The settings of a GGUF file, held against the config that transformers makes of them.
+"""Compares a GGUF file's settings with the config that transformers makes from them.
 
-transformers leaves out what it does not know, and the model would then compute something else
-without a word. Here every setting is either found in the config again, or known to have no part in
-what is computed, or the file is refused.
+transformers ignores settings that it does not know, and the model would then silently compute
+something else. So a file is refused unless each setting is in the config, or known to have no
+effect on the computation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ IN_SHAPES = {
     "expert_shared_feed_forward_length",
     "vocab_size",
 }
-"""A wrong one does not fit the weights."""
+"""Settings whose wrong value would not fit the weights."""
 OF_NO_EFFECT = {"context_length", "tensor_data_layout", "rope.scaling.finetuned"}
 IN_CONFIG = {
     "attention.head_count": ("num_attention_heads", "n_head"),
@@ -39,7 +39,7 @@ IN_CONFIG = {
     "logit_scale": ("logit_scale",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
-"""Names of a setting in configs, of which one has its value."""
+"""Names of a setting in configs; one of them must have its value."""
 ROPE_SCALING = "rope.scaling.type"
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
 
@@ -50,7 +50,7 @@ def check_settings(config: Any, header: Header) -> None:
     for key, value in header.settings().items():
         if key not in IN_SHAPES | OF_NO_EFFECT and not _carried(text, key, value):
             raise CannotConvertError(
-                f"transformers does not take over the setting {header.architecture}.{key}="
+                f"transformers ignores the setting {header.architecture}.{key}="
                 f"{value!r}: {HUB_FORMAT}"
             )
 
@@ -75,9 +75,9 @@ def _carried(config: Any, key: str, value: Any) -> bool:
 
 
 def put_rope_factors(config: Any, header: Header) -> None:
-    """Take over Llama 3's scaling of rotary frequencies, which GGUF files hold as a tensor.
+    """Set Llama 3's scaling of rotary frequencies, which GGUF files store as a tensor.
 
-    Raises CannotConvertError when its factors are made otherwise.
+    Raises CannotConvertError when the factors do not follow Llama 3's formula.
     """
     if header.rope_factors is None:
         return
@@ -102,7 +102,7 @@ def put_rope_factors(config: Any, header: Header) -> None:
 
 
 def llama3_factors(factor: float, theta: float, pairs: int) -> list[float]:
-    """Return what Llama 3 divides rotary frequencies by, one a pair of components."""
+    """Return Llama 3's divisors of rotary frequencies, one per pair of components."""
     return [_llama3_factor(factor, theta ** (pair / pairs)) for pair in range(pairs)]
 
 
@@ -117,7 +117,7 @@ def _llama3_factor(factor: float, slowness: float) -> float:
 
 
 def _ropes(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield the config's rotary settings, of each kind of layer where they differ."""
+    """Yield the config's rotary settings, one for each kind of layer if they differ."""
     rope = getattr(config, "rope_parameters", None) or {}
     nested = [each for each in rope.values() if isinstance(each, dict)]
     yield from nested or [rope]

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file, as a tokenizer in hub format that makes the same tokens."""
+"""Converts the tokenizer of a GGUF file into hub format, with the same tokens."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 BYTE_LEVEL, SENTENCE_PIECE = "gpt2", "llama"
 DIGITS_ALONE = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
-"""Byte-level vocabularies before whose merges each digit stands alone."""
+"""Byte-level pre-tokenizers that split off every digit."""
 AS_GPT2 = {"gpt-2", "gpt2", "mpt", "olmo", "jais", "trillion", "granite-docling", "phi-2"}
 WHOLE_WORDS_FIRST = {"llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "tekken"}
-"""Byte-level vocabularies whose words are taken whole, without merging, and which begin with BOS
-unless the file says otherwise."""
+"""Byte-level vocabularies that use whole words without merging, and begin with BOS unless the file
+says otherwise."""
 ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 SAMPLE = "The year 1984,  10 naïve\n\n\tpeople's 漢字 🙂 {'x': [0.5]} don't  "
 ANSWER = "xyzzy"
@@ -30,8 +30,8 @@ ANSWER = "xyzzy"
 def save_tokenizer(file: Path, header: Header, folder: Path) -> list[int]:
     """Write a GGUF file's tokenizer into a folder; return the tokens that end an answer.
 
-    file: has a folder of its own, since transformers prefers a tokenizer.json beside it. Raises
-    CannotConvertError when it is of a kind whose tokens would come out otherwise.
+    file: in a folder of its own, since transformers prefers a tokenizer.json beside it. Raises
+    CannotConvertError when the converted tokenizer would give different tokens.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -59,15 +59,15 @@ def save_tokenizer(file: Path, header: Header, folder: Path) -> list[int]:
     tokenizer.save_pretrained(folder)
     loaded = AutoTokenizer.from_pretrained(folder)
     if loaded(SAMPLE).input_ids != backend.encode(SAMPLE).ids:
-        raise CannotConvertError(f"its tokenizer makes other tokens once it is saved: {HUB_FORMAT}")
+        raise CannotConvertError(f"its tokenizer gives other tokens after saving: {HUB_FORMAT}")
     return _end_tokens(loaded, header)
 
 
 def _split_as_trained(backend: Tokenizer, header: Header) -> None:
-    """Cut texts into words as the vocabulary's merges were learned.
+    """Set the pre-tokenizer with which the vocabulary's merges were learned.
 
-    transformers knows some of the rules by the names that GGUF files have for them, and takes
-    GPT-2's for all others, which is right for few.
+    transformers knows some rules by their names in GGUF files, and uses GPT-2's for all others,
+    which is right for few.
     """
     kind, rule = header.tokenizer("model"), header.tokenizer("pre", "default")
     if kind == BYTE_LEVEL:
@@ -80,7 +80,7 @@ def _split_as_trained(backend: Tokenizer, header: Header) -> None:
             )
         elif isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel) and rule not in AS_GPT2:
             raise CannotConvertError(
-                f"the way its tokenizer cuts words ({rule!r}) is not known here: {HUB_FORMAT}"
+                f"its tokenizer has an unknown pre-tokenizer ({rule!r}): {HUB_FORMAT}"
             )
         if rule in WHOLE_WORDS_FIRST:
             backend.model.ignore_merges = True
@@ -88,18 +88,18 @@ def _split_as_trained(backend: Tokenizer, header: Header) -> None:
         header.tokenizer("add_space_prefix", True)
     ):
         raise CannotConvertError(
-            f"its tokenizer's add_space_prefix is not carried over by transformers: {HUB_FORMAT}"
+            f"transformers ignores its tokenizer's add_space_prefix: {HUB_FORMAT}"
         )
 
 
 def _adds_space(backend: Tokenizer) -> bool:
-    """Whether a text's first word is encoded as if a space stood before it."""
+    """Whether a text's first word is encoded as if there were a space before it."""
     tokens: list[str] = backend.encode("a", add_special_tokens=False).tokens
     return tokens[:1] != ["a"]
 
 
 def _put_around(backend: Tokenizer, header: Header, names: dict[str, str]) -> None:
-    """Let the tokenizer begin texts with BOS and end them with EOS where the file says so."""
+    """Let the tokenizer begin texts with BOS and end them with EOS if the file says so."""
     rule = header.tokenizer("pre", "default")
     begins = header.tokenizer("model") == SENTENCE_PIECE or rule in WHOLE_WORDS_FIRST
     first = last = ""
@@ -116,7 +116,7 @@ def _put_around(backend: Tokenizer, header: Header, names: dict[str, str]) -> No
 
 
 def _end_tokens(tokenizer: Any, header: Header) -> list[int]:
-    """Return the tokens that end an answer: EOS, and what the chat template puts after a turn."""
+    """Return the tokens that end an answer: EOS, and the chat template's end of a turn."""
     found = [header.special_token("eos"), header.special_token("eot")]
     if tokenizer.chat_template:
         found.append(_after_answer(tokenizer))

@@ -11,13 +11,13 @@ from cacheblend_rag.models.gguf.refusal import HUB_FORMAT, CannotConvertError
 
 BYTE_LETTERS = bytes_to_unicode()
 SPACE = "\u2581"
-"""Stands for a space in SentencePiece vocabularies."""
+"""The character for a space in SentencePiece vocabularies."""
 
 
 def check_vocabulary(backend: Tokenizer, tokens: Sequence[str]) -> None:
-    """Raise CannotConvertError unless each token has its place in the list as its id.
+    """Raise CannotConvertError unless each token's id is its index in the list.
 
-    Of a token that is listed twice, one id counts.
+    For a token that is listed twice, either id is right.
     """
     for number, token in enumerate(tokens):
         spellings = _spellings(token)
@@ -25,12 +25,12 @@ def check_vocabulary(backend: Tokenizer, tokens: Sequence[str]) -> None:
         is_known = any(backend.token_to_id(each) is not None for each in spellings)
         if held not in {None, *spellings} or not is_known:
             raise CannotConvertError(
-                f"its tokenizer is read with {held!r} as token {number}, which is {token!r}: "
+                f"transformers reads token {number} of its tokenizer as {held!r}, not {token!r}: "
                 f"{HUB_FORMAT}"
             )
 
 
 def _spellings(token: str) -> set[str]:
-    """Return how vocabularies may spell a token: with other characters for spaces or for bytes."""
+    """Return a token's spellings in vocabularies: with other characters for spaces or bytes."""
     by_bytes = "".join(BYTE_LETTERS[byte] for byte in token.encode("utf-8", "surrogatepass"))
     return {token, token.replace(" ", SPACE), by_bytes}

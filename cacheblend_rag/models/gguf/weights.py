@@ -1,8 +1,8 @@
-"""The weights of a GGUF file, as a folder of safetensors that has the same values.
+"""Converts the weights of a GGUF file to safetensors.
 
-Weights that the file holds as floating-point numbers keep their precision. Quantized ones are
-stored in bfloat16: that rounds each by less than one part in 256 and, as with published
-checkpoints, makes them the same for engines of any precision.
+Floating-point weights keep their precision. Quantized ones are stored in bfloat16: that rounds each
+by less than one part in 256 and, as with published checkpoints, makes them the same for engines of
+any precision.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ NOT_OF_THE_MODEL = {"quantization_config", "_name_or_path"}
 def save_weights(file: Path, header: Header, folder: Path, end_tokens: Sequence[int]) -> None:
     """Write a GGUF file's config and weights into a folder.
 
-    file: has a folder of its own, since transformers loads what an adapter_config.json beside it
-    names. end_tokens: what ends an answer, for the generation config. Raises CannotConvertError
-    when transformers does not know the architecture, or would leave out weights or settings.
+    file: in a folder of its own, since transformers loads the adapter that an adapter_config.json
+    beside it names. end_tokens: end an answer, for the generation config. Raises CannotConvertError
+    when transformers does not know the architecture, or would ignore weights or settings.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 

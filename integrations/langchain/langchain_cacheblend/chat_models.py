@@ -251,7 +251,7 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         stop: list[str] | None,
         options: Mapping[str, Any],
     ) -> _Call:
-        """Return what to ask the engine; raises ConfigError for an option that is none."""
+        """Return what to ask the engine; raises ConfigError for an unknown option."""
         given = {name: value for name, value in options.items() if name not in CORE_FIELDS}
         options = CALL.told(_with_stop(given, stop))
         config, ratio = self._blend_config(), options.get("recompute_ratio")

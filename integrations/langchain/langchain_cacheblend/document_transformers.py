@@ -24,10 +24,10 @@ class CacheBlendTransformer(EngineOptions, BaseDocumentTransformer):
         CacheBlendTransformer(engine=llm.engine).transform_documents(chunks)
         store.add_documents(chunks)
 
-    Chunks of one source document are computed behind the chunks that precede them there, as far
-    back as ``metadata["cacheblend_boundary"]`` (who may read a chunk) is the same. So give all of
-    them in one call; they replace what was known of that document in the collection. Chunks
-    without a source stand alone.
+    Chunks of one source document are computed after the chunks before them, as far back as
+    ``metadata["cacheblend_boundary"]`` (who may read a chunk) is the same. So give all of them in
+    one call; they replace the document's earlier chunks in the collection. Chunks without a source
+    stand alone.
     """
 
     document_key: str | None = None

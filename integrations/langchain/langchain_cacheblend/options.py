@@ -18,7 +18,7 @@ from langchain_cacheblend.instruction import prompt_instruction
 if TYPE_CHECKING:
     _Stored = EngineComponent
 else:
-    # What else a store may be told (a folder, say) is nobody's business.
+    # Other settings of a store (a folder, for example) are private.
     _Stored = EngineComponent.storing(shown={"host_bytes", "disk_bytes"})
 
 

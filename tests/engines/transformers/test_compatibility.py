@@ -44,7 +44,7 @@ class TestInEveryPrecision:
             if "norm" in name:
                 weight.data += 0.3
         monkeypatch.setattr(compatibility, "TransformersStack", FAULTS[fault])
-        with pytest.raises(UnsupportedModelError, match=r"keys of layer|driven alone"):
+        with pytest.raises(UnsupportedModelError, match=r"keys of layer|run alone"):
             open_stack(model)
 
 
@@ -58,7 +58,7 @@ def test_layers_that_cannot_run_in_float32_are_compared_in_16_bits(
     monkeypatch.setattr(stack, "in_float32", fail)
     assert open_stack(make_model("gemma3", dtype)).layouts == [HALVES] * 6
     monkeypatch.setattr(compatibility, "TransformersStack", FAULTS["rotary off by one"])
-    with pytest.raises(UnsupportedModelError, match="driven alone"):
+    with pytest.raises(UnsupportedModelError, match="run alone"):
         open_stack(make_model("gemma3", dtype))
 
 
@@ -86,7 +86,7 @@ def test_a_model_goes_on_from_what_was_kept_in_every_precision(
     monkeypatch.setattr(ordinary_prefill, "OrdinaryPrefill", WrongPositions)
     assert not find_ordinary_prefill(model, opened).positioned, "it finds them by itself"
     monkeypatch.setattr(ordinary_prefill, "OrdinaryPrefill", Forgetful)
-    with pytest.raises(UnsupportedModelError, match="does not go on from KV"):
+    with pytest.raises(UnsupportedModelError, match="does not continue from its cached KV"):
         find_ordinary_prefill(model, opened)
 
 

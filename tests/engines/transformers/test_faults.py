@@ -317,7 +317,7 @@ def test_a_model_that_does_not_load_is_one_line(tmp_path: Path) -> None:
     assert "nothing" in str(caught.value)
     with pytest.raises(ConfigError, match="tokenizer must be given"):
         TransformersEngine(make_model())
-    with pytest.raises(ConfigError, match="device='nowhere' is not to be had here"):
+    with pytest.raises(ConfigError, match="device='nowhere' is not available here"):
         TransformersEngine(tmp_path, device="nowhere")
     with pytest.raises(ConfigError, match="dtype='float3' must be"):
         TransformersEngine(tmp_path, dtype="float3")

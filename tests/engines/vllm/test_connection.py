@@ -409,8 +409,8 @@ def test_no_server_there() -> None:
 @pytest.mark.parametrize(
     ("models", "error", "said"),
     [
-        ([], EngineUnavailableError, "no vLLM server"),
-        ([{"id": "gpt", "object": "model"}], EngineUnavailableError, "no vLLM server"),
+        ([], EngineUnavailableError, "is not a vLLM server"),
+        ([{"id": "gpt", "object": "model"}], EngineUnavailableError, "is not a vLLM server"),
         ([MODEL, {**MODEL, "id": "b", "root": "b"}], ConfigError, "none that .* serves: tiny, b"),
     ],
 )

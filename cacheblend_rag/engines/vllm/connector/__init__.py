@@ -1,7 +1,7 @@
-"""CacheBlend in vLLM's own processes; every reach into vLLM's internals is in this folder.
+"""The KV connector that runs inside vLLM; all uses of vLLM's internals are in this folder.
 
-Servers are told this module's path and the connector's name. The connector is imported on first
-use, so that its settings can be read where no vLLM is installed.
+Servers get this module's path and the connector's name. The connector is imported on first
+use, so that its settings can be read without vLLM.
 """
 
 from __future__ import annotations

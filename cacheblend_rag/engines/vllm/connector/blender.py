@@ -1,4 +1,4 @@
-"""Blender: works on jobs inside a vLLM worker, a slice at a time, in step with its other ranks."""
+"""Runs jobs inside a vLLM worker, one slice at a time, in step with the other ranks."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ logger = logging.getLogger(__name__)
 ROW_BLOCK = 768
 """Most rows at once on a CPU; an accelerator takes as many as vLLM has profiled."""
 DEVICE_ERRORS = (torch.AcceleratorError,)
-"""After these nothing that is asked of the device succeeds."""
+"""Errors after which no operation on the device succeeds."""
 
 
 @dataclass(frozen=True)
 class _OutOfMemory:
-    """A step of a job found no memory; lack: one line about it."""
+    """A step of a job ran out of memory; lack: one line about it."""
 
     lack: str
 
 
 class Blender:
-    """Works on jobs over one model, its paged cache and a store of chunk KV.
+    """Runs jobs over one model, its paged cache and a store of chunk KV.
 
-    identify: says what makes this worker's KV interchangeable with others', without the lead-in,
-    once it is known how its keys come out (``key_traits``). slice_seconds: see Slices.
-    Raises UnsupportedModelError when the model cannot be driven.
+    identify: returns everything that this worker's KV depends on, the lead-in aside, given the
+    result of ``key_traits``. slice_seconds: see Slices.
+    Raises UnsupportedModelError when the model cannot be run layer by layer.
     """
 
     def __init__(
@@ -95,15 +95,15 @@ class Blender:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What this worker's KV depends on, without the lead-in; empty before the trial."""
+        """Everything that this worker's KV depends on, the lead-in aside; empty before the test."""
         return self.jobs.identity
 
     def try_model(self) -> None:
-        """Try the model; see Trial."""
+        """Test the model; see Trial."""
         self.jobs.identity = self._identify(self.trial.run())
 
     def start(self, allotted: Allotted) -> None:
-        """Take a job on, and begin to read the chunks it is to blend; ``advance`` works on it."""
+        """Accept a job, and begin to read the chunks to blend; ``advance`` runs it."""
         self._leave(allotted.request_id)
         self._allotted[allotted.request_id] = allotted
         source = self.jobs.source(allotted)
@@ -114,13 +114,13 @@ class Blender:
             self._idle.add(allotted.request_id)
 
     def cancel(self, request_id: str) -> bool:
-        """Give a job up; returns whether it was at work."""
+        """Cancel a job; returns whether it was running."""
         self._worked.pop(request_id, None)
         self._leave(request_id)
         return self.at_work.pop(request_id, None) is not None
 
     def _leave(self, request_id: str) -> None:
-        """Let go of what belongs to a job that is over: chunks that it did not take."""
+        """Free the resources of a finished job: chunks that it did not take."""
         self._together.discard(request_id)
         self._allotted.pop(request_id, None)
         self._idle.discard(request_id)
@@ -129,15 +129,15 @@ class Blender:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job is left but those for idle time."""
+        """Whether all remaining jobs are for idle time."""
         return self.at_work.keys() <= self._idle
 
     def advance(
         self, seconds: float | None, only: str | None = None
     ) -> Iterator[tuple[str, WorkResult]]:
-        """Work for so long, oldest job first; yields jobs that are done, with their results.
+        """Work for so many seconds, oldest job first; yields finished jobs with their results.
 
-        JobRunner for idle time have it once no other is left, which all ranks see alike.
+        Jobs for idle time run when no other job is left, which all ranks see alike.
         """
         until = math.inf if seconds is None else time.perf_counter() + seconds
         idle = self.is_idle
@@ -155,9 +155,9 @@ class Blender:
 
     @torch.inference_mode()
     def _step(self, request_id: str, work: Work, until: float) -> WorkResult | None:
-        """Run a job until it is done or time is up; None when it is not done.
+        """Run a job until it is done or time is up; None if it is not done.
 
-        Ranks stop after the same step, since each step has all of them take part: the first one's
+        Ranks stop after the same step, since all of them take part in each step: the first one's
         clock decides, and a failure of one is a failure of all.
         """
         while True:
@@ -172,19 +172,18 @@ class Blender:
                 return None
 
     def _given_up(self, request_id: str, lack: str) -> WorkResult:
-        """Free what a job held that found no memory, once its error is gone, and say so."""
+        """Free the resources of a job that ran out of memory, after its error, and log it."""
         give_back_unused()
         allotted = self._allotted[request_id]
         logger.warning("a %s job is given up: %s (%s)", allotted.job.kind, NO_ROOM, lack)
         return self.jobs.no_room(allotted, lack)
 
     def _next_result(self, request_id: str, work: Work) -> WorkResult | _OutOfMemory | None:
-        """Do a job's next step; its result when that was the last one, or when it failed.
+        """Run a job's next step; returns its result after the last one, or if it failed.
 
-        Once a job runs layers, ranks meet in the middle of its steps: what fails then on one rank
-        must end the engine, since the others wait there for a rank that will not come. A device in
-        error ends it always. vLLM hears the exceptions of one rank only, but sees any rank's
-        process go.
+        Once a job runs layers, ranks synchronize within its steps: a failure of one rank must then
+        end the engine, since the others would wait forever. A device error always ends it. vLLM
+        notices exceptions of one rank only, but the exit of any rank's process.
         """
         self.stack.met = False
         try:
@@ -197,7 +196,7 @@ class Blender:
             lack = lack_of_memory(error)
             is_dead = isinstance(error, DEVICE_ERRORS) and lack is None
             if is_dead or (has_met and get_tp_group().world_size > 1):
-                logger.critical("blending failed where vLLM cannot go on from", exc_info=True)
+                logger.critical("blending failed and vLLM cannot continue", exc_info=True)
                 if get_tp_group().world_size > 1:
                     raise SystemExit(1) from error
                 raise

@@ -1,4 +1,4 @@
-"""ChunkWriter: new chunk KV on its way into a store, off the thread that drives the model."""
+"""Writes new chunk KV to a store on a separate thread."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.reason import Reason
 
 MOST_WAITING = 8
-"""Chunks of one job that are computed and not written yet: memory beside the store's."""
+"""Most chunks of one job that are computed but not written; they take memory."""
 WAIT_SECONDS = 0.001
 
 
 class ChunkWriter:
-    """Writes one job's chunks, in their order, on a thread; all ranks wait for each other's.
+    """Writes one job's chunks, in order, on a thread; ranks wait for each other.
 
-    refused: once finished, how many were not stored, by reason; failed: those of them that
-    were not stored because a tier failed.
+    refused: after ``finish``, how many were not stored, by reason; failed: how many of these
+    because a tier failed.
     """
 
     def __init__(self, stack: DecoderStack, store: TieredKVStore) -> None:
@@ -32,12 +32,12 @@ class ChunkWriter:
         self.failed: Counter[Reason] = Counter()
 
     def put(self, key: KVKey, kv: ChunkKV) -> Steps[None]:
-        """Have a chunk written; yields while too many wait."""
+        """Queue a chunk; yields while too many wait."""
         self._puts.append(self._thread.submit(self._store.put_computed, key, kv))
         yield from self._until_waiting(MOST_WAITING - 1)
 
     def finish(self) -> Steps[int]:
-        """Wait for all of them; returns how many are stored. Raises what ``put`` raises."""
+        """Wait for all chunks; returns how many are stored. Raises the errors of ``put``."""
         yield from self._until_waiting(0)
         self.close()
         results = [put.result() for put in self._puts]
@@ -46,11 +46,11 @@ class ChunkWriter:
         return len(results) - self.refused.total()
 
     def close(self) -> None:
-        """Write what was handed over, and take no more; does not wait for it."""
+        """Accept no more chunks; queued ones are still written, without waiting."""
         self._thread.shutdown(wait=False)
 
     def _until_waiting(self, most: int) -> Steps[None]:
-        """Yield until no rank has more than so many chunks that are not written."""
+        """Yield until every rank has at most so many unwritten chunks."""
         while True:
             waiting = [put for put in self._puts if not put.done()]
             if len(waiting) > most:

@@ -1,4 +1,4 @@
-"""What vLLM can do that blending cannot: such a server answers by ordinary prefill."""
+"""Checks for vLLM features that cannot be combined with blending."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KV_TYPES = {"auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5
 def refusal_of(vllm_config: Any, kv_cache_config: Any) -> Reason | None:
     """Return why nothing is blended under this VllmConfig and KVCacheConfig, or None.
 
-    Whether the model itself can be blended is found by a trial.
+    A test decides whether the model itself can be blended.
     """
     parallel, model = vllm_config.parallel_config, vllm_config.model_config
     cache = vllm_config.cache_config
@@ -41,9 +41,9 @@ def refusal_of(vllm_config: Any, kv_cache_config: Any) -> Reason | None:
 
 
 def drops_blocks(kv_cache_config: Any) -> bool:
-    """Whether vLLM gives no blocks to what lies before the sliding window.
+    """Whether vLLM allocates no blocks before the sliding window.
 
-    It recomputes a failed synchronous load in the blocks it has, so a load must not be one.
+    It recomputes a failed synchronous load in the allocated blocks, so loads must be asynchronous.
     """
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return any(isinstance(spec, SlidingWindowSpec) for spec in specs)
@@ -58,8 +58,8 @@ def check_attention(layers: Sequence[Any]) -> None:
             "a layer that is no causal attention": layer.attn_type != "decoder",
             "layers that share KV": layer.kv_sharing_target_layer_name is not None,
             "ALiBi positions": getattr(impl, "alibi_slopes", None) is not None,
-            "layers of several shapes": _shape(layer) != _shape(first),
-            "values of another width than keys": layer.head_size_v != layer.head_size,
+            "layers of different shapes": _shape(layer) != _shape(first),
+            "values and keys of different widths": layer.head_size_v != layer.head_size,
         }
         for name, present in obstacles.items():
             if present:

@@ -1,4 +1,4 @@
-"""CompiledOps: a compiled model's own operations, for layers that are driven one by one."""
+"""Compiles a model's small operations for layers that are run one by one."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class CompiledOps:
     """Operations of some layers, compiled as vLLM's compiler would.
 
     They are norms, activations and rotary embeddings and, on a CPU, experts. In a compiled model
-    these have no kernel of their own: vLLM leaves them to the compiler, which writes one. A layer
-    that is driven alone would run them as they are written, operation by operation, which is slower
-    and rounds differently. Where vLLM compiles nothing, nor does this.
+    vLLM leaves these to the compiler, which generates kernels. A layer that is run alone would
+    execute them eagerly, which is slower and rounds differently. If vLLM does not compile, neither
+    does this class.
     """
 
     def __init__(self, layers: Iterable[nn.Module], vllm_config: VllmConfig) -> None:
@@ -34,7 +34,7 @@ class CompiledOps:
 
     @contextmanager
     def within(self, layer: int) -> Iterator[None]:
-        """Have a layer use them, as long as it is driven."""
+        """Let a layer use them inside the block."""
         made = self._made[layer]
         before = [getattr(module, name) for module, name, _ in made]
         for module, name, compiled in made:
@@ -47,7 +47,7 @@ class CompiledOps:
 
 
 def _left(module: Any) -> tuple[str, Callable[..., Any]] | None:
-    """Return what vLLM leaves to the compiler in a module, and the attribute it is called by."""
+    """Return a module's method that vLLM leaves to the compiler, and its attribute name."""
     if isinstance(module, CustomOp):
         kind = type(module)
         is_small = any(f".layers.{name}" in kind.__module__ for name in COMPILED)

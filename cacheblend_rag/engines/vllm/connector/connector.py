@@ -1,10 +1,10 @@
-"""CacheBlendConnector: CacheBlend in unpatched vLLM, as an out-of-tree KV connector.
+"""An out-of-tree KV connector that runs CacheBlend in unpatched vLLM.
 
-To vLLM, blending is loading KV from elsewhere: the scheduler's side says how many tokens of a
-request it will provide, the worker's side computes them into the request's blocks. A job for it
+To vLLM, blending is an external KV load: the scheduler side says how many tokens of a
+request it will provide, the worker side computes them into the request's blocks. A job
 comes with the request (``kv_transfer_params``), a result goes back with its last output.
 
-A request is only ever blended under a ``cache_salt`` of its own: otherwise vLLM's prefix cache
+A request is only blended under its own ``cache_salt``: otherwise vLLM's prefix cache
 would serve its approximate KV to ordinary requests.
 """
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 class CacheBlendConnector(KVConnectorBase_V1):
-    """The face that vLLM loads, once beside its scheduler and once in each worker.
+    """The class that vLLM loads, once beside its scheduler and once in each worker.
 
-    Each method is the one side's or the other's; see ConnectorScheduler and ConnectorWorker.
+    Each method belongs to one of the two sides; see ConnectorScheduler and ConnectorWorker.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class CacheBlendConnector(KVConnectorBase_V1):
 
     @property
     def scheduler(self) -> ConnectorScheduler:
-        """The side that this connector is, beside a scheduler."""
+        """The scheduler side; only beside a scheduler."""
         assert self._scheduler is not None  # noqa: S101 (vLLM asks each side for its own)
         return self._scheduler
 
     @property
     def worker(self) -> ConnectorWorker:
-        """The side that this connector is, in a worker."""
+        """The worker side; only in a worker."""
         assert self._worker is not None  # noqa: S101 (vLLM asks each side for its own)
         return self._worker
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nobody waits for KV from here: a request that is preempted keeps its output."""
+        """No other instance waits for KV from here, so a preempted request keeps its output."""
         return False
 
     # Worker
@@ -90,13 +90,13 @@ class CacheBlendConnector(KVConnectorBase_V1):
         self.worker.get_ready()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Take in what a step brings; the model runs next, unless jobs are worked on before."""
+        """Receive a step's metadata, before jobs or the model run."""
         super().bind_connector_metadata(connector_metadata)
         if isinstance(connector_metadata, StepJobs):
             self.worker.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Work on jobs: before the model runs where it needs them, else once it was started."""
+        """Run jobs: before the model if the step needs them, else after the model was started."""
         step = self._get_connector_metadata()
         if isinstance(step, StepJobs):
             self.worker.work(step)
@@ -105,10 +105,10 @@ class CacheBlendConnector(KVConnectorBase_V1):
         """Nothing to wait for: KV is there before the first layer runs."""
 
     def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to save: chunk KV is computed by jobs of its own."""
+        """Nothing to save: separate jobs compute chunk KV."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: the model was started, and all jobs had their time."""
+        """Nothing to wait for: the model was started, and jobs have run their slice."""
         self.worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -128,13 +128,13 @@ class CacheBlendConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Say how many tokens of the prompt will be provided: up to its last chunk, or none."""
+        """Return how many tokens of the prompt will be provided: up to its last chunk, or none."""
         return self.scheduler.promise(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """Queue the job of a request that has got its blocks."""
+        """Queue the job of a request whose blocks were allocated."""
         self.scheduler.allot(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -142,7 +142,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
         return self.scheduler.take_jobs(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take results in."""
+        """Receive results."""
         step = connector_output.kv_connector_worker_meta
         if isinstance(step, StepResults):
             self.scheduler.note_results(step.results)
@@ -156,7 +156,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
     # Metrics
 
     def get_kv_connector_stats(self) -> BlendStats | None:
-        """Return what was counted since the last call; all of it on the scheduler's side."""
+        """Return the counts since the last call; only the scheduler side counts."""
         return None if self._scheduler is None else self._scheduler.take_stats()
 
     @classmethod

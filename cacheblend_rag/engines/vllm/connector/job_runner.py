@@ -70,8 +70,8 @@ WRITING = frozenset({"evict", "precompute", "verify"})
 class JobRunner:
     """See the module.
 
-    identity: what this worker's KV depends on, without the lead-in. rates: of passes and of vLLM's
-    own prefill. own_time: runs while jobs are worked on.
+    identity: everything that this worker's KV depends on, the lead-in aside. rates: of passes and
+    of vLLM's own prefill. own_time: a clock that runs while jobs run.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class JobRunner:
         self.rates, self.own_time = Rates(), OwnTime()
 
     def source(self, allotted: Allotted) -> LayerSource:
-        """Begin to read the chunks that a job is to blend."""
+        """Begin to read the chunks that a job blends."""
         placed = self._placed(allotted) if allotted.job.kind == "blend" else []
         worth = threshold(placed, allotted.job.config.min_tokens)
         return begin_reading(self.store, (c.key for c in placed), self.stack, threshold=worth)
 
     def work(self, allotted: Allotted, source: LayerSource) -> Work:
-        """Do a job, a piece at a time; source: of the chunks that it is to blend."""
+        """Run a job step by step; source: of the chunks to blend."""
         job = allotted.job
         if self.store.read_only and job.kind in WRITING:
             return Failed(READ_ONLY)
@@ -114,7 +114,7 @@ class JobRunner:
         return (yield from self._blend(allotted, source))
 
     def no_room(self, allotted: Allotted, lack: str) -> Declined | Failed:
-        """Say of a job that it found no memory and was given up; vLLM serves what it was to do."""
+        """Return the result of a job that ran out of memory; vLLM serves its request."""
         if allotted.job.kind != "blend":
             return Failed(no_room(lack))
         return _declined(lack, self._placed(allotted))
@@ -126,7 +126,7 @@ class JobRunner:
         ]
 
     def _release(self) -> ReleaseResult:
-        """Free the memory that chunk KV takes, but for vLLM's own cache."""
+        """Free the memory of chunk KV, vLLM's own cache aside."""
         freed = self.store.release() + release_pinned(self.stack.geometry.device)
         give_back_unused()
         return ReleaseResult(freed)
@@ -180,9 +180,9 @@ class JobRunner:
         )
 
     def _lack_of_room(self, tokens: int, *, checks: bool = False) -> str | None:
-        """Say why a pass over so many tokens does not fit beside vLLM, on some rank, or None.
+        """Return why a pass over so many tokens does not fit beside vLLM on some rank, or None.
 
-        vLLM has profiled its own needs only. Its own failure to get memory would end the server.
+        vLLM has profiled its own needs only, and its own out-of-memory error would end the server.
         """
         needed = self.stack.pass_bytes(tokens, checks=checks)
         free = free_bytes(self.stack.geometry.device)
@@ -204,7 +204,7 @@ class JobRunner:
             writer.close()
 
     def _written(self, allotted: Allotted, writer: ChunkWriter) -> Work:
-        """Compute chunks, while those before them are written."""
+        """Compute chunks while earlier ones are written."""
         keys, counts = self._chunk_keys(allotted), Counter[str]()
         for done in self._computed(allotted, keys):
             if done is not None and not isinstance(done, NoRoom):
@@ -223,7 +223,7 @@ class JobRunner:
         )
 
     def _computed(self, allotted: Allotted, keys: Sequence[KVKey]) -> Computed:
-        """Compute the chunks of a document that are not stored, behind what the job says."""
+        """Compute a document's chunks that are not stored, after the job's lead-in."""
         job = allotted.job
         plans = [_plan(allotted, chunk, key) for key, chunk in zip(keys, job.chunks, strict=True)]
         if job.lead_in.name != "document":
@@ -244,7 +244,7 @@ class JobRunner:
 
 
 def verify(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
-    """Read stored KV through, a key at a time; damaged KV is set aside by that."""
+    """Check stored KV, one key at a time; damaged KV is quarantined."""
     lost: dict[str, Reason] = {}
     for key in keys:
         for _, reason in unreadable(store, [key]):
@@ -254,7 +254,7 @@ def verify(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
 
 
 def evict(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
-    """Drop chunk KV, a key at a time."""
+    """Drop chunk KV, one key at a time."""
     evicted = 0
     for key in keys:  # each may wait for a disk
         evicted += store.evict(key)
@@ -263,7 +263,7 @@ def evict(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
 
 
 def prefetch(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
-    """Ask the store for chunk KV, a key at a time."""
+    """Prefetch chunk KV, one key at a time."""
     for key in keys:
         store.prefetch([key])
         yield
@@ -271,12 +271,12 @@ def prefetch(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
 
 
 def _declined(lack: str, placed: Sequence[PlacedChunk]) -> Declined:
-    """Say that a blend is not begun, or was given up, for want of memory."""
+    """Return the result of a blend that was not begun, or was abandoned, for lack of memory."""
     return Declined(no_room(lack), tuple(chunk.report(NO_ROOM) for chunk in placed))
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return the bytes to be had of a device, PyTorch's caches included; None on a CPU."""
+    """Return a device's free bytes, PyTorch's caches included; None on a CPU."""
     if device.type != "cuda":
         return None
     reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

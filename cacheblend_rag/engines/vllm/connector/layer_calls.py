@@ -1,8 +1,8 @@
 """How a model calls its decoder layers, recorded from the model itself.
 
-Native models of vLLM hand a state and a residual from layer to layer, or a state alone; those of
-its Transformers backend hand rotary tables, too. In a recording pass other functions stand in the
-layers' place and note what they are given.
+Native models of vLLM pass a state and a residual from layer to layer, or only a state; those of its
+Transformers backend pass rotary tables, too. In a recording pass other functions replace the layers
+and record their inputs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _RecordedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PositionInputs:
-    """Where rows stand. arguments: of each layer, as the model itself would pass them there."""
+    """Positions of rows. arguments: of each layer, as the model itself would pass them."""
 
     positions: Tensor
     arguments: Sequence[Mapping[str, Any]]
@@ -36,10 +36,10 @@ class PositionInputs:
 
 @dataclass(frozen=True, slots=True)
 class _CallingConvention:
-    """Which arguments of a layer change from call to call, and what a layer returns.
+    """How a model calls its layers: the varying arguments, and the form of results.
 
-    batched: hidden states have a batch dimension. answers: things that a layer returns, of which
-    the first one (with ``residual``, the first two) is handed on; 0 is a bare tensor.
+    batched: hidden states have a batch dimension. answers: number of values that a layer returns;
+    the first one (with ``residual``, the first two) is passed on; 0 is a bare tensor.
     """
 
     hidden: str
@@ -50,9 +50,9 @@ class _CallingConvention:
 
 
 class LayerCalls:
-    """What a model passes its layers, and what they pass on.
+    """The inputs that a model passes to its layers, and the layers' results.
 
-    hidden_size: of the model. Where a model hands a state and a residual on, hidden states here are
+    hidden_size: of the model. If layers pass on a state and a residual, hidden states here are
     both, side by side: (1, rows, 2 x hidden).
 
     Raises UnsupportedModelError when the model does not call its layers one after another.
@@ -74,11 +74,11 @@ class LayerCalls:
         self._constant = self._constant_arguments()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Return what the first layer is handed for tokens (rows,)."""
+        """Return the input of the first layer for tokens (rows,)."""
         return self._hidden_in(self._record_first(input_ids=token_ids))
 
     def position_inputs(self, positions: Tensor) -> PositionInputs:
-        """Return what layers need to know of positions (rows,)."""
+        """Return the layers' arguments that depend on positions (rows,)."""
         arguments = self._constant or self.arguments(positions, self._geometry.dtype)
         return PositionInputs(positions, arguments)
 
@@ -95,7 +95,7 @@ class LayerCalls:
         return {**given, names.hidden: states, names.residual: residual if layer else None}
 
     def hidden_of(self, done: Any) -> Tensor:
-        """Return what a layer hands on, (1, rows, hidden)."""
+        """Return a layer's output for the next layer, (1, rows, hidden)."""
         parts = done if isinstance(done, tuple) else (done,)
         states = parts[0] if self._convention.batched else parts[0][None]
         if self._convention.residual is None:
@@ -103,7 +103,7 @@ class LayerCalls:
         return _beside(states, parts[1])
 
     def arguments(self, positions: Tensor, dtype: torch.dtype) -> list[dict[str, Any]]:
-        """Return what the model passes each layer for tokens at ``positions`` (rows,), by name."""
+        """Return the arguments of each layer for tokens at ``positions`` (rows,), by name."""
         recorded: list[dict[str, Any]] = []
 
         def record(layer: int) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ class LayerCalls:
 
     @contextmanager
     def recorded(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-        """Note the hidden states before and after each layer, while the model itself runs."""
+        """Record the hidden states before and after each layer, while the model itself runs."""
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
 
@@ -146,7 +146,7 @@ class LayerCalls:
     def call_model(
         self, input_ids: Tensor | None, positions: Tensor, embeds: Tensor | None = None
     ) -> None:
-        """Call the model itself, in the forward context that is in force."""
+        """Call the model itself, in the current forward context."""
         if self._config.model_config.uses_mrope:  # of text, the three positions are the same
             positions = positions.expand(3, -1)
         self._model.forward(
@@ -165,13 +165,13 @@ class LayerCalls:
         return _beside(states, bound[self._convention.residual])
 
     def _found_convention(self) -> _CallingConvention:
-        """Watch the model call its first layer, and the layer answer."""
+        """Record how the model calls its first layer, and what the layer returns."""
         positions = torch.arange(2, device=self._geometry.device)
         bound = self._record_first(positions=positions)
         tensors = {name: value for name, value in bound.items() if isinstance(value, Tensor)}
         hidden = [name for name, value in tensors.items() if value.is_floating_point()]
         if not hidden:
-            raise UnsupportedModelError("its layers are handed no hidden state")
+            raise UnsupportedModelError("its layers get no hidden state")
         where = [
             name for name, value in tensors.items() if value.data_ptr() == positions.data_ptr()
         ]
@@ -186,7 +186,7 @@ class LayerCalls:
         )
 
     def _constant_arguments(self) -> list[dict[str, Any]] | None:
-        """What layers are handed beside states and positions; None when it depends on positions."""
+        """Return the layers' constant arguments; None if they depend on positions."""
         positions = torch.arange(2, device=self._geometry.device)
         moving = {self._convention.hidden, self._convention.positions, self._convention.residual}
         found = [
@@ -201,7 +201,7 @@ class LayerCalls:
     def _record_first(
         self, input_ids: Tensor | None = None, positions: Tensor | None = None
     ) -> dict[str, Any]:
-        """What the model passes its first layer, by name; one of the two must be given."""
+        """Return the arguments of the first layer, by name; one parameter must be given."""
         recorded: list[dict[str, Any]] = []
 
         def first(*given: Any, **named: Any) -> Any:
@@ -240,7 +240,7 @@ class LayerCalls:
 
     @contextmanager
     def _replaced(self, functions: Mapping[int, Callable[..., Any]]) -> Iterator[None]:
-        """Let some layers' forward be other functions for a while."""
+        """Replace some layers' forward functions temporarily."""
         with ExitStack() as restore:
             for layer, function in functions.items():
                 module = self._layers[layer]
@@ -254,6 +254,6 @@ def _attend_to_nothing(call: AttentionCall) -> Tensor:
 
 
 def _beside(states: Tensor, residual: Tensor | None) -> Tensor:
-    """Lay a state and a residual side by side: (1, rows, 2 x hidden)."""
+    """Concatenate a state and a residual: (1, rows, 2 x hidden)."""
     residual = torch.zeros_like(states) if residual is None else residual
     return torch.cat((states, residual.view_as(states)), -1)

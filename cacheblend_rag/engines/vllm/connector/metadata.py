@@ -1,4 +1,4 @@
-"""What travels between the connector's two sides: jobs to the worker, results to the scheduler."""
+"""Messages between the connector's two sides: jobs to the worker, results to the scheduler."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ RANK_FAILED = Failed(Reason(ReasonCode.FAILED, "blending failed on another rank"
 
 @dataclass(frozen=True)
 class Allotted:
-    """One request's job with what the scheduler allotted to it.
+    """One request's job with the blocks that the scheduler allocated.
 
-    tokens: the whole prompt. first, until: its tokens [first, until) are to be provided; those
-    before stand in the cache already. block_ids: the request's blocks. wait: it is needed in this
-    step. arrived: when vLLM was handed the request, in seconds of ``time.time``.
+    tokens: the whole prompt. first, until: tokens [first, until) must be provided; those before are
+    in the cache already. block_ids: the request's blocks. wait: whether it is needed in this step.
+    arrived: when vLLM received the request, in seconds of ``time.time``.
     """
 
     request_id: str
@@ -42,16 +42,16 @@ class Allotted:
     arrived: float = 0.0
 
     def blocks(self, size: int) -> tuple[int, ...]:
-        """Return the blocks, of ``size`` tokens each, that are to be filled."""
+        """Return the blocks, of ``size`` tokens each, that must be filled."""
         return self.block_ids[self.first // size : -(-self.until // size)]
 
 
 @dataclass
 class StepJobs(KVConnectorMetadata):
-    """From scheduler to worker: jobs to begin, and requests that are gone.
+    """From scheduler to worker: jobs to begin, and requests that ended.
 
-    busy: others compute in this step, so asynchronous work must leave them time. computed: what
-    vLLM computes itself, see ``computed_spans``.
+    busy: whether other requests compute in this step, so that slices must be short. computed:
+    tokens that vLLM computes itself, see ``computed_spans``.
     """
 
     jobs: list[Allotted] = field(default_factory=list)
@@ -67,9 +67,9 @@ class StepResults(KVConnectorWorkerMetadata):
     results: dict[str, Result]
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Keep the first rank's results, unless another one's says what went wrong.
+        """Keep the first rank's results, unless another rank reports an error.
 
-        What ranks have released adds up.
+        Released bytes are summed.
         """
         assert isinstance(other, StepResults)  # noqa: S101 (all ranks run this connector)
         for request_id, result in other.results.items():
@@ -82,15 +82,15 @@ class StepResults(KVConnectorWorkerMetadata):
 
 
 def leaves_blocks_empty(result: Result, *, blends: bool) -> bool:
-    """Whether the blocks a job was to fill are left to vLLM: they hold other requests' KV still."""
+    """Whether a job left its blocks unfilled, so that vLLM must compute them."""
     return not blends or isinstance(result, Failed | Declined)
 
 
 def _is_elsewhere(result: Result) -> bool:
-    """Whether what went wrong did so on another rank."""
+    """Whether the error occurred on another rank."""
     return isinstance(result, Failed) and result.error == RANK_FAILED.error
 
 
 def _stored(result: Result) -> int:
-    """Chunks a rank has stored: a chunk is stored once all ranks have their part of it."""
+    """Return how many chunks a rank has stored; a chunk needs the parts of all ranks."""
     return result.computed if isinstance(result, PrecomputeResult) else 0

@@ -1,4 +1,4 @@
-"""What blending did, for vLLM's metrics endpoint and for its log line."""
+"""Counters of blending for vLLM's metrics endpoint and its log line."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ REASON_LABEL = "reason"
 class BlendStats(KVConnectorStats):
     """Counts since the last reading, by the names in COUNTERS and COUNTERS_BY_REASON.
 
-    Those by reason are a count a code.
+    Those by reason have one count per code.
     """
 
     def __init__(self, data: Mapping[str, Any] | None = None) -> None:
@@ -44,7 +44,7 @@ class BlendStats(KVConnectorStats):
             _add(self.data, name, value)
 
     def record(self, result: Result) -> None:
-        """Count what came of one request that was to be blended."""
+        """Count the result of one request with a blend job."""
         chunks = (result.chunks or ()) if isinstance(result, BlendResult | Declined) else ()
         seconds = getattr(result, "work_seconds", None) or 0.0
         hits = sum(chunk.hit for chunk in chunks)
@@ -75,7 +75,7 @@ class BlendStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Return what vLLM's log line shows: sums, and behind them the counts by code."""
+        """Return the numbers of vLLM's log line: sums, then the counts by code."""
         told: dict[str, int | float] = {name: round(self.data[name], 3) for name in COUNTERS}
         for name in COUNTERS_BY_REASON:
             told[name] = sum(self.data[name].values())
@@ -88,7 +88,7 @@ class BlendStats(KVConnectorStats):
 
 
 def _add(data: dict[str, Any], name: str, value: Any) -> None:
-    """Add to what was counted under a name; what is counted by reason, code by code."""
+    """Add to the count of a name, or to its counts by code."""
     if name not in COUNTERS_BY_REASON:
         data[name] += value
         return
@@ -98,7 +98,7 @@ def _add(data: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _fallback_code(result: Result) -> ReasonCode:
-    """Return why ordinary prefill answers in the place of a blend."""
+    """Return the code of why ordinary prefill answered instead of a blend."""
     match result:
         case Failed(error=why) | Declined(reason=why):
             return why.code

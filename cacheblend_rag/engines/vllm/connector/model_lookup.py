@@ -12,7 +12,7 @@ from cacheblend_rag.errors import UnsupportedModelError
 
 
 def model_with(name: str, attention: nn.Module) -> Any:
-    """Find the model an attention layer belongs to: a worker hands out layers, not the model."""
+    """Find the model of an attention layer: vLLM gives a connector the layers, not the model."""
     for found in gc.get_objects():
         # Asked of the type: lazy modules import themselves when an instance is asked.
         if issubclass(type(found), nn.Module) and hasattr(found, "embed_input_ids"):

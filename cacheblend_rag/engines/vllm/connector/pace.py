@@ -1,6 +1,6 @@
-"""Pace: when a slice of work is over, on devices that compute behind the host's back, too.
+"""Limits slices of work in time, also on asynchronous devices.
 
-OwnTime: how long slices were, without what others did in between.
+``OwnTime`` measures the total time of slices, without other work in between.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch
 class Slices:
     """How long to work between two of vLLM's steps, in seconds.
 
-    busy: while others are computed. idle: while nothing else is, so that a newcomer waits no
-    longer.
+    busy: while other requests run. idle: while none does; the longest that a new request waits.
     """
 
     busy: float
@@ -26,14 +25,14 @@ class Slices:
 
     @classmethod
     def of(cls, device: torch.device, busy: float | None = None) -> Slices:
-        """Return what suits a device: decoding steps take 8 ms on a GPU, 30 to 100 on a CPU."""
+        """Return a device's default: decode steps take 8 ms on a GPU, 30 to 100 ms on a CPU."""
         usual, idle_slices = (0.03, 8) if device.type == "cpu" else (0.005, 4)
         busy = usual if busy is None else busy
         return cls(busy, busy * idle_slices)
 
 
 class OwnTime:
-    """A clock that runs inside of its ``with`` only."""
+    """A clock that runs only inside its ``with`` block."""
 
     def __init__(self) -> None:
         self._total, self._since = 0.0, 0.0
@@ -54,11 +53,11 @@ class OwnTime:
 class Pace:
     """Keeps the host one step ahead of the device, and no further.
 
-    An accelerator takes orders faster than it carries them out, so the host's clock alone would let
-    a slice queue work for many times its length. Waiting for the step before the last one keeps the
-    device at work and the clock honest.
+    An accelerator queues work faster than it executes it, so by the host's clock alone
+    a slice would queue work for many times its length. Waiting for the step before the last one
+    keeps the device busy and the time correct.
 
-    make_event: returns something that can be recorded and synchronized with; None on a CPU.
+    make_event: returns an event that can be recorded and synchronized; None on a CPU.
     """
 
     def __init__(self, make_event: Callable[[], Any] | None) -> None:
@@ -71,7 +70,7 @@ class Pace:
         return cls(None if device.type == "cpu" else lambda: torch.Event(device))
 
     def is_over(self, until: float) -> bool:
-        """Note that a step was queued; whether time is up, once the step before it is done."""
+        """Record that a step was queued, wait for the one before; return whether time is up."""
         if self._make_event is not None:
             queued = self._make_event()
             queued.record()

@@ -1,14 +1,14 @@
-"""PagedKV: one request's share of vLLM's paged KV cache, and attention over it.
+"""Writes one request's KV into vLLM's paged KV cache, and attends over it.
 
 Fused KV is written with the attention layer's own function, which knows the cache's layout and
 its quantization; nothing is ever read back. Rows may attend over the paged cache too ("native"):
-each run of consecutive rows poses as a sequence of its own that shares the request's blocks. That
-is bit for bit what vLLM's own prefill computes. Scattered rows make many short runs, for which
-PyTorch's attention over the fused KV is the faster choice, but not on CPUs with AVX-512.
+each run of consecutive rows is passed as a sequence of its own that shares the request's blocks.
+That equals vLLM's own prefill bit for bit. Scattered rows make many short runs, for which
+PyTorch's attention over the fused KV is faster, except on CPUs with AVX-512.
 
-Where all layers have a sliding window, vLLM gives a request blocks for the end of its prompt only,
-and the null block in place of the others. Then rows attend over a cache of their own, which one
-layer after the other uses.
+If all layers have a sliding window, vLLM gives a request blocks for the end of its prompt only,
+and the null block in place of the others. Then rows attend over a separate cache, which all layers
+use in turn.
 """
 
 from __future__ import annotations
@@ -49,10 +49,9 @@ single rows (``bench ttft --engine vllm --attention``)."""
 class PagedCache:
     """The paged KV cache of a worker, as its attention layers use it.
 
-    attention: vLLM's attention layers. builder: makes the backend's metadata. block_size: tokens of
-    a block as vLLM hands them out. kernel_block_size: tokens of a block as kernels see them, of
-    which a block is made up. most_runs: sequences that the builder has room for; None is without
-    limit.
+    attention: vLLM's attention layers. builder: makes the backend's metadata. block_size: tokens
+    per block of vLLM's allocator. kernel_block_size: tokens per block of the kernels, which divides
+    it. most_runs: most sequences that the builder supports; None is without limit.
     """
 
     attention: Sequence[Any]
@@ -63,18 +62,18 @@ class PagedCache:
 
     @property
     def device(self) -> torch.device:
-        """Where it is."""
+        """The cache's device."""
         device: torch.device = self.attention[0].kv_cache.device
         return device
 
     def kernel_blocks(self, block_ids: Sequence[int]) -> Tensor:
-        """Return the blocks that kernels know these blocks by, (kernel blocks,) int32."""
+        """Return the kernels' block ids for allocator blocks, (kernel blocks,) int32."""
         parts = self.block_size // self.kernel_block_size
         blocks = np.asarray(block_ids, dtype=np.int32)[:, None] * parts + np.arange(parts)
         return torch.from_numpy(blocks.astype(np.int32).reshape(-1)).to(self.device)
 
     def own(self, blocks: int) -> Tensor:
-        """Return an empty cache of so many kernel blocks, laid out as the first layer's is."""
+        """Return an empty cache of so many kernel blocks, in the first layer's layout."""
         like: Tensor = self.attention[0].kv_cache
         shape = [blocks, *like.shape[1:]]
         order = sorted(range(len(shape)), key=like.stride, reverse=True)
@@ -83,7 +82,7 @@ class PagedCache:
 
 
 def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> PagedCache:
-    """Return a worker's paged cache, with a builder of metadata such as vLLM's own is."""
+    """Return a worker's paged cache, with a metadata builder like vLLM's own."""
     backends = {layer.attn_backend for layer in stack.attention}
     if len(backends) != 1:
         raise UnsupportedModelError(
@@ -111,9 +110,9 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
 
 @dataclass
 class PagedKV:
-    """Where a request's tokens [first, tokens) are to be written.
+    """The destination of a request's tokens [first, tokens).
 
-    block_ids: the request's blocks, in order. first: tokens before it stand in the cache already.
+    block_ids: the request's blocks, in order. first: tokens before it are in the cache already.
     """
 
     cache: PagedCache
@@ -168,14 +167,14 @@ class PagedKV:
     def finish_layer(self, layer: int, fused: FusedKV) -> None:
         """Write a layer whose KV is final, unless native attention has written all of it.
 
-        It writes a layer whole at first, and then the fresh rows it is called for.
+        Native attention writes a layer whole on its first call, and then the fresh rows.
         """
         if self._own is not None or layer not in self._in_cache:
             cache = self.cache.attention[layer].kv_cache
             self._write(layer, fused, self._given, cache, self._slots)
 
     def forget(self) -> None:
-        """Write all layers whole again, since the pass begins anew."""
+        """Write all layers whole again, since the pass starts again."""
         self._in_cache.clear()
 
     def run(self, rows: Rows) -> tuple[Any, Tensor]:
@@ -207,9 +206,9 @@ class PagedKV:
         return output[None]
 
     def _build(self, common: CommonAttentionMetadata) -> Any:
-        """Return the backend's metadata; only those built last are kept.
+        """Return the backend's metadata; only the latest are kept.
 
-        What a builder returns may be views of one buffer, which it fills anew each time.
+        Builders may return views of one buffer, which the next call overwrites.
         """
         if self._built is None or self._built[0] is not common:
             fast = self.cache.device.type != "cpu"
@@ -217,19 +216,19 @@ class PagedKV:
         return self._built[1]
 
     def _common(self, rows: Rows) -> list[tuple[slice, CommonAttentionMetadata]]:
-        """Return what vLLM says of a batch of sequences, for parts of the rows that fit in one."""
+        """Return vLLM's common metadata for parts of the rows, each as one batch of sequences."""
         if id(rows) not in self._runs:
             edges = _edges(rows.host)
             most = self.cache.most_runs or len(edges)
             starts = range(0, len(edges) - 1, most)
             parts = [edges[start : start + most + 1] for start in starts]
-            # the rows are kept too, so that their id is not given to others meanwhile
+            # the rows are kept too, so that Python does not reuse their id for other rows
             made = [(slice(int(p[0]), int(p[-1])), self._batch(rows, p)) for p in parts]
             self._runs[id(rows)] = (rows, made)
         return self._runs[id(rows)][1]
 
     def _batch(self, rows: Rows, edges: Positions) -> CommonAttentionMetadata:
-        """Have the rows between these edges, each a run, pose as sequences of one request."""
+        """Return the metadata of runs of rows, as sequences of one request."""
         device = self.cache.device
         starts = (edges - edges[0]).astype(np.int32)
         ends = (rows.host[edges[1:] - 1] + 1).astype(np.int32)
@@ -262,7 +261,7 @@ class PagedKV:
 
 
 def _parts(rows: Tensor | slice) -> Iterator[Tensor | slice]:
-    """Cut rows into parts of which copies take no memory to speak of."""
+    """Split rows into parts whose copies need little memory."""
     if isinstance(rows, slice):
         for start in range(rows.start, rows.stop, WRITTEN_AT_ONCE):
             yield slice(start, min(start + WRITTEN_AT_ONCE, rows.stop))
@@ -271,15 +270,15 @@ def _parts(rows: Tensor | slice) -> Iterator[Tensor | slice]:
 
 
 def _edges(positions: Positions) -> Positions:
-    """Return where runs of consecutive positions begin, and where the last one ends."""
+    """Return the starts of runs of consecutive positions, and the end of the last run."""
     breaks = np.flatnonzero(np.diff(positions) != 1) + 1
     return np.concatenate(([0], breaks, [len(positions)]))
 
 
 def _native_run(device: torch.device) -> float:
-    """How long runs must be on average for the native kernel.
+    """Return the least average length of runs for the native kernel.
 
-    On an accelerator many runs behave like decoding, which PyTorch's attention is the faster for.
+    On an accelerator many runs behave like decoding, for which PyTorch's attention is faster.
     """
     if device.type != "cpu":
         return float("inf")

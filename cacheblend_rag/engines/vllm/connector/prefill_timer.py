@@ -1,7 +1,7 @@
-"""PrefillTimer: how long vLLM's own prefill takes, so that blending can be weighed against it.
+"""Measures the speed of vLLM's own prefill, for comparison with blending.
 
-vLLM's model runs between the calls that it makes to a connector in each step. What the connector
-does itself in one of them is left out.
+vLLM's model runs between its calls to the connector in each step. The time of the connector's own
+work in these calls is subtracted.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 LEAST_TOKENS = 256
-"""A step without so many tokens of one prompt tells nothing: decoding has a pace of its own."""
+"""Least tokens of one prompt in a timed step: decoding has another speed."""
 KEPT_STEPS = 8
-"""Steps of which a device has not said yet how long they took; the oldest are forgotten."""
+"""Most steps whose device times are not known yet; the oldest are forgotten."""
 
 Spans = tuple[tuple[int, int], ...]
 """Tokens [first, end) of each request."""
 
 
 def computed_spans(step: SchedulerOutput) -> Spans:
-    """Return what vLLM computes of each request in a step; nothing where it is not to be timed."""
+    """Return the tokens that vLLM computes per request in a step; empty if not to be timed."""
     counts = step.num_scheduled_tokens
     if max(counts.values(), default=0) < LEAST_TOKENS:
         return ()
@@ -40,27 +40,27 @@ def computed_spans(step: SchedulerOutput) -> Spans:
 
 
 class Event(Protocol):
-    """A moment of a device's work, as ``torch.Event`` is."""
+    """A point in a device's queue, like ``torch.Event``."""
 
     def record(self) -> None:
-        """Let it be when the work is done that is queued so far."""
+        """Record it after the work queued so far."""
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Return whether it has been reached."""
 
     def elapsed_time(self, end: Self, /) -> float:
-        """Return the milliseconds from this to another one; both have come."""
+        """Return the milliseconds from this event to another; both must have been reached."""
 
 
 class HostEvent:
-    """A moment of the host."""
+    """An event on the host."""
 
     def record(self) -> None:
-        """Let it be now."""
+        """Record the current time."""
         self._at = time.perf_counter()
 
     def query(self) -> bool:
-        """It has come."""
+        """Return True: it has been reached."""
         return True
 
     def elapsed_time(self, end: HostEvent, /) -> float:
@@ -71,8 +71,8 @@ class HostEvent:
 class PrefillTimer:
     """Records the rate of vLLM's own prefill.
 
-    costs: of each layer. make_event: for a moment of the device. A device is never waited for: what
-    a step took is noted once it is known.
+    costs: of each layer. make_event: makes an event of the device. The device is never waited for:
+    a step's time is recorded once it is known.
     """
 
     def __init__(
@@ -88,26 +88,26 @@ class PrefillTimer:
 
     @classmethod
     def of(cls, device: torch.device, costs: tuple[LayerCost, ...], rates: Rates) -> PrefillTimer:
-        """Return what times a device."""
+        """Return the timer of a device."""
         if device.type == "cpu":
             return cls(costs, rates)
         return cls(costs, rates, lambda: torch.Event(device, enable_timing=True))
 
     def begin(self, spans: Spans) -> None:
-        """Note that a step begins, in which these are computed."""
+        """Mark the begin of a step that computes these tokens."""
         self._settle()
         self._spans, self._marks = spans, []
         self.mark()
 
     def mark(self) -> None:
-        """Note that work other than the model's begins, or that it has ended."""
+        """Mark the begin or the end of work other than the model's."""
         if self._spans:
             mark = self._make_event()
             mark.record()
             self._marks.append(mark)
 
     def end(self) -> None:
-        """Note that the model has run."""
+        """Mark the end of the model's run."""
         self.mark()
         if self._spans:
             self._steps.append((self._spans, self._marks))
@@ -115,7 +115,7 @@ class PrefillTimer:
         self._settle()
 
     def _settle(self) -> None:
-        """Record the steps that the device is done with."""
+        """Record the steps that the device has finished."""
         while self._steps and self._steps[0][1][-1].query():
             spans, marks = self._steps.popleft()
             parts = zip(marks[::2], marks[1::2], strict=True)

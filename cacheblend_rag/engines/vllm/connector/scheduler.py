@@ -1,7 +1,7 @@
-"""ConnectorScheduler: the connector beside vLLM's scheduler.
+"""The scheduler side of the connector.
 
-It reads the jobs that requests bring, promises the tokens that the worker will provide, and hands
-results back with the requests' last outputs, or when they are asked for.
+It reads the jobs in requests, promises the tokens that the worker will provide, and returns
+results with the requests' last outputs, or on request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LONGEST_REASON = 500
 CARRIER_TOKENS = 2
-"""Tokens after which a request ends that was sent for its job only; results may take as many."""
+"""Tokens after which a request that only carries a job ends; results may take as many."""
 KEPT_REPORTS = 1024
 """Results kept for ``report`` jobs, and as many for repeats of a blend."""
 KEPT_TRACES = 16
@@ -52,10 +52,10 @@ CACHED = Reason(ReasonCode.PREFIX_CACHED, "vLLM's prefix cache holds this prompt
 
 @dataclass
 class Pending:
-    """What is known of a request: its job, and why it was not blended.
+    """The state of a request: its job, and why it was not blended.
 
-    tokens: of the prompt that are to be provided. sent: a worker has the job, so a result will
-    come. report_id: under which the result is to be kept, or "". blends: its job is to blend.
+    tokens: of the prompt to provide. sent: whether a worker has the job, so that a result will
+    come. report_id: under which the result is kept, or "". blends: whether the job is a blend.
     work: the blend's, see ``_work_of``.
     """
 
@@ -92,9 +92,9 @@ class ConnectorScheduler:
         self._gone: list[str] = []
 
     def promise(self, request: Request, computed: int) -> tuple[int | None, bool]:
-        """Say how many tokens behind the computed ones will be provided, and whether later.
+        """Return how many tokens after the computed ones will be provided, and whether async.
 
-        That is up to a prompt's last chunk, or none; None is for a request that must wait a step.
+        They end at the prompt's last chunk, or there are none; None makes a request wait a step.
         """
         pending = self.pending.get(request.request_id)
         if pending is None:
@@ -114,11 +114,11 @@ class ConnectorScheduler:
         return tokens - computed, self._may_wait(pending.job)
 
     def _may_wait(self, job: BlendJob) -> bool:
-        """Whether a job is done between steps: where all are, or when nothing else is to do."""
+        """Whether a job runs between steps: if all jobs do, or if it is for idle time."""
         return self.asynchronous or job.idle
 
     def _note_repeat(self, pending: Pending, work: str) -> None:
-        """Note that vLLM has all the tokens that were to be provided, perhaps of a blend."""
+        """Record that vLLM's prefix cache has all the tokens to provide, perhaps from a blend."""
         if pending.result is None and work in self._blended:
             pending.result = _repeated(self._blended[work])
         pending.reason = CACHED
@@ -130,7 +130,7 @@ class ConnectorScheduler:
         return self._promised + tokens > self._step_tokens
 
     def allot(self, request: Request, blocks: KVCacheBlocks, promised: int) -> None:
-        """Queue the job of a request that has got its blocks."""
+        """Queue the job of a request whose blocks were allocated."""
         pending = self.pending.get(request.request_id)
         if pending is None or pending.job is None or promised == 0:
             return
@@ -150,7 +150,7 @@ class ConnectorScheduler:
         )
 
     def take_jobs(self, step: SchedulerOutput) -> StepJobs:
-        """Return what is queued for the worker, which is to do it in this step."""
+        """Return the queued jobs for the worker in this step."""
         busy = step.total_num_scheduled_tokens > 0
         jobs = StepJobs(self._new, self._gone, busy, computed_spans(step))
         for allotted in self._new:
@@ -159,7 +159,7 @@ class ConnectorScheduler:
         return jobs
 
     def note_results(self, results: Mapping[str, Result]) -> None:
-        """Take results in, by request."""
+        """Receive results, by request."""
         for request_id, result in results.items():
             late = self.late.pop(request_id, None)
             if late is not None:
@@ -172,7 +172,7 @@ class ConnectorScheduler:
                 pending.job = None
 
     def finish(self, request: Request) -> dict[str, Any] | None:
-        """Return what goes back with the last output of a request that brought a job."""
+        """Return the result for the last output of a request with a job."""
         pending = self.pending.pop(request.request_id, None)
         self._new = [new for new in self._new if new.request_id != request.request_id]
         if pending is None:
@@ -190,7 +190,7 @@ class ConnectorScheduler:
         return params_of(result)
 
     def _conclude(self, pending: Pending, result: Result) -> None:
-        """Count a finished request's result; keep it for a later ``report``, not the oldest."""
+        """Count a finished request's result; keep it for a later ``report``, drop the oldest."""
         if pending.blends and result != CANCELLED:
             self._stats.record(result)
         if pending.work and isinstance(result, BlendResult):
@@ -201,7 +201,7 @@ class ConnectorScheduler:
                 self._note_traced(pending.report_id)
 
     def _note_traced(self, report_id: str) -> None:
-        """Note that a kept report has a trace, and drop the oldest trace when there are many."""
+        """Record that a kept report has a trace, and drop the oldest trace if there are many."""
         self._traced.append(report_id)
         if len(self._traced) > KEPT_TRACES:
             oldest = self._traced.popleft()
@@ -210,7 +210,7 @@ class ConnectorScheduler:
                 self.reports[oldest] = replace(kept, trace=None)
 
     def take_stats(self) -> BlendStats | None:
-        """Return what was counted since the last call."""
+        """Return the counts since the last call."""
         if self._stats.is_empty():
             return None
         stats, self._stats = self._stats, BlendStats()
@@ -218,7 +218,7 @@ class ConnectorScheduler:
 
 
 def _keep(results: OrderedDict[str, Any], name: str, result: Result) -> None:
-    """Keep a result, and forget the oldest one when there are many."""
+    """Keep a result, and drop the oldest one if there are many."""
     results[name] = result
     if len(results) > KEPT_REPORTS:
         results.popitem(last=False)
@@ -230,7 +230,7 @@ def _work_of(request: Request, tokens: int) -> str:
 
 
 def _repeated(result: BlendResult) -> BlendResult:
-    """Return the result of a blend whose KV vLLM's prefix cache still had: nothing was done."""
+    """Return the result of a blend whose KV was still in vLLM's prefix cache."""
     return replace(
         result,
         compute_share=0.0,
@@ -259,13 +259,13 @@ def read_job(request: Request, refusal: Reason | None, model: ModelConfig) -> Pe
         reason = _decline(request, None if job.kind in ASKS else refusal)
     except Exception as error:  # whatever it is, it must end this request's work and no other's
         said = str(error) if isinstance(error, CacheBlendError) else type(error).__name__
-        why = f"malformed order: {said[:LONGEST_REASON]}"
+        why = f"malformed job: {said[:LONGEST_REASON]}"
         return Pending(None, Reason(ReasonCode.MALFORMED_JOB, why), named)
     return Pending(None if reason else job, reason, named, job.kind == "blend")
 
 
 def _decline(request: Request, refusal: Reason | None) -> Reason | None:
-    """Say why a request's job is not carried out, or None."""
+    """Return why a request's job is refused, or None."""
     if refusal is not None:
         return refusal
     if not (request.cache_salt or "").startswith(SALT_PREFIX):

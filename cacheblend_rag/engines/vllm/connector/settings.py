@@ -1,4 +1,4 @@
-"""ConnectorSettings: what a vLLM server settles about blending when it starts."""
+"""ConnectorSettings: the settings of blending that are fixed when a vLLM server starts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 AttentionMode = Literal["auto", "native", "sdpa", "flex"]
-"""Of recomputed rows; see PagedKV."""
+"""How recomputed rows attend; see PagedKV."""
 
 CONNECTOR = "CacheBlendConnector"
 MODULE = "cacheblend_rag.engines.vllm.connector"
 
 
 class ConnectorSettings(Settings):
-    """What the connector is told when vLLM starts.
+    """The settings of the connector, fixed when vLLM starts.
 
     Raises:
         ConfigError: when a field is out of range.
@@ -36,29 +36,29 @@ class ConnectorSettings(Settings):
     )
     """Where each worker keeps chunk KV."""
     namespace: Namespace = "default"
-    """Of all KV here."""
+    """The namespace of all KV of this server."""
     asynchronous: Flag = True
-    """Blend between scheduler steps, so that neighbours keep decoding; always so where all layers
+    """Blend between scheduler steps, so that other requests keep decoding; always so if all layers
     have a sliding window."""
     slice_seconds: Annotated[
         Annotated[float, Field(gt=0, allow_inf_nan=False)] | None, Must("a number above 0")
     ] = None
-    """Work a step, while others are decoding; None is what suits the device."""
+    """Seconds of work per step while other requests are decoding; None chooses by the device."""
     step_tokens: Positive = 8192
-    """Of synchronous work, tokens provided in one step; a request that would exceed them waits for
-    the next."""
+    """Most tokens provided in one step of synchronous work; a request that would exceed them waits
+    for the next step."""
     attention: Annotated[AttentionMode, Must.choose(AttentionMode)] = "auto"
-    """Of recomputed rows: ``auto``, ``native`` (vLLM's own), ``sdpa`` or ``flex``."""
+    """Attention of recomputed rows: ``auto``, ``native`` (vLLM's own), ``sdpa`` or ``flex``."""
     replicas: Positive = 1
-    """Of this engine behind one address (data parallelism); who starts them says so, since they do
-    not know of each other."""
+    """Number of engines behind one address (data parallelism); it must be given, since they do not
+    know of each other."""
 
     @classmethod
     def of_vllm(cls, vllm_config: VllmConfig) -> Self:
         """Read them from vLLM's config.
 
         Raises:
-            ConfigError: for a name that is none of them, or a value out of range.
+            ConfigError: for an unknown name, or a value out of range.
         """
         transfer = vllm_config.kv_transfer_config
         return cls.from_extra_config(
@@ -70,7 +70,7 @@ class ConnectorSettings(Settings):
         """Read ``kv_connector_extra_config``, where a store's settings stand beside the others.
 
         Raises:
-            ConfigError: for a name that is none of them, or a value out of range.
+            ConfigError: for an unknown name, or a value out of range.
         """
         known = names_of(cls) - {"store"} | names_of(StoreConfig)
         return cls(**StoreConfig.gather(Arguments(cls._noun, known).read(given)))

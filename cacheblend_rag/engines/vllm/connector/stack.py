@@ -1,4 +1,4 @@
-"""VLLMStack: a model loaded by vLLM, driven layer by layer inside its worker, unpatched."""
+"""Runs a model loaded by vLLM layer by layer inside its worker, unpatched."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ from cacheblend_rag.errors import UnsupportedModelError
 
 KEPT_ROTATIONS = 64
 WRITTEN_AT_ONCE = 4096
-"""Tokens of which KV is copied, to be written into the paged cache."""
+"""Tokens whose KV is copied at a time into the paged cache."""
 
 
 class VLLMStack:
     """A DecoderStack over the model in a vLLM worker.
 
-    attention: the worker's attention layers by name. row_block: see DecoderStack. Where a model
-    hands a state and a residual from layer to layer, hidden states are both, side by side: (1,
-    rows, 2 x hidden). layouts: how each layer turns its keys, as a trial found it. met: set where
-    all tensor-parallel ranks must take part.
+    attention: the worker's attention layers by name. row_block: see DecoderStack. If a model passes
+    a state and a residual from layer to layer, hidden states are both, side by side: (1, rows, 2 x
+    hidden). layouts: how each layer rotates its keys, as found by a trial. met: set if all
+    tensor-parallel ranks must take part.
 
     Raises UnsupportedModelError when the model is not a plain stack of decoder layers.
     """
@@ -129,7 +129,7 @@ class VLLMStack:
         made: dict[int, Table | None] = {}
         if all(rotary is None for rotary in own):
             where = torch.tensor([offset], device=self._geometry.device)
-            # In float32: as precise as the model can say it.
+            # In float32, the model's own precision of it.
             handed = self._calls.arguments(where, torch.float32)
             own = [arguments.get("position_embeddings") for arguments in handed]
         for rotary in own:
@@ -138,7 +138,7 @@ class VLLMStack:
         return [made[id(rotary)] for rotary in own]
 
     def pass_bytes(self, tokens: int, *, checks: bool = False) -> int:
-        """Return the most device memory that a pass over so many tokens takes, in bytes.
+        """Return the peak device memory of a pass over so many tokens, in bytes.
 
         That is two layers' fused KV, what is copied of it into the paged cache at once, and on a
         GPU of chunk KV that arrives; all tokens' hidden states, what attention lays out, and what a
@@ -173,11 +173,11 @@ class VLLMStack:
         return broadcast(part)
 
     def recorded(self) -> AbstractContextManager[tuple[list[Tensor], list[Tensor]]]:
-        """Note the hidden states before and after each layer, while the model itself runs."""
+        """Record the hidden states before and after each layer, while the model itself runs."""
         return self._calls.recorded()
 
     def run_model(self, token_ids: Tensor, positions: Tensor, metadata: Any, slots: Tensor) -> None:
-        """Have vLLM's own layers, not compiled, compute tokens (tokens,) with paged attention."""
+        """Run vLLM's own layers, uncompiled, on tokens (tokens,) with paged attention."""
         with set_forward_context(
             dict.fromkeys(self.names, metadata),
             self._config,
@@ -199,7 +199,7 @@ class VLLMStack:
 
 
 def _rotary_of(layer: nn.Module) -> Any:
-    """Return the rotary embedding that a layer holds, or None; raises where there are several."""
+    """Return a layer's rotary embedding, or None; raises if there are several."""
     found = {id(m): m for m in layer.modules() if hasattr(m, "_compute_cos_sin_cache")}
     if len(found) > 1:
         raise UnsupportedModelError("a layer has several rotary embeddings")
@@ -207,7 +207,7 @@ def _rotary_of(layer: nn.Module) -> Any:
 
 
 def _table(rotary: Any, offset: int, device: torch.device) -> Table | None:
-    """Return the turns by ``offset`` that a rotary embedding computes, or that were handed on."""
+    """Return a rotary embedding's table for ``offset``, or the recorded one."""
     if not hasattr(rotary, "_compute_cos_sin_cache"):
         return normal_table(rotary)
     if not hasattr(rotary, "_cacheblend_turns"):  # kept on the host, in float32
@@ -217,12 +217,12 @@ def _table(rotary: Any, offset: int, device: torch.device) -> Table | None:
 
 
 def _width(module: Any) -> int:
-    """Return how wide the output of a linear layer is, 0 of other modules."""
+    """Return the output width of a linear layer, 0 for other modules."""
     return int(getattr(module, "output_size_per_partition", 0) or 0)
 
 
 def _weights(module: Any) -> float:
-    """Weights of this shard that one token meets in a module itself.
+    """Weights of this shard that one token uses in a module itself.
 
     Read off sizes, since a CPU repacks the tensors. Of experts, only those a token is routed to.
     """

@@ -1,8 +1,8 @@
-"""Stand-ins for a model's attention layers, which hand attention to whoever drives a layer.
+"""Replaces a model's attention layers while a decoder layer is run alone.
 
-vLLM's attention layers look themselves up by name in the forward context. While a layer is driven,
-a stand-in answers to that name: it receives query, key and value after norms and rotary, and what
-it gives back goes on through the layer's own code.
+vLLM's attention layers look themselves up by name in the forward context. While a layer runs alone,
+a stand-in has that name: it receives query, key and value after norms and rotary, and the layer's
+own code continues with its result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class StandIns:
 
     @contextmanager
     def answering(self, layer: int, attend: Attend) -> Iterator[None]:
-        """Have a layer's attention computed by ``attend``."""
+        """Let a layer's attention use ``attend``."""
         stand_in = self._in_order[layer]
         stand_in.attend = attend
         try:
@@ -50,13 +50,13 @@ class StandIns:
 
     @contextmanager
     def context(self, **changes: Any) -> Iterator[None]:
-        """A forward context of our own: what the step under way says of its tokens is not ours."""
+        """Set a separate forward context: the running step's metadata belongs to other tokens."""
         with set_forward_context(None, self._config):
             context: ForwardContext = get_forward_context()
         own = replace(
             context,
             no_compile_layers={**context.no_compile_layers, **self._by_name},
-            all_moe_layers=None,  # a layer that is driven alone looks its experts up by name
+            all_moe_layers=None,  # a layer that is run alone looks its experts up by name
             **changes,
         )
         with override_forward_context(own):
@@ -64,7 +64,7 @@ class StandIns:
 
 
 class _StandIn:
-    """Answers to an attention layer's name while that layer is driven; also its own ``impl``."""
+    """Replaces an attention layer while it runs; it is its own ``impl``, too."""
 
     def __init__(self, index: int, layer: Any) -> None:
         self.index, self.layer, self.impl = index, layer, self
@@ -72,7 +72,7 @@ class _StandIn:
         self.attend: Attend | None = None
 
     def do_kv_cache_update(self, *_: Any, **__: Any) -> None:
-        """Store nothing: whoever drives the layer does."""
+        """Store nothing: the caller that runs the layer does."""
 
     def forward(  # noqa: PLR0917 (vLLM's signature)
         self,
@@ -85,9 +85,9 @@ class _StandIn:
         output: Tensor,
         **_: Any,
     ) -> Tensor:
-        """Hand (rows, heads, head_dim) over as an AttentionCall; write what comes back."""
+        """Pass (rows, heads, head_dim) on as an AttentionCall; write the result."""
         if self.attend is None:
-            raise RuntimeError(f"{self.layer_name} was called while another layer was driven")
+            raise RuntimeError(f"{self.layer_name} was called while another layer was running")
         impl = self.layer.impl
         if query.dtype != key.dtype:  # with an fp8 cache, some kernels take the query quantized
             query = query.to(key.dtype) * self.layer._q_scale.to(key.dtype)
@@ -106,7 +106,7 @@ class _StandIn:
 
 
 def on_first_row(attend: Attend) -> Attend:
-    """Compute attention for the first of two equal rows, and give it to both."""
+    """Compute attention for the first of two equal rows, and use it for both."""
 
     def both(call: AttentionCall) -> Tensor:
         one = {name: getattr(call, name)[:, :, :1] for name in ("query", "key", "value")}
@@ -122,5 +122,5 @@ def window_of(attention: Any) -> int | None:
 
 
 def softcap_of(attention: Any) -> float | None:
-    """Return what an attention layer caps its logits at, or None."""
+    """Return the softcap of an attention layer's logits, or None."""
     return float(getattr(attention.impl, "logits_soft_cap", None) or 0) or None

@@ -32,7 +32,7 @@ def broadcast(part: Tensor) -> Tensor:
 
 
 def _group(part: Tensor) -> distributed.ProcessGroup:
-    """Return the ranks as they reach each other from where ``part`` is."""
+    """Return the process group for tensors on the device of ``part``."""
     ranks = get_tp_group()
     here = ranks.cpu_group if part.device.type == "cpu" else ranks.device_group
     return cast(distributed.ProcessGroup, here)

@@ -1,4 +1,4 @@
-"""Trial: whether a worker's layers, driven alone, do what they do in the model."""
+"""Tests whether a worker's layers, run alone, match the model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MODES: tuple[AttentionMode, ...] = ("native", "sdpa")
 
 @dataclass(frozen=True)
 class Trial:
-    """The trial of a worker's model.
+    """The test of a worker's model.
 
-    blocks: of the paged cache. window: tokens that the model takes at most. mode: how rows are to
-    attend; ``auto`` tries each way that it may choose.
+    blocks: of the paged cache. window: the model's context window. mode: how rows
+    attend; ``auto`` tests each way that it may choose.
     """
 
     stack: VLLMStack
@@ -46,10 +46,10 @@ class Trial:
 
     @torch.inference_mode()
     def run(self) -> list[int]:
-        """Try the model, which also sets up what is set up lazily; returns how its keys come out.
+        """Test the model, which also runs lazy initialization; returns its ``key_traits``.
 
-        To be called while no request holds blocks: it writes into some. Raises
-        UnsupportedModelError when its layers, driven alone, do not do what they do in the model.
+        Call it while no request holds blocks: it writes into some. Raises
+        UnsupportedModelError when its layers, run alone, do not match the model.
         """
         ids = trial_tokens(self.vocabulary, self.stack.geometry.device)
         fused = self._made_up(ids)
@@ -71,7 +71,7 @@ class Trial:
         return key_traits(self.stack, ids)
 
     def _reference(self, ids: Tensor, fused: FusedKV, blocks: Sequence[int]) -> Reference:
-        """Have the model itself compute the tokens, behind made-up KV in its own cache."""
+        """Run the model itself on the tokens, after synthetic KV in its own cache."""
         start = fused.tokens - ids.numel()
         own = PagedKV(self.cache, blocks, 0, fused.tokens, "native")
         for layer in range(self.stack.geometry.layers):
@@ -82,7 +82,7 @@ class Trial:
         return Reference(ids, start, inputs, outputs)
 
     def _made_up(self, ids: Tensor) -> FusedKV:
-        """Return made-up KV, as much as the cache has blocks for beside the trial's tokens."""
+        """Return synthetic KV, as much as fits into the cache besides the test's tokens."""
         room = min(self.window, (self.blocks - 1) * self.cache.block_size)
         behind = tokens_behind(self.stack.windows, room)
         return made_up(self.stack, ids, behind)

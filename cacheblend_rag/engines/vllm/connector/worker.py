@@ -1,7 +1,7 @@
-"""ConnectorWorker: the connector inside a vLLM worker.
+"""The worker side of the connector.
 
-It gets ready to blend, does what the scheduler's side hands over, a slice between two steps, and
-says what came of it: results, requests that are done, blocks that stayed empty.
+It prepares blending, runs the scheduler side's jobs, one slice between two steps, and
+reports results, finished requests and unfilled blocks.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ConnectorWorker:
         warn_of_ignored(generation)
 
     def get_ready(self) -> None:
-        """Make the blender; a model that cannot be blended is served by ordinary prefill."""
+        """Create the blender; a model that cannot be blended is served by ordinary prefill."""
         made: list[Blender] = []
         with set_forward_context(None, self._vllm_config):
             if self._all_ranks_can(lambda: made.append(self._make_blender())) and (
@@ -91,9 +91,9 @@ class ConnectorWorker:
             logger.warning("blending is off: %s", self._refusal)
 
     def _all_ranks_can(self, begin: Callable[[], None]) -> bool:
-        """Do something unless blending is refused already; whether every rank could.
+        """Run a step of preparing unless blending is refused; returns whether every rank could.
 
-        What one rank cannot do, none may go on from: they compute together.
+        If one rank fails, none may continue, since ranks compute together.
         """
         try:
             if self._refusal is None:
@@ -121,7 +121,7 @@ class ConnectorWorker:
         )
 
     def _identity(self, keys: Sequence[int]) -> dict[str, Any]:
-        """Return what this rank's KV depends on; keys: how they come out (``key_traits``)."""
+        """Return everything that this rank's KV depends on; keys: see ``key_traits``."""
         model = self._vllm_config.model_config
         return model_identity(
             weights_in_files(model.model, model.dtype, model.revision),
@@ -134,22 +134,22 @@ class ConnectorWorker:
         )
 
     def begin_step(self, step: StepJobs) -> None:
-        """Time what vLLM computes itself."""
+        """Begin to time vLLM's own prefill."""
         self._timer.begin(step.computed)
 
     def end_step(self) -> None:
-        """Note that vLLM's model has run."""
+        """Mark the end of the model's run."""
         self._timer.end()
 
     def work(self, step: StepJobs) -> None:
-        """Work on jobs, which is no time of vLLM's own prefill."""
+        """Run jobs; their time does not count as vLLM's own prefill."""
         self._timer.mark()
         with self._own_time:
             self._work(step)
         self._timer.mark()
 
     def _work(self, step: StepJobs) -> None:
-        """Begin new jobs; finish those that are waited for; work on the others for a slice."""
+        """Begin new jobs, finish those needed in this step, run the others for a slice."""
         self.at_work |= {new.request_id: new for new in step.jobs}
         if self.blender is None:
             for new in step.jobs:
@@ -166,11 +166,11 @@ class ConnectorWorker:
         slices = self.blender.slices
         if not self.blender.is_idle:
             self._advance(self.blender, slices.busy if step.busy else slices.idle)
-        elif not step.busy:  # what is filled meanwhile makes a newcomer wait as little as it can
+        elif not step.busy:  # filling must delay new requests as little as possible
             self._advance(self.blender, slices.busy)
 
     def _begin(self, blender: Blender, new: Allotted) -> None:
-        """Begin a job; what is needed in this step is done at once."""
+        """Begin a job; one that is needed in this step is finished at once."""
         if new.job.kind == "status":
             self._finish(new.request_id, self.status())
             return
@@ -183,7 +183,7 @@ class ConnectorWorker:
             self._finish(request_id, result)
 
     def _finish(self, request_id: str, result: Result) -> None:
-        """Note a result; blocks that were promised but not filled are vLLM's to compute."""
+        """Record a result; vLLM computes blocks that were promised but not filled."""
         done = self.at_work.pop(request_id)
         self._results[request_id] = result
         if not done.wait:
@@ -193,7 +193,7 @@ class ConnectorWorker:
             self._failed_blocks |= set(done.blocks(size))
 
     def status(self) -> ConnectorStatus:
-        """Say whether and how this worker blends."""
+        """Return whether and how this worker blends."""
         blender, settings = self.blender, self._settings
         return ConnectorStatus(
             active=blender is not None,
@@ -230,7 +230,7 @@ class ConnectorWorker:
 
 
 def _stored(store: TieredKVStore) -> StoredKV:
-    """What the tier that holds most has: the others hold part of the same."""
+    """Return the usage of the fullest tier: the others hold copies of some chunks."""
     held = store.stats().values()
     return StoredKV(
         chunks=max((tier["entries"] or 0 for tier in held), default=0),

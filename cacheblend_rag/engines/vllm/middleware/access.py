@@ -1,8 +1,8 @@
 """Access middleware: checks every request of a vLLM server before vLLM reads it.
 
-vLLM's own key guards some of its paths only, and it takes bodies of any size and depth; some depths
-end it. This ASGI middleware stands before all of that; ``cacheblend-rag serve`` adds it by itself,
-``vllm serve`` by ``--middleware`` with the name in ``MIDDLEWARE``.
+vLLM's own key guards only some paths, and vLLM accepts bodies of any size and depth; deep ones can
+crash it. This ASGI middleware runs first; ``cacheblend-rag serve`` adds it by itself,
+``vllm serve`` with ``--middleware`` and the name in ``MIDDLEWARE``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NO_BRACKET = bytes(byte for byte in range(256) if byte not in b"[]{}")
 
 
 class RefusedRequestError(Exception):
-    """A request that goes no further. status: HTTP's."""
+    """A request is refused. status: the HTTP status."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -61,13 +61,12 @@ class RefusedRequestError(Exception):
 
 
 class AccessMiddleware:
-    """Lets through to ``app`` who has the key, and bodies that are small and flat enough.
+    """Passes on to ``app`` requests with the key whose bodies are small and flat enough.
 
-    The keys of vLLM (``--api-key``, or VLLM_API_KEY) open every path, and so does that in
-    CACHEBLEND_STORE_KEY; without a key of vLLM's nobody needs one. Where CACHEBLEND_STORE_KEY is
-    set, orders that change the store (see CHANGES) need it, and so does /cacheblend/release, which
-    is answered here. The path /health is always open, and so
-    are OPTIONS, which browsers send before they ask.
+    The keys of vLLM (``--api-key``, or VLLM_API_KEY) and CACHEBLEND_STORE_KEY give access to every
+    path; if vLLM has no key, none is needed. If CACHEBLEND_STORE_KEY is set, jobs that change the
+    store (see CHANGES) need it, and so does /cacheblend/release, which is answered here. The path
+    /health is always open, and so are OPTIONS requests, which browsers send first.
 
     Raises ConfigError when CACHEBLEND_MAX_BODY_MIB is no positive number.
     """
@@ -78,7 +77,7 @@ class AccessMiddleware:
         self._max_body = _max_body(os.environ)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer or pass on one request, as ASGI asks for."""
+        """Answer or pass on one request (ASGI)."""
         kind = scope["type"]
         try:
             if kind in {"http", "websocket"}:
@@ -94,7 +93,7 @@ class AccessMiddleware:
         await self._app(scope, receive, send)
 
     async def _release(self, scope: Scope, may_change: bool, send: Send) -> None:
-        """Answer who asks to release memory; see release_memory."""
+        """Answer a request to release memory; see release_memory."""
         if scope["method"] != "POST":
             raise RefusedRequestError(HTTPStatus.METHOD_NOT_ALLOWED, f"POST {RELEASE_PATH}")
         if not may_change:
@@ -106,7 +105,7 @@ class AccessMiddleware:
         await _answer(HTTPStatus.OK, {"released_bytes": freed}, send)
 
     def _checked_key(self, scope: Scope) -> tuple[Scope, bool]:
-        """Return the request as vLLM may see it, and whether it may change the store."""
+        """Return the request for vLLM, and whether it may change the store."""
         keys = _keys_of_vllm(scope)
         given = _given_key(scope)
         may_change = not self._store_key or _is_one_of(given, [self._store_key])
@@ -138,8 +137,8 @@ class AccessMiddleware:
     async def _read(self, receive: Receive) -> tuple[bytes, Event | None]:
         """Return the body, or the event that ended it too early.
 
-        Of a body that is too long, some more is taken and thrown away: who is still sending would
-        not read the answer.
+        After a body that is too long, some more is read and discarded: a client that is still
+        sending would not read the answer.
         """
         parts: list[bytes] = []
         size = 0
@@ -168,9 +167,9 @@ class AccessMiddleware:
 
 
 def check_json(body: bytes) -> None:
-    """Raise RefusedRequestError when a body nests deeper than MAX_DEPTH, or holds what is no text.
+    """Raise RefusedRequestError for a body nested deeper than MAX_DEPTH or with invalid text.
 
-    Takes time in proportion to the body, whatever is in it; what is no JSON is vLLM's to refuse.
+    Takes time linear in the body's length; vLLM refuses malformed JSON itself.
     """
     if b"\0" in body:
         raise RefusedRequestError(HTTPStatus.BAD_REQUEST, "the body must be JSON in UTF-8")
@@ -189,7 +188,7 @@ def check_json(body: bytes) -> None:
 
 
 def check_order(body: bytes) -> None:
-    """Raise RefusedRequestError when a body holds an order that changes the store."""
+    """Raise RefusedRequestError when a body holds a job that changes the store."""
     # Both with torch, which is not for `--help`.
     from cacheblend_rag.engines.vllm.protocol.job import CHANGES, PARAMETER
 
@@ -218,7 +217,7 @@ def _lacks_store_key(kind: str) -> RefusedRequestError:
 
 
 def _without_twins(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Make an object; with a name in it twice, two readers could see two different orders."""
+    """Make an object; refuse duplicate names, which two parsers could read differently."""
     pairs = list(pairs)
     made = dict(pairs)
     if len(made) < len(pairs):
@@ -234,7 +233,7 @@ def _max_body(environment: Mapping[str, str]) -> int:
 
 
 def _keys_of_vllm(scope: Scope) -> list[str]:
-    """Return the keys that vLLM was started with; its flag counts more than the environment."""
+    """Return the keys that vLLM was started with; its flag overrides the environment."""
     flags = getattr(scope["app"].state.args, "api_key", None)
     return [key for key in (flags or [os.environ.get(KEY_VARIABLE)]) if key]
 
@@ -257,7 +256,7 @@ def _header(scope: Scope, wanted: bytes) -> bytes:
 
 
 def _is_one_of(given: bytes, keys: Iterable[str]) -> bool:
-    """Compare in a time that says nothing of the keys."""
+    """Compare in constant time."""
     return any(tuple(hmac.compare_digest(given, key.encode()) for key in keys))
 
 

@@ -1,6 +1,6 @@
-"""POST /cacheblend/release: free the memory that a server's chunk KV takes.
+"""Handles POST /cacheblend/release, which frees the memory of a server's chunk KV.
 
-The access middleware answers it, by sending vLLM the same order that ``engine.release()`` sends.
+The access middleware answers it by sending vLLM the same job as ``engine.release()``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ async def release_memory(app: Application, scope: Scope) -> int:
 
     Args:
         app: vLLM's own application.
-        scope: of the request that asks for it; its key is sent along.
+        scope: of the original request; its key is passed on.
 
     Raises:
-        EngineUnavailableError: when vLLM does not do it.
+        EngineUnavailableError: when vLLM fails to do it.
     """
     # With torch, which is not for `--help`.
     from cacheblend_rag.engines.vllm.job_client import carrier, released_by, status_request
@@ -61,7 +61,7 @@ async def release_memory(app: Application, scope: Scope) -> int:
 
 
 async def _params(app: Application, scope: Scope, order: Any, rank: int | None = None) -> Any:
-    """Send vLLM a request that brings an order; returns what the connector says of it."""
+    """Send vLLM a request with a job; returns the connector's answer."""
     body = {
         "prompt": list(order.token_ids),
         "max_tokens": order.sampling.max_tokens,
@@ -81,9 +81,9 @@ async def _params(app: Application, scope: Scope, order: Any, rank: int | None =
 
 
 async def _post(app: Application, scope: Scope, body: bytes, rank: int | None) -> tuple[int, bytes]:
-    """Ask the application itself, as if by a request of its own; returns status and body.
+    """Send a request to the application itself; returns status and body.
 
-    rank: the replica that is asked, None where there is one.
+    rank: the replica to ask, None if there is only one.
     """
     path = scope.get("root_path", "") + COMPLETIONS_PATH
     headers = [

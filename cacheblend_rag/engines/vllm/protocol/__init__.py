@@ -1,6 +1,6 @@
-"""What travels between an engine and the connector, in a request's ``kv_transfer_params``.
+"""The messages between an engine and the connector, in a request's ``kv_transfer_params``.
 
-A job goes there with a request, a result comes back with the request's last output.
+A job is sent with a request, a result comes back with the request's last output.
 """
 
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn

@@ -1,7 +1,7 @@
-"""BlendJob: what an engine asks a worker to do, and how it travels in ``kv_transfer_params``.
+"""A job from an engine to a worker, and its form in ``kv_transfer_params``.
 
-Requests come from anyone who may talk to the server, so everything is checked: shapes, ranges and
-types. What is to be blended is a request's own prompt. Every other job goes with any two tokens
+Requests come from any client of the server, so everything is checked: shapes, ranges and
+types. A blend job refers to its request's own prompt. Every other job comes with any two tokens
 as prompt, which vLLM computes itself: no block is promised that would hold another request's KV.
 """
 
@@ -24,25 +24,25 @@ PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
 VERSION = 3
 MOST_KEYS = 4096
-"""Keys that one job may name; who has more sends several."""
+"""Most keys in one job; clients split longer lists."""
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
 
 Kind = Literal["blend", "precompute", "verify", "evict", "prefetch", "release", "status", "report"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ASKS = ("status", "report")
-"""Kinds that only ask: they are answered whatever the model."""
+"""Kinds that only read: they are answered for any model."""
 CHANGES = ("precompute", "verify", "evict", "release")
-"""Kinds that change what is stored for everyone."""
+"""Kinds that change the shared store."""
 
 
 @dataclass(frozen=True, slots=True)
 class SentChunk:
-    """Tokens [start, end) of what is to be blended or precomputed are a chunk.
+    """Tokens [start, end) to blend or precompute are a chunk.
 
-    context_id: of its document context, "" without one. protected: not to be recomputed.
+    context_id: of its document context, "" without one. protected: must not be recomputed.
     context_start: where its document context starts (precompute only). before, after: the chunk's
-    tokens at its edges that the prompt has other tokens for (blend only); with those between they
-    say which chunk it is, so only who knows all of a chunk can ask for it.
+    tokens at its edges that are missing in the prompt (blend only); together with those between
+    they give the chunk's id, so only a client that knows the whole chunk can ask for it.
     """
 
     start: int
@@ -54,7 +54,7 @@ class SentChunk:
     after: tuple[int, ...] = ()
 
     def own_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens of the chunk by itself; tokens: those that it stands in."""
+        """Return the tokens of the chunk by itself; tokens: the prompt or document."""
         return (*self.before, *tokens[self.start : self.end], *self.after)
 
     def to_row(self) -> list[Any]:
@@ -72,7 +72,7 @@ class SentChunk:
 
 @dataclass(frozen=True, slots=True)
 class SentLeadIn:
-    """What makes a lead-in: its name, the hash of its tokens and the document window."""
+    """A lead-in: its name, the hash of its tokens and the document window."""
 
     name: str
     tokens: str
@@ -121,8 +121,8 @@ class BlendJob:
     def salt(self, token_ids: Sequence[int]) -> str:
         """Return the ``cache_salt`` of a blended request: equal work may share vLLM's blocks.
 
-        token_ids: the prompt, which tells work apart where the question decides about rows. Work
-        that is to be traced shares nothing, so that it is done.
+        token_ids: the prompt, part of the hash if the question affects the choice of rows. Traced
+        work shares nothing, so that it is always done.
         """
         params = (self if self.config.trace else replace(self, report_id="")).to_params()
         if make_selector(self.config.selector, self.config.selector_options).needs_question:
@@ -131,11 +131,11 @@ class BlendJob:
         return SALT_PREFIX + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
     def check(self, *, longest: int, vocabulary: int) -> None:
-        """Raise ConfigError when what is to be stored is not what its key says it is.
+        """Raise ConfigError when the tokens to store do not match the keys.
 
-        Otherwise anyone could store, under the key of another's chunk, KV of that chunk behind
-        another text, to be reused for the other's questions. longest: tokens a model takes at most.
-        vocabulary: tokens it knows.
+        Otherwise a client could store, under the key of another client's chunk, KV of that chunk
+        after a different text, which would be reused for the other's questions. longest: the
+        model's context window. vocabulary: its number of tokens.
         """
         if self.kind != "precompute":
             return
@@ -160,9 +160,9 @@ class BlendJob:
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None, tokens: int) -> BlendJob | None:
-        """Read a job for a prompt of ``tokens`` tokens; None when there is none.
+        """Read a job for a prompt of ``tokens`` tokens; None if there is none.
 
-        Raises ConfigError when it is not well formed.
+        Raises ConfigError when it is malformed.
         """
         sent = (params or {}).get(PARAMETER)
         if sent is None:

@@ -1,7 +1,7 @@
-"""Results: what the connector says of a job, and their one way into plain JSON and back.
+"""The connector's results of jobs, and their conversion to plain JSON and back.
 
-An answer comes from whatever serves at an address, so it is read with care: values of other kinds
-make it a failure that says so.
+An answer comes from an untrusted server, so its fields are checked: a value of the wrong type makes
+it a failure with a reason.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class BlendResult:
-    """What a blend did; the fields are those of BlendReport and FusedPrompt.
+    """The result of a blend; the fields are those of BlendReport and FusedPrompt.
 
-    seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM was handed the
-    request. trace: of what was chosen, where the job asks for it. work_seconds: that the worker
-    spent on the job, wall_seconds: from the job's begin to its end, others' steps in between
-    included.
+    seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM received the
+    request. trace: of the choices, if the job requests it. work_seconds: spent by the worker on the
+    job. wall_seconds: from the job's begin to its end, other requests' steps included.
     """
 
     chunks: tuple[ChunkReport, ...]
@@ -47,9 +46,9 @@ class BlendResult:
 
 @dataclass(frozen=True)
 class PrecomputeResult:
-    """What was stored: chunks computed, skipped (stored already) and refused, with reasons.
+    """The result of precomputing: chunks computed, skipped (stored already) and refused.
 
-    failed: those of the refused that could be stored another time.
+    failed: how many of the refused may be stored another time.
     """
 
     computed: int
@@ -62,9 +61,9 @@ class PrecomputeResult:
 
 @dataclass(frozen=True)
 class VerifyResult:
-    """How many chunks' KV was read through.
+    """The result of verify: how many chunks were checked.
 
-    unreadable: why KV that stays stored cannot be used, by ``chunk id/context id``.
+    unreadable: reasons of stored but unusable KV, by ``chunk id/context id``.
     """
 
     verified: int
@@ -74,7 +73,7 @@ class VerifyResult:
 
 @dataclass(frozen=True)
 class EvictResult:
-    """How many chunks' KV was dropped."""
+    """The result of evict: how many chunks were dropped."""
 
     evicted: int
     work_seconds: float | None = None
@@ -82,7 +81,7 @@ class EvictResult:
 
 @dataclass(frozen=True)
 class ReleaseResult:
-    """How many bytes of memory were freed, on all ranks."""
+    """The result of release: how many bytes were freed, on all ranks."""
 
     released: int
     work_seconds: float | None = None
@@ -90,16 +89,16 @@ class ReleaseResult:
 
 @dataclass(frozen=True)
 class PrefetchResult:
-    """Chunks were asked of the store; what comes of it is seen when they are used."""
+    """The result of prefetch: loading has begun; failures show when the chunks are used."""
 
     work_seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Declined:
-    """The job was not begun, ordinary prefill answers.
+    """The job was not begun; ordinary prefill answers.
 
-    reason: why. chunks: of a prompt that was looked at, all missed.
+    reason: why. chunks: the prompt's chunks, all missed, if they were looked up.
     """
 
     reason: Reason
@@ -109,7 +108,7 @@ class Declined:
 
 @dataclass(frozen=True)
 class Failed:
-    """The job could not be done, ordinary prefill answers. error: why."""
+    """The job failed; ordinary prefill answers. error: why."""
 
     error: Reason
     work_seconds: float | None = None
@@ -117,7 +116,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Late:
-    """The request ended before its job: the result is to be asked for."""
+    """The request ended before its job: the result must be fetched later."""
 
     late: bool = True
 
@@ -137,7 +136,7 @@ Result: TypeAlias = (
 
 CANCELLED = Failed(Reason(ReasonCode.CANCELLED, "cancelled"))
 NO_REPORT = Declined(Reason(ReasonCode.NO_ANSWER, "no such report"))
-"""The answer to a ``report`` job for what this engine did not do."""
+"""The answer to a ``report`` job with an unknown id."""
 _TOLD_BY: Mapping[str, type[Any]] = {
     "late": Late,
     "active": ConnectorStatus,
@@ -149,7 +148,7 @@ _TOLD_BY: Mapping[str, type[Any]] = {
     "evicted": EvictResult,
     "released": ReleaseResult,
 }
-"""The field that tells each kind of result; the first one counts."""
+"""The field that identifies each kind of result; the first match counts."""
 
 
 def params_of(result: Result) -> dict[str, Any]:
@@ -161,7 +160,7 @@ def params_of(result: Result) -> dict[str, Any]:
 
 
 def _plain(value: Any, hint: Any) -> Any:
-    """Return a field's value as JSON: a reason as [code, sentence], also where it counts."""
+    """Return a field's value as JSON: a reason, also a counted one, as [code, sentence]."""
     if isinstance(value, Reason):
         return [value.code.value, str(value)]
     if get_origin(hint) is Mapping:
@@ -175,9 +174,9 @@ def _plain(value: Any, hint: Any) -> Any:
 
 
 def result_of(params: Mapping[str, Any] | None) -> Result | None:
-    """Read what came back with a request; None where no connector said anything.
+    """Read the result of a request; None without a connector's answer.
 
-    What is no result is a Failed that says what is wrong with it.
+    An invalid result becomes a Failed with a reason.
     """
     sent = params.get(PARAMETER) if isinstance(params, Mapping) else None
     if not isinstance(sent, Mapping):
@@ -192,7 +191,7 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
 
 
 def status_of(params: Mapping[str, Any] | None) -> ConnectorStatus:
-    """Read the answer to a ``status`` job; whatever else came says why nothing is blended."""
+    """Read the answer to a ``status`` job; any other answer is the reason for not blending."""
     match result_of(params):
         case ConnectorStatus() as status:
             return status
@@ -205,7 +204,7 @@ def status_of(params: Mapping[str, Any] | None) -> ConnectorStatus:
 
 
 def _read(kind: type[T], sent: Any) -> T:
-    """Read a dataclass; fields that it does not have are a newer version's, and left out."""
+    """Read a dataclass; unknown fields, of a newer version, are ignored."""
     if not isinstance(sent, Mapping):
         raise ValueError(f"{kind.__name__} must be an object")
     hints = _hints(kind)  # type: ignore[arg-type]  # a class is hashable
@@ -219,7 +218,7 @@ def _hints(kind: type[Any]) -> Mapping[str, Any]:
 
 
 def _value(name: str, hint: Any, sent: Any) -> Any:
-    """Read a field; raises ValueError unless it holds what ``hint`` says."""
+    """Read a field; raises ValueError unless its value has the type ``hint``."""
     origin, inner = get_origin(hint), get_args(hint)
     if NoneType in inner:
         return None if sent is None else _value(name, inner[0], sent)
@@ -246,7 +245,7 @@ def _reason(name: str, sent: Any) -> Reason:
 
 
 def _counted(name: str, sent: Any) -> tuple[Reason, int]:
-    """Read a reason, and how often it was met."""
+    """Read a reason, and its count."""
     row = _row(name, sent, 3)
     return _reason(name, row[:2]), _checked(name, row[2], int)
 

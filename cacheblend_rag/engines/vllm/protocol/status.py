@@ -1,4 +1,4 @@
-"""ConnectorStatus: whether a vLLM blends, and if not, why."""
+"""The connector's status: whether a vLLM blends, and if not, why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NO_REFUSAL = Reason(ReasonCode.NO_ANSWER, "the connector does not say why it ble
 
 @dataclass(frozen=True)
 class StoredKV:
-    """What a store holds, in one worker."""
+    """The number and bytes of chunks in one worker's store."""
 
     chunks: int = 0
     bytes: int = 0
@@ -25,13 +25,13 @@ class StoredKV:
 
 @dataclass(frozen=True)
 class ConnectorStatus:
-    """What the connector says of itself.
+    """The status of a connector.
 
     active: whether it blends; refusal: why not. identity: a hash of the model's weights, precision
-    and shard. wire: version of what jobs look like. replicas: engines behind one address, each
-    with a memory of its own. shared: whether they keep chunk KV in one folder, too. namespace: its
-    hash. read_only: whether its store is only read. sampling: the model's own sampling settings;
-    None where a connector is too old to say.
+    and shard. wire: version of the job format. replicas: engines behind one address, each with its
+    own memory. shared: whether they also keep chunk KV in one folder. namespace: its hash.
+    read_only: whether its store is read-only. sampling: the model's own sampling settings; None
+    from an older connector.
 
     Raises ValueError when there is no replica.
     """

@@ -80,8 +80,8 @@ def attention(**changes: Any) -> Any:
         ({"attn_type": "encoder_only"}, "no causal attention"),
         ({"kv_sharing_target_layer_name": "model.layers.0.self_attn.attn"}, "share KV"),
         ({"impl": SimpleNamespace(alibi_slopes=[0.5])}, "ALiBi"),
-        ({"num_kv_heads": 4}, "several shapes"),
-        ({"head_size_v": 128}, "another width than keys"),
+        ({"num_kv_heads": 4}, "different shapes"),
+        ({"head_size_v": 128}, "different widths"),
     ],
 )
 def test_attention_of_another_kind_is_refused_by_name(changes: dict[str, Any], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Blend reports for whoever watches: an instrumentation event, and a list to collect them in."""
+"""Blend reports for observers: an instrumentation event, and a list that collects them."""
 
 from __future__ import annotations
 

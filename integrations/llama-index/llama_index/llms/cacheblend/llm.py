@@ -290,7 +290,7 @@ class _Call:
 def _closing(
     deltas: AsyncIterator[Delta],
 ) -> AbstractAsyncContextManager[AsyncGenerator[Delta, None]]:
-    """Stop the work as soon as nobody reads on, not when the garbage is collected."""
+    """Stop the work as soon as the reader stops, not at the next garbage collection."""
     return aclosing(cast("AsyncGenerator[Delta, None]", deltas))
 
 

@@ -28,12 +28,12 @@ TEXTS: dict[Variant, Callable[[BaseNode], str]] = {"llm": shown_text, "bare": ba
 
 
 class CacheBlendPrecompute(EngineSettings, TransformComponent):
-    """Puts nodes' KV where a CacheBlendLLM with equal settings finds it; passes nodes on unchanged.
+    """Stores nodes' KV where a CacheBlendLLM with equal settings finds it; returns nodes unchanged.
 
-    Put it behind the node parser. A document's nodes are computed in order, each behind what
-    precedes it there, as far back as ``metadata["cacheblend_boundary"]`` (who may read a node) is
-    the same. Nodes of a document replace all that was known of it in their collection. A node
-    without text is skipped; so is one that no tokenizer can encode.
+    Put it after the node parser. A document's nodes are computed in order, each after the nodes
+    before it, as far back as ``metadata["cacheblend_boundary"]`` (who may read a node) is the same.
+    Nodes of a document replace its earlier nodes in their collection. A node without text is
+    skipped; so is one that no tokenizer can encode.
 
     With ``num_workers`` every worker opens its own engine: give ``kv_path``, which they share.
     An IngestionCache hit skips this step. KV that is missing afterwards is computed with the
@@ -92,7 +92,7 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         return "CacheBlendPrecompute"
 
     def __getstate__(self) -> dict[Any, Any]:
-        """Refuse to be sent to a worker whose KV nobody else would ever see."""
+        """Refuse to be sent to a worker without a shared folder, whose KV would be lost."""
         state = super().__getstate__()
         if self.store.kv_path is None and not is_url(self.engine):
             raise ConfigError("kv_path=None: workers share KV through a folder, so name one")

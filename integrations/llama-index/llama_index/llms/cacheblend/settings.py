@@ -47,15 +47,16 @@ else:
 
 
 class EngineSettings(CheckedComponent, _Stored):
-    """What an engine is opened with.
+    """The settings of an engine.
 
     Components with equal settings share one engine in a process; how KV is fused may differ, since
-    every request says it. Nothing is loaded before the first ``open()``, so a component can be
+    every request sets it. Nothing is loaded before the first ``open()``, so a component can be
     pickled and sent to a worker.
 
-    engine may be an open Engine, which has settled ``model`` and the like; model may be a Path,
-    and blend_config and lead_in dicts of their fields. Where KV is kept is told by StoreConfig's
-    own names (kv_path, host_bytes, ...) or as a whole, ``store=StoreConfig(...)`` or a dict.
+    engine may be an open Engine, for which ``model`` and the like are fixed; model may be a Path,
+    and blend_config and lead_in dicts of their fields. The store's settings are given by
+    StoreConfig's own names (kv_path, host_bytes, ...) or as a whole, ``store=StoreConfig(...)`` or
+    a dict.
     """
 
     _inside: ClassVar[Mapping[str, type[Any]]] = {

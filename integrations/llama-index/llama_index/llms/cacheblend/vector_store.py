@@ -131,7 +131,7 @@ class CacheBlendVectorStore(BasePydanticVectorStore):
         return await self.vector_store.aquery(query, **kwargs)
 
     def persist(self, persist_path: str, fs: fsspec.AbstractFileSystem | None = None) -> None:
-        """Write the vectors to a file; where KV is kept is the engine's to settle."""
+        """Write the vectors to a file; the engine decides where KV is kept."""
         self.vector_store.persist(persist_path, fs)
 
     def _documents(self) -> set[str]:
