@@ -12,29 +12,28 @@ import typer
 
 from cacheblend_rag.cli.options import (
     KV_PATH_VARIABLE,
-    DtypeOption,
     JsonOption,
-    ModelOption,
     StoreOption,
     finite,
     store_folder,
     store_settings,
 )
 from cacheblend_rag.cli.output import print_json, print_rows, progress_bar
+from cacheblend_rag.cli.store_plan import plan
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER, KV_NAME
 from cacheblend_rag.rag.progress import Task
-from cacheblend_rag.settings.sizes import size
 
 if TYPE_CHECKING:
     from cacheblend_rag.admin.export_import import MoveReport
     from cacheblend_rag.admin.inspect import OpenStore
     from cacheblend_rag.admin.select import Choice, Condition
-    from cacheblend_rag.rag.planning import CapacityPlan
 
 store_app = typer.Typer(
     help="Look at, check, warm, move and empty a store of chunk KV.", no_args_is_help=True
 )
+
+store_app.command()(plan)
 
 DEFAULT_STORE = DEFAULT_FOLDER / KV_NAME
 
@@ -324,47 +323,6 @@ def import_chunks(
 
 
 @store_app.command()
-def plan(
-    model: ModelOption,
-    corpus_tokens: Annotated[int, typer.Option(min=1, help="Tokens of all chunks.")],
-    *,
-    tier: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=CAPACITY,BANDWIDTH[,LATENCY]",
-            help="A tier, such as disk=1TiB,2GiB/s,0.001; the fastest first.",
-        ),
-    ] = None,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a chunk.")] = 512,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Chunk tokens of a prompt.")] = 4096,
-    compute_seconds: Annotated[
-        float, typer.Option(min=0, callback=finite, help="Until the first token, beside loading.")
-    ] = 0.0,
-    ttft: Annotated[
-        float | None,
-        typer.Option(metavar="SECONDS", min=0, callback=finite, help="What it may take in all."),
-    ] = None,
-    dtype: DtypeOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Compute the size of a model's chunk KV, which tiers hold it and which are fast enough."""
-    from cacheblend_rag.rag import planning
-
-    tiers = [planning.PlannedTier.parse(text) for text in tier or ()]
-    work = planning.Workload(corpus_tokens, chunk_tokens, prompt_tokens, compute_seconds, ttft)
-    shape = planning.KVShape.of(model, dtype or "", None)
-    made = planning.plan_store(shape, work, tiers)
-    sizes = [
-        (of.precision, f"{of.bytes_per_token:,.0f}", size(of.corpus_bytes), size(of.prompt_bytes))
-        for of in made.precisions
-    ]
-    columns = ("precision", "bytes a token", "corpus", "a prompt")
-    _show({"model": model, **made.to_dict()}, as_json, columns, sizes)
-    if not as_json and tiers:
-        _show_tiers(made)
-
-
-@store_app.command()
 def gc(
     folder: Annotated[Path, typer.Option("--collection", help="Folder.")] = DEFAULT_FOLDER,
     as_json: JsonOption = False,
@@ -377,23 +335,6 @@ def gc(
 
     evicted = evict_unregistered(folder)
     _show({"path": str(folder), "evicted": evicted}, as_json, ("evicted",), [(evicted,)])
-
-
-def _show_tiers(made: CapacityPlan) -> None:
-    rows = [
-        (
-            of.precision,
-            on.tier,
-            f"{on.chunks:,}",
-            f"{on.share:.0%}",
-            f"{on.seconds:.3f}",
-            "yes" if on.suffices else "too slow" if not on.is_fast else "too small",
-        )
-        for of in made.precisions
-        for on in of.tiers
-    ]
-    columns = ("precision", "tier", "chunks", "of the corpus", "seconds", "suffices")
-    _show({}, False, columns, rows)
 
 
 def _choice(**given: Any) -> Choice:

@@ -14,6 +14,11 @@ NOT_FINITE: Final = Reason(
     ReasonCode.NOT_FINITE, "its KV holds NaN or infinity, the model overflows"
 )
 """The reason if a model computed NaN or infinity for the chunk."""
+READ_ONLY: Final = Reason(
+    ReasonCode.READ_ONLY,
+    "the store is read only: store and evict where it is opened with read_only=False",
+)
+"""The reason if nothing may be stored or evicted."""
 MOST_CHARACTERS = 200
 
 

@@ -23,20 +23,14 @@ from cacheblend_rag.kv.mac import CHECKSUM, Mac, seal_of
 from cacheblend_rag.kv.opening import TierThreads, Way
 from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.prefetch import Prefetch
-from cacheblend_rag.kv.put_result import PutResult
+from cacheblend_rag.kv.put_result import READ_ONLY, PutResult
 from cacheblend_rag.kv.reading import SharedReads
 from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk, first_stored_at
 from cacheblend_rag.kv.tiers import Tier
 from cacheblend_rag.kv.tiers.urls import memory_and_disk, open_tiers
 from cacheblend_rag.kv.whole_chunks import WholeChunks
-from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.settings import Precision, StoreConfig
-
-READ_ONLY = Reason(
-    ReasonCode.READ_ONLY,
-    "the store is read only: store and evict where it is opened with read_only=False",
-)
 
 
 class TieredKVStore:

@@ -40,7 +40,7 @@ from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
-from cacheblend_rag.kv.store import READ_ONLY
+from cacheblend_rag.kv.put_result import READ_ONLY
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans

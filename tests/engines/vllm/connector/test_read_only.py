@@ -12,7 +12,7 @@ from cacheblend_rag import TieredKVStore
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, verify
 from cacheblend_rag.engines.vllm.protocol import BlendJob, Failed, SentLeadIn, VerifyResult
 from cacheblend_rag.kv import DiskTier
-from cacheblend_rag.kv.store import READ_ONLY
+from cacheblend_rag.kv.put_result import READ_ONLY
 from tests.kv.samples import make_key, make_kv
 from tests.prefill.prompts import run
 
