@@ -86,7 +86,7 @@ class ForeignChunkError(StoreError):
     """Stored bytes are valid chunk KV, but of another model, tokenizer, lead-in or namespace."""
 
 
-class UnsealedChunkError(ForeignChunkError):
+class BadSignatureError(ForeignChunkError):
     """Stored bytes were not signed with this store's key, or with a key that it does not have."""
 
 

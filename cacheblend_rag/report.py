@@ -17,7 +17,7 @@ MissReason = Literal[
     "inseparable",  # the tokenizer cannot tell it from the text beside it
     "altered text",  # the text differs from the chunk the hint named
     "damaged",  # stored bytes failed their checksum and were quarantined
-    "unsealed",  # stored by who has not the store's key, or with one that this store lacks
+    "bad signature",  # stored by who has not the store's key, or with one that this store lacks
     "store error",  # a tier could not be read
     "no room",  # there is too little memory to read it, or to fuse the prompt's KV
     "slow",  # loading it would take longer than computing it
@@ -34,7 +34,7 @@ MISS_CODES: Mapping[MissReason, ReasonCode] = {
     "inseparable": ReasonCode.INSEPARABLE,
     "altered text": ReasonCode.ALTERED_TEXT,
     "damaged": ReasonCode.DAMAGED,
-    "unsealed": ReasonCode.BAD_SIGNATURE,
+    "bad signature": ReasonCode.BAD_SIGNATURE,
     "store error": ReasonCode.STORE_ERROR,
     "no room": ReasonCode.NO_ROOM,
     "slow": ReasonCode.SLOW,

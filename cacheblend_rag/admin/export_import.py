@@ -65,7 +65,7 @@ def export(store: TieredKVStore, condition: Condition, target: Path) -> MoveRepo
                 if found.kv is None:
                     report.skipped[str(key)] = found.reason or "not stored"
                     continue
-                data = codec.encode(key, found.kv, store.seal)
+                data = codec.encode(key, found.kv, store.mac)
                 write(f"{key}{SUFFIX}", data, entry.written_at)
                 report.moved += 1
                 report.nbytes += len(data)
@@ -103,7 +103,7 @@ def _take(
     if most_bytes is not None and report.nbytes + found.nbytes > most_bytes:
         return "exceeds the given limit"
     try:
-        kv = codec.decode(bytearray(found.read()), key, store.seal)
+        kv = codec.decode(bytearray(found.read()), key, store.mac)
     except (DamagedChunkError, ForeignChunkError) as error:
         return str(error)
     except OSError as error:

@@ -19,9 +19,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, UnsealedChunkError
+from cacheblend_rag.errors import BadSignatureError, DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.mac import SEALS, VARIABLE, Mac
+from cacheblend_rag.kv.mac import MAC_NAMES, VARIABLE, Mac
 from cacheblend_rag.kv.packed_kv import StoredKV
 from cacheblend_rag.kv.precision import CODES, scales
 from cacheblend_rag.settings import Precision
@@ -38,7 +38,7 @@ STORED_DTYPES = {**DTYPES, "F8_E4M3": CODES["fp8"], "I8": CODES["int8"]}
 _ALIGNMENT = 64
 _CODE_NAMES = {"fp8": "F8_E4M3", "int8": "I8"}
 _METADATA = {
-    "format", "key", "fingerprint", "position", "tokens", "precision", "seal", "layers", "head",
+    "format", "key", "fingerprint", "position", "tokens", "precision", "mac", "layers", "head",
 }  # fmt: skip
 _OPTIONAL = {"written"}
 _NUMBER = re.compile("0|[1-9][0-9]{0,9}", re.ASCII)
@@ -176,16 +176,16 @@ def _check_scales(span: Span | None, precision: Precision, shape: tuple[int, ...
         raise DamagedChunkError(f"scales are {found}, {precision} has {wanted or 'none'}")
 
 
-def check_seal(metadata: Mapping[str, str], seal: Mac) -> None:
+def check_mac(metadata: Mapping[str, str], mac: Mac) -> None:
     """Check that an object is signed with the store's kind of MAC."""
-    found = metadata["seal"]
-    if found not in SEALS:
+    found = metadata["mac"]
+    if found not in MAC_NAMES:
         raise DamagedChunkError(f"has an unknown kind of digest ({found!r:.40})")
-    if found == seal.name:
+    if found == mac.name:
         return
-    if seal.by_key:
-        raise UnsealedChunkError("was not written with the store's key")
-    raise UnsealedChunkError(f"was written with a key, and {VARIABLE} is not set")
+    if mac.by_key:
+        raise BadSignatureError("was not written with the store's key")
+    raise BadSignatureError(f"was written with a key, and {VARIABLE} is not set")
 
 
 def precision_text(kv: StoredKV) -> str:
@@ -228,11 +228,11 @@ def spans_of(kv: StoredKV) -> dict[str, Span]:
 
 
 def head_digest(
-    seal: Mac, metadata: Mapping[str, str], spans: Mapping[str, Span], *tensors: memoryview
+    mac: Mac, metadata: Mapping[str, str], spans: Mapping[str, Span], *tensors: memoryview
 ) -> str:
     """Return the digest of the metadata, the tensors' types, and the tensors other than layers."""
     essential = {name: text for name, text in sorted(metadata.items()) if name != "head"}
-    return seal.digest(json.dumps([essential, _shapes(spans)]).encode(), *tensors)
+    return mac.digest(json.dumps([essential, _shapes(spans)]).encode(), *tensors)
 
 
 def _shapes(spans: Mapping[str, Span]) -> list[list[Any]]:

@@ -4,7 +4,7 @@ Layout: the safetensors header (8 bytes of length, JSON), then ``prior`` where t
 one, ``scales`` where numbers are stored in a byte, then ``kv``: (layers, 2, kv_heads, tokens,
 head_dim), keys before values, so that a layer is one range of bytes. The header's metadata carries
 format, key, fingerprint, position, token count, precision (``native``, or ``fp8`` or ``int8`` and
-what type it stands for), ``seal`` (the kind of digests, see kv/mac.py), ``written`` (when the
+what type it stands for), ``mac`` (the kind of digests, see kv/mac.py), ``written`` (when the
 chunk was first stored, a Unix time; where a key vouches for it), ``layers`` (a digest of each
 layer's bytes) and ``head``: one over all of these, the tensors' dtypes and shapes, the prior
 and the scales. So a layer can be read, checked and used before the others are there.
@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, UnsealedChunkError
+from cacheblend_rag.errors import BadSignatureError, DamagedChunkError, ForeignChunkError
 from cacheblend_rag.kv.background import BESIDE_BYTES, begin
 from cacheblend_rag.kv.chunk_header import (
     DIGEST_DIGITS,
@@ -34,7 +34,7 @@ from cacheblend_rag.kv.chunk_header import (
     STORED_DTYPES,
     Header,
     body_start,
-    check_seal,
+    check_mac,
     check_shapes,
     head_digest,
     header_bytes,
@@ -86,7 +86,7 @@ class Head:
     checksums: tuple[str, ...]
     precision: Precision = "native"
     scales: Tensor | None = None
-    seal: Mac = CHECKSUM
+    mac: Mac = CHECKSUM
     written_at: float | None = None
 
     @property
@@ -109,7 +109,7 @@ class Head:
         """
         if raw.numel() != self.layer_bytes:
             raise DamagedChunkError(f"layer {index} was cut short")
-        if not self.seal.holds(self.checksums[index], _bytes_of(raw)):
+        if not self.mac.holds(self.checksums[index], _bytes_of(raw)):
             raise DamagedChunkError(f"checksum of layer {index} does not match")
         kv = raw.view(self._stored).view(2, self.kv_heads, self.tokens, self.head_dim)
         if self.scales is None:
@@ -162,7 +162,7 @@ class EncodedChunk:
         self,
         key: KVKey,
         kv: StoredKV,
-        seal: Mac = CHECKSUM,
+        mac: Mac = CHECKSUM,
         *,
         check: Callable[[], None] = lambda: None,
         written_at: float | None = None,
@@ -175,7 +175,7 @@ class EncodedChunk:
         self._layers = _layers_of(kv)
         if isinstance(kv, PackedKV):
             own.append(_bytes_of(kv.exponents.cpu().contiguous()))
-        self._own, self._spans, self._seal, self._check = own, spans_of(kv), seal, check
+        self._own, self._spans, self._mac, self._check = own, spans_of(kv), mac, check
         self._metadata = {
             "format": FORMAT,
             "key": str(key),
@@ -183,7 +183,7 @@ class EncodedChunk:
             "position": str(kv.position),
             "tokens": str(kv.tokens),
             "precision": precision_text(kv),
-            "seal": seal.name,
+            "mac": mac.name,
             **({} if written_at is None else {"written": f"{max(written_at, 0):.6f}"}),
         }
         self.body = [*own, *(part for parts in self._layers for part in parts)]
@@ -194,9 +194,9 @@ class EncodedChunk:
     def head(self) -> bytes:
         """Return the bytes before the body, after checking the numbers."""
         self._check()
-        layers = "".join(self._seal.digest(*parts) for parts in self._layers)
+        layers = "".join(self._mac.digest(*parts) for parts in self._layers)
         metadata = {**self._metadata, "layers": layers}
-        return self._header(layers, head_digest(self._seal, metadata, self._spans, *self._own))
+        return self._header(layers, head_digest(self._mac, metadata, self._spans, *self._own))
 
     def parts(self) -> Parts:
         """Return all of it, in order."""
@@ -206,13 +206,13 @@ class EncodedChunk:
         return header_bytes({**self._metadata, "layers": layers, "head": head}, self._spans)
 
 
-def encode(key: KVKey, kv: ChunkKV, seal: Mac = CHECKSUM) -> bytes:
+def encode(key: KVKey, kv: ChunkKV, mac: Mac = CHECKSUM) -> bytes:
     """Return ``kv`` as one safetensors object; raises ValueError on malformed tensors."""
     kv.validate()
-    return b"".join(EncodedChunk(key, kv, seal).parts())
+    return b"".join(EncodedChunk(key, kv, mac).parts())
 
 
-def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Mac = CHECKSUM) -> ChunkKV:
+def decode(data: bytes | bytearray | memoryview, key: KVKey, mac: Mac = CHECKSUM) -> ChunkKV:
     """Read what ``encode`` wrote, unpacked. The tensors share the memory of ``data`` if possible.
 
     Raises DamagedChunkError, or ForeignChunkError when it is another key's or format's.
@@ -222,12 +222,12 @@ def decode(data: bytes | bytearray | memoryview, key: KVKey, seal: Mac = CHECKSU
         raise DamagedChunkError("empty")
     writable = bytearray(view) if view.readonly else view
     raw = torch.frombuffer(writable, dtype=torch.uint8)
-    head = read_head(lambda start, end: raw[start:end], raw.numel(), key, seal)
+    head = read_head(lambda start, end: raw[start:end], raw.numel(), key, mac)
     return unpacked(head.whole(raw[slice(*head.span(0, head.layers))]))
 
 
 def read_head(
-    read: Callable[[int, int], Tensor], nbytes: int, key: KVKey, seal: Mac = CHECKSUM
+    read: Callable[[int, int], Tensor], nbytes: int, key: KVKey, mac: Mac = CHECKSUM
 ) -> Head:
     """Read and check the head of an object of ``nbytes``.
 
@@ -240,7 +240,7 @@ def read_head(
     if start > first.numel():
         first = read(0, start)
     header = parse_header(bytes(first[PREFIX_BYTES:start].numpy()), start, nbytes - start)
-    check_seal(header.metadata, seal)
+    check_mac(header.metadata, mac)
     check_shapes(header.metadata, header.spans)
     own: dict[str, Tensor] = {}
     for name, span in header.spans.items():
@@ -249,7 +249,7 @@ def read_head(
             raw = first[begin:end] if end <= first.numel() else read(begin, end)
             # not a view: it would hold on to what it lies in
             own[name] = raw.clone().view(STORED_DTYPES[span.dtype]).view(span.shape)
-    return _checked_head(header, own, nbytes, key, seal)
+    return _checked_head(header, own, nbytes, key, mac)
 
 
 def _layers_of(kv: StoredKV) -> list[list[memoryview]]:
@@ -270,13 +270,13 @@ def _side_by_side(keys: Tensor, values: Tensor) -> list[memoryview]:
 
 
 def _checked_head(
-    header: Header, own: Mapping[str, Tensor], nbytes: int, key: KVKey, seal: Mac
+    header: Header, own: Mapping[str, Tensor], nbytes: int, key: KVKey, mac: Mac
 ) -> Head:
     metadata, span = header.metadata, header.spans["kv"]
     tensors = [_bytes_of(own[name]) for name in ("prior", "scales") if name in own]
-    if head_digest(seal, metadata, header.spans, *tensors) != metadata["head"]:
-        if seal.by_key:
-            raise UnsealedChunkError("was written with another key, or is damaged")
+    if head_digest(mac, metadata, header.spans, *tensors) != metadata["head"]:
+        if mac.by_key:
+            raise BadSignatureError("was written with another key, or is damaged")
         raise DamagedChunkError("checksum of the head does not match")
     if metadata["key"] != str(key):
         raise ForeignChunkError(f"holds {metadata['key']}, not {key}")
@@ -300,8 +300,8 @@ def _checked_head(
         checksums=tuple(re.findall(f".{{{DIGEST_DIGITS}}}", metadata["layers"])),
         precision=precision,
         scales=own.get("scales"),
-        seal=seal,
-        written_at=float(metadata["written"]) if seal.by_key and "written" in metadata else None,
+        mac=mac,
+        written_at=float(metadata["written"]) if mac.by_key and "written" in metadata else None,
     )
 
 

@@ -7,14 +7,16 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cacheblend_rag.errors import (
+    BadSignatureError,
     DamagedChunkError,
     ForeignChunkError,
     StoreError,
-    UnsealedChunkError,
 )
 from cacheblend_rag.kv.chunk_kv import ChunkKV
 
-StoreMiss = Literal["not stored", "damaged", "other model", "unsealed", "store error", "no room"]
+StoreMiss = Literal[
+    "not stored", "damaged", "other model", "bad signature", "store error", "no room"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class Lookup:
 
 def miss_of(error: StoreError) -> StoreMiss:
     """Return the miss reason for an error."""
-    if isinstance(error, UnsealedChunkError):
-        return "unsealed"
+    if isinstance(error, BadSignatureError):
+        return "bad signature"
     if isinstance(error, ForeignChunkError):
         return "other model"
     if isinstance(error, DamagedChunkError):

@@ -17,7 +17,7 @@ import xxhash
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.secret import Secret
 
-VARIABLE = "CACHEBLEND_SEAL_KEY"
+VARIABLE = "CACHEBLEND_MAC_KEY"
 """The environment variable that holds a store's key."""
 DIGITS = 32
 """Hex digits of a digest."""
@@ -83,11 +83,11 @@ class KeyedMac:
 
 
 CHECKSUM: Mac = Checksum()
-SEALS = (Checksum.name, KeyedMac.name)
+MAC_NAMES = (Checksum.name, KeyedMac.name)
 """All kinds, by their names in headers."""
 
 
-def seal_of(environment: Mapping[str, str] = os.environ) -> Mac:
+def mac_of(environment: Mapping[str, str] = os.environ) -> Mac:
     """Return the MAC with the environment's key, or a checksum without one. Raises ConfigError."""
     key = Secret.of(environment.get(VARIABLE))
     return CHECKSUM if key is None else KeyedMac(key)

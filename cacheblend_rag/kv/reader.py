@@ -170,7 +170,7 @@ class RangeReader(ChunkReader):
 
 
 def open_ranges(
-    key: KVKey, start: StoredBytes, read_range: ReadRange, *, least: int, seal: Mac = CHECKSUM
+    key: KVKey, start: StoredBytes, read_range: ReadRange, *, least: int, mac: Mac = CHECKSUM
 ) -> ChunkReader:
     """Return a reader of an object that is read by byte ranges.
 
@@ -186,7 +186,7 @@ def open_ranges(
 
     if not total:
         raise DamagedChunkError("empty")
-    head = codec.read_head(read, total, key, seal)
+    head = codec.read_head(read, total, key, mac)
     reader = RangeReader(head, read_range, written_at, least)
     if first.numel() < total:
         return reader

@@ -19,7 +19,7 @@ from cacheblend_rag.kv.fetch import LayerSource, Threshold
 from cacheblend_rag.kv.integrity import VerifyReport, read_through
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.lookup import Lookup
-from cacheblend_rag.kv.mac import CHECKSUM, Mac, seal_of
+from cacheblend_rag.kv.mac import CHECKSUM, Mac, mac_of
 from cacheblend_rag.kv.opening import TierThreads, Way
 from cacheblend_rag.kv.packed_kv import packed
 from cacheblend_rag.kv.prefetch import Prefetch
@@ -47,13 +47,13 @@ class TieredKVStore:
         ttl_seconds: time after which a stored chunk expires, None is never; a tier's own policy
             may set less.
         precision: to which numbers are rounded when stored, see kv/precision.py.
-        seal: the MAC of stored bytes, see kv/mac.py.
+        mac: the MAC of stored bytes, see kv/mac.py.
 
     Raises:
         StoreError: when there is no tier, two have one name, or the age is not above 0.
 
     Attributes:
-        tiers, ttl_seconds, precision, seal: as given.
+        tiers, ttl_seconds, precision, mac: as given.
         reads, prefetching: the running reads of prompts, and the loads ahead of them.
         expiry, locks: removes expired chunks; the locks of chunks in use.
         access_log: the log of chunks that prompts ask for, or None.
@@ -66,7 +66,7 @@ class TieredKVStore:
         *,
         ttl_seconds: float | None = None,
         precision: Precision = "native",
-        seal: Mac = CHECKSUM,
+        mac: Mac = CHECKSUM,
     ) -> None:
         if not tiers:
             raise StoreError("a store needs at least one tier")
@@ -77,9 +77,9 @@ class TieredKVStore:
             raise StoreError(f"ttl_seconds={ttl_seconds} must be above 0")
         self.tiers = tuple(tiers)
         self.ttl_seconds = ttl_seconds
-        self.precision, self.seal = precision, seal
+        self.precision, self.mac = precision, mac
         for tier in self.tiers:
-            tier.join(seal, ttl_seconds)
+            tier.join(mac, ttl_seconds)
         self.access_log: AccessLog | None = None
         self.speeds = Speeds()
         self._begin_threads()
@@ -133,7 +133,7 @@ class TieredKVStore:
             StoreError: when there is neither memory nor disk, or the folder is unusable.
         """
         tiers = memory_and_disk(host_bytes, kv_path, disk_bytes, read_only=read_only)
-        return cls(tiers, ttl_seconds=ttl_seconds, precision=precision, seal=seal_of())
+        return cls(tiers, ttl_seconds=ttl_seconds, precision=precision, mac=mac_of())
 
     @classmethod
     def of(cls, config: StoreConfig, *, device: torch.device | str = "cpu") -> TieredKVStore:
@@ -155,7 +155,7 @@ class TieredKVStore:
             open_tiers(config, device),
             ttl_seconds=config.ttl_seconds,
             precision=config.precision,
-            seal=seal_of(),
+            mac=mac_of(),
         )
         if log is not None:
             store.follow(log)

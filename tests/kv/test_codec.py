@@ -51,7 +51,7 @@ def with_header(fields, body, *, padding=8):
     return struct.pack("<Q", len(text)) + text + body
 
 
-def sealed(fields, body):
+def signed(fields, body):
     """An object whose checksums are right for whatever its header claims, as a forger would make.
 
     What a header says of its layers' checksums is left as it is.
@@ -67,7 +67,7 @@ def sealed(fields, body):
     return with_header(fields, body)
 
 
-def layers_sealed(body, layers=2, prior=16):
+def layers_signed(body, layers=2, prior=16):
     """The checksums of a body's layers; prior: bytes before them."""
     size = (len(body) - prior) // layers
     parts = [body[prior + i * size : prior + (i + 1) * size] for i in range(layers)]
@@ -249,7 +249,7 @@ def test_forged_headers_are_damage_even_with_right_checksums(what):
     forged, said = FORGERIES[what]
     fields = json.loads(json.dumps(forged))
     try:
-        data = sealed(fields, body)
+        data = signed(fields, body)
     except (TypeError, KeyError):
         data = with_header(fields, body)
     with pytest.raises(DamagedChunkError, match=f"^{said}$"):
@@ -263,16 +263,16 @@ def test_what_is_not_finite_is_damage_even_with_right_checksums(at, number):
     altered = bytearray(body)
     at %= len(body)
     altered[at : at + 4] = struct.pack("<f", number)
-    fields["__metadata__"]["layers"] = layers_sealed(bytes(altered))
+    fields["__metadata__"]["layers"] = layers_signed(bytes(altered))
     with pytest.raises(DamagedChunkError, match=r"^holds NaN or infinity$"):
-        codec.decode(sealed(fields, bytes(altered)), KEY)
+        codec.decode(signed(fields, bytes(altered)), KEY)
 
 
 def test_another_precision_is_foreign():
     fields, body = header_of(codec.encode(KEY, make_kv()))
     fields["__metadata__"]["precision"] = "fp3"
     with pytest.raises(ForeignChunkError, match="fp3"):
-        codec.decode(sealed(fields, body), KEY)
+        codec.decode(signed(fields, body), KEY)
 
 
 class Ranges:
@@ -354,16 +354,16 @@ def test_layers_that_lie_together_are_written_without_a_copy(together):
     assert torch.frombuffer(parts[0], dtype=torch.float32)[0].item() == 7.0 != written
 
 
-@pytest.mark.parametrize("seal", [CHECKSUM, KeyedMac(Secret("a key of sixteen or more"))])
+@pytest.mark.parametrize("mac", [CHECKSUM, KeyedMac(Secret("a key of sixteen or more"))])
 @pytest.mark.parametrize("precision", ["native", "fp8", "int8"])
 @pytest.mark.parametrize("prior", [True, False])
-def test_the_place_of_the_body_is_known_before_the_digests(seal, precision, prior):
+def test_the_place_of_the_body_is_known_before_the_digests(mac, precision, prior):
     kv = rounded(make_kv(prior=prior), precision)
-    data = codec.EncodedChunk(KEY, kv, seal)
+    data = codec.EncodedChunk(KEY, kv, mac)
     head = data.head()
     assert data.head_bytes == len(head)
-    assert data.nbytes == len(codec.encode(KEY, kv, seal))
-    assert head + b"".join(data.body) == codec.encode(KEY, kv, seal)
+    assert data.nbytes == len(codec.encode(KEY, kv, mac))
+    assert head + b"".join(data.body) == codec.encode(KEY, kv, mac)
 
 
 @pytest.mark.parametrize("beside", [1, 1 << 30])
@@ -406,13 +406,13 @@ def test_tensors_at_odd_offsets_are_damage():
     fields, body = header_of(codec.encode(KEY, make_kv(dtype=torch.float16)))
     fields["prior"]["data_offsets"] = [2, 18]
     with pytest.raises(DamagedChunkError, match=r"^prior's shape and bytes contradict each other$"):
-        codec.decode(sealed(fields, body), KEY)
+        codec.decode(signed(fields, body), KEY)
 
 
-def test_the_forger_of_these_tests_can_seal_an_honest_object():
+def test_the_forger_of_these_tests_can_sign_an_honest_object():
     fields, body = header_of(codec.encode(KEY, make_kv()))
     fields["__metadata__"]["head"] = ""
-    assert same(codec.decode(sealed(fields, body), KEY), make_kv())
+    assert same(codec.decode(signed(fields, body), KEY), make_kv())
 
 
 @pytest.mark.parametrize(
@@ -434,7 +434,7 @@ def test_another_format_version_is_foreign(version):
     fields, body = header_of(codec.encode(KEY, make_kv()))
     fields["__metadata__"]["format"] = version
     with pytest.raises(ForeignChunkError, match=version):
-        codec.decode(sealed(fields, body), KEY)
+        codec.decode(signed(fields, body), KEY)
 
 
 def test_other_safetensors_files_are_damage():

@@ -2,9 +2,9 @@
 
 import pytest
 
-from cacheblend_rag.errors import ConfigError, DamagedChunkError, UnsealedChunkError
+from cacheblend_rag.errors import BadSignatureError, ConfigError, DamagedChunkError
 from cacheblend_rag.kv import TieredKVStore, codec
-from cacheblend_rag.kv.mac import CHECKSUM, VARIABLE, KeyedMac, seal_of
+from cacheblend_rag.kv.mac import CHECKSUM, VARIABLE, KeyedMac, mac_of
 from cacheblend_rag.settings import StoreConfig
 from cacheblend_rag.settings.secret import Secret
 
@@ -40,21 +40,21 @@ def test_what_a_key_wrote_it_reads(precision):
     ("written", "read", "said"),
     [
         (CHECKSUM, keyed(), "was not written with the store's key"),
-        (keyed(), CHECKSUM, "was written with a key, and CACHEBLEND_SEAL_KEY is not set"),
+        (keyed(), CHECKSUM, "was written with a key, and CACHEBLEND_MAC_KEY is not set"),
         (keyed(THEIRS), keyed(), "was written with another key, or is damaged"),
     ],
 )
 def test_what_another_wrote_is_not_read(written, read, said):
     data = codec.encode(KEY, make_kv(), written)
-    with pytest.raises(UnsealedChunkError, match=said):
+    with pytest.raises(BadSignatureError, match=said):
         codec.decode(data, KEY, read)
 
 
-def test_no_object_is_sealed_by_saying_so():
-    """Neither a header that claims the seal, nor a layer of the forger's, is taken."""
+def test_no_object_is_signed_by_saying_so():
+    """Neither a header that claims the MAC, nor a layer of the forger's, is taken."""
     fields, body = header_of(codec.encode(KEY, make_kv()))
-    fields["__metadata__"]["seal"] = "blake2b"
-    with pytest.raises(UnsealedChunkError):
+    fields["__metadata__"]["mac"] = "blake2b"
+    with pytest.raises(BadSignatureError):
         codec.decode(with_header(fields, body), KEY, keyed())
     ours = bytearray(codec.encode(KEY, make_kv(), keyed()))
     ours[-1] ^= 1
@@ -66,7 +66,7 @@ def test_a_foreign_writers_chunk_is_a_miss_with_a_reason_and_is_set_aside(opened
     with opened(THEIRS) as theirs:
         theirs.put(KEY, make_kv())
     with opened(OURS) as ours:
-        assert ours.get(KEY).reason == "unsealed"
+        assert ours.get(KEY).reason == "bad signature"
         assert not chunk_files(tmp_path)
         with ours.fetch([KEY]) as source:
             assert source.take().reason == "not stored"
@@ -74,13 +74,13 @@ def test_a_foreign_writers_chunk_is_a_miss_with_a_reason_and_is_set_aside(opened
         assert same(ours.get(KEY).kv, make_kv(1))
 
 
-def test_who_has_no_key_reads_nothing_that_is_sealed_and_leaves_it_alone(opened, tmp_path):
+def test_who_has_no_key_reads_nothing_that_is_signed_and_leaves_it_alone(opened, tmp_path):
     with opened(OURS) as ours:
         ours.put(KEY, make_kv())
     with opened() as bare:
         with bare.fetch([KEY]) as source:
-            assert source.take().reason == "unsealed"
-        assert bare.get(KEY).reason == "unsealed"
+            assert source.take().reason == "bad signature"
+        assert bare.get(KEY).reason == "bad signature"
         assert len(chunk_files(tmp_path)) == 1
     with opened(OURS) as ours:
         assert same(ours.get(KEY).kv, make_kv())
@@ -90,13 +90,13 @@ def test_a_key_shows_itself_nowhere(opened, tmp_path, caplog):
     caplog.set_level("DEBUG", "cacheblend_rag")
     with opened(OURS) as store:
         store.put(KEY, make_kv())
-        shown = f"{vars(store.seal)} {store.seal!r} {vars(store)} {store.stats()}"
+        shown = f"{vars(store.mac)} {store.mac!r} {vars(store)} {store.stats()}"
     (file,) = chunk_files(tmp_path)
     assert OURS not in shown + caplog.text
     assert OURS.encode() not in file.read_bytes()
 
 
 def test_a_key_that_is_too_short_is_refused():
-    with pytest.raises(ConfigError, match="CACHEBLEND_SEAL_KEY must have at least 16 characters"):
-        seal_of({VARIABLE: "short"})
-    assert seal_of({}) is CHECKSUM
+    with pytest.raises(ConfigError, match="CACHEBLEND_MAC_KEY must have at least 16 characters"):
+        mac_of({VARIABLE: "short"})
+    assert mac_of({}) is CHECKSUM

@@ -200,8 +200,8 @@ def begin(state, place, store, monkeypatch):
 def test_what_a_request_gets(state, tier, tmp_path, request, monkeypatch, caplog):
     reason, words = PROMISES[state, tier]
     place = PLACES[tier](tmp_path, request)
-    seal = KeyedMac(Secret("a key of the store's"))
-    store = TieredKVStore([HostTier(None), place.tier], seal=seal)
+    mac = KeyedMac(Secret("a key of the store's"))
+    store = TieredKVStore([HostTier(None), place.tier], mac=mac)
     long_ago = time.time() - 3600 if state in ("replayed", "expired") else None
     assert store.put(FAR, make_kv(1), written_at=long_ago)
     assert store.put(NEAR, make_kv())

@@ -8,10 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from cacheblend_rag.errors import (
+    BadSignatureError,
     DamagedChunkError,
     ForeignChunkError,
     StoreError,
-    UnsealedChunkError,
 )
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.mac import CHECKSUM, Mac
@@ -51,7 +51,7 @@ class Tier(TierContract):
         writable = not self.policy.read_only
         self.keeps_found = type(self).keeps_found and self.policy.promote and writable
         self.takes_puts = type(self).takes_puts and self.policy.write != "none" and writable
-        self.seal = CHECKSUM
+        self.mac = CHECKSUM
         self.ttl_seconds = self.policy.ttl_seconds
         self._counts = Counters()
         self.access = Access(self, self._counts)
@@ -59,9 +59,9 @@ class Tier(TierContract):
         self._admission = Admission(self.policy)
         self._pinned: set[KVKey] = set()
 
-    def join(self, seal: Mac, ttl_seconds: float | None) -> None:
-        """Join a store with this seal and time to live, unless the policy's is lower."""
-        self.seal = seal
+    def join(self, mac: Mac, ttl_seconds: float | None) -> None:
+        """Join a store with this MAC and time to live, unless the policy's is lower."""
+        self.mac = mac
         given = [s for s in (self.policy.ttl_seconds, ttl_seconds) if s is not None]
         self.ttl_seconds = min(given, default=None)
 
@@ -205,7 +205,7 @@ class Tier(TierContract):
 
     def _failed(self, key: KVKey, found: StoreError | OSError | None) -> StoreError | None:
         """Quarantine an unusable chunk; returns the error to report, if any."""
-        if isinstance(found, UnsealedChunkError) and not self.seal.by_key:
+        if isinstance(found, BadSignatureError) and not self.mac.by_key:
             # It is valid for holders of the key, who may remove it.
             logger.warning("%s tier: %s is not read: %s", self.name, key, found)
         elif isinstance(found, DamagedChunkError | ForeignChunkError):

@@ -84,15 +84,13 @@ class BytesTier(Tier):
         if start is None:
             return None
         return open_ranges(
-            key, start, partial(self._read, key), least=self.range_bytes, seal=self.seal
+            key, start, partial(self._read, key), least=self.range_bytes, mac=self.mac
         )
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
         # The signed time counts: without the key, a chunk cannot be made younger.
-        written_at = chunk.written_at if self.seal.by_key else None
-        data = codec.EncodedChunk(
-            key, chunk.kv, self.seal, check=chunk.check, written_at=written_at
-        )
+        written_at = chunk.written_at if self.mac.by_key else None
+        data = codec.EncodedChunk(key, chunk.kv, self.mac, check=chunk.check, written_at=written_at)
         self._check_fits(data.nbytes)
         self._write(key, data, chunk.written_at)
 

@@ -31,7 +31,7 @@ class TierContract(ABC):
     underscore may raise OSError, which ``Tier`` turns into a miss or a failed put. All are called
     from several threads at once.
 
-    name: shown in reports and stats. policy: how it is used. seal: the MAC of stored bytes.
+    name: shown in reports and stats. policy: how it is used. mac: the MAC of stored bytes.
     ttl_seconds: time after which copies expire, the lower one of the policy's and the store's.
     durable: whether chunks outlive this process, so that ``check`` has bytes to check.
     entries_at_once, reads_at_once: threads that look up and read many chunks; 1 if a thread costs
@@ -45,7 +45,7 @@ class TierContract(ABC):
     name: str
     policy: TierPolicy
     capacity_bytes: int | None
-    seal: Mac
+    mac: Mac
     ttl_seconds: float | None
     durable: ClassVar[bool] = True
     entries_at_once: ClassVar[int] = 8
