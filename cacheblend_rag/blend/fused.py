@@ -37,7 +37,7 @@ class FusedKV:
         elements = 2 * geometry.layers * geometry.kv_heads * tokens * geometry.head_dim
         return elements * geometry.dtype.itemsize
 
-    def lay(
+    def place(
         self, layer: int, start: int, keys: Tensor, values: Tensor, turn: Rotation | None
     ) -> None:
         """Copy a layer of a chunk's KV, (kv_heads, tokens, head_dim), to positions from ``start``.

@@ -83,7 +83,7 @@ class Numbers:
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """One layer of a chunk, and its destination; start, turn: see ``FusedKV.lay``."""
+    """One layer of a chunk, and its destination; start, turn: see ``FusedKV.place``."""
 
     start: int
     kv: Sendable
@@ -156,7 +156,7 @@ class Upload:
         sent: Sequence[Tensor],
         turn: Rotation | None,
     ) -> None:
-        self._fused.lay(self._layer, start, *arrived(sent), turn)
+        self._fused.place(self._layer, start, *arrived(sent), turn)
 
     def _sent(self, tensor: Tensor, buffer: PinnedBuffer, held: list[Tensor]) -> Tensor:
         """Queue the copy of a tensor to the device; returns the device tensor."""

@@ -58,7 +58,7 @@ def opened(
 ) -> Asker:
     """Open a collection, and show progress of loading; see Asker."""
     with output.progress_bar() as bar:
-        return Asker(folder, placement, engine, ratio=ratio, selector=selector, watcher=bar)
+        return Asker(folder, placement, engine, ratio=ratio, selector=selector, progress=bar)
 
 
 def written(deltas: Iterable[Delta]) -> Iterator[Delta]:

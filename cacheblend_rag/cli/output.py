@@ -28,7 +28,7 @@ from rich.table import Column
 from rich.text import Text
 
 from cacheblend_rag.rag import progress
-from cacheblend_rag.rag.progress import Watcher
+from cacheblend_rag.rag.progress import ProgressCallbacks
 
 STDOUT, STDERR = 1, 2
 LINE_SECONDS = 15.0
@@ -86,7 +86,7 @@ def stdout_reserved(reserved: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def progress_bar(*, lines: bool = False) -> Iterator[Watcher]:
+def progress_bar(*, lines: bool = False) -> Iterator[ProgressCallbacks]:
     """Yield a progress display on stderr that disappears at the end.
 
     lines: without a terminal, print progress as a line every LINE_SECONDS; else nothing.
@@ -115,7 +115,7 @@ def _one_line(**options: Any) -> Column:
     return Column(no_wrap=True, overflow="ellipsis", **options)
 
 
-class _ProgressBar(Watcher):
+class _ProgressBar(ProgressCallbacks):
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
 
@@ -149,7 +149,7 @@ class _Bar(progress.Task):
         self._progress.remove_task(self._task)
 
 
-class _ProgressLines(Watcher):
+class _ProgressLines(ProgressCallbacks):
     """Prints progress as lines at intervals, for logs."""
 
     def __init__(self) -> None:

@@ -53,7 +53,7 @@ class LostChunkError(Exception):
 
 
 class Place(NamedTuple):
-    """The destination of a chunk, or a run of its tokens; see LaidChunk."""
+    """The destination of a chunk, or a run of its tokens; see LoadedChunk."""
 
     start: int
     end: int
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 @dataclass
-class LaidChunk:
+class LoadedChunk:
     """A chunk, or a run of its tokens, to copy to positions [start, end).
 
     skip, beyond: tokens of the chunk before and after the run, whose KV is left out. tier, reason:
@@ -112,7 +112,7 @@ class ChunkLoader:
 
     def __init__(self, stack: DecoderStack, places: Sequence[Place], source: LayerSource) -> None:
         self.stack, self.source = stack, source
-        self.chunks = [LaidChunk(*place) for place in places]
+        self.chunks = [LoadedChunk(*place) for place in places]
         self._laid: set[int] = set()
         self._seconds = self._sending = 0.0
         self._buffers = pinned_buffers_of(stack.geometry.device)
@@ -132,7 +132,7 @@ class ChunkLoader:
             yield
         self._agree([chunk.reason is None for chunk in self.chunks])
 
-    def _take(self, chunk: LaidChunk, found: Found) -> None:
+    def _take(self, chunk: LoadedChunk, found: Found) -> None:
         head = found.head
         chunk.tier, chunk.reason = found.tier, found.reason
         if head is None:
@@ -151,17 +151,17 @@ class ChunkLoader:
             chunk.is_used = is_used
         self.source.keep(agreed)
 
-    def leave_out(self, unwanted: Sequence[LaidChunk]) -> None:
+    def leave_out(self, unwanted: Sequence[LoadedChunk]) -> None:
         """Drop chunks that are computed faster than loaded, the same on all ranks."""
         for chunk in unwanted:
             chunk.reason = "slow"
         self._agree_without(unwanted)
 
-    def _agree_without(self, gone: Sequence[LaidChunk]) -> None:
+    def _agree_without(self, gone: Sequence[LoadedChunk]) -> None:
         left = {id(chunk) for chunk in gone}
         self._agree([chunk.is_used and id(chunk) not in left for chunk in self.chunks])
 
-    def lay(self, layer: int) -> Steps[None]:
+    def load(self, layer: int) -> Steps[None]:
         """Copy one layer of all chunks into the buffer, once; yields while it waits for it.
 
         Raises LostChunkError, on all ranks, when a chunk cannot be read any more.
@@ -172,13 +172,13 @@ class ChunkLoader:
         parts = yield from self._layer(layer, used)
         if self._buffers is None:
             for part in _placed(layer, used, parts):
-                self.fused.lay(layer, part.start, *part.kv.arrived(part.kv.tensors), part.turn)
+                self.fused.place(layer, part.start, *part.kv.arrived(part.kv.tensors), part.turn)
         else:
             self._arrive()
             self._look_ahead(self._buffers, layer + 1, used)
         self._laid.add(layer)
 
-    def _layer(self, layer: int, used: Sequence[LaidChunk]) -> Steps[list[LayerKV]]:
+    def _layer(self, layer: int, used: Sequence[LoadedChunk]) -> Steps[list[LayerKV]]:
         """Wait until all ranks have one layer of all chunks."""
         started = time.perf_counter()
         if self._parts is None:
@@ -204,7 +204,7 @@ class ChunkLoader:
         return [part for part in parts or () if not isinstance(part, StoreError)]
 
     def _is_sent(
-        self, layer: int, used: Sequence[LaidChunk], parts: Sequence[LayerKV | StoreError]
+        self, layer: int, used: Sequence[LoadedChunk], parts: Sequence[LayerKV | StoreError]
     ) -> bool:
         """Whether a layer is ready on the host, or its copy to the device is queued."""
         sound = [part for part in parts if not isinstance(part, StoreError)]
@@ -225,7 +225,7 @@ class ChunkLoader:
             self._upload.arrive()
         self._upload = None
 
-    def _look_ahead(self, buffers: PinnedBuffers, layer: int, used: Sequence[LaidChunk]) -> None:
+    def _look_ahead(self, buffers: PinnedBuffers, layer: int, used: Sequence[LoadedChunk]) -> None:
         """Begin to copy a layer in the background, if it was read; its slot is free by now."""
         self._free = buffers.copy_stream.worked()
         if layer < self.stack.geometry.layers and self.source.is_read(layer):
@@ -235,7 +235,7 @@ class ChunkLoader:
 
     def _lose(
         self,
-        used: Sequence[LaidChunk],
+        used: Sequence[LoadedChunk],
         parts: Sequence[LayerKV | StoreError],
         sound: Sequence[bool],
     ) -> None:
@@ -259,7 +259,7 @@ class ChunkLoader:
         return seconds
 
 
-def _placed(layer: int, used: Sequence[LaidChunk], parts: Sequence[LayerKV]) -> list[LayerPart]:
+def _placed(layer: int, used: Sequence[LoadedChunk], parts: Sequence[LayerKV]) -> list[LayerPart]:
     """Return chunks' parts of a layer with their destinations."""
     return [
         LayerPart(

@@ -194,18 +194,18 @@ def _cut_out(
     """
     fused = RingKV(stack.geometry, ids.numel())
     places = [Place(*_span(member)) for member in earlier]
-    laying = ChunkLoader(stack, places, source).into(fused)
-    yield from laying.heads()
+    loader = ChunkLoader(stack, places, source).into(fused)
+    yield from loader.heads()
     while True:
         cached = torch.zeros(ids.numel(), dtype=torch.bool)
-        for chunk in laying.chunks:
+        for chunk in loader.chunks:
             cached[chunk.start : chunk.end] = chunk.is_used
-        there = [chunk.is_used for chunk in laying.chunks]
+        there = [chunk.is_used for chunk in loader.chunks]
         lost = [member for member, held in zip(earlier, there, strict=True) if not held]
         computed = [*missing, *lost]
         cut = Cut(stack.geometry, [_span(member) for member in computed])
         try:
-            yield from _run(stack, ids, cached, cut, laying)
+            yield from _run(stack, ids, cached, cut, loader)
         except LostChunkError:
             cut.leave()
             continue
@@ -292,16 +292,16 @@ class Cut:
 
 
 def _run(
-    stack: DecoderStack, ids: Tensor, cached: Tensor, cut: Cut, laying: ChunkLoader | None = None
+    stack: DecoderStack, ids: Tensor, cached: Tensor, cut: Cut, loader: ChunkLoader | None = None
 ) -> Steps[None]:
     """Compute all tokens that are not ``cached``, (tokens,) bool on the host."""
     candidates = Candidates(cached, cached, torch.zeros(ids.numel(), dtype=torch.long))
-    fused = RingKV(stack.geometry, ids.numel()) if laying is None else laying.fused
+    fused = RingKV(stack.geometry, ids.numel()) if loader is None else loader.fused
 
     def before(layer: int) -> Steps[None]:
         yield from cut.asked(stack)
-        if laying is not None:
-            yield from laying.lay(layer)
+        if loader is not None:
+            yield from loader.load(layer)
 
     yield from BlendPass(
         stack, ids, fused, candidates, REUSE_ONLY,

@@ -18,7 +18,7 @@ from cacheblend_rag.blend.stack import DecoderStack, on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.kv.fetch import LayerSource
 from cacheblend_rag.memory import NO_ROOM, no_room
-from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LaidChunk, LostChunkError, Place
+from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, LostChunkError, Place
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import refusal
@@ -126,19 +126,19 @@ class PromptPass:
         """
         yield  # before anything is taken: the caller waits for it first
         places = [Place(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
-        laying = ChunkLoader(self.stack, places, self.source)
-        yield from laying.heads()
+        loader = ChunkLoader(self.stack, places, self.source)
+        yield from loader.heads()
         self.watch.lap("load")
-        if refused := self._refused(laying):
+        if refused := self._refused(loader):
             return refused
         yield
-        laying.into(self._buffer())
+        loader.into(self._buffer())
         yield
         while True:
             try:
-                done = yield from self._blended(laying)
+                done = yield from self._blended(loader)
             except LostChunkError:
-                self._charge(laying, "recompute")
+                self._charge(loader, "recompute")
                 if self.on_restart is not None:
                     self.on_restart()
             else:
@@ -147,26 +147,26 @@ class PromptPass:
                 self._measure(done)
                 return done
 
-    def _refused(self, laying: ChunkLoader) -> NotWorthLoading | None:
+    def _refused(self, loader: ChunkLoader) -> NotWorthLoading | None:
         """Return why the prompt is not blended, or None; the same on all ranks."""
-        self.found = self._reports(laying)
+        self.found = self._reports(loader)
         if refused := refusal(self.found, self.config.min_tokens):
             return NotWorthLoading(*refused)
         if self.lack_of_room is not None and (lack := self.lack_of_room()) is not None:
             told = [placed.report(NO_ROOM) for placed in self.placed]
             return NotWorthLoading(no_room(lack), told)
-        why = self._decide(laying)
-        return NotWorthLoading(why, self._reports(laying)) if why else None
+        why = self._decide(loader)
+        return NotWorthLoading(why, self._reports(loader)) if why else None
 
-    def _decide(self, laying: ChunkLoader) -> Reason | None:
+    def _decide(self, loader: ChunkLoader) -> Reason | None:
         """Choose by measured speeds what to load and recompute; returns why nothing is loaded.
 
         None if something is. The first rank decides for all.
         """
-        found = [chunk for chunk in laying.chunks if chunk.is_used]
+        found = [chunk for chunk in loader.chunks if chunk.is_used]
         if self.controller is None or not found:
             return None
-        placed = [p for p, chunk in zip(self.placed, laying.chunks, strict=True) if chunk.is_used]
+        placed = [p for p, chunk in zip(self.placed, loader.chunks, strict=True) if chunk.is_used]
         parts = [_stored_part(p, chunk) for p, chunk in zip(placed, found, strict=True)]
         decided = self.controller.decide(self.token_ids.numel(), parts, self.config)
         loaded = [part in decided.load for part in parts]
@@ -176,7 +176,7 @@ class PromptPass:
         if self.config.recompute_ratio == AUTO:
             self.config = self.config.with_ratio(ratio)
         self._ratio_reason = decided.why
-        laying.leave_out([chunk for chunk, keep in zip(found, kept, strict=True) if not keep])
+        loader.leave_out([chunk for chunk, keep in zip(found, kept, strict=True) if not keep])
         return None if any(kept) else decided.why or FASTER_WITHOUT
 
     def _measure(self, done: FusedPrompt) -> None:
@@ -194,24 +194,24 @@ class PromptPass:
             return RingKV(geometry, tokens)
         return FusedKV(geometry, tokens, self.reserve)
 
-    def _blended(self, laying: ChunkLoader) -> Steps[FusedPrompt]:
+    def _blended(self, loader: ChunkLoader) -> Steps[FusedPrompt]:
         """Run the pass over the available chunks; raises LostChunkError."""
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
-        candidates, has_prior = self._candidates(laying, schedule)
+        candidates, has_prior = self._candidates(loader, schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
         if schedule.selector.needs_question and schedule.before:
-            candidates.question_attention = yield from self._probe(laying, candidates)
-            self._charge(laying, "selection")
+            candidates.question_attention = yield from self._probe(loader, candidates)
+            self._charge(loader, "selection")
         recorder = TraceRecorder(candidates.cached.numpy()) if self.config.trace else None
         run = BlendPass(
             self.stack,
             self.token_ids[: self.until],
-            laying.fused,
+            loader.fused,
             candidates.first(self.until or self.token_ids.numel()),
             schedule,
             needs_hidden=self.needs_hidden,
             attention=self.attention,
-            before_layer=laying.lay,
+            before_layer=loader.load,
             on_layer=self.on_layer,
             observers=[one for one in (recorder, self.observer) if one is not None],
         )
@@ -219,16 +219,16 @@ class PromptPass:
             yield from run.steps()
         finally:
             self._work += run.stats.work
-        self._charge(laying, "recompute")
+        self._charge(loader, "recompute")
         began = run.stats.selection_began
         self.watch.move(run.stats.selection_seconds, "recompute", "selection", began)
         run.stats.work = self._work
         return FusedPrompt(
-            fused=laying.fused,
+            fused=loader.fused,
             hidden=run.hidden if self.needs_hidden else None,
             selector=selector,
             ratio=schedule.ratio,
-            chunks=[_with_recomputed(r, run.stats.recomputed) for r in self._reports(laying)],
+            chunks=[_with_recomputed(r, run.stats.recomputed) for r in self._reports(loader)],
             compute_share=run.compute_share,
             seconds=self.watch.seconds,
             selector_reason=selector_reason,
@@ -236,25 +236,25 @@ class PromptPass:
             trace=None if recorder is None else recorder.trace(),
         )
 
-    def _reports(self, laying: ChunkLoader) -> list[ChunkReport]:
-        pairs = zip(self.placed, laying.chunks, strict=True)
+    def _reports(self, loader: ChunkLoader) -> list[ChunkReport]:
+        pairs = zip(self.placed, loader.chunks, strict=True)
         return [_report(placed, chunk) for placed, chunk in pairs]
 
-    def _charge(self, laying: ChunkLoader, phase: str) -> None:
+    def _charge(self, loader: ChunkLoader, phase: str) -> None:
         """Add the time since the last reading to a phase, without the time of loading in it."""
         self.watch.lap(phase)
-        self.watch.move(laying.taken_seconds(), phase, "load")
+        self.watch.move(loader.taken_seconds(), phase, "load")
 
-    def _candidates(self, laying: ChunkLoader, schedule: Schedule) -> tuple[Candidates, bool]:
+    def _candidates(self, loader: ChunkLoader, schedule: Schedule) -> tuple[Candidates, bool]:
         """Return the candidates among the prompt's tokens, and whether any has a prior."""
-        priors = [chunk.head.prior if chunk.head else None for chunk in laying.chunks]
+        priors = [chunk.head.prior if chunk.head else None for chunk in loader.chunks]
         ranked = on_all_ranks(self.stack, [prior is not None for prior in priors])
         known = Candidates.none(self.token_ids.numel())
         known.eligible, scores = known.cached.clone(), torch.zeros(self.token_ids.numel())
         known.prior = scores
         has_prior = False
         for placed, chunk, prior, is_ranked in zip(
-            self.placed, laying.chunks, priors, ranked, strict=True
+            self.placed, loader.chunks, priors, ranked, strict=True
         ):
             if not chunk.is_used:
                 continue
@@ -289,29 +289,29 @@ class PromptPass:
             return planned, fallback.selector, why
         return schedule, name, None
 
-    def _probe(self, laying: ChunkLoader, candidates: Candidates) -> Steps[Tensor]:
+    def _probe(self, loader: ChunkLoader, candidates: Candidates) -> Steps[Tensor]:
         question_start = max(chunk.end + len(chunk.after) for chunk in self.placed)
         attention, work = yield from probe_question(
             self.stack,
             self.token_ids,
-            laying.fused,
+            loader.fused,
             candidates,
             min(question_start, self.token_ids.numel() - 1),
-            before_layer=laying.lay,
+            before_layer=loader.load,
         )
         self._work += work
-        if not laying.fused.keeps_layers:
-            laying.rewind()
+        if not loader.fused.keeps_layers:
+            loader.rewind()
         return attention
 
 
-def _stored_part(placed: PlacedChunk, chunk: LaidChunk) -> StoredPart:
+def _stored_part(placed: PlacedChunk, chunk: LoadedChunk) -> StoredPart:
     """Return a chunk's size and tier for the controller; chunks in memory need no reading."""
     nbytes = 0 if chunk.head is None else chunk.head.layers * chunk.head.layer_bytes
     return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, placed.protected)
 
 
-def _report(placed: PlacedChunk, chunk: LaidChunk) -> ChunkReport:
+def _report(placed: PlacedChunk, chunk: LoadedChunk) -> ChunkReport:
     """Return a chunk's report; a chunk that only other ranks lack is not stored."""
     if chunk.is_used or chunk.reason:
         return placed.report(chunk.reason, chunk.tier)

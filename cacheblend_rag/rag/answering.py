@@ -17,7 +17,7 @@ from cacheblend_rag.rag.collection import Collection, CollectionSettings
 from cacheblend_rag.rag.collection_engine import Placement, open_known
 from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt, PromptFitter
 from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
-from cacheblend_rag.rag.progress import Watcher
+from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.prompt import RagPrompt
 from cacheblend_rag.rag.readers import EXTRA
 from cacheblend_rag.rag.retrieval import Embedder, Vectors, VectorSearch
@@ -34,7 +34,7 @@ class Asker:
     """Answers questions from a collection.
 
     placement: where the engine runs. engine: replaces the collection's own, such as the current URL
-    of its server. ratio, selector: override how answers are blended. watcher: gets progress.
+    of its server. ratio, selector: override how answers are blended. progress: gets progress.
     Arguments are checked before models are loaded.
 
     Raises StoreError when the collection is missing or damaged, ConfigError when its models are not
@@ -49,15 +49,15 @@ class Asker:
         *,
         ratio: float | None = None,
         selector: str | None = None,
-        watcher: Watcher | None = None,
+        progress: ProgressCallbacks | None = None,
     ) -> None:
-        watcher, placement = watcher or Watcher(), placement or Placement()
+        progress, placement = progress or ProgressCallbacks(), placement or Placement()
         with Collection.open(folder) as collection:
             settings = replace(collection.settings, engine=engine or collection.settings.engine)
             stored = collection.load()
         _check(settings, placement.device, ratio, selector)
-        _warn_of_foreign(settings.model, stored.documents, watcher)
-        self._load(folder, settings, placement, watcher)
+        _warn_of_foreign(settings.model, stored.documents, progress)
+        self._load(folder, settings, placement, progress)
         self._chunks = [
             (chunk, position)
             for document in stored.documents
@@ -73,13 +73,17 @@ class Asker:
         self._fitter = PromptFitter(self.engine, self._prompt)
 
     def _load(
-        self, folder: Path, settings: CollectionSettings, placement: Placement, watcher: Watcher
+        self,
+        folder: Path,
+        settings: CollectionSettings,
+        placement: Placement,
+        progress: ProgressCallbacks,
     ) -> None:
-        with watcher.phase("loading the libraries"):
+        with progress.phase("loading the libraries"):
             quiet_libraries()
-        with watcher.phase(f"loading the embedding model {settings.embedding_model}"):
+        with progress.phase(f"loading the embedding model {settings.embedding_model}"):
             self._embedder = Embedder(settings.embedding_model, EXTRA)
-        with watcher.phase(f"loading the model {settings.model}"):
+        with progress.phase(f"loading the model {settings.model}"):
             self.engine: Engine = open_known(folder, settings, placement)
 
     def __enter__(self) -> Self:
@@ -146,11 +150,13 @@ def _check(
     checks.check_placement(device)
 
 
-def _warn_of_foreign(model: str, documents: Sequence[Document], watcher: Watcher) -> None:
+def _warn_of_foreign(
+    model: str, documents: Sequence[Document], progress: ProgressCallbacks
+) -> None:
     if knows_only_the_demo(model):
         name = first_foreign((one.document_id, one.chunks) for one in documents)
         if name is not None:
-            watcher.warn(foreign_warning(name, "`index --rebuild --model` "))
+            progress.warn(foreign_warning(name, "`index --rebuild --model` "))
 
 
 def clean_question(text: str) -> str:

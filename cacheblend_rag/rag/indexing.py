@@ -41,7 +41,7 @@ from cacheblend_rag.rag.collection_engine import (
 )
 from cacheblend_rag.rag.index_report import IndexReport
 from cacheblend_rag.rag.model_config import kv_bytes_per_token, served_dtype, text_config
-from cacheblend_rag.rag.progress import Watcher
+from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.readers import (
     EXTRA,
     FileReader,
@@ -72,7 +72,7 @@ class Indexing:
     """A collection being indexed; models are loaded when the first file needs them.
 
     asked: the fields of Choices that the user gave; an existing collection must agree with
-    them. watcher: gets progress. rebuild: delete the collection once there is something to
+    them. progress: gets progress. rebuild: delete the collection once there is something to
     replace it, and make it again, with its old settings where none are given. register_only:
     register chunks without computing them.
 
@@ -83,7 +83,7 @@ class Indexing:
         self,
         folder: Path,
         asked: Mapping[str, Any],
-        watcher: Watcher,
+        progress: ProgressCallbacks,
         *,
         placement: Placement | None = None,
         rebuild: bool = False,
@@ -91,7 +91,7 @@ class Indexing:
     ) -> None:
         self.report = IndexReport()
         self._folder = folder
-        self._watcher = watcher
+        self._progress = progress
         self._placement = _written_through(placement or Placement())
         self._rebuild, self._register_only = rebuild, register_only
         self._reader = FileReader()
@@ -135,7 +135,7 @@ class Indexing:
         self.finish(repair=repair)
         if len(self._skipped) > MOST_NAMED:
             more = len(self._skipped) - MOST_NAMED
-            self._watcher.warn(f"{more} more files skipped: --json names all, with the reasons")
+            self._progress.warn(f"{more} more files skipped: --json names all, with the reasons")
         if self._collection:
             self.report.documents, self.report.chunks = self._collection.counts()
             left = self._collection.unfinished()
@@ -151,7 +151,7 @@ class Indexing:
         if max_gib is not None and self._settled("engine") not in {EMBEDDED, VLLM}:
             raise ConfigError("--max-gib bounds the collection's own KV: a server has --disk-gib")
         self._note(found)
-        with self._watcher.phase("loading the libraries"):
+        with self._progress.phase("loading the libraries"):
             quiet_libraries()
             from cacheblend_rag.rag.estimating import Estimator
 
@@ -164,7 +164,7 @@ class Indexing:
                 self.skip(new.path, str(error))
         for document in self._left_over(repair=False):
             estimator.add(document)
-        with self._watcher.phase("timing a layer and the embedding model"):
+        with self._progress.phase("timing a layer and the embedding model"):
             estimate = estimator.estimate(
                 None if self._rebuild else self._folder / KV_NAME, self.report
             )
@@ -209,7 +209,7 @@ class Indexing:
         if self._register_only:
             return
         left = list(self._left_over(repair=repair))
-        task = self._files_task = self._watcher.begin("documents whose KV is missing", len(left))
+        task = self._files_task = self._progress.begin("documents whose KV is missing", len(left))
         for document in left:
             collection, models = self._ready()
             task.note(document.document_id)
@@ -235,7 +235,7 @@ class Indexing:
         if path not in self._skipped:
             self._skipped.add(path)
             if len(self._skipped) <= MOST_NAMED:
-                self._watcher.warn(f"{path} skipped: {reason}")
+                self._progress.warn(f"{path} skipped: {reason}")
         self.report.skipped.append({"path": str(path), "reason": reason})
 
     def _note(self, found: FoundFiles) -> None:
@@ -247,7 +247,7 @@ class Indexing:
     def _new_files(self, files: Sequence[Path]) -> Iterator[_NewFile]:
         """Read new and changed files, one after another."""
         known = self._collection.content_hashes() if self._collection else {}
-        task = self._files_task = self._watcher.begin("files", len(files))
+        task = self._files_task = self._progress.begin("files", len(files))
         for path in files:
             source = source_name(self._folder, path)
             try:
@@ -281,7 +281,7 @@ class Indexing:
             return
         if is_foreign(text):
             rebuild = "" if self._collection is None else "--rebuild "
-            self._watcher.warn(foreign_warning(source, f"{rebuild}--model "))
+            self._progress.warn(foreign_warning(source, f"{rebuild}--model "))
             self._warned = True
 
     def _settled(self, name: str) -> Any:
@@ -298,7 +298,7 @@ class Indexing:
         """
         chunks = document.to_chunks()
         title = NAME_BREAKS.sub(" ", Path(document.document_id).stem)
-        task = self._watcher.begin(title[:SHOWN_CHARACTERS], len(chunks))
+        task = self._progress.begin(title[:SHOWN_CHARACTERS], len(chunks))
         vectors: list[Vectors] = []
         count, unfinished = FIRST_PART_CHUNKS, 0
         while part := chunks[sum(map(len, vectors)) :][:count]:
@@ -324,13 +324,13 @@ class Indexing:
         """Load the models, and create the collection if there is none."""
         if self._collection is not None and self._models is not None:
             return self._collection, self._models
-        with self._watcher.phase("loading the libraries"):
+        with self._progress.phase("loading the libraries"):
             quiet_libraries()
         if self._collection is None:
             settings = new_settings(self._choices)
             if self._rebuild:
                 clear(self._folder)
-            with self._watcher.phase(f"loading the model {settings.model}"):
+            with self._progress.phase(f"loading the model {settings.model}"):
                 settings, engine = open_new(self._folder, settings, self._placement)
             self._check_room(engine, settings)
             self._models = self._load(engine, settings)
@@ -338,7 +338,7 @@ class Indexing:
         else:
             settings = self._collection.settings
             checks.check_model(settings.model)
-            with self._watcher.phase(f"loading the model {settings.model}"):
+            with self._progress.phase(f"loading the model {settings.model}"):
                 engine = open_known(self._folder, settings, self._placement)
             self._models = self._load(engine, settings)
         return self._collection, self._models
@@ -353,7 +353,7 @@ class Indexing:
 
     def _load(self, engine: Engine, settings: CollectionSettings) -> _Models:
         """Load the embedding model and the splitter for an engine."""
-        with self._watcher.phase(f"loading the embedding model {settings.embedding_model}"):
+        with self._progress.phase(f"loading the embedding model {settings.embedding_model}"):
             embedder = Embedder(settings.embedding_model, EXTRA)
         split = make_splitter(engine.tokenize, settings.chunk_size, settings.chunk_overlap)
         config = text_config(settings.model)

@@ -22,7 +22,7 @@ class Task:
         """Mark it as completed."""
 
 
-class Watcher:
+class ProgressCallbacks:
     """Logs phases and warnings, and shows no tasks; a terminal's subclass shows all three."""
 
     def warn(self, message: str) -> None:

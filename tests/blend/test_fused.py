@@ -25,7 +25,7 @@ def place(fused: FusedKV, stack: FakeStack, kv: ChunkKV, start: int) -> None:
     """Lay a chunk's KV down, a layer at a time."""
     turn = stack.rotation(start - kv.position) if start != kv.position else None
     for layer, part in enumerate(zip(kv.keys, kv.values, strict=True)):
-        fused.lay(layer, start, *part, turn and turn.of(layer))
+        fused.place(layer, start, *part, turn and turn.of(layer))
 
 
 def test_its_size() -> None:
@@ -90,7 +90,7 @@ def test_a_ring_is_two_layers_of_which_the_later_takes_the_place_of_the_older() 
     assert not ring.keeps_layers
     for layer in range(LAYERS):
         keys, values = (part[:, :TOKENS] for part in whole.of_layer(layer))
-        ring.lay(layer, 0, keys, values, None)
+        ring.place(layer, 0, keys, values, None)
         ring.write(
             layer,
             Rows.at(torch.tensor([3, 7]).numpy(), CPU),

@@ -99,7 +99,7 @@ def laid_plainly(kind: str, copy_stream: Any, form: Any = "native") -> list[tupl
     for layer in range(LAYERS):
         for part in parts_of(layer, fused.keys.device, form):
             kv = part.kv.unpacked() if isinstance(part.kv, PackedLayer) else part.kv.tensors
-            fused.lay(layer, part.start, *kv, part.turn)
+            fused.place(layer, part.start, *kv, part.turn)
         found.append(tuple(kv.clone() for kv in fused.layer(layer)))
     return found
 

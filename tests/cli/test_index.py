@@ -21,7 +21,7 @@ from cacheblend_rag.rag import indexing
 from cacheblend_rag.rag.collection import FILE_NAME, KV_NAME, Collection, sole_writer
 from cacheblend_rag.rag.collection_engine import Placement, open_known
 from cacheblend_rag.rag.indexing import Indexing
-from cacheblend_rag.rag.progress import Task, Watcher
+from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 from cacheblend_rag.rag.prompt import INSTRUCTION
 from cacheblend_rag.rag.readers import find_files
 from tests.cli.documents import pdf_bytes, write_notes
@@ -539,7 +539,7 @@ def test_long_work_shows_itself(notes, into, letters):
         def note(self, what):
             seen.append(what)
 
-    class Watched(Watcher):
+    class Watched(ProgressCallbacks):
         @contextmanager
         def phase(self, name):
             seen.append(name)

@@ -149,9 +149,9 @@ class TransformersEngine(Engine):
             tokenizer = tokenizer or load_tokenizer(model)
             name, loaded_by = str(model), model
         self.store = TieredKVStore.open() if store is None else store
-        self._turns = lock_of(self.model)
+        self._priority_lock = lock_of(self.model)
         self._watched = WatchedModel(
-            self.model, self._turns, self.store, name=loaded_by, wrapper=wrapper
+            self.model, self._priority_lock, self.store, name=loaded_by, wrapper=wrapper
         )
         self._refreshing = threading.Lock()
         self._take(self._watched.tried())
@@ -225,7 +225,7 @@ class TransformersEngine(Engine):
 
     def _is_idle(self) -> bool:
         """Whether no engine around the model runs it, or is between two steps of an answer."""
-        return self._turns.is_quiet
+        return self._priority_lock.is_quiet
 
     # A request: prefill, then decode
 
@@ -336,13 +336,13 @@ class TransformersEngine(Engine):
             steps = blended_prefill(
                 stack, chunks, source, request.config, reserve, controller=self._controller
             )
-            return run_steps(self._turns, steps, request.cancel, source)
+            return run_steps(self._priority_lock, steps, request.cancel, source)
 
     def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
         """Serve a prompt by the model's own prefill, and record its duration."""
         ids = request.prepared.token_ids
         steps = ordinary_prefill(self._ordinary, ids, reserve, told)
-        done = run_steps(self._turns, steps, request.cancel)
+        done = run_steps(self._priority_lock, steps, request.cancel)
         if done is not None and self._controller is not None:
             work = prefill_cost(self._controller.costs, len(ids))
             self._controller.rates.record("prefill", work, done.seconds["recompute"])
@@ -366,7 +366,7 @@ class TransformersEngine(Engine):
         for index in range(request.sampling.max_tokens):
             with working():
                 if index:
-                    with self._turns.taken(), inference():
+                    with self._priority_lock.taken(), inference():
                         logits = self._ordinary.decode(prefilled.cache, token_ids)
                 token_ids.append(sampler.draw(logits, token_ids))
             watch.lap("decode" if index else "first_token")
@@ -379,13 +379,13 @@ class TransformersEngine(Engine):
         """Each chunk is stored as soon as it is computed."""
         stack = cast(TransformersStack, self._stack)
         steps = self._compute(plans, lambda chunks: compute_batches(stack, chunks))
-        return self._kept(plans, in_turns(self._turns, steps))
+        return self._kept(plans, in_turns(self._priority_lock, steps))
 
     def _fill(self, plans: Sequence[ChunkPlan]) -> Generator[Stored, None, None]:
         """As ``_store``, one layer of one chunk at a time, while the model is idle."""
         stack = cast(TransformersStack, self._stack)
         steps = self._compute(plans, lambda chunks: compute_one_by_one(stack, chunks, self.store))
-        return self._kept(plans, in_idle_turns(self._turns, steps))
+        return self._kept(plans, in_idle_turns(self._priority_lock, steps))
 
     def _kept(self, plans: Sequence[ChunkPlan], steps: Computed) -> Generator[Stored, None, None]:
         """Store the chunks that the steps compute."""

@@ -41,7 +41,7 @@ def inference() -> Iterator[None]:
 
 
 def run_steps(
-    turns: PriorityLock,
+    lock: PriorityLock,
     steps: Steps[T],
     cancel: Cancellation,
     source: LayerSource | None = None,
@@ -51,7 +51,7 @@ def run_steps(
     Returns None if it is cancelled meanwhile.
     """
     while not cancel.is_set():
-        with working(), turns.taken(), inference():
+        with working(), lock.taken(), inference():
             try:
                 next(steps)
             except StopIteration as done:
@@ -62,10 +62,10 @@ def run_steps(
     return None
 
 
-def in_turns(turns: PriorityLock, steps: Iterator[T]) -> Iterator[T]:
+def in_turns(lock: PriorityLock, steps: Iterator[T]) -> Iterator[T]:
     """Run each step under the lock, so that other requests run in between."""
     while True:
-        with working(), turns.taken(), inference():
+        with working(), lock.taken(), inference():
             try:
                 item = next(steps)
             except StopIteration:
@@ -73,11 +73,11 @@ def in_turns(turns: PriorityLock, steps: Iterator[T]) -> Iterator[T]:
         yield item
 
 
-def in_idle_turns(turns: PriorityLock, steps: Iterator[T | None]) -> Iterator[T | None]:
+def in_idle_turns(lock: PriorityLock, steps: Iterator[T | None]) -> Iterator[T | None]:
     """Run each step under the lock while no request wants the model; None while one does."""
     while True:
         item: T | None = None
-        with turns.left_over(PATIENCE_SECONDS) as is_mine:
+        with lock.left_over(PATIENCE_SECONDS) as is_mine:
             if is_mine:
                 with working(), inference():
                     try:

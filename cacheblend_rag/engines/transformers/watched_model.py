@@ -62,7 +62,7 @@ class WatchedModel:
     def __init__(
         self,
         model: PreTrainedModel,
-        turns: PriorityLock,
+        lock: PriorityLock,
         store: TieredKVStore,
         *,
         name: str | Path | None = None,
@@ -70,14 +70,14 @@ class WatchedModel:
     ) -> None:
         """Test the model.
 
-        turns: the model's lock. store: where its KV is kept. name: by which it was loaded, if it
+        lock: the model's lock. store: where its KV is kept. name: by which it was loaded, if it
         was. wrapper: the user's module around it, if there is one.
         Raises ConfigError when it cannot be run.
         """
         self.model = model
-        self._turns, self._wrapper = turns, wrapper
+        self._priority_lock, self._wrapper = lock, wrapper
         self._precision, self._speeds, self._rates = store.precision, store.speeds, Rates()
-        with turns.taken():
+        with lock.taken():
             self._state = ModelState.of(model)
             self._begin(name)
 
@@ -90,7 +90,7 @@ class WatchedModel:
         if now.has_weights_of(self._state) and now.adapters == self._state.adapters:
             return self._tried
         # While a layer is run its weights may be loaded for a moment, so look again in a turn.
-        with self._turns.taken():
+        with self._priority_lock.taken():
             return self._look_again(ModelState.of(self.model))
 
     def _look_again(self, now: ModelState) -> TriedModel:
