@@ -117,7 +117,11 @@ class Proxy:
                 client, _ = self._listening.accept()
             except OSError:
                 return
-            server = socket.create_connection((HOST, self.upstream))
+            try:
+                server = socket.create_connection((HOST, self.upstream))
+            except OSError:  # it is stopped
+                client.close()
+                continue
             for way in ((client, server, False), (server, client, True)):
                 threading.Thread(target=self._pass_on, args=way, daemon=True).start()
 

@@ -30,11 +30,13 @@ class Backend(ABC):
     Attributes:
         name: the kind of engine, as reports name it.
         part_chunks: least number of chunks to store in one part.
+        fills_last: whether ``_fill`` itself waits until no request needs the model.
         config: the default for requests without one.
     """
 
     name: str
     part_chunks: ClassVar[int] = 64
+    fills_last: ClassVar[bool] = False
     config: BlendConfig
 
     # Facts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import CancelledError, Future
-from threading import Lock, Thread
+from threading import Lock, Thread, current_thread
 from typing import Any, TypeVar
 
 from cacheblend_rag.errors import ConfigError
@@ -48,8 +48,21 @@ class BackgroundLoop:
         finally:
             self._tasks.discard(task)
 
+    def check_may_wait(self) -> None:
+        """Raise ConfigError in the loop's own thread, which would wait for itself for ever."""
+        if self.is_open and current_thread() is self._thread:
+            raise ConfigError(
+                "the engine is called in the thread that makes its answers (a hook after an "
+                "answer?): call it from an IdleJob or from another thread"
+            )
+
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of ``work``; interrupting the caller cancels it."""
+        try:
+            self.check_may_wait()
+        except ConfigError:
+            work.close()
+            raise
         future = self.start(work)
         try:
             return future.result()

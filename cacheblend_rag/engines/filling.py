@@ -116,6 +116,7 @@ class Filling:
             self._filled,
             when_failed="chunks that requests missed are not filled",
             ended=self._ended,
+            waits=not self._index_time.fills_last,
         )
         self._has_job = self._has_job or self._idle.add(job)
         if not self._has_job:

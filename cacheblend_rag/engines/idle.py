@@ -46,6 +46,8 @@ class IdleJob:
             added.
         when_failed: the beginning of the warning after a failure.
         ended: called once the job is over: done, failed, ended by closing, or never begun.
+        waits: whether its steps wait until no request is running. False is for steps that only
+            hand work to somebody who does it last, such as vLLM's workers.
     """
 
     kind: str
@@ -53,6 +55,7 @@ class IdleJob:
     priority: int = 0
     when_failed: str = "idle work is not done"
     ended: Callable[[], None] = _nothing
+    waits: bool = True
 
 
 class IdleEngine(Protocol):
@@ -153,7 +156,7 @@ class IdleQueue:
             dropped = [job for job in self._jobs if is_meant(job)]
             self._jobs = [job for job in self._jobs if not is_meant(job)]
         for job in dropped:
-            job.ended()
+            _end(job)
 
     # In the thread
 
@@ -164,9 +167,9 @@ class IdleQueue:
                 self._do(job)
             except ReferenceError:  # the engine was dropped, without being closed
                 self._ending.set()
-            except Exception as error:
+            except BaseException as error:  # of a job of anybody's: the thread must go on
                 self._rest(job, error)
-            job.ended()
+            _end(job)
 
     def _next(self) -> IdleJob | None:
         with self._lock:
@@ -178,22 +181,22 @@ class IdleQueue:
             return job
 
     def _do(self, job: IdleJob) -> None:
-        if not self._wait_until_idle():
+        if not self._may_go_on(job):
             return
         with closing(job.steps()) as steps:
             for _ in steps:
-                if not self._wait_until_idle():
+                if not self._may_go_on(job):
                     return
 
-    def _wait_until_idle(self) -> bool:
-        """Wait until the engine is idle; returns False once it is closed."""
+    def _may_go_on(self, job: IdleJob) -> bool:
+        """Wait until a job may take its next step; returns False once the engine is closed."""
         while not self._ending.is_set() and self._engine.is_open:
-            if self._engine._is_idle():
+            if not job.waits or self._engine._is_idle():
                 return True
             self._ending.wait(LOOK_SECONDS)
         return False
 
-    def _rest(self, failed: IdleJob, error: Exception) -> None:
+    def _rest(self, failed: IdleJob, error: BaseException) -> None:
         """Refuse jobs of a failed job's kind for a while."""
         if self._ending.is_set():
             return
@@ -206,3 +209,11 @@ class IdleQueue:
             error,
             exc_info=None if isinstance(error, CacheBlendError) else error,
         )
+
+
+def _end(job: IdleJob) -> None:
+    """Call a job's ``ended``; what it raises is logged, since others depend on the caller."""
+    try:
+        job.ended()
+    except Exception:
+        logger.exception("the end of idle work %r failed", job.kind)

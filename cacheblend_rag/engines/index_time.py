@@ -57,6 +57,11 @@ class IndexTime:
         """Whether the store is written to."""
         return not self._backend.read_only
 
+    @property
+    def fills_last(self) -> bool:
+        """Whether the backend itself puts filling behind all other work."""
+        return self._backend.fills_last
+
     def has(self, chunk: Chunk) -> bool:
         """Whether this very chunk is registered."""
         return self._known.has(chunk)

@@ -109,6 +109,7 @@ class PushedStream(Stream[T]):
         self._items, self._background = items, background
 
     def __iter__(self) -> Iterator[T]:
+        self._background.check_may_wait()
         arrived: SimpleQueue[Arrival] = SimpleQueue()
         self._background.deliver(self._items, arrived.put, END)
         items = self._arriving(arrived)

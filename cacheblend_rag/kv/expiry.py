@@ -13,6 +13,7 @@ from weakref import ReferenceType, ref
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.key_locks import KeyLocks
 from cacheblend_rag.kv.opening import TierThreads
+from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
 from cacheblend_rag.kv.tiers import Tier
 
@@ -75,7 +76,9 @@ class Expiry:
         """As remove_if_free, for a chunk that is expired by its own head."""
         with self._locks.tried(key) as is_held:
             if is_held:
-                tier.expire(key)
+                again = tier.open(key)  # under the lock: it may have been stored again meanwhile
+                if isinstance(again, ChunkReader) and self.is_past(tier, key, again.written_at):
+                    tier.expire(key)
 
     def remove_all(self) -> int:
         """Remove expired copies from all tiers; returns how many."""

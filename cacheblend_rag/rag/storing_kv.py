@@ -45,6 +45,8 @@ class KVStoring:
         verify: stored chunks are read and checked, and recomputed if damaged.
         """
         if self._clock() < self._until:
+            # Known all the same: prompts find them, and what they miss may be filled.
+            self._engine.register(chunk for chunk in chunks if chunk.text.strip())
             self._count(PrecomputeReport(refused={self._cause: len(chunks)}))
             return len(chunks)
         done = self._engine.precompute(chunks, progress=False, verify=verify)

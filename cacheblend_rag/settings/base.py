@@ -81,7 +81,7 @@ class Settings(BaseModel):
             return str(cause)
         name = str(first["loc"][0])
         field = type(self).model_fields[name]
-        must = next(one for one in field.metadata if isinstance(one, Must))
+        must = next((one for one in field.metadata if isinstance(one, Must)), Must("in range"))
         return f"{must.name or name}={values[name]!r:.100} must be {must.wanted}"
 
     @classmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,10 +201,14 @@ class Failing:
     """An engine that cannot store anything: notes what it was to compute."""
 
     def __init__(self, *causes: Reason) -> None:
-        self.causes, self.asked = causes, 0
+        self.causes, self.asked, self.known = causes, 0, list[Chunk]()
+
+    def register(self, chunks: Iterable[Chunk]) -> None:
+        self.known += chunks
 
     def precompute(self, chunks: Sequence[Chunk], **_: Any) -> PrecomputeReport:
         self.asked += len(chunks)
+        self.register(chunks)
         counts = {cause: len(chunks) // len(self.causes) for cause in self.causes}
         return PrecomputeReport(refused=counts, failed=counts)
 
@@ -221,6 +225,7 @@ def test_nothing_is_computed_for_a_while_once_a_tier_has_failed(cause: Reason, a
         now[0] += seconds
         failed += storing.store(chunks)
     assert (failed, engine.asked) == (10, asked)
+    assert len(engine.known) == 10, "what is not computed is known all the same"
     assert (report.refused_chunks, report.failures) == ({cause: 10}, [cause])
     assert report.refused_codes == {cause.code: 10}
 

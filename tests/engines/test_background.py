@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.engines.background import CLOSED, BackgroundLoop
+from cacheblend_rag.engines.stream import Cancellation, PushedStream
 from cacheblend_rag.errors import ConfigError
 
 PATIENCE = 30.0
@@ -82,3 +83,23 @@ def test_the_thread_ends_when_the_last_work_fails() -> None:
         loop.close(last)
     assert not thread.is_alive()
     assert loop.loop.is_closed()
+
+
+def test_its_own_thread_is_refused_instead_of_waiting_for_itself() -> None:
+    loop, told = BackgroundLoop("test"), list[str]()
+
+    async def items() -> AsyncIterator[int]:
+        yield 1
+
+    async def work() -> None:
+        stream = PushedStream(items(), Cancellation(), loop)
+        for ask in (lambda: loop.run(nothing()), lambda: iter(stream)):
+            with pytest.raises(ConfigError, match="in the thread that makes its answers") as error:
+                ask()
+            told.append(str(error.value))
+
+    try:
+        loop.start(work()).result(PATIENCE)
+    finally:
+        loop.close()
+    assert len(told) == 2

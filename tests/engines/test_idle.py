@@ -182,3 +182,37 @@ def test_what_idle_work_asks_is_no_request_at_work(queue: IdleQueue) -> None:
     with activity.working(), activity.working():
         assert not activity.is_idle
     assert activity.is_idle
+
+
+def test_what_fails_at_a_jobs_end_stops_nothing(
+    queue: IdleQueue, engine: Idler, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: SimpleQueue[object] = SimpleQueue()
+
+    def ended() -> None:
+        raise RuntimeError("at the end")
+
+    def exits() -> Generator[None, None, None]:
+        raise SystemExit
+        yield
+
+    assert queue.add(IdleJob("bad", lambda: steps_of(told, 1), ended=ended))
+    assert told.get(timeout=PATIENCE)
+    assert queue.add(IdleJob("exits", exits))
+    assert queue.add(IdleJob("good", lambda: steps_of(told, 1)))
+    assert told.get(timeout=PATIENCE), "the thread goes on"
+    assert until(lambda: not idle_threads(), PATIENCE)
+    assert "the end of idle work 'bad' failed" in caplog.text
+    engine.idle.clear()
+    assert queue.add(IdleJob("waiting", lambda: steps_of(told, 1)))
+    assert queue.add(IdleJob("bad", lambda: steps_of(told, 1), ended=ended))
+    queue.close()  # raises nothing, so an engine's closing goes on
+
+
+def test_work_that_somebody_else_does_last_is_handed_over_at_once(
+    queue: IdleQueue, engine: Idler
+) -> None:
+    engine.idle.clear()
+    told: SimpleQueue[object] = SimpleQueue()
+    assert queue.add(IdleJob("job", lambda: steps_of(told, 2), waits=False))
+    assert [told.get(timeout=PATIENCE) for _ in range(2)]

@@ -115,11 +115,33 @@ def test_pins_are_bounded(tmp_path, monkeypatch):
 
 def test_the_file_is_read_anew_only_where_it_has_changed(folder, monkeypatch):
     tier, read = DiskTier(folder), []
-    own = pins.read_small
-    monkeypatch.setattr(pins, "read_small", lambda *given: read.append(1) or own(*given))
+    own = pins.read_regular
+    monkeypatch.setattr(pins, "read_regular", lambda *given: read.append(1) or own(*given))
     tier.pin(KEYS[0])
     for _ in range(3):
         assert tier.is_pinned(KEYS[0])
     assert len(read) == 1
     DiskTier(folder).unpin(KEYS[0])
     assert not tier.is_pinned(KEYS[0])
+
+
+def test_a_file_that_cannot_be_read_unpins_nothing(folder, monkeypatch, caplog):
+    DiskTier(folder).pin(KEYS[0])
+    tier, fresh = DiskTier(folder), DiskTier(folder)
+    assert tier.is_pinned(KEYS[0])
+    other = DiskTier(folder)
+    other.pin(KEYS[1])  # the file has changed when it cannot be read
+
+    def fails(*_):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(pins, "read_regular", fails)
+        for _ in range(2):
+            assert tier.pinned() == {KEYS[0]}
+        assert caplog.text.count("cannot be read, pins stay as they were") == 1
+        with pytest.raises(StoreError, match=r"cannot pin in .*Too many open files"):
+            fresh.pin(KEYS[2])
+    assert tier.pinned() == {KEYS[0], KEYS[1]}, "nothing was lost, and the file is read again"
+    fresh.pin(KEYS[2])
+    assert other.pinned() == set(KEYS[:3])

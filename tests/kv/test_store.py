@@ -561,3 +561,25 @@ def test_a_chunk_pinned_since_the_sweep_began_stays(open_store, clock):
     assert not any(store.expiry.remove(tier, make_key(0)) for tier in store.tiers)
     store.unpin(make_key(0))
     assert all(store.expiry.remove(tier, make_key(0)) for tier in store.tiers)
+
+
+def test_a_chunk_that_was_stored_again_since_it_was_opened_stays(clock):
+    tier = HostTier()
+    with TieredKVStore([tier], ttl_seconds=100) as store:
+        store.put(make_key(1), make_kv())
+        clock.advance(200)
+        own, again = tier.open, []
+
+        def opened(key):
+            """What is read is expired; another process stores it anew before it is removed."""
+            found = own(key)
+            if not again:
+                again.append(key)
+                assert tier.put(key, StoredChunk(make_kv(), clock.now))
+            return found
+
+        tier.open = opened
+        with store.fetch([make_key(1)]) as source:
+            assert source.take().reason == "not stored"
+        assert again
+        assert store.get(make_key(1)).kv is not None

@@ -64,6 +64,7 @@ class VLLMEngine(Engine):
     """
 
     part_chunks = 512
+    fills_last = True
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class VLLMEngine(Engine):
 
     @property
     def _longest_run(self) -> int:
-        return self.context_window - 2  # a job's request decodes one token behind its prompt
+        return self.context_window - 2  # a job's request decodes one token after its prompt
 
     # A request: a job for the connector, then vLLM's answer
 

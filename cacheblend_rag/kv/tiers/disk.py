@@ -183,10 +183,14 @@ class DiskTier(BytesTier):
         """As for any tier, including other processes' pins."""
         return self._pins.keys() | self._pinned
 
+    def is_pinned(self, key: KVKey) -> bool:
+        """As for any tier, including other processes' pins."""
+        return key in self._pinned or key in self._pins.keys()  # noqa: SIM118  # a method
+
     def _write_pins(self, more: set[KVKey], fewer: set[KVKey]) -> None:
         try:
             with self._exclusive():
-                self._pins.write((self._pins.keys() | more) - fewer)
+                self._pins.write((self._pins.current() | more) - fewer)
         except OSError as error:
             raise StoreError(f"cannot pin in {self.path}: {error}") from error
 
@@ -233,7 +237,7 @@ class DiskTier(BytesTier):
     def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
         path = self._file(key)
         if self._admission.would_reject(key) and not os.path.exists(path):
-            raise RejectedError("another chunk seen as often was turned away just now")
+            raise RejectedError("another chunk requested as often was rejected just now")
         self._make_folders(path)
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
         try:

@@ -28,7 +28,7 @@ def check_kind(
     kinds = {stat.S_ISLNK: "a link", stat.S_ISFIFO: "a pipe", stat.S_ISDIR: "a folder"}
     kind = next((name for test, name in kinds.items() if test(found.st_mode)), "something else")
     kind = "a file" if stat.S_ISREG(found.st_mode) else kind
-    raise OSError(f"{path} is {kind}, and has to be the store's own {wanted}: remove it")
+    raise OSError(f"{path} is {kind} instead of the store's own {wanted}: remove it")
 
 
 def write_parts(file: FileIO, parts: Iterable[bytes | memoryview]) -> None:
@@ -93,9 +93,14 @@ def read_small(path: Path, most: int) -> bytes:
     Follows no link, and does not block on a pipe.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return read_regular(path, most)
     except OSError:
         return b""
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """As read_small, but raises OSError when the file cannot be opened or read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         return b""

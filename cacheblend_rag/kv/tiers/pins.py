@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Set
+import stat
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.kv.tiers.files import create, read_small
+from cacheblend_rag.kv.tiers.files import create, read_regular
 
 logger = logging.getLogger(__name__)
 
@@ -22,35 +23,50 @@ MOST_BYTES = MOST_PINS * 256
 class PinFile:
     """Keys, one per line, in a file that anyone with write access to the folder may have written.
 
-    Lines that are no keys are skipped; a file that is too large, a link or a pipe pins nothing.
+    Lines that are no keys are skipped; a file that is too large, a link or a pipe pins nothing. A
+    file that cannot be read leaves the keys as they were read last.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[int, int, int] | None = None
-        self._keys: frozenset[KVKey] = frozenset()
+        # One attribute for both, so that threads never see the keys of one file as another's.
+        self._read: tuple[tuple[int, int, int] | None, frozenset[KVKey]] = (None, frozenset())
+        self._warned = ""
 
     def keys(self) -> frozenset[KVKey]:
-        """Return the pinned keys; read again if the file has changed."""
+        """Return the pinned keys; read again if the file has changed. Raises no OSError."""
+        try:
+            return self.current()
+        except OSError as error:
+            if str(error) != self._warned:  # each chunk of a prompt may ask
+                self._warned = str(error)
+                logger.warning("%s cannot be read, pins stay as they were: %s", self._path, error)
+            return self._read[1]
+
+    def current(self) -> frozenset[KVKey]:
+        """Return the pinned keys as the file has them now; raises OSError if it cannot be read."""
         try:
             found = os.lstat(self._path)
         except FileNotFoundError:
-            self._seen, self._keys = None, frozenset()
-            return self._keys
-        except OSError:  # the folder cannot be read now, which unpins nothing
-            return self._keys
+            self._read = (None, frozenset())
+            return frozenset()
         seen = found.st_ino, found.st_mtime_ns, found.st_size
-        if seen != self._seen:
-            text = read_small(self._path, MOST_BYTES)
-            if found.st_size and not text:
-                logger.warning(
-                    "%s pins nothing: no file of at most %d bytes", self._path, MOST_BYTES
-                )
-            lines = text.decode("ascii", "replace").splitlines()[:MOST_PINS]
-            named = (KVKey.parsed(line) for line in lines)
-            self._keys = frozenset(key for key in named if key is not None)
-            self._seen = seen
-        return self._keys
+        before, keys = self._read
+        if seen != before:
+            keys = frozenset(self._lines(found))
+            self._read = (seen, keys)
+        return keys
+
+    def _lines(self, found: os.stat_result) -> Iterator[KVKey]:
+        if not stat.S_ISREG(found.st_mode) or found.st_size > MOST_BYTES:
+            logger.warning(
+                "%s pins nothing: it is not a file of at most %d bytes", self._path, MOST_BYTES
+            )
+            return
+        text = read_regular(self._path, MOST_BYTES)
+        for line in text.decode("ascii", "replace").splitlines()[:MOST_PINS]:
+            if (key := KVKey.parsed(line)) is not None:
+                yield key
 
     def write(self, keys: Set[KVKey]) -> None:
         """Replace the pinned keys; under the folder's lock.

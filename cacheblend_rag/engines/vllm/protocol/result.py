@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from types import NoneType
 from typing import Any, Literal, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -154,8 +154,8 @@ _TOLD_BY: Mapping[str, type[Any]] = {
 def params_of(result: Result) -> dict[str, Any]:
     """Return plain JSON values for ``kv_transfer_params``."""
     hints = _hints(type(result))  # type: ignore[arg-type]  # a class is hashable
-    told = asdict(result)
-    plain = {name: _plain(told[name], hints[name]) for name in told if told[name] is not None}
+    told = {one.name: getattr(result, one.name) for one in fields(result)}
+    plain = {name: _plain(value, hints[name]) for name, value in told.items() if value is not None}
     return {PARAMETER: plain}
 
 
@@ -168,9 +168,13 @@ def _plain(value: Any, hint: Any) -> Any:
         if key is Reason:
             return [[*_plain(reason, key), count] for reason, count in value.items()]
         return {name: _plain(one, inner) for name, one in value.items()}
-    if isinstance(value, dict):  # of a dataclass
-        return {name: _plain(one, None) for name, one in value.items()}
-    return [_plain(one, None) for one in value] if isinstance(value, tuple) else value
+    if is_dataclass(value):
+        return {one.name: _plain(getattr(value, one.name), None) for one in fields(value)}
+    if not isinstance(value, tuple):
+        return value
+    # vLLM's scheduler waits for this, and a trace has many thousand numbers.
+    is_numbers = bool(value) and isinstance(value[0], int | float)
+    return list(value) if is_numbers else [_plain(one, None) for one in value]
 
 
 def result_of(params: Mapping[str, Any] | None) -> Result | None:
