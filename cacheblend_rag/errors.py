@@ -34,7 +34,7 @@ class ModelLoadError(CacheBlendError):
 
 
 class EngineUnavailableError(CacheBlendError):
-    """The engine asked for cannot be reached or is not part of this version."""
+    """An engine cannot be started or reached, or has failed."""
 
 
 class UnsupportedModelError(CacheBlendError):

@@ -14,7 +14,7 @@ MissReason = Literal[
     "not stored",  # registered, but its KV is in no tier
     "not stored, being filled",  # and is computed once nobody waits, as the engine fills on miss
     "other model",  # stored KV belongs to another model, tokenizer, lead-in or namespace
-    "inseparable",  # the tokenizer cannot tell it from the text beside it
+    "inseparable",  # the tokenizer joins it with the text beside it
     "altered text",  # the text differs from the chunk the hint named
     "damaged",  # stored bytes failed their checksum and were quarantined
     "bad signature",  # stored by who has not the store's key, or with one that this store lacks
@@ -131,7 +131,7 @@ class PhaseStarts:
         load: its first wait for stored KV.
         selection: the first probe or scoring.
         recompute: the first work towards a layer.
-        first_token: the work behind the last layer.
+        first_token: the work after the last layer.
         decode: the work on the second token.
     """
 

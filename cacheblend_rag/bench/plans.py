@@ -130,7 +130,7 @@ class TtftPlan(BlendPlan):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputPlan(BlendPlan):
-    """Questions a second in vLLM: ``questions`` questions, each over ``drawn`` of the chunks."""
+    """Questions per second in vLLM: ``questions`` questions, each over ``drawn`` of the chunks."""
 
     questions: int = option(64, "Questions, all sent at once.", least=1)
     chunks: int = option(40, "Chunks to draw from.", least=1)

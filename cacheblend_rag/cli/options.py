@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def finite(value: float | None) -> float | None:
     """Refuse NaN, which typer's ranges accept; return any other number."""
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no number")
+        raise typer.BadParameter(f"{value} is not a number")
     return value
 
 

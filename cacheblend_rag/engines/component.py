@@ -99,7 +99,7 @@ class EngineComponent(CheckedOptions):
     )
     lead_in: LeadInOption | None = Field(
         default=None,
-        description="What chunks are computed behind: a LeadInConfig, its fields or its kind.",
+        description="The text that chunks are computed after: a LeadInConfig, its fields or kind.",
     )
     dtype: str | None = Field(default=None, description="Precision of the model's weights.")
     fill_on_miss: bool = Field(

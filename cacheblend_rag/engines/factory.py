@@ -156,8 +156,8 @@ def _open_registry(config: EngineConfig) -> ChunkRegistry:
     own = Path(kv_path) / f"chunks-{namespace_id(namespace)}.sqlite"
     if config.store.read_only and not own.exists():
         logger.warning(
-            "%s holds no known chunks of this namespace: those that are indexed from now on are "
-            "known once the engine is opened anew",
+            "%s holds no known chunks of this namespace: open the engine again after others have "
+            "indexed some",
             kv_path,
         )
         return ChunkRegistry()

@@ -21,11 +21,11 @@ WHITE_SPACE = (
 CAUSES: Mapping[MissReason | None, str] = {
     "unknown": "its passages were never given to precompute (CacheBlendPrecompute in LlamaIndex, "
     "CacheBlendTransformer in LangChain) of an engine with this registry: kv_path, namespace",
-    "altered text": "it holds them otherwise than they were indexed: cut, or changed by a template",
+    "altered text": "its passages differ from the indexed ones: cut, or changed by a template",
     "not stored": "their KV was never computed, or was evicted: precompute them, or give the "
     "engine fill_on_miss=True",
-    "other model": "their KV was computed behind another instruction, or by another model or "
-    "tokenizer: precompute them with what answers now",
+    "other model": "their KV was computed after another instruction, or by another model or "
+    "tokenizer: precompute them with the engine that answers",
 }
 MOST_COMPARED = 10_000
 MOST_LOOKS = 3

@@ -150,8 +150,8 @@ def _log_replaced(replaced: int, old: Sequence[Chunk], new: Sequence[Chunk]) -> 
     """Log that chunks with KV were replaced; a warning if another index may still hold them."""
     if _is_cut_otherwise(old, new):
         logger.warning(
-            "%d chunks were replaced by smaller or larger pieces of the same documents: an index "
-            "that is to keep its own needs a collection= of its own",
+            "%d chunks were replaced by smaller or larger pieces of the same documents: to keep "
+            "both, give each index a collection= of its own",
             replaced,
         )
     else:

@@ -43,7 +43,7 @@ def put_label(store: Path, engine: Engine, fingerprint: str) -> None:
             json.dump({**vars(label), "lead_in": label.lead_in.to_dict()}, file)
         begun.replace(path)
     except OSError as error:
-        logger.info("%s goes without a label: %s", path.parent, error)
+        logger.info("no label was written in %s: %s", path.parent, error)
 
 
 def labels_in(store: Path) -> dict[str, Label]:
@@ -54,7 +54,7 @@ def labels_in(store: Path) -> dict[str, Label]:
             with path.open() as file:
                 found[path.stem] = _label(json.loads(file.read(LONGEST)))
         except (OSError, ValueError, ConfigError):
-            logger.info("%s is no label", path)
+            logger.info("%s is not a label: skipped", path)
     return found
 
 

@@ -109,7 +109,9 @@ class EngineSource:
             return
         known = {**defaults, "model": self._engine.model_name}
         if idle := _told(given, known):
-            raise ConfigError(f"{', '.join(idle)}: already settled by the engine given as engine=")
+            raise ConfigError(
+                f"{', '.join(idle)}: fixed by the engine given as engine=: leave it out"
+            )
 
     def check_portable(self) -> None:
         """Refuse pickling with an engine that another process could not open again.

@@ -79,7 +79,7 @@ class AccessLog:
                 continue
             if not stat.S_ISREG(mode):
                 raise StoreError(
-                    f"access log {path} is no regular file: give access_log another path"
+                    f"access log {path} is not a regular file: give access_log another path"
                 )
 
     def after_fork(self) -> None:
@@ -216,7 +216,7 @@ def _opened(path: Path, flags: int) -> int:
     descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return descriptor
 
 

@@ -115,7 +115,7 @@ def _parse_metadata(metadata: dict[str, Any]) -> dict[str, str]:
     ):
         raise DamagedChunkError("metadata is not that of a chunk KV")
     if not _SECONDS.fullmatch(metadata.get("written", "0.000000")):
-        raise DamagedChunkError("written is no time")
+        raise DamagedChunkError("written is not a time")
     for name in ("position", "tokens"):
         if not _NUMBER.fullmatch(metadata[name]):
             raise DamagedChunkError(f"{name} is no number")
@@ -135,7 +135,7 @@ def _parse_span(name: str, field: Any) -> Span:
         ):
             pass
         case _:
-            raise DamagedChunkError(f"{name} is ill described")
+            raise DamagedChunkError(f"{name} has an invalid description in the header")
     itemsize = STORED_DTYPES[dtype].itemsize
     if end - start != prod(shape) * itemsize or start % itemsize:
         raise DamagedChunkError(f"{name}'s shape and bytes contradict each other")

@@ -284,7 +284,7 @@ def _checked_head(
     if prior is not None and not prior.isfinite().all():
         raise DamagedChunkError(NOT_FINITE)
     if "scales" in own and not are_written(own["scales"]):
-        raise DamagedChunkError("scales are beyond those that are written")
+        raise DamagedChunkError("scales are out of the range that this version writes")
     layers, _, kv_heads, tokens, head_dim = span.shape
     precision, dtype = precision_of(metadata, span.dtype)
     return Head(

@@ -37,7 +37,7 @@ def choose_questions(
     data = demo_dataset(settings, questions, seed) if demo else load_dataset(Path(source))
     for setting in settings:
         if setting not in data.settings:
-            raise DatasetError(f"{source}: setting {setting!r} is none of {data.settings}")
+            raise DatasetError(f"{source}: setting {setting!r} must be one of {data.settings}")
     chosen = tuple(
         question.first_passages(passages) if passages else question
         for setting in settings or data.settings

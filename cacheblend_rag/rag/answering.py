@@ -133,7 +133,7 @@ class Asker:
     def _check_size(self, vector: Vectors) -> None:
         if len(vector) != self._size:
             raise ConfigError(
-                f"embedding model {self._embedding_model!r} gives {len(vector)} numbers a text, "
+                f"embedding model {self._embedding_model!r} gives {len(vector)} numbers per text, "
                 f"the collection holds {self._size}: index with --rebuild"
             )
 

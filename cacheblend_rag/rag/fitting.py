@@ -78,7 +78,7 @@ class PromptFitter:
             if prepared is not None and tokens <= room:
                 return FittedPrompt(prepared, turns)
             if not kept and not shown:
-                raise PromptError(f"the question takes {tokens} tokens, there is room for {room}")
+                raise PromptError(f"question holds {tokens} tokens, more than {room}: shorten it")
             while tokens > room and (kept or shown):
                 tokens -= self._leave_out(kept, shown)
 

@@ -24,7 +24,7 @@ class LeadInConfig(Settings):
     """Most tokens of its own document that a chunk is precomputed after."""
     split_special_tokens: Flag = True
     """Encode text in a chunk that looks like a special token as plain text, so that passages cannot
-    speak as the system."""
+    imitate chat roles."""
 
     @classmethod
     def of(cls, value: LeadInConfig | Mapping[str, Any] | str | None) -> Self:

@@ -93,7 +93,7 @@ class Arguments:
             if own != name and value is None:
                 continue
             if own in names:
-                raise ConfigError(f"{names[own]} and {name} are one {self.kind}: give {own} alone")
+                raise ConfigError(f"{names[own]} and {name} name one {self.kind}: give {own} alone")
             names[own] = name
         return {own: given[name] for own, name in names.items()}
 
@@ -140,7 +140,7 @@ def check_namespace(namespace: object) -> None:
         namespace.encode()
     except UnicodeEncodeError as error:
         raise ConfigError(
-            f"namespace={namespace!r:.100} holds half of a character: give text in UTF-8"
+            f"namespace={namespace!r:.100} holds a lone surrogate: give text in UTF-8"
         ) from error
 
 

@@ -20,7 +20,7 @@ def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
 
 def _falling(ratios: tuple[float, ...] | None) -> tuple[float, ...] | None:
     if any(b > a for a, b in pairwise(ratios or ())):
-        raise ConfigError(f"recompute_ratios={ratios} must not rise: rows are only ever dropped")
+        raise ConfigError(f"recompute_ratios={ratios} must not rise: check layers only drop rows")
     return ratios
 
 
@@ -92,7 +92,7 @@ class BlendConfig(Settings):
         if ratios is None:
             return self
         if self.recompute_ratio == AUTO:
-            raise ConfigError(f'recompute_ratio="{AUTO}" chooses: leave recompute_ratios out')
+            raise ConfigError(f'recompute_ratio="{AUTO}" chooses one: leave recompute_ratios out')
         if len(ratios) != len(layers):
             raise ConfigError(
                 f"recompute_ratios={ratios} must hold one ratio for each of check_layers={layers}"

@@ -165,7 +165,7 @@ def _split(text: str) -> SplitResult:
         raise ConfigError(f"tiers: {scheme}://...: host or port cannot be read: {fix}") from None
     if parts.fragment or "@" in parts.path or "@" in parts.query:
         fix = "write # and / of a password as %23 and %2F"
-        raise ConfigError(f"tiers: {scheme}://...: a part follows that has no meaning: {fix}")
+        raise ConfigError(f"tiers: {scheme}://...: holds an unexpected # or @: {fix}")
     return parts
 
 

@@ -158,7 +158,7 @@ def as_number(stored: object, what: str) -> int:
 def decoded(stored: object) -> str:
     """Return stored text; raises BadRowError if it is no UTF-8 text."""
     if not isinstance(stored, bytes):
-        raise BadRowError("what should be text is not")
+        raise BadRowError("a value is not text")
     try:
         return stored.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:

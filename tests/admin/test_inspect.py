@@ -84,8 +84,8 @@ def test_a_store_is_read_through_and_damage_is_left_in_place(folder):
 
 def test_what_is_no_store_is_refused_and_left_as_it_is(tmp_path):
     for examine in (inspect.examine_store, inspect.check_is_store):
-        with pytest.raises(StoreError, match="is no store"):
+        with pytest.raises(StoreError, match="is not a store"):
             examine(tmp_path)
-        with pytest.raises(StoreError, match="is no folder"):
+        with pytest.raises(StoreError, match="is not a folder"):
             examine(tmp_path / "nothing")
     assert not any(tmp_path.iterdir())

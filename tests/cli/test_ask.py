@@ -162,7 +162,7 @@ def test_a_prompt_without_room_is_told(ask, indexed):
     assert outcome.code == 0
     outcome = ask("Who? " * 5000)
     assert outcome.code == 2
-    assert outcome.stderr.splitlines()[-1].startswith("cacheblend-rag: the question takes")
+    assert outcome.stderr.splitlines()[-1].startswith("cacheblend-rag: question holds")
 
 
 def test_without_stored_kv_it_is_ordinary_prefill_with_the_reason(cli, own, indexed):

@@ -88,7 +88,7 @@ def test_the_oldest_turns_go_whole_when_the_window_is_full(chat, indexed, monkey
 
 def test_an_error_ends_the_turn_not_the_program(chat, indexed):
     result = chat("Who? " * 5000, indexed[1][0].question)
-    assert "warning: the question takes" in result.stderr
+    assert "warning: question holds" in result.stderr
     assert result.stdout.strip() == indexed[1][0].answer
 
 

@@ -122,7 +122,7 @@ STRANGERS = {
     "no list": ({"kind": JSON, "body": b'{"data": "x"}'}, "its /v1/models lists no models"),
     "another's models": (
         {"kind": JSON, "body": b'{"object": "list", "data": [{"id": "gpt", "object": "model"}]}'},
-        "its models are not described as vLLM does",
+        "its /v1/models lacks the fields that vLLM sends",
     ),
 }
 

@@ -180,7 +180,7 @@ def test_what_is_no_store_is_left_as_it_is(tmp_path):
     for command in (["stats"], ["ls"], ["verify"], ["evict", "--all", "--yes"]):
         result = run(*command, "--kv-path", str(tmp_path))
         assert result.exit_code == 2
-        assert "is no store of chunk KV" in result.stderr
+        assert "is not a store of chunk KV" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["report.txt"]
 
 

@@ -122,7 +122,7 @@ def test_what_a_given_engine_has_settled_is_refused(engine: Engine) -> None:
     defaults = {"namespace": "default", "host_bytes": 5}
     source.check_settled({**defaults, "dtype": None, "model": engine.model_name}, defaults)
     source.check_settled({"api_key": "sesame", "max_tokens": 3}, defaults)
-    with pytest.raises(ConfigError, match=r"^host_bytes, model, namespace: already settled by the"):
+    with pytest.raises(ConfigError, match=r"^host_bytes, model, namespace: fixed by the"):
         source.check_settled({"namespace": "own", "model": "other", "host_bytes": 6}, defaults)
     EngineSource().check_settled({"namespace": "own"}, defaults)
     assert names_of(StoreConfig) <= SETTLED

@@ -209,7 +209,7 @@ def test_what_is_no_regular_file_is_refused_when_a_store_is_opened(
     tmp_path: Path, kind: str, name: str
 ) -> None:
     make_other_kind(tmp_path / name, kind)
-    said = f"access log {tmp_path / name} is no regular file: give access_log another path"
+    said = f"access log {tmp_path / name} is not a regular file: give access_log another path"
     with pytest.raises(StoreError, match=re.escape(said)):
         TieredKVStore.of(StoreConfig(access_log=str(tmp_path / "log")))
 
@@ -232,7 +232,7 @@ def test_what_becomes_no_regular_file_later_is_told_once_and_waited_for_by_nobod
 
 def test_a_device_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
     AccessLog("/dev/null").note(KEYS)
-    assert "it is no regular file" in caplog.text
+    assert "it is not a regular file" in caplog.text
 
 
 def test_two_that_rotate_together_keep_the_full_file(tmp_path: Path) -> None:

@@ -318,5 +318,7 @@ def test_large_chunks_are_weighed_by_what_all_they_drive_out_is_worth():
     admission.see([large] * 3)
     chosen = admission.victims(large, residents, excess=200, spare=0, held=10)
     assert [one.key for one in chosen] == small[8:]
-    with pytest.raises(RejectedError, match=r"^seen 3 times, what would go 2\.66667$"):
+    with pytest.raises(
+        RejectedError, match=r"^requested 3 times, the chunks to evict 2\.66667 times$"
+    ):
         admission.victims(large, residents, excess=600, spare=0, held=10)

@@ -172,7 +172,10 @@ def forge_fields(fields):
 
     digests = fields["__metadata__"]["layers"]
     wanted = r", want \(layers, 2, kv_heads, tokens, head_dim\), none of them 0"
-    ill, contradicts = "kv is ill described", "kv's shape and bytes contradict each other"
+    ill, contradicts = (
+        "kv has an invalid description in the header",
+        "kv's shape and bytes contradict each other",
+    )
     uncounted = "header has no checksum for each of 2 layers"
     yield "rank 4", changed("kv", shape=[2, 2, 4, 8]), rf"kv is \(2, 2, 4, 8\){wanted}"
     yield (
@@ -214,7 +217,11 @@ def forge_fields(fields):
     )
     yield "no kv", {n: f for n, f in fields.items() if n != "kv"}, "holds tensors 'prior'"
     yield "another tensor", {**fields, "extra": {**fields["prior"]}}, "holds tensors 'extra, .*"
-    yield "a tensor that is text", {**fields, "prior": "x"}, "prior is ill described"
+    yield (
+        "a tensor that is text",
+        {**fields, "prior": "x"},
+        "prior has an invalid description in the header",
+    )
     yield "another token count", told(tokens="5"), "header counts 5 tokens, keys 4"
     yield "one checksum", told(layers=digests[:32]), uncounted
     yield "three checksums", told(layers=digests + digests[:32]), uncounted

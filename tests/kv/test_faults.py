@@ -631,4 +631,4 @@ def test_a_tier_full_of_pins_says_so(caplog):
     host.pin(KEY)
     assert host.put(KEY, chunk)
     assert not host.put(OTHER, chunk)
-    assert caplog.messages[-1].endswith(f"{chunk.kv.nbytes} bytes too many beside pinned chunks")
+    assert caplog.messages[-1].endswith(f"{chunk.kv.nbytes} bytes do not fit beside pinned chunks")

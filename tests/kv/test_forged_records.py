@@ -187,7 +187,7 @@ def test_what_stands_for_a_folder_is_not_followed_and_named(tmp_path, kind, dept
         assert store.keys() == []
         assert store.put(KEYS[1], make_kv(1)), "in folders of its own"
         assert same(store.get(KEYS[1]).kv, make_kv(1))
-    said = f"{folder} is a {kind.rpartition(' ')[2]}, and has to be the store's own folder: remove"
+    said = f"{folder} is a {kind.rpartition(' ')[2]} instead of the store's own folder: remove"
     assert said in caplog.text
     assert theirs.exists()
     assert [path for path in elsewhere.rglob("*") if path.is_file()] == [theirs]

@@ -101,7 +101,7 @@ def test_a_tier_that_fails_says_what_it_could_not_do(caplog):
     said(caplog)
     tier.quarantine(KEY, "it smells")
     assert said(caplog) == [
-        ("WARNING", f"far tier: {KEY} set aside: it smells"),
+        ("WARNING", f"far tier: {KEY} quarantined: it smells"),
         ("WARNING", f"far tier: could not set {KEY} aside: no such device"),
     ]
     assert counted(tier) == {"misses": 1, "errors": 5, "quarantined": 1}
@@ -115,7 +115,7 @@ def test_what_is_unusable_is_set_aside_and_is_a_miss(failure, caplog):
     load, tier._load = tier._load, lambda _: (_ for _ in ()).throw(failure)
     with pytest.raises(type(failure), match=str(failure)):
         tier.get(KEY)
-    assert said(caplog) == [("WARNING", f"far tier: {KEY} set aside: {failure}")]
+    assert said(caplog) == [("WARNING", f"far tier: {KEY} quarantined: {failure}")]
     assert counted(tier) == {"misses": 1, "quarantined": 1}
     assert set(tier.chunks) == {make_key(1)}, "dropped, where bytes cannot be kept aside"
     tier._load = load

@@ -236,7 +236,7 @@ def test_an_engine_that_is_none_is_refused_before_anything_is_loaded() -> None:
 
 @pytest.mark.parametrize("namespace", ["\ud800", "tenant\udcff", 7, None, b"default"])
 def test_a_namespace_that_is_no_text_is_refused_wherever_it_enters(namespace):
-    told = "holds half of a character" if isinstance(namespace, str) else "must be a name"
+    told = "holds a lone surrogate" if isinstance(namespace, str) else "must be a name"
     for takes in (
         lambda: EngineConfig(namespace=namespace),
         lambda: ConnectorSettings(namespace=namespace),

@@ -48,8 +48,11 @@ def test_none_by_another_name_says_nothing() -> None:
 @pytest.mark.parametrize(
     ("given", "names"),
     [
-        ({"model": 1, "model_name": 1}, "model and model_name are one option of Model: give model"),
-        ({"base_url": 1, "api_base": 1}, "base_url and api_base are one .*: give engine alone"),
+        (
+            {"model": 1, "model_name": 1},
+            "model and model_name name one option of Model: give model",
+        ),
+        ({"base_url": 1, "api_base": 1}, "base_url and api_base name one .*: give engine alone"),
     ],
 )
 def test_two_names_of_one_argument_are_refused(given: dict[str, int], names: str) -> None:

@@ -62,7 +62,7 @@ def test_tiers_are_named_by_kind_and_told_apart():
         ("unix:///run/r.sock?db=x", "tiers: unix://...: db='x' must be a number"),
         ("host://?ttl=1h&ttl=2h", "tiers: host://...: ttl is given twice: give it once"),
         ("s3://key:secret@b/p", "takes no user: its credentials come from the environment"),
-        ("redis://:a#b@h", "host or port cannot be read|a part follows that has no meaning"),
+        ("redis://:a#b@h", "host or port cannot be read|holds an unexpected # or @"),
         ("redis://h?password=x", "tiers: redis://...: unknown option .password.; known: name"),
         (["host://", 3], "tiers must be a list of URLs"),
         (7, "tiers must be a list of URLs"),

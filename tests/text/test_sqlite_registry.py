@@ -185,8 +185,8 @@ def test_a_file_that_is_no_registry_is_an_error_of_one_line(path: Path) -> None:
 
 
 DAMAGES = {
-    "UPDATE texts SET text = 'a string' WHERE id = 1": ("what should be text is not", 3),
-    "UPDATE texts SET text = CAST(x'ff' AS TEXT) WHERE id = 1": ("what should be text is not", 3),
+    "UPDATE texts SET text = 'a string' WHERE id = 1": ("a value is not text", 3),
+    "UPDATE texts SET text = CAST(x'ff' AS TEXT) WHERE id = 1": ("a value is not text", 3),
     "UPDATE texts SET text = x'ff' WHERE id = 1": ("a text is not UTF-8", 3),
     "UPDATE texts SET text = x'20' WHERE id = 1": ("text ' ' of document 'report' is empty", 1),
     "DELETE FROM texts WHERE id = 1": ("text 1 is missing", 3),
@@ -201,9 +201,9 @@ DAMAGES = {
     "UPDATE chunks SET context = 99 WHERE id < 4": ("context 99 is broken", 3),
     "UPDATE chunks SET context = 1.5 WHERE id = 2": ("context '1.5' is not a number", 1),
     "UPDATE chunks SET text = x'01' WHERE id = 2": ("is not a number", 1),
-    "UPDATE chunks SET document = 5 WHERE id = 2": ("what should be text is not", 1),
-    "UPDATE chunks SET document = 'report' WHERE id = 2": ("what should be text is not", 1),
-    "UPDATE chunks SET collection = 5 WHERE id = 2": ("what should be text is not", 1),
+    "UPDATE chunks SET document = 5 WHERE id = 2": ("a value is not text", 1),
+    "UPDATE chunks SET document = 'report' WHERE id = 2": ("a value is not text", 1),
+    "UPDATE chunks SET collection = 5 WHERE id = 2": ("a value is not text", 1),
 }
 """What befalls the rows of REPORT, why they cannot be read then, and how many chunks it hits."""
 

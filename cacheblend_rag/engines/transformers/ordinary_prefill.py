@@ -124,8 +124,7 @@ def find_ordinary_prefill(
             "it does not continue from its cached KV", ReasonCode.UNSUPPORTED_MODEL
         )
     logger.warning(
-        "%s keeps nothing of a text that could be continued from: each token of an answer costs "
-        "the whole text again",
+        "%s has no usable cache: for each token of an answer, the whole text is computed again",
         type(model).__name__,
     )
     return alone

@@ -265,7 +265,7 @@ class TransformersStack:
                     f"layers on several devices ({first.key.device}, {call.key.device})"
                 )
         if first.key.dim() != 4 or first.key.shape[2] != 1:
-            raise UnsupportedModelError("a layer's keys are not one a token")
+            raise UnsupportedModelError("a layer does not compute one key per token")
         return Geometry(
             layers=len(self.layers),
             heads=int(first.query.shape[1]),

@@ -98,14 +98,14 @@ class WatchedModel:
             loading.prepare(self.model)
             self._state = ModelState.of(self.model)
             self._begin(None)
-            logger.warning("the model's weights have changed: its KV is stored apart from now on")
+            logger.warning("the model's weights have changed: its KV is now stored separately")
         elif now.adapters != self._state.adapters:
             loading.prepare(self.model)
             self._state = now
             known = self._trials.pop(now.adapters, None)
             self._tried = self._try() if known is None else known
             self._remember()
-            logger.info("other adapters are in effect: KV is stored apart for them")
+            logger.info("the active adapters have changed: their KV is stored separately")
         return self._tried
 
     def _begin(self, name: str | Path | None) -> None:

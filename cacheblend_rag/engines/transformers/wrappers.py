@@ -31,7 +31,7 @@ def model_in(outer: nn.Module) -> PreTrainedModel:
         if isinstance(module, PreTrainedModel):
             return module
     raise ConfigError(
-        f"model={type(outer).__name__} is no Hugging Face model: give a causal language model "
+        f"model={type(outer).__name__} is not a Hugging Face model: give a causal language model "
         "(AutoModelForCausalLM loads one)"
     )
 
@@ -47,8 +47,8 @@ def without_compiling(given: nn.Module) -> nn.Module:
         undone |= _put_back(module)
     if undone:
         logger.warning(
-            "%s is run without torch.compile: its layers are driven one at a time, on rows of "
-            "changing number",
+            "%s is run without torch.compile: its layers are run one at a time, on varying "
+            "numbers of rows",
             type(whole).__name__,
         )
     return whole

@@ -99,14 +99,14 @@ class ServerConnection:
         except Exception as error:
             raise self._failure(error) from None
         if not served:
-            raise self._no_vllm("its models are not described as vLLM does")
+            raise self._no_vllm("its /v1/models lacks the fields that vLLM sends")
         matching = [
             model for name in wanted for model in served if name in {model.name, model.source}
         ]
         if not matching and len({model.source for model in served}) > 1:
             names = ", ".join(model.name for model in served)
             raise ConfigError(
-                f"model={next(iter(wanted), None)!r} is none that {self.url} serves: {names}"
+                f"model={next(iter(wanted), None)!r} is not served by {self.url}, which has {names}"
             )
         return (matching or served)[0]
 

@@ -134,7 +134,7 @@ class Admission:
         needed = _freeing(coldest, excess)
         missing = excess - sum(one.nbytes for one in needed)
         if missing > 0:
-            raise RefusedError(f"{missing} bytes too many beside pinned chunks")
+            raise RefusedError(f"{missing} bytes do not fit beside pinned chunks")
         self._check_worth(key, needed)
         return needed + _within(coldest[len(needed) :], spare)
 
@@ -166,7 +166,7 @@ class Admission:
         theirs = sum(self._seen(one) * one.nbytes for one in victims) / total if total else 0
         if own < theirs or 1 < theirs > own - 2:
             self._turned_away, self._until = own, time.monotonic() + REMEMBERED_SECONDS
-            raise RejectedError(f"seen {own} times, what would go {theirs:g}")
+            raise RejectedError(f"requested {own} times, the chunks to evict {theirs:g} times")
 
 
 def _looked_at(by_last_use: Iterable[Resident], wanted: int) -> list[Resident]:

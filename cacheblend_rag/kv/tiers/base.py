@@ -250,7 +250,7 @@ class Tier(TierContract):
         if self.policy.read_only:
             logger.warning("%s tier: %s cannot be used: %s", self.name, key, reason)
             return
-        logger.warning("%s tier: %s set aside: %s", self.name, key, reason)
+        logger.warning("%s tier: %s quarantined: %s", self.name, key, reason)
         self._counts.add("quarantined")
         try:
             with self.access.to_write(key):

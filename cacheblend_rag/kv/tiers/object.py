@@ -217,7 +217,7 @@ class ObjectTier(BytesTier):
         if fits and time.monotonic() - self._listed_at < LISTED_SECONDS:
             return None
         if not fits and key not in self._sizes and self._admission.would_reject(key):
-            raise RejectedError("another chunk seen as often was turned away just now")
+            raise RejectedError("another chunk requested as often was rejected just now")
         entries = dict(self.entries())
         self._sizes = {other: entry.nbytes for other, entry in entries.items()}
         self._listed_at = time.monotonic()

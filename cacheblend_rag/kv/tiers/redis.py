@@ -288,7 +288,7 @@ class RedisTier(BytesTier):
             held = self._recount()
         excess = held.nbytes - (own.nbytes if own else 0) + nbytes - self.capacity_bytes
         if excess > 0 and own is None and self._admission.would_reject(key):
-            raise RejectedError("another chunk seen as often was turned away just now")
+            raise RejectedError("another chunk requested as often was rejected just now")
         order = self._oldest_first(key)
         victims = self._let_go(key, order, excess=excess, held=held.entries)
         for first in range(0, len(victims), LISTED):
@@ -317,7 +317,7 @@ class RedisTier(BytesTier):
         entries = dict(zip(keys, self._entry_many(list(keys.values())), strict=True))
         wrong = [name for name in names if entries.get(name) is None]
         if wrong and not self.policy.read_only:
-            logger.info("%s tier: %d index entries without a value go", self.name, len(wrong))
+            logger.info("%s tier: %d index entries have no value: removed", self.name, len(wrong))
             self._drop_all(wrong)
         return [(keys[name], entry) for name, entry in entries.items() if entry is not None]
 

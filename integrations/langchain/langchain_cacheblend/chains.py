@@ -165,7 +165,7 @@ def _settle_instruction(llm: ChatCacheBlend, prompt: BasePromptTemplate[Any]) ->
     tokenizer = llm.engine.tokenizer
     if llm.engine.instruction != prompt_instruction(prompt, tokenizer):
         logger.warning(
-            "passages are computed behind another instruction than this prompt's: "
+            "passages are computed after another instruction than this prompt's: "
             "open the model with instruction=prompt"
         )
 

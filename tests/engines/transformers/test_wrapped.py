@@ -126,7 +126,9 @@ def test_a_wrapper_that_computes_something_else_is_run_as_it_stands() -> None:
 
 
 def test_a_module_that_holds_no_model_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match="model=Linear is no Hugging Face model: give a causal"):
+    with pytest.raises(
+        ConfigError, match="model=Linear is not a Hugging Face model: give a causal"
+    ):
         TransformersEngine(nn.Linear(2, 2), tokenizer=make_tokenizer())
     with pytest.raises(ConfigError, match="tokenizer must be given"):
         TransformersEngine(torch.compile(make_model()))

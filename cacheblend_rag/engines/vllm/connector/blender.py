@@ -175,7 +175,7 @@ class Blender:
         """Free the resources of a job that ran out of memory, after its error, and log it."""
         give_back_unused()
         allotted = self._allotted[request_id]
-        logger.warning("a %s job is given up: %s (%s)", allotted.job.kind, NO_ROOM, lack)
+        logger.warning("a %s job is abandoned: %s (%s)", allotted.job.kind, NO_ROOM, lack)
         return self.jobs.no_room(allotted, lack)
 
     def _next_result(self, request_id: str, work: Work) -> WorkResult | _OutOfMemory | None:

@@ -69,7 +69,7 @@ WRITING = frozenset({"evict", "precompute", "verify"})
 
 
 class JobRunner:
-    """See the module.
+    """Runs each kind of job over a worker's model, paged cache and store.
 
     identity: everything that this worker's KV depends on, the lead-in aside. rates: of passes and
     of vLLM's own prefill. own_time: a clock that runs while jobs run.

@@ -70,7 +70,7 @@ class Pending:
 
 
 class ConnectorScheduler:
-    """See the module.
+    """Reads the jobs in requests, reserves their tokens, and returns their results.
 
     refusal: why nothing is blended here, or None. asynchronous: whether blending takes several
     steps. step_tokens: see ConnectorSettings.

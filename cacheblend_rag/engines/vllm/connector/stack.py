@@ -58,7 +58,7 @@ class VLLMStack:
         self.model = model_with(self.names[0], self.attention[0])
         self.layers = decoder_layers(self.model, self.names)
         if any(not hasattr(layer, "head_size") for layer in self.attention):
-            raise UnsupportedModelError("a layer is no ordinary attention")
+            raise UnsupportedModelError("a layer's attention is not vLLM's ordinary attention")
         check_attention(self.attention)
         first = self.attention[0]
         self._geometry = Geometry(

@@ -50,7 +50,7 @@ OTHER_RANK = Reason(ReasonCode.UNSUPPORTED_MODEL, "another rank cannot blend")
 
 
 class ConnectorWorker:
-    """See the module.
+    """Runs jobs one slice between two steps, and reports their results.
 
     refusal: why nothing is blended here, or None. asynchronous: whether blending takes several
     steps.

@@ -61,7 +61,7 @@ class RefusedRequestError(Exception):
 
 
 class AccessMiddleware:
-    """Passes on to ``app`` requests with the key whose bodies are small and flat enough.
+    """Passes requests to ``app`` if they carry the key and their bodies are small and flat.
 
     The keys of vLLM (``--api-key``, or VLLM_API_KEY) and CACHEBLEND_STORE_KEY give access to every
     path; if vLLM has no key, none is needed. If CACHEBLEND_STORE_KEY is set, jobs that change the

@@ -141,14 +141,14 @@ class BlendJob:
             return
         tokens = self.tokens
         if len(tokens) > longest or max(tokens) >= vocabulary:
-            raise ConfigError(f"{PARAMETER}.tokens are not such as this model takes")
+            raise ConfigError(f"{PARAMETER}.tokens exceed the model's context or vocabulary")
         if any(chunk.before or chunk.after for chunk in self.chunks):
-            raise ConfigError(f"{PARAMETER}.chunks must stand whole in the tokens to be stored")
+            raise ConfigError(f"{PARAMETER}.chunks must be complete in the tokens to be stored")
         lead, first = self.lead_in, self.chunks[0].context_start
         if any(chunk.context_start != first for chunk in self.chunks):
-            raise ConfigError(f"{PARAMETER}.chunks must have their contexts start in one place")
+            raise ConfigError(f"{PARAMETER}.chunks must have the same context_start")
         if lead.tokens != chunk_id(tokens[:first]):
-            raise ConfigError(f"{PARAMETER}.lead_in is not what the tokens begin with")
+            raise ConfigError(f"{PARAMETER}.lead_in differs from the first tokens")
         starts = [chunk.start - first for chunk in self.chunks]
         contexts = prefix_ids(tokens[first:], starts)
         if lead.name != "document":
@@ -156,7 +156,7 @@ class BlendJob:
         elif max(starts) > lead.window:
             raise ConfigError(f"{PARAMETER}.chunks: a context is longer than {lead.window} tokens")
         if contexts != [chunk.context_id for chunk in self.chunks]:
-            raise ConfigError(f"{PARAMETER}.chunks: a context is not the one that it is named for")
+            raise ConfigError(f"{PARAMETER}.chunks: a context_id is not that of its tokens")
 
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None, tokens: int) -> BlendJob | None:
@@ -205,7 +205,7 @@ def _report_id(sent: Any, *, required: bool) -> str:
 def _lead_in(sent: Any) -> SentLeadIn:
     name, tokens, window = _row(sent, "lead_in", (str, str, int))
     if name not in get_args(LeadInKind):
-        raise ConfigError(f"{PARAMETER}.lead_in={name!r:.100} is none")
+        raise ConfigError(f"{PARAMETER}.lead_in={name!r:.100} is unknown")
     if not _HASH.fullmatch(tokens):
         raise ConfigError(f"{PARAMETER}.lead_in tokens must be 32 hex digits")
     return SentLeadIn(name, tokens, window)

@@ -77,7 +77,7 @@ def test_an_answers_options_by_other_names() -> None:
     ("options", "told"),
     [
         ({"naamespace": "s3cret"}, " (did you mean 'namespace'?)"),
-        ({"model_name": "s3cret"}, "model and model_name are one option"),
+        ({"model_name": "s3cret"}, "model and model_name name one option"),
         ({"selector": "s3cret"}, ": give it as blend_config={'selector': ...}"),
         (
             {"blend_config": {"selectr": "s3cret"}},

@@ -186,7 +186,7 @@ def test_answers_options_by_other_names() -> None:
     ("options", "told"),
     [
         ({"naamespace": "s3cret"}, " (did you mean 'namespace'?)"),
-        ({"model_name": "s3cret"}, "model and model_name are one option"),
+        ({"model_name": "s3cret"}, "model and model_name name one option"),
         ({"selector": "s3cret"}, ": give it as blend_config={'selector': ...}"),
         (
             {"blend_config": {"selectr": "s3cret"}},
@@ -299,11 +299,11 @@ def test_copies_that_are_changed_open_an_engine_of_their_own() -> None:
 
 
 def test_what_an_open_engine_has_settled_is_refused(demo_engine: Engine) -> None:
-    with pytest.raises(ConfigError, match="kv_path, namespace: already settled by the engine"):
+    with pytest.raises(ConfigError, match="kv_path, namespace: fixed by the engine"):
         CacheBlendLLM(engine=demo_engine, namespace="mine", kv_path="kv")
-    with pytest.raises(ConfigError, match="kv_path, lead_in: already settled by the engine"):
+    with pytest.raises(ConfigError, match="kv_path, lead_in: fixed by the engine"):
         CacheBlendLLM(engine=demo_engine, lead_in="bos", store={"kv_path": "kv"})
-    with pytest.raises(ConfigError, match="model: already settled by the engine"):
+    with pytest.raises(ConfigError, match="model: fixed by the engine"):
         CacheBlendLLM(engine=demo_engine, model="another")
 
 

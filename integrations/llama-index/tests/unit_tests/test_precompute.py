@@ -234,9 +234,9 @@ def test_the_ingestion_key_holds_what_the_kv_depends_on_and_nothing_else() -> No
 
 def test_what_the_llm_has_settled_is_refused(random_model: Path) -> None:
     llm = CacheBlendLLM(model=random_model)
-    with pytest.raises(ConfigError, match="namespace: already settled by the llm"):
+    with pytest.raises(ConfigError, match="namespace: fixed by the llm: leave it out"):
         CacheBlendPrecompute.from_llm(llm, namespace="other")
-    with pytest.raises(ConfigError, match=r"kv_path.*: already settled by the llm"):
+    with pytest.raises(ConfigError, match=r"kv_path.*: fixed by the llm: leave it out"):
         CacheBlendPrecompute.from_llm(llm, store={"kv_path": "other"})
     with pytest.raises(ConfigError, match="llm is a MockLLM: give a CacheBlendLLM"):
         CacheBlendPrecompute.from_llm(MockLLM())

@@ -122,7 +122,7 @@ def test_a_document_without_memory_is_refused(
         with caplog.at_level(logging.WARNING, "cacheblend_rag"):
             report = engine.sibling(lead_in="document").precompute([document], progress=False)
     (line,) = [r.getMessage() for r in caplog.records if "no room" in r.getMessage()]
-    assert line.startswith("a precompute job is given up: no room (")
+    assert line.startswith("a precompute job is abandoned: no room (")
     assert report.computed == 0
     [(reason, chunks)] = report.refused.items()
     assert reason.startswith("no room: ")

@@ -171,20 +171,20 @@ HONEST = precompute()
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"lead_in": SentLeadIn("document", HASH, 64)}, "not what the tokens begin with"),
-        ({"lead_in": SentLeadIn("bos", HONEST.lead_in.tokens, 0)}, "not the one that it is named"),
+        ({"lead_in": SentLeadIn("document", HASH, 64)}, "differs from the first tokens"),
+        ({"lead_in": SentLeadIn("bos", HONEST.lead_in.tokens, 0)}, "is not that of its tokens"),
         ({"lead_in": SentLeadIn("document", HONEST.lead_in.tokens, 5)}, "longer than 5 tokens"),
-        ({"chunks": (replace(HONEST.chunks[0], context_id=HASH),)}, "not the one that it is named"),
-        ({"chunks": (replace(HONEST.chunks[1], context_id=""),)}, "not the one that it is named"),
-        ({"chunks": (replace(HONEST.chunks[1], context_id=HASH),)}, "not the one that it is named"),
+        ({"chunks": (replace(HONEST.chunks[0], context_id=HASH),)}, "is not that of its tokens"),
+        ({"chunks": (replace(HONEST.chunks[1], context_id=""),)}, "is not that of its tokens"),
+        ({"chunks": (replace(HONEST.chunks[1], context_id=HASH),)}, "is not that of its tokens"),
         (
             {"chunks": (HONEST.chunks[0], replace(HONEST.chunks[1], context_start=4))},
-            "start in one place",
+            "the same context_start",
         ),
-        ({"chunks": (replace(HONEST.chunks[0], before=(99,)),)}, "must stand whole"),
-        ({"chunks": (replace(HONEST.chunks[0], after=(99,)),)}, "must stand whole"),
-        ({"tokens": (*TOKENS, 100)}, "not such as this model takes"),
-        ({"tokens": (*TOKENS[:-1], 120)}, "not such as this model takes"),
+        ({"chunks": (replace(HONEST.chunks[0], before=(99,)),)}, "must be complete"),
+        ({"chunks": (replace(HONEST.chunks[0], after=(99,)),)}, "must be complete"),
+        ({"tokens": (*TOKENS, 100)}, "exceed the model.s context or vocabulary"),
+        ({"tokens": (*TOKENS[:-1], 120)}, "exceed the model.s context or vocabulary"),
     ],
 )
 def test_kv_is_not_stored_under_anothers_key(changes: dict[str, Any], said: str) -> None:
@@ -196,7 +196,9 @@ def test_kv_is_not_stored_under_anothers_key(changes: dict[str, Any], said: str)
 def test_the_same_names_over_another_text_are_refused() -> None:
     for position in range(9):  # of the lead-in, of the first chunk, and of what parts the chunks
         other = [*TOKENS[:position], 7, *TOKENS[position + 1 :]]
-        with pytest.raises(ConfigError, match=r"not what the tokens begin|not the one that it is"):
+        with pytest.raises(
+            ConfigError, match=r"differs from the first tokens|is not that of its tokens"
+        ):
             precompute(tokens=tuple(other)).check(**MODEL)
 
 

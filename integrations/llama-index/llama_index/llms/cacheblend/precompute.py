@@ -82,7 +82,7 @@ class CacheBlendPrecompute(EngineSettings, TransformComponent):
         """
         settled = cls._read(fields).keys() & checked_llm(llm).settings().keys()
         if settled:
-            raise ConfigError(f"{', '.join(sorted(settled))}: already settled by the llm")
+            raise ConfigError(f"{', '.join(sorted(settled))}: fixed by the llm: leave it out")
         step = cls(**{**llm.settings(), **fields})
         step._source = llm._source
         return step

@@ -57,7 +57,7 @@ def cacheblend_query_engine(
         source: documents, indexed here in a vector store that evicts the KV of what is deleted from
             it, or an index there is, whose nodes are precomputed as far as they are not stored yet.
         llm: by default ``Settings.llm``. Unless it has an instruction, or was opened before, chunks
-            are precomputed behind the head of the template.
+            are precomputed after the beginning of the template.
         transformations: what turns documents into nodes; by default those of ``Settings``.
         embed_model: how documents are embedded; by default that of ``Settings``.
         vector_store: keeps the vectors of documents; by default this process' memory.
