@@ -29,9 +29,8 @@ class WriteQueue:
         self,
         write: Callable[[KVKey, StoredChunk], object],
         name: str,
-        room_bytes: int = ROOM_BYTES,
     ) -> None:
-        self._write, self._name, self._room_bytes = write, name, room_bytes
+        self._write, self._name = write, name
         self._waiting: OrderedDict[KVKey, StoredChunk] = OrderedDict()
         self._in_hand: tuple[KVKey, StoredChunk] | None = None
         self._nbytes = 0
@@ -55,7 +54,7 @@ class WriteQueue:
             nbytes = self._nbytes + chunk.kv.nbytes - (older.kv.nbytes if older else 0)
             if not self._is_open:
                 return "the store is closed"
-            if self._nbytes and nbytes > self._room_bytes:
+            if self._nbytes and nbytes > ROOM_BYTES:
                 return "the write queue is full"
             if self._thread is None and (refusal := self._start()) is not None:
                 return refusal
@@ -96,14 +95,14 @@ class WriteQueue:
             self._changed.wait_for(lambda: not self._in_hand or self._in_hand[0] != key)
         return older is not None
 
-    def close(self, seconds: float = DRAIN_SECONDS) -> tuple[int, int]:
-        """Accept no more chunks, and wait at most so long for the queue to be written.
+    def close(self) -> tuple[int, int]:
+        """Accept no more chunks, and wait at most DRAIN_SECONDS for the queue to be written.
 
         Returns the number and bytes of chunks that were lost.
         """
         with self._changed:
             self._is_open = False
-            self._changed.wait_for(lambda: self._thread is None, seconds)
+            self._changed.wait_for(lambda: self._thread is None, DRAIN_SECONDS)
             lost = len(self._waiting), sum(one.kv.nbytes for one in self._waiting.values())
             self._waiting.clear()
         return lost

@@ -84,17 +84,18 @@ def slow_blends(monkeypatch):
 def drawn_with(monkeypatch):
     """Let every model have sampling settings of its own; returns what answers are drawn with."""
     from cacheblend_rag import TransformersEngine
+    from cacheblend_rag.engines.after_answer import AfterAnswer
     from cacheblend_rag.engines.model_sampling import ModelSampling
 
     own = ModelSampling(do_sample=True, temperature=5.0, top_p=0.9, repetition_penalty=3.0)
-    answered, drawn = TransformersEngine._answered, []
+    run, drawn = AfterAnswer.run, []
 
-    def watched(engine, request, *told):
+    def watched(hooks, request, answer):
         drawn.append(request.sampling)
-        return answered(engine, request, *told)
+        return run(hooks, request, answer)
 
     monkeypatch.setattr(TransformersEngine, "model_sampling", property(lambda engine: own))
-    monkeypatch.setattr(TransformersEngine, "_answered", watched)
+    monkeypatch.setattr(AfterAnswer, "run", watched)
     return drawn
 
 

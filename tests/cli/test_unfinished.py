@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import DiskTier, TieredKVStore
+from cacheblend_rag.kv import TieredKVStore
+from cacheblend_rag.kv.tiers import disk
 from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.rag import indexing, storing_kv
 from cacheblend_rag.rag.collection import KV_NAME, Collection
@@ -96,7 +97,7 @@ def test_a_full_disk_leaves_documents_unfinished_though_memory_has_their_kv(
     index: Index, into: Path, notes: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     with monkeypatch.context() as full:
-        full.setattr(DiskTier, "_write", no_room)
+        full.setattr(disk, "write_parts", no_room)
         outcome = index(notes)
     assert outcome.code == 1
     found = outcome.json
@@ -116,7 +117,7 @@ def test_what_is_unfinished_is_finished_though_its_file_is_gone_or_not_asked_for
 ) -> None:
     one, gone, *_ = sorted(notes.iterdir())
     with monkeypatch.context() as full:
-        full.setattr(DiskTier, "_write", no_room)
+        full.setattr(disk, "write_parts", no_room)
         assert index(notes).code == 1
         assert index(notes, "--register-only").code == 1, "which computes nothing"
     gone.unlink()
@@ -128,7 +129,7 @@ def test_an_estimate_counts_what_is_unfinished(
     index: Index, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as full:
-        full.setattr(DiskTier, "_write", no_room)
+        full.setattr(disk, "write_parts", no_room)
         chunks = index(notes).json["chunks"]
     assert index(notes, "--dry-run").json["chunks"] == chunks
     assert index(notes).json["computed_chunks"] == chunks
@@ -174,8 +175,8 @@ def test_what_repair_cannot_read_stays_unfinished(
     def broken(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    with monkeypatch.context() as disk:
-        disk.setattr(DiskTier, "_read", broken)
+    with monkeypatch.context() as failing:
+        failing.setattr(disk, "fill", broken)
         found = index("--repair")
     assert found.code == 1
     assert found.json["refused_chunks"] == {"disk tier: store error": chunks}

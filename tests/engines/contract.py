@@ -85,18 +85,17 @@ class Watched:
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[Request] = []
         self.reasons: SimpleQueue[str] = SimpleQueue()
-        start, answered = engine._start, engine._answered
+        start = engine._start
 
         def watched_start(request: Request) -> Any:
             self.begun.append(request)
             return start(request)
 
-        def watched_answer(request: Request, *told: Any) -> Delta:
-            self.reasons.put(told[2])
-            return answered(request, *told)
+        def watched_answer(request: Request, answer: Generation) -> None:
+            self.reasons.put(answer.finish_reason)
 
         monkeypatch.setattr(engine, "_start", watched_start)
-        monkeypatch.setattr(engine, "_answered", watched_answer)
+        engine.after_answer(watched_answer)
 
 
 class Gate:
@@ -555,19 +554,15 @@ class EngineContract:
         assert watched.begun == []
 
     def test_when_one_of_a_batch_fails_the_others_are_given_up(
-        self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+        self, engine: Engine, texts: Texts, watched: Watched, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        begun: list[Request] = []
-
         def fail(request: Request, *told: Any) -> Delta:
             raise RuntimeError("broken")
 
-        start = engine._start
-        monkeypatch.setattr(engine, "_start", lambda one: begun.append(one) or start(one))  # type: ignore[func-returns-value]
         monkeypatch.setattr(engine, "_answered", fail)
         with pytest.raises(RuntimeError, match="broken"):
             engine.generate_batch([texts.text(9), texts.text(8)], SHORT)
-        assert [request.cancel.is_set() for request in begun] == [True, True]
+        assert [request.cancel.is_set() for request in watched.begun] == [True, True]
         self._wait_until_idle(engine)
 
     # Asynchronous twins

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from cacheblend_rag import BlendConfig, ConfigError, EngineComponent, LeadInConfig, StoreConfig
+from cacheblend_rag import (
+    BlendConfig,
+    ConfigError,
+    EngineComponent,
+    EngineConfig,
+    LeadInConfig,
+    StoreConfig,
+)
 
 Stored = EngineComponent.storing(shown={"kv_path"})
 STORE = list(StoreConfig.model_fields)
@@ -21,6 +28,10 @@ class Component(Stored):  # type: ignore[misc, valid-type]
 
     def _own_options(self) -> dict[str, Any]:
         return {"engine": "transformers", "model": self.model}
+
+    def opened_with(self) -> EngineConfig:
+        """What its engine is opened with."""
+        return cast(EngineConfig, self._engine_config())
 
 
 def stored(component: Any) -> dict[str, Any]:
@@ -86,7 +97,7 @@ def test_an_engine_is_opened_by_all_that_is_told() -> None:
         blend_config={"min_tokens": 3}, lead_in="bos", namespace="acme", host_bytes=0, kv_path="kv",
         api_key="s3cret", fill_on_miss=True,
     )  # fmt: skip
-    config = made._engine_config()
+    config = made.opened_with()
     assert (config.engine, config.model, config.namespace) == ("transformers", "demo", "acme")
     assert config.blend == BlendConfig(min_tokens=3)
     assert config.lead_in == LeadInConfig(kind="bos")
@@ -94,7 +105,7 @@ def test_an_engine_is_opened_by_all_that_is_told() -> None:
     assert config.fill_on_miss
     assert config.api_key is not None
     assert config.api_key.reveal() == "s3cret"
-    assert Component()._engine_config().blend == BlendConfig()
+    assert Component().opened_with().blend == BlendConfig()
 
 
 def test_a_pickle_holds_no_key() -> None:

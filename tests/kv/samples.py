@@ -97,6 +97,7 @@ class SlowBytes(HostTier):
     """Objects that are read by ranges, as slow as a network: reads wait at ``gate(key, start)``.
 
     objects: the bytes, to be altered. heads: bytes that are read first. least: bytes worth a read.
+    head_gate: called with a key before its head is read.
     ranges: what was read behind the heads, in the order in which the reads began.
     opened, looked_up: chunks that were asked for, by their heads and otherwise.
     """
@@ -105,6 +106,7 @@ class SlowBytes(HostTier):
         super().__init__(None, name=name)
         self.gate, self.least, self.objects, self.ranges, self.opened = gate, least, {}, [], []
         self.written_at, self.looked_up = time.time(), []
+        self.head_gate = lambda key: None
 
     def fill(self, kvs):
         for key, kv in kvs.items():
@@ -118,6 +120,7 @@ class SlowBytes(HostTier):
         return self.objects.pop(key, None) is not None
 
     def _open(self, key):
+        self.head_gate(key)
         self.opened.append(key)
         start = self._read(key, 0, codec.HEAD_BYTES)
         return start and open_ranges(key, start, partial(self._read, key), least=self.least)

@@ -44,7 +44,7 @@ def filled(folder: Path, *prompts: tuple[int, ...], log: Path) -> None:
             store.put(key, make_kv(number))
         for prompt in prompts:
             read(store, *prompt)
-        until(lambda: not prompts or log.read_bytes().count(b"\n") == len(prompts))
+        until(lambda: (log.read_bytes() if log.exists() else b"").count(b"\n") == len(prompts))
 
 
 def test_a_line_names_the_chunks_of_a_prompt(tmp_path: Path) -> None:
@@ -235,17 +235,25 @@ def test_a_device_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
     assert "it is not a regular file" in caplog.text
 
 
-def test_two_that_rotate_together_keep_the_full_file(tmp_path: Path) -> None:
+def test_two_that_rotate_together_keep_the_full_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both find the file full; the second must not put the first's new file in its place."""
     log = AccessLog(tmp_path / "log", most_bytes=1000)
     log.path.write_bytes(b"x" * 990 + b"\n")
-    late = os.open(log.path, os.O_WRONLY | os.O_APPEND)
-    log.note(KEYS[:1])
-    before = (tmp_path / "log.1").read_bytes()
-    assert AccessLog(log.path, 1000)._rotate(late), "it is to open the log anew"
-    os.close(late)
-    assert (tmp_path / "log.1").read_bytes() == before
-    assert log.most_used() == KEYS[:1]
+    full, lock, others = log.path.read_bytes(), fcntl.flock, [log]
+
+    def late(descriptor: int, how: int) -> None:
+        if others:
+            others.pop().note(KEYS[:1])
+            assert (tmp_path / "log.1").read_bytes() == full
+        lock(descriptor, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    AccessLog(log.path, most_bytes=1000).note(KEYS[1:2])
+    assert not others
+    assert (tmp_path / "log.1").read_bytes() == full
+    assert log.most_used() == KEYS[1::-1], "the second opened the log anew"
 
 
 def test_a_line_belongs_into_the_file_that_another_is_renaming(tmp_path: Path) -> None:

@@ -208,11 +208,11 @@ def test_a_full_disk_is_not_gone_through_again_for_what_would_be_turned_away(tmp
         for number in range(4):
             store.put(make_key(number), make_kv(number))
             store.get(make_key(number))
-        looked = []
-        files = store.tiers[0]._files
-        monkeypatch.setattr(store.tiers[0], "_files", lambda: looked.append(1) or files())
+        folders = {str(path.parent) for path in chunk_files(tmp_path)}
+        looked, scandir = Counter(), os.scandir
+        monkeypatch.setattr(os, "scandir", lambda path: looked.update([path]) or scandir(path))
         assert not any(store.put(make_key(n), make_kv(n)) for n in range(10, 30))
-        assert len(looked) == 1
+        assert {folder: looked[folder] for folder in folders} == dict.fromkeys(folders, 1)
         assert store.stats()["disk"]["rejected"] == 20
         store.evict(make_key(0))
         assert store.put(make_key(10), make_kv(10)), "there is room now"
@@ -220,25 +220,31 @@ def test_a_full_disk_is_not_gone_through_again_for_what_would_be_turned_away(tmp
 
 @pytest.fixture(params=["redis", "memory"])
 def shared(request):
-    """A bounded tier with room for four chunks, whose contents are told by a list."""
+    """A bounded tier with room for four chunks, and the call by which it lists them."""
     policy = TierPolicy(4 * FILE)
     if request.param == "memory":
-        tier, order = ObjectTier(MemoryStore(), policy=policy), "entries"
-    else:
-        port = request.getfixturevalue("redis").port
-        tier, order = RedisTier(port=port, prefix=f"{uuid4().hex}:", policy=policy), "_oldest_first"
-    return tier, order
+        tier = ObjectTier(MemoryStore(), policy=policy)
+        return tier, (tier, "entries")
+    port = request.getfixturevalue("redis").port
+    tier = RedisTier(port=port, prefix=f"{uuid4().hex}:", policy=policy)
+    return tier, (tier.client, "zrange")
 
 
 def test_neither_are_shared_tiers(shared, monkeypatch):
     """What was turned away is, unless it was seen more often since, or is there already."""
-    tier, order = shared
+    tier, listing = shared
     with TieredKVStore([tier]) as store:
         for number in range(4):
             store.put(make_key(number), make_kv(number))
             hits(store, [number] * 3)
-        looked, look = [], getattr(tier, order)
-        monkeypatch.setattr(tier, order, lambda *told: looked.append(1) or look(*told))
+        looked, look = [], getattr(*listing)
+
+        def noted(*told):
+            if not told or told[1] == 0:  # not a further page of the list
+                looked.append(told)
+            return look(*told)
+
+        monkeypatch.setattr(*listing, noted)
         assert not any(store.put(make_key(n), make_kv(n)) for n in range(10, 30))
         assert len(looked) == 1
         for _ in range(9):
@@ -248,17 +254,15 @@ def test_neither_are_shared_tiers(shared, monkeypatch):
         assert tier.stats()["rejected"] == 20
 
 
-def test_a_chunk_that_grows_in_a_full_tier_is_not_taken_for_one_turned_away(shared):
+def test_a_chunk_that_grows_in_a_full_tier_is_not_taken_for_one_turned_away(shared, monkeypatch):
     tier, _ = shared
     with TieredKVStore([tier]) as store:
         for number in range(4):
             store.put(make_key(number), make_kv(number))
-            hits(store, [number] * (9 if number else 1))
-        assert not store.put(make_key(10), make_kv(10))
-        tier._admission._turned_away = 5
+            hits(store, [number] * (1 if number else 9))
         grown = make_kv(0, tokens=5)
-        assert tier._admission.would_reject(make_key(0))
-        tier._admission._check_worth = lambda *_: None
+        monkeypatch.setattr(Admission, "would_reject", lambda *_: True)
+        assert not store.put(make_key(10), make_kv(10))
         assert tier.put(make_key(0), StoredChunk(grown, time.time()))
         assert same(tier.get(make_key(0)).kv, grown)
         assert tier.usage().entries == 3
@@ -270,9 +274,9 @@ def test_what_would_be_taken_is_what_is_taken():
     for number in range(LOOKED_AT + 1):
         tier.put(make_key(number), StoredChunk(make_kv(number), time.time()))
         if number < LOOKED_AT:
-            tier._admission.see([make_key(number)] * 9)
+            tier.see([make_key(number)] * 9)
     new = make_key(100)
-    tier._admission.see([new])
+    tier.see([new])
     assert not tier.would_take(new, CHUNK)
     assert not tier.put(new, StoredChunk(make_kv(100), time.time()))
     tier.evict(make_key(0))

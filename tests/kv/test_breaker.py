@@ -25,12 +25,15 @@ class Ticks:
 
 
 class Dead(HostTier):
-    """Memory behind a bad line: while ``failure`` is set, each call takes long and raises it."""
+    """Memory behind a bad line: while ``failure`` is set, each call takes long and raises it.
+
+    stalls: seconds that reading a chunk takes.
+    """
 
     def __init__(self, ticks, *, takes=2.0, fails_whole=False, **options):
         self.fails_whole = fails_whole
         super().__init__(**{"name": "far", **options})
-        self.failure, self.takes, self.calls = None, takes, 0
+        self.failure, self.takes, self.calls, self.stalls = None, takes, 0, 0.0
         self.access.reading = Breaker(ticks)
         self.access.writing = self.access.reading if fails_whole else Breaker(ticks)
         self._ticks, self._counting = ticks, threading.Lock()
@@ -43,6 +46,7 @@ class Dead(HostTier):
 
     def _load(self, key):
         self._call()
+        self._ticks.now += self.stalls
         return super()._load(key)
 
     def _save(self, key, chunk):
@@ -153,17 +157,11 @@ def test_what_fails_at_once_on_a_disk_is_about_one_chunk(ticks):
 
 def test_an_answer_later_than_the_timeout_is_taken_and_is_a_failure(ticks):
     tier = filled(Dead(ticks, policy=TierPolicy(timeout_seconds=1)))
-    load = tier._load
-
-    def stalled(key):
-        ticks.now += 1.5
-        return load(key)
-
-    tier._load = stalled
+    tier.stalls = 1.5
     with TieredKVStore([tier]) as store:
         assert store.get(KEYS[0]).tier == "far"
         assert store.get(KEYS[1]).reason == "store error"
-        tier._load = load
+        tier.stalls = 0.0
         assert recovered(tier, ticks)
         assert store.get(KEYS[1]).tier == "far"
 

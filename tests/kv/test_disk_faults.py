@@ -196,14 +196,14 @@ def test_a_clock_that_jumps_costs_misses_at_most(tmp_path, clock, jump):
 def test_a_clock_that_jumps_within_a_write_costs_the_write_at_most(tmp_path, clock, monkeypatch):
     """Another process takes the file being written for one left long ago, and removes it."""
     other, tier = DiskTier(tmp_path), DiskTier(tmp_path)
-    create = tier._create
+    write_parts = disk_module.write_parts
 
-    def jump(path, data):
-        create(path, data)
+    def jump(file, parts):
+        write_parts(file, parts)
         clock.advance(2 * disk_module.STALE_TEMPORARY_SECONDS)
         list(other.entries())
 
-    monkeypatch.setattr(tier, "_create", jump)
+    monkeypatch.setattr(disk_module, "write_parts", jump)
     assert not tier.put(KEYS[0], StoredChunk(make_kv(), time.time()))
     monkeypatch.undo()
     assert tier.get(KEYS[0]) is None

@@ -47,6 +47,12 @@ def overwrite(tmp_path, data):
     path.write_bytes(data)
 
 
+def on_disk(tmp_path):
+    """The usage that is there: that of the chunks' files."""
+    sizes = [path.stat().st_size for path in chunk_files(tmp_path)]
+    return Usage(len(sizes), sum(sizes))
+
+
 def temporaries(tmp_path):
     return list(tmp_path.rglob("*.tmp"))
 
@@ -314,7 +320,10 @@ def test_an_unreadable_usage_record_is_counted_anew(store, disk, tmp_path, text)
     assert (disk.usage().entries, disk.usage().nbytes) == (1, len(DATA))
 
 
-def test_a_lock_that_stays_taken_fails_puts_but_not_reads(store, disk, tmp_path, monkeypatch):
+def test_a_lock_that_stays_taken_fails_puts_but_not_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_module, "LOCK_TIMEOUT_SECONDS", 0.05)
+    disk = DiskTier(tmp_path)
+    store = TieredKVStore([disk])
     store.put(KEY, make_kv())
     taken, done = threading.Event(), threading.Event()
 
@@ -326,7 +335,6 @@ def test_a_lock_that_stays_taken_fails_puts_but_not_reads(store, disk, tmp_path,
     thread = threading.Thread(target=hog)
     thread.start()
     assert taken.wait(5)
-    monkeypatch.setattr(disk._file_lock, "timeout", 0.05)
     try:
         assert not store.put(OTHER, make_kv())
         assert not store.evict(KEY)
@@ -337,6 +345,7 @@ def test_a_lock_that_stays_taken_fails_puts_but_not_reads(store, disk, tmp_path,
     assert disk.stats()["errors"] == 2
     assert temporaries(tmp_path) == []
     assert store.put(OTHER, make_kv())
+    store.close()
 
 
 def test_a_folder_removed_under_the_store_is_made_again(store, tmp_path):
@@ -549,31 +558,31 @@ def test_a_chunk_from_the_future_expires(disk, tmp_path):
     store.close()
 
 
-def test_a_quarantine_takes_one_chunk_off_the_count(disk):
+def test_a_quarantine_takes_one_chunk_off_the_count(disk, tmp_path):
     """Of several, so that a count that went wrong cannot hide behind its least."""
     for number in range(3):
         assert disk.put(make_key(number), StoredChunk(make_kv(number), time.time()))
     before = disk.usage()
     size = disk.entry(make_key(1)).nbytes
     disk.quarantine(make_key(1), "as a test asks")
-    assert disk.usage() == Usage(before.entries - 1, before.nbytes - size) == disk._scan()
+    assert disk.usage() == Usage(before.entries - 1, before.nbytes - size) == on_disk(tmp_path)
     disk.quarantine(make_key(1), "a second time, when it is gone")
     assert disk.usage() == Usage(2, before.nbytes - size)
     assert disk.evict(make_key(0))
-    assert disk.usage() == disk._scan()
+    assert disk.usage() == on_disk(tmp_path)
     assert disk.usage().entries == 1
 
 
-def test_damage_and_failing_reads_are_misses_too(disk, monkeypatch):
+def test_damage_and_failing_reads_are_misses_too(disk, tmp_path, monkeypatch):
     for number in range(2):
         disk.put(make_key(number), StoredChunk(make_kv(number), time.time()))
-    Path(disk._file(make_key(0))).write_bytes(b"x" * 200)
+    Path(disk_module.file_of(tmp_path, make_key(0))).write_bytes(b"x" * 200)
     with pytest.raises(DamagedChunkError):
         disk.get(make_key(0))
     assert {k: disk.stats()[k] for k in ("hits", "misses", "errors", "quarantined")} == {
         "hits": 0, "misses": 1, "errors": 0, "quarantined": 1,
     }  # fmt: skip
-    monkeypatch.setattr(disk, "_read", partial(fail, OSError("no such device")))
+    monkeypatch.setattr(disk_module, "fill", partial(fail, OSError("no such device")))
     with pytest.raises(StoreError, match=r"^disk tier: could not read .*: no such device$"):
         disk.get(make_key(1))
     assert {k: disk.stats()[k] for k in ("hits", "misses", "errors", "quarantined")} == {

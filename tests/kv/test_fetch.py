@@ -262,8 +262,8 @@ def test_layers_of_one_number_are_read_before_the_next_ones(monkeypatch, slow):
 
 def test_so_many_reads_are_under_way_as_the_tier_says_heads_among_them(slow, gate):
     slow.parts_at_once, slow.gate = 2, lambda *_: gate.wait(10)
-    own_open, last_head = slow._open, threading.Event()
-    slow._open = lambda key: (key != KEYS[1] or last_head.wait(10)) and own_open(key)
+    last_head = threading.Event()
+    slow.head_gate = lambda key: key != KEYS[1] or last_head.wait(10)
     with TieredKVStore([slow]) as store, store.fetch(KEYS[:2]) as source:
         assert source.take().chunk is not None
         assert until(lambda: len(slow.ranges) == 1), "the first chunk's, beside a head"
@@ -449,13 +449,13 @@ def test_the_time_reads_took_is_known(slow):
 def test_views_of_a_chunk_in_memory_are_made_as_its_layers_are_handed_out(monkeypatch):
     """A hundred tensors a prompt, made by the store's threads at once, held up its own thread."""
     made = []
-    own = LayersInMemory._of
+    own = ChunkKV.layer
 
-    def of(layers, layer):
+    def of(kv, layer):
         made.append(layer)
-        return own(layers, layer)
+        return own(kv, layer)
 
-    monkeypatch.setattr(LayersInMemory, "_of", of)
+    monkeypatch.setattr(ChunkKV, "layer", of)
     tier = HostTier(None)
     for key, kv in KVS.items():
         tier.put(key, StoredChunk(kv, time.time()))

@@ -5,6 +5,7 @@ import resource
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import product
 
 import pytest
 
@@ -19,8 +20,9 @@ from cacheblend_rag.kv import (
     expiry,
 )
 from cacheblend_rag.kv.tiers import disk as disk_module
+from cacheblend_rag.kv.tiers import redis as redis_module
 from tests.kv.samples import chunk_files, make_key, make_kv, same, taken, until
-from tests.servers import HOST, redis_place, tier_at
+from tests.servers import HOST, RedisNames, redis_place, tier_at
 
 KEYS = [make_key(number) for number in range(8)]
 SIZE = len(codec.encode(KEYS[0], make_kv()))
@@ -43,10 +45,16 @@ def check_goes_on(store, tier):
         assert store.put(KEYS[number], make_kv(number))
         assert same(store.get(KEYS[number]).kv, make_kv(number))
     assert len(store.keys()) == 3
-    assert len(tier.client.keys(f"{tier._prefix}kv:*")) == 3
+    assert len(tier.client.keys(RedisNames(tier).values)) == 3
     stats = store.stats()["redis"]
     assert (stats["entries"], stats["bytes"], stats["errors"]) == (3, 3 * SIZE, 0)
     assert store.evict(KEYS[5])
+
+
+def count_anew(monkeypatch):
+    """Let the time pass after which a tier counts what is stored."""
+    now = time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + redis_module.RECOUNT_SECONDS + 1)
 
 
 @pytest.mark.parametrize(
@@ -54,39 +62,41 @@ def check_goes_on(store, tier):
     ["x", "", "1", "-5 NOW", "1e3 NOW", f"{10**18} NOW", "100 nan", "100 inf", "100 -1"],
 )
 @pytest.mark.parametrize("whose", ["another's", "its own", "nobody's"])
-def test_one_forged_index_entry_stops_nothing(bounded, about, whose):
+def test_one_forged_index_entry_stops_nothing(bounded, about, whose, monkeypatch):
     store, tier = bounded
+    names = RedisNames(tier)
     name = {"another's": str(make_key(99)), "its own": str(KEYS[0]), "nobody's": "rubbish"}[whose]
-    tier.client.hset(tier._about, name, about.replace("NOW", str(NOW)))
-    tier.client.zadd(tier._used, {name: 0})
-    tier.client.zadd(tier._used, {"": 0})
+    tier.client.hset(names.about, name, about.replace("NOW", str(NOW)))
+    tier.client.zadd(names.used, {name: 0})
+    tier.client.zadd(names.used, {"": 0})
     if whose == "its own":
         assert store.get(KEYS[0]).reason == "not stored"
-    tier._counted_at = -1e9  # as after the time at which it counts anew
+    count_anew(monkeypatch)
     check_goes_on(store, tier)
-    assert tier.client.hget(tier._about, name) is None
+    assert tier.client.hget(names.about, name) is None
 
 
 @pytest.mark.parametrize("total", ["x", "", "-1", "1e15", str(10**15), str(2**63 - 1), "nan"])
 def test_a_forged_total_stops_nothing_and_drives_nothing_out(bounded, total):
     store, tier = bounded
-    tier.client.hset(tier._about, "", total)
+    tier.client.hset(RedisNames(tier).about, "", total)
     assert store.put(KEYS[2], make_kv(2))
     assert set(store.keys()) == set(KEYS[:3])
     check_goes_on(store, tier)
 
 
-def test_a_total_that_is_too_low_is_counted_anew_in_time(bounded):
+def test_a_total_that_is_too_low_is_counted_anew_in_time(bounded, monkeypatch):
     store, tier = bounded
-    tier.client.hset(tier._about, "", 0)
-    tier._counted_at = -1e9
+    tier.client.hset(RedisNames(tier).about, "", 0)
+    count_anew(monkeypatch)
     check_goes_on(store, tier)
 
 
 def test_a_value_of_another_kind_is_one_chunks_concern(bounded):
     store, tier = bounded
-    tier.client.delete(tier._value(KEYS[0]))
-    tier.client.lpush(tier._value(KEYS[0]), "a list")
+    value = RedisNames(tier).value(KEYS[0])
+    tier.client.delete(value)
+    tier.client.lpush(value, "a list")
     assert store.contains_many(KEYS[:2]) == [False, True]
     assert store.get(KEYS[0]).reason == "damaged"
     assert same(store.get(KEYS[1]).kv, make_kv(1))
@@ -99,8 +109,9 @@ def test_a_stores_time_to_live_reaches_redis(redis):
         store.put(KEYS[0], make_kv(), written_at=time.time() - 400)
         store.pin(KEYS[1])
         store.put(KEYS[1], make_kv())
-        assert 500 < tier.client.pttl(tier._value(KEYS[0])) / 1000 <= 600
-        assert tier.client.pttl(tier._value(KEYS[1])) == -1
+        names = RedisNames(tier)
+        assert 500 < tier.client.pttl(names.value(KEYS[0])) / 1000 <= 600
+        assert tier.client.pttl(names.value(KEYS[1])) == -1
 
 
 def test_an_object_past_the_stores_time_is_removed_when_it_is_found():
@@ -129,25 +140,23 @@ def test_a_time_that_cannot_be_is_past(written_at):
 def test_expired_files_go_while_the_store_is_open(tmp_path, clock, monkeypatch):
     """A part at a time, whoever uses the store, and without anybody's asking for them."""
     monkeypatch.setattr(expiry, "SWEEP_SECONDS", 0.01)
+    for first, second in product("0123456789abcdef", repeat=2):
+        (tmp_path / first / second).mkdir(parents=True)
     with TieredKVStore([DiskTier(tmp_path)], ttl_seconds=10) as store:
         for number in range(4):
             store.put(KEYS[number], make_kv(number))
         store.pin(KEYS[3])
         clock.advance(11)
-        looked_at = []
-        own = disk_module.DiskTier._files_in
-        monkeypatch.setattr(
-            disk_module.DiskTier,
-            "_files_in",
-            lambda tier, *names: looked_at.append(names) or own(tier, *names),
-        )
+        files, listed = chunk_files(tmp_path), []
+        scandir = os.scandir
+        monkeypatch.setattr(os, "scandir", lambda path: listed.append(path) or scandir(path))
 
         def ask():
             store.fetch([make_key(99)]).close()
-            return len(chunk_files(tmp_path)) == 1
+            return sum(os.path.exists(path) for path in files) == 1
 
         assert until(ask, 20)
-        assert len(looked_at) <= disk_module.SWEPT_FOLDERS * 400
+        assert 0 < len(listed) <= disk_module.SWEPT_FOLDERS * 400
         assert store.tiers[0].usage().entries == 1
         assert store.contains(KEYS[3])
 

@@ -9,6 +9,7 @@ from itertools import product
 import pytest
 
 from cacheblend_rag.kv import DiskTier, HostTier, KVKey, StoredChunk, TieredKVStore, TierPolicy
+from cacheblend_rag.kv.tiers.admission import Sightings
 from cacheblend_rag.kv.tiers.disk import SUFFIX
 
 from .samples import make_key, make_kv, same
@@ -107,7 +108,8 @@ def test_a_full_tier_looks_at_as_few_chunks_for_room_whatever_it_holds(monkeypat
         tier = HostTier(count * chunk.kv.nbytes)
         for key in keys[:count]:
             tier.put(key, chunk)
-        calls = counted(monkeypatch, tier._admission._sightings, "count")
-        assert tier.put(MISSING, chunk)
+        with monkeypatch.context() as patch:
+            calls = counted(patch, Sightings, "count")
+            assert tier.put(MISSING, chunk)
         looked.append(len(calls))
     assert looked[0] == looked[1] < 100

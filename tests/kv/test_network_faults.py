@@ -10,7 +10,7 @@ from cacheblend_rag.kv import TieredKVStore
 from cacheblend_rag.kv.tiers import breaker
 from tests.kv.samples import make_key, make_kv, same, taken, until
 from tests.local_servers import BUCKET, HOST, redis_server
-from tests.servers import Proxy, redis_place, refusing, s3_place, tier_at
+from tests.servers import Proxy, RedisNames, redis_place, refusing, s3_place, tier_at
 
 KEY, OTHER, THIRD = (make_key(number) for number in range(3))
 LARGE = {"tokens": 20_000}
@@ -183,11 +183,12 @@ def test_a_value_of_another_kind_is_a_failure_and_damage_is_set_aside(redis):
     store = opened(redis_place(redis))
     tier = store.tiers[0]
     assert store.put(KEY, make_kv())
-    tier.client.set(tier._value(KEY), b"rubbish")
+    names = RedisNames(tier)
+    tier.client.set(names.value(KEY), b"rubbish")
     assert store.get(KEY).reason == "damaged"
     assert store.get(KEY).reason == "not stored"
-    tier.client.delete(tier._about)
-    tier.client.set(tier._about, b"no index")
+    tier.client.delete(names.about)
+    tier.client.set(names.about, b"no index")
     assert store.get(KEY).reason == "store error"
     store.close()
 

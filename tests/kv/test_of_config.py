@@ -93,7 +93,7 @@ def check_tiers(store: TieredKVStore) -> None:
     assert (host.capacity_bytes, redis.policy.ttl_seconds, store.ttl_seconds) == (1 << 20, 3600, 90)
     connection = redis.client.connection_pool.connection_kwargs
     assert [connection[name] for name in ("host", "port", "db")] == ["cache", 6380, 2]
-    assert (redis._prefix, s3.store.prefix, s3.store.config["bucket"]) == ("a:", "kv", "bucket")
+    assert (redis.prefix, s3.store.prefix, s3.store.config["bucket"]) == ("a:", "kv", "bucket")
 
 
 @pytest.mark.parametrize("query", ["", "?"])

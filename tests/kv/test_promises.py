@@ -19,7 +19,7 @@ from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.settings.secret import Secret
 from tests.kv.samples import make_key, make_kv, same, taken
 from tests.local_servers import redis_server
-from tests.servers import Proxy, redis_place, s3_place, tier_at
+from tests.servers import Proxy, RedisNames, redis_place, s3_place, tier_at
 
 NEAR, FAR, NEW = (make_key(number) for number in range(3))
 STATES = ["dead", "slow", "dripping", "full", "forged", "replayed", "expired"]
@@ -81,12 +81,12 @@ class Redis:
         self.tier.client.config_set("maxmemory", "1mb")
 
     def read(self, key):
-        return self.tier.client.get(self.tier._value(key))
+        return self.tier.client.get(RedisNames(self.tier).value(key))
 
     def write(self, key, data):
-        self.tier.client.set(self.tier._value(key), data)
-        about = f"{len(data)} {time.time()}"
-        self.tier.client.hset(self.tier._about, str(key), about)
+        names = RedisNames(self.tier)
+        self.tier.client.set(names.value(key), data)
+        self.tier.client.hset(names.about, str(key), f"{len(data)} {time.time()}")
 
 
 class S3:
@@ -151,10 +151,10 @@ class Disk:
         monkeypatch.setattr(os, "writev", refuse)
 
     def read(self, key):
-        return Path(self.tier._file(key)).read_bytes()
+        return Path(disk_module.file_of(self.tier.path, key)).read_bytes()
 
     def write(self, key, data):
-        Path(self.tier._file(key)).write_bytes(data)
+        Path(disk_module.file_of(self.tier.path, key)).write_bytes(data)
 
 
 PLACES = {"redis": Redis, "s3": S3, "disk": Disk}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cacheblend_rag.errors import StoreError
-from cacheblend_rag.kv import DiskTier, HostTier, TieredKVStore, TierPolicy
+from cacheblend_rag.kv import DiskTier, HostTier, KVKey, TieredKVStore, TierPolicy
 from cacheblend_rag.kv.tiers import StoredChunk
 from cacheblend_rag.kv.tiers.device import DeviceTier
 from tests.kv.samples import make_key, make_kv
@@ -29,7 +29,10 @@ def test_what_is_on_disk_is_read_from_there_again(tmp_path: Path) -> None:
     host, device, disk = HostTier(), DeviceTier("cpu"), DiskTier(tmp_path)
     store = filled(device, host, disk)
     held = host.usage().nbytes + device.usage().nbytes
-    tensor = weakref.ref(device._chunks[KEYS[0]].kv.keys)
+    kept = device.get(KEYS[0])
+    assert isinstance(kept, StoredChunk)
+    tensor = weakref.ref(kept.kv.keys)
+    del kept
     assert store.release() == held > 0
     gc.collect()
     assert tensor() is None
@@ -52,18 +55,21 @@ def test_pinned_chunks_stay() -> None:
     assert store.release() == 0
 
 
-def test_what_waits_to_be_written_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Late(DiskTier):
+    """Files that are not written before they may be."""
+
+    def __init__(self, path: Path, may_write: threading.Event) -> None:
+        super().__init__(path, policy=TierPolicy(write="behind"))
+        self.may_write = may_write
+
+    def _save(self, key: KVKey, chunk: StoredChunk) -> None:
+        assert self.may_write.wait(60)
+        super()._save(key, chunk)
+
+
+def test_what_waits_to_be_written_is_not_lost(tmp_path: Path) -> None:
     may_write = threading.Event()
-    save = DiskTier._save
-
-    def late(tier: DiskTier, name: object, chunk: StoredChunk) -> None:
-        assert may_write.wait(60)
-        save(tier, name, chunk)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(DiskTier, "_save", late)
-    disk = DiskTier(tmp_path, policy=TierPolicy(write="behind"))
+    disk = Late(tmp_path, may_write)
     with filled(HostTier(), disk) as store:
         assert store.release() > 0
         assert [store.get(name, promote=False).tier for name in KEYS] == ["disk"] * 3

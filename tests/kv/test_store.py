@@ -1,6 +1,7 @@
 import os
 import threading
 import time
+from itertools import product
 
 import pytest
 
@@ -285,10 +286,12 @@ def test_a_miss_lists_no_tier(tmp_path, monkeypatch):
         raise AssertionError("files were gone through")
 
     key, other = KEYS[0], make_key(0, of=OTHER_FINGERPRINT)
+    for first, second in product("0123456789abcdef", repeat=2):
+        (tmp_path / first / second).mkdir(parents=True)
     with TieredKVStore([Unlisted(), DiskTier(tmp_path)], ttl_seconds=100) as store:
         store.tiers[1].put(other, StoredChunk(make_kv(), time.time()))
         monkeypatch.setattr(DiskTier, "entries", listed)
-        monkeypatch.setattr(DiskTier, "_files_in", listed)
+        monkeypatch.setattr(os, "scandir", listed)
         assert store.get(key).reason == "not stored"
         assert store.get_many([key])[0].reason == "not stored"
         assert store.contains_many([key]) == [False]

@@ -18,11 +18,11 @@ CHUNK = StoredChunk(make_kv(), 1.0)
 
 
 class Plain(Tier):
-    """Keeps chunks in a dict, until it is told to fail."""
+    """Keeps chunks in a dict, until it is told to fail. unreadable: what reading a chunk raises."""
 
     def __init__(self, failure=None):
         super().__init__("far", None)
-        self.chunks, self.failure = {}, failure
+        self.chunks, self.failure, self.unreadable = {}, failure, None
 
     def _entry(self, key):
         return self.chunks.get(key)
@@ -35,6 +35,8 @@ class Plain(Tier):
 
     def _load(self, key):
         self._fail()
+        if self.unreadable is not None:
+            raise self.unreadable
         return self.chunks.get(key)
 
     def _save(self, key, chunk):
@@ -112,13 +114,12 @@ def test_what_is_unusable_is_set_aside_and_is_a_miss(failure, caplog):
     tier = Plain()
     tier.put(KEY, CHUNK)
     tier.put(make_key(1), CHUNK)
-    load, tier._load = tier._load, lambda _: (_ for _ in ()).throw(failure)
+    tier.unreadable = failure
     with pytest.raises(type(failure), match=str(failure)):
         tier.get(KEY)
     assert said(caplog) == [("WARNING", f"far tier: {KEY} quarantined: {failure}")]
     assert counted(tier) == {"misses": 1, "quarantined": 1}
     assert set(tier.chunks) == {make_key(1)}, "dropped, where bytes cannot be kept aside"
-    tier._load = load
 
 
 def test_refusals_are_said_aloud_once(caplog):

@@ -8,6 +8,7 @@ import uuid
 import pytest
 import torch
 from obstore.store import MemoryStore
+from redis.client import Pipeline
 
 from cacheblend_rag.errors import DamagedChunkError, StoreError
 from cacheblend_rag.kv import (
@@ -30,7 +31,7 @@ from cacheblend_rag.kv.tiers import disk as disk_module
 from cacheblend_rag.kv.tiers.bytes import SUFFIX
 from cacheblend_rag.kv.tiers.object import open_store
 from tests.local_servers import BUCKET
-from tests.servers import redis_place, tier_at
+from tests.servers import RedisNames, redis_place, tier_at
 
 from .samples import make_key, make_kv, same
 
@@ -469,13 +470,20 @@ def test_disk_looks_for_relatives_among_names_only(tmp_path, monkeypatch):
     assert not tier.has_relative(KVKey(chunk_id([9]), fingerprint({"model": 2})))
 
 
-def test_redis_forgets_a_chunk_that_is_evicted_while_it_is_read(redis):
+def test_redis_forgets_a_chunk_that_is_evicted_while_it_is_read(redis, monkeypatch):
     tier = tier_at(redis_place(redis))
     assert tier.put(KEYS[0], stored())
-    read = tier._read(KEYS[0])
-    tier.evict(KEYS[0])
-    tier._mark_used(KEYS[0], read.written_at)
-    assert tier.client.keys(f"{tier._prefix}*") == [tier._about.encode()], "of which it is no part"
+    names, execute = RedisNames(tier), Pipeline.execute
+
+    def evicted_behind(pipe, *args, **options):
+        answers = execute(pipe, *args, **options)
+        monkeypatch.undo()
+        tier.evict(KEYS[0])
+        return answers
+
+    monkeypatch.setattr(Pipeline, "execute", evicted_behind)
+    assert same(tier.get(KEYS[0]).kv, make_kv())
+    assert tier.client.keys(names.all) == [names.about.encode()], "of which it is no part"
     assert tier.usage() == Usage(0, 0)
     assert list(tier.entries()) == []
 
@@ -484,7 +492,7 @@ def test_redis_lets_go_of_a_chunk_at_its_time(redis):
     tier = tier_at(redis_place(redis, "ttl=1h"))
     written_at = time.time() - 1800
     assert tier.put(KEYS[0], StoredChunk(make_kv(), written_at))
-    left = tier.client.pttl(f"{tier._prefix}kv:{KEYS[0]}") / 1000
+    left = tier.client.pttl(RedisNames(tier).value(KEYS[0])) / 1000
     assert 1700 < left <= 1800
     assert same(tier.get(KEYS[0]).kv, make_kv())
 
@@ -494,9 +502,9 @@ def test_an_object_store_forgets_what_it_sets_aside():
     tier = ObjectTier(MemoryStore(), 2 * len(codec.encode(KEYS[0], make_kv())))
     for number in range(2):
         assert tier.put(KEYS[number], stored(number))
-    tier._set_aside(KEYS[0], "damaged")
-    assert tier._held(KEYS[2]) == tier.usage().nbytes
+    tier.quarantine(KEYS[0], "damaged")
     assert tier.put(KEYS[2], stored(2))
+    assert tier.stats()["evictions"] == 0
     assert held(tier) == [1, 2]
 
 

@@ -5,7 +5,14 @@ import time
 
 import pytest
 
-from cacheblend_rag.kv import DiskTier, HostTier, StoredChunk, TieredKVStore, TierPolicy
+from cacheblend_rag.kv import (
+    DiskTier,
+    HostTier,
+    StoredChunk,
+    TieredKVStore,
+    TierPolicy,
+    write_queue,
+)
 from cacheblend_rag.kv.tiers.breaker import Breaker
 from cacheblend_rag.kv.write_queue import WriteQueue
 
@@ -146,9 +153,9 @@ def test_a_process_that_ends_without_closing_writes_what_waits(tmp_path, digests
     assert DiskTier(tmp_path).usage().entries == 20
 
 
-def test_what_finds_no_room_is_dropped_counted_and_said(held, caplog):
+def test_what_finds_no_room_is_dropped_counted_and_said(held, caplog, monkeypatch):
     store, tier = held
-    tier._queue._room_bytes = 3 * CHUNK
+    monkeypatch.setattr(write_queue, "ROOM_BYTES", 3 * CHUNK)
     taken = [store.put(key, make_kv()).stored for key in KEYS[:5]]
     assert taken == [True] * 3 + [False] * 2
     assert store.put(KEYS[1], make_kv(7)), "in place of the one that waits"
@@ -162,20 +169,19 @@ def test_what_finds_no_room_is_dropped_counted_and_said(held, caplog):
     assert store.put(KEYS[4], make_kv())
 
 
-def test_a_chunk_larger_than_the_room_is_written_alone(held):
-    store, tier = held
-    tier._queue._room_bytes = CHUNK - 1
+def test_a_chunk_larger_than_the_room_is_written_alone(held, monkeypatch):
+    store, _ = held
+    monkeypatch.setattr(write_queue, "ROOM_BYTES", CHUNK - 1)
     assert store.put(KEYS[0], make_kv())
     assert not store.put(KEYS[1], make_kv())
 
 
-def test_what_cannot_be_written_in_time_is_lost_and_said(caplog):
+def test_what_cannot_be_written_in_time_is_lost_and_said(caplog, monkeypatch):
     tier = Held()
     for key in KEYS[:3]:
         tier.put(key, StoredChunk(make_kv(), time.time()))
     assert tier.begun.acquire(timeout=10)
-    close = tier._queue.close
-    tier._queue.close = lambda: close(0.05)
+    monkeypatch.setattr(write_queue, "DRAIN_SECONDS", 0.05)
     tier.drain()
     assert f"2 chunks ({2 * CHUNK} bytes) are lost" in caplog.text
     assert tier.stats()["dropped"] == 2

@@ -156,21 +156,22 @@ def test_a_window_depends_on_its_chunk_alone() -> None:
 
 
 def test_a_documents_keys_cost_what_its_length_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def pieces_read(chunks: int) -> int:
+    def separators_read(chunks: int) -> int:
+        """Half of the pieces: they stand between the others."""
         lead_in = make_lead_in(window=44)
         asked: list[str] = []
-        tokenize = lead_in._piece
+        tokenize = lead_in.encoder.separator
 
         def counted(text: str) -> tuple[int, ...]:
             asked.append(text)
             return tokenize(text)
 
-        monkeypatch.setattr(lead_in, "_piece", counted)
+        monkeypatch.setattr(lead_in.encoder, "separator", counted)
         for chunk in Document("long", tuple(words(3, i) for i in range(chunks))).to_chunks():
             lead_in.key(chunk)
         return len(asked)
 
-    assert pieces_read(200) == 2 * pieces_read(100) + 2
+    assert [separators_read(chunks) for chunks in (100, 200)] == [99, 199]
 
 
 def lengths(pieces: Sequence[Sequence[int]]) -> list[int]:

@@ -4,6 +4,7 @@ import builtins
 import os
 import signal
 import socket
+import subprocess
 import zlib
 
 import pytest
@@ -189,13 +190,20 @@ def test_limits_are_told(reader, tmp_path, monkeypatch):
 def test_a_reader_that_is_stuck_or_dies_is_replaced(tmp_path, monkeypatch):
     text = tmp_path / "a.txt"
     text.write_text("fine")
+    started, popen = [], subprocess.Popen
+
+    def start(*told, **options):
+        started.append(popen(*told, **options))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
     with FileReader() as reader:
         assert reader.read(text) == "fine"
-        reader._process.kill()
+        started[-1].kill()
         with pytest.raises(UnreadableFileError, match="ends the process"):
             reader.read(text)
         assert reader.read(text) == "fine"
-        stuck = reader._process
+        stuck = started[-1]
         stuck.send_signal(signal.SIGSTOP)
         monkeypatch.setattr(reader, "_seconds", 0.2)
         with pytest.raises(UnreadableFileError, match=r"takes longer than 0.2 s"):

@@ -11,8 +11,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cacheblend_rag.errors import PromptError
+from cacheblend_rag.text import encoder as encoder_module
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import PromptEncoder, _opening_tokens
+from cacheblend_rag.text.encoder import PromptEncoder, _opening_tokens, encode_plainly
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.special_tokens import Markers, special_tokens
@@ -271,8 +272,9 @@ def test_many_lookalikes_of_special_tokens_are_joined_in_linear_work(
     is_chunk: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encoder = encoder_of("tiktoken")
-    behind = encoder._behind
-    monkeypatch.setattr(encoder, "_behind", lambda text: Counted(behind(text)))
+    assert not encoder.adds_prefix, "or tokens are cut from others, and not counted"
+    plainly = encoder_module.encode_plainly
+    monkeypatch.setattr(encoder_module, "encode_plainly", lambda *told: Counted(plainly(*told)))
     text = END * 200
     monkeypatch.setattr(Counted, "copied", 0)
     ids = encoder.chunk(text) if is_chunk else encoder.encode([(text, True)]).token_ids
@@ -361,15 +363,16 @@ def test_a_text_broken_up_holds_no_special_token_and_reads_the_same(kind: str) -
         assert encoder.special_ids.isdisjoint(broken)
         if kind in SPELLS_EVERYTHING:
             assert says(kind, broken).replace(" ", "") == text.replace(" ", "")
-    assert encoder._broken("The lamp") == encoder._behind("The lamp")
+    assert encoder._broken("The lamp") == encoder.chunk("The lamp")
 
 
 def test_a_special_token_of_two_characters_is_broken_up() -> None:
     tokenizer = copy.deepcopy(tokenizer_of("byte-level"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["|>"]})
     encoder = PromptEncoder(tokenizer)
-    assert not encoder.special_ids.isdisjoint(encoder._plain("|>"))
-    assert encoder._broken("|>") == encoder._plain("|") + encoder._plain(">")
+    whole, *halves = (encode_plainly(tokenizer, text) for text in ("|>", "|", ">"))
+    assert not encoder.special_ids.isdisjoint(whole)
+    assert encoder._broken("|>") == halves[0] + halves[1]
 
 
 class Stub:

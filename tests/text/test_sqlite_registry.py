@@ -11,7 +11,8 @@ import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, RLock, Thread
+from typing import Any
 
 import pytest
 
@@ -37,6 +38,47 @@ registry.remove_document(sys.argv[2])
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     return tmp_path / "kv" / "chunks.sqlite"
+
+
+@pytest.fixture
+def files(monkeypatch: pytest.MonkeyPatch) -> list[sqlite3.Connection]:
+    """The files that registries opened, in order."""
+    opened: list[sqlite3.Connection] = []
+
+    def open_file(uri: str, *, timeout: float) -> sqlite3.Connection:
+        opened.append(registry_file.open_file(uri, timeout=timeout))
+        return opened[-1]
+
+    monkeypatch.setattr(sqlite_registry, "open_file", open_file)
+    return opened
+
+
+class NotedLock:
+    """A lock between threads. waits: how long those that need not get it would wait for it."""
+
+    def __init__(self) -> None:
+        self._lock, self.waits = RLock(), list[float]()
+
+    def acquire(self, *, timeout: float) -> bool:
+        self.waits.append(timeout)
+        return self._lock.acquire(timeout=timeout)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@pytest.fixture
+def lock(monkeypatch: pytest.MonkeyPatch) -> NotedLock:
+    """The lock of the registry that the test opens."""
+    own = NotedLock()
+    monkeypatch.setattr(sqlite_registry, "RLock", lambda: own)
+    return own
 
 
 def test_what_was_added_is_found_after_a_restart_with_its_context(path: Path) -> None:
@@ -390,16 +432,18 @@ def test_a_document_registered_again_and_in_part_is_whole_after_a_restart(tmp_pa
     assert set(again.document("d")) == set(registry.document("d")) == {*chunks[:5], *chunks[6:]}
 
 
-def test_a_document_costs_what_its_length_does(tmp_path: Path) -> None:
+def test_a_document_costs_what_its_length_does(
+    tmp_path: Path, files: list[sqlite3.Connection]
+) -> None:
     def statements(chunks: int) -> int:
         registry = SharedChunkRegistry(tmp_path / f"{chunks}.db")
         seen: list[str] = []
-        registry._file.set_trace_callback(seen.append)
+        files[-1].set_trace_callback(seen.append)
         texts = tuple(f"Chunk {number}." for number in range(chunks))
         registry.add_many(Document("long", texts).to_chunks())
         registry.add_many(Document("long", texts).to_chunks())
         other = SharedChunkRegistry(registry.path)
-        other._file.set_trace_callback(seen.append)
+        files[-1].set_trace_callback(seen.append)
         registry.remove_document("long")
         assert len(other) == 0
         return len(seen)
@@ -407,24 +451,26 @@ def test_a_document_costs_what_its_length_does(tmp_path: Path) -> None:
     assert statements(400) <= 2.1 * statements(200)
 
 
-def test_a_reader_does_not_wait_for_a_writer(tmp_path: Path) -> None:
+def test_a_reader_does_not_wait_for_a_writer(
+    tmp_path: Path, files: list[sqlite3.Connection], lock: NotedLock
+) -> None:
     """Neither for one in another process that is stuck, nor for one in this process."""
     path = tmp_path / "registry.db"
     registry = SharedChunkRegistry(path)
     registry.add_many(REPORT.to_chunks())
     writer = sqlite3.connect(path, isolation_level=None)
     writer.execute("BEGIN EXCLUSIVE")
-    waited: list[int] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "_wait_for_others", lambda s: waited.append(round(s * 1000)))
-        registry._file.execute("PRAGMA busy_timeout = 0")
-        for _ in range(3):
-            assert len(registry.find(REPORT.chunks[1])) == 1
-    assert waited == [100, 0, 0]
+    seen: list[str] = []
+    files[-1].set_trace_callback(seen.append)
+    for _ in range(3):
+        assert len(registry.find(REPORT.chunks[1])) == 1
+    files[-1].set_trace_callback(None)
+    waits = [statement for statement in seen if "busy_timeout" in statement]
+    assert waits == [f"PRAGMA busy_timeout = {wait}" for wait in (100, 0, 0)]
     blocked = Thread(target=registry.add_many, args=(LETTER.to_chunks(),))
     blocked.start()
-    while registry._file_lock.acquire(timeout=0):  # until the other thread has it
-        registry._file_lock.release()
+    while lock.acquire(timeout=0):  # until the other thread has it
+        lock.release()
         time.sleep(0.01)
     assert len(registry.find(REPORT.chunks[1])) == 1
     assert len(registry) == 3
@@ -435,50 +481,64 @@ def test_a_reader_does_not_wait_for_a_writer(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Broken:
-        in_transaction = False
+    failures: list[Exception] = []
 
-        def execute(self, statement: str) -> None:
-            raise failure
+    class Breaking:
+        """A file that raises the last of the failures, once there are any."""
 
+        def __init__(self, uri: str, *, timeout: float) -> None:
+            self.file = registry_file.open_file(uri, timeout=timeout)
+
+        def __getattr__(self, name: str) -> object:
+            return getattr(self.file, name)
+
+        def execute(self, *statement: Any) -> sqlite3.Cursor:
+            if failures:
+                raise failures[-1]
+            return self.file.execute(*statement)
+
+    monkeypatch.setattr(sqlite_registry, "open_file", Breaking)
     path = tmp_path / "chunks.sqlite"
     registry = SharedChunkRegistry(path)
     registry.add(Chunk("a lamp"))
-    registry.close()
-    registry._file = Broken()  # type: ignore[assignment]
     for failure in (sqlite3.DatabaseError("it is malformed"), PromptError("an empty text")):
+        failures.append(failure)
         caplog.clear()
         assert len(registry) == 1, "what was known stays known"
         assert caplog.messages == [f"chunk registry {path} cannot be read: {failure}"]
 
 
-def test_who_waited_once_for_a_writer_need_not_wait_again(tmp_path: Path) -> None:
+def test_who_waited_once_for_a_writer_need_not_wait_again(tmp_path: Path, lock: NotedLock) -> None:
     registry = SharedChunkRegistry(tmp_path / "chunks.sqlite")
     held, done = Event(), Event()
 
     def hold() -> None:
-        with registry._file_lock:
+        with lock:
             held.set()
             done.wait(20)
 
     holder = Thread(target=hold)
     holder.start()
     held.wait(20)
-    assert len(registry) == 0
-    assert registry._patience == 0.0
+    for _ in range(2):
+        assert len(registry) == 0
+    assert lock.waits == [READ_SECONDS, 0]
     done.set()
     holder.join()
-    assert len(registry) == 0
-    assert registry._patience > 0
+    for _ in range(2):
+        assert len(registry) == 0
+    assert lock.waits == [READ_SECONDS, 0, 0, READ_SECONDS]
 
 
-def test_readers_wait_a_moment_and_writers_longer(tmp_path: Path) -> None:
+def test_readers_wait_a_moment_and_writers_longer(
+    tmp_path: Path, files: list[sqlite3.Connection]
+) -> None:
     registry = SharedChunkRegistry(tmp_path / "chunks.sqlite")
 
     def waits() -> float:
-        (milliseconds,) = registry._file.execute("PRAGMA busy_timeout").fetchone()
+        (milliseconds,) = files[-1].execute("PRAGMA busy_timeout").fetchone()
         return float(milliseconds) / 1000
 
     assert len(registry) == 0

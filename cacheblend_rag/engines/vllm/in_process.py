@@ -26,7 +26,10 @@ from cacheblend_rag.models import public_name, resolve
 
 
 class InProcessVLLM(Transport):
-    """vLLM's asynchronous engine, started here."""
+    """vLLM's asynchronous engine, started here.
+
+    vllm: the engine, an AsyncLLM, until this is closed.
+    """
 
     name = address = "vllm"
 
@@ -77,7 +80,7 @@ class InProcessVLLM(Transport):
             return AsyncLLM.from_engine_args(arguments)
 
         try:
-            self._vllm = self.run(start())
+            self.vllm = self.run(start())
         except CacheBlendError:
             self.background.close()
             raise
@@ -85,7 +88,7 @@ class InProcessVLLM(Transport):
             self.background.close()
             line = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ModelLoadError(f"vLLM does not start with {str(model)!r}: {line}") from error
-        self.context_window = int(self._vllm.model_config.max_model_len)
+        self.context_window = int(self.vllm.model_config.max_model_len)
 
     def load_tokenizer(self) -> Any:
         """Return the model's tokenizer; raises ModelLoadError."""
@@ -93,7 +96,7 @@ class InProcessVLLM(Transport):
 
     def generation_values(self) -> Mapping[str, Any]:
         """Return the fields of the model's generation_config, overridden by vLLM's options."""
-        return generation_values(self._vllm.model_config)
+        return generation_values(self.vllm.model_config)
 
     async def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
         """Answer a request, always piece by piece."""
@@ -102,7 +105,7 @@ class InProcessVLLM(Transport):
         prompt: dict[str, Any] = {"prompt_token_ids": list(request.token_ids)}
         if request.salt is not None:
             prompt["cache_salt"] = request.salt
-        outputs = self._vllm.generate(
+        outputs = self.vllm.generate(
             prompt,
             vllm_sampling(request),
             f"cacheblend-{request.request_id or uuid.uuid4().hex}",
@@ -116,8 +119,8 @@ class InProcessVLLM(Transport):
                 raise EngineUnavailableError("vLLM has ended with an error; see its log") from error
 
     async def _stop(self) -> None:
-        self._vllm.shutdown()
-        del self._vllm  # it cleans up after itself, which fails once the interpreter shuts down
+        self.vllm.shutdown()
+        del self.vllm  # it cleans up after itself, which fails once the interpreter shuts down
 
 
 def _piece(step: Any) -> Piece:

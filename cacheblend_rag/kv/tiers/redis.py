@@ -59,8 +59,9 @@ class RedisTier(BytesTier):
     Several processes may each exceed the capacity by the chunks that they are writing. If the
     server has a limit of its own (maxmemory), it also evicts by its own policy.
 
-    host, port, db, path: of the server, or its socket's path. prefix: of all keys here. ca_certs:
-    file of the authorities that vouch for its certificate; by default the system's.
+    host, port, db, path: of the server, or its socket's path. prefix: of all names on the server
+    (see the module's layout). ca_certs: file of the authorities that vouch for its certificate; by
+    default the system's.
 
     Raises MissingExtraError without the library, StoreError without that file; the server is not
     contacted.
@@ -93,7 +94,7 @@ class RedisTier(BytesTier):
             password=password.reveal() if password else None,
             socket_timeout=seconds, socket_connect_timeout=seconds,
         )  # fmt: skip
-        self._prefix = prefix
+        self.prefix = prefix
         self._about, self._used = f"{prefix}about", f"{prefix}used"
         self._one_by_one = Lock()
         self._counted_at = -math.inf
@@ -212,7 +213,7 @@ class RedisTier(BytesTier):
             self._drop(key)
 
     def _value(self, key: KVKey | str) -> str:
-        return f"{self._prefix}kv:{key}"
+        return f"{self.prefix}kv:{key}"
 
     @contextmanager
     def _asking(self, most_bytes: int = INDEX_BYTES) -> Iterator[None]:

@@ -27,8 +27,8 @@ from transformers import (
 
 from cacheblend_rag import Chunk, SamplingParams, TieredKVStore, TransformersEngine
 from cacheblend_rag.errors import ConfigError, ModelLoadError
-from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.chunk_kv import ChunkKV
+from cacheblend_rag.kv.tiers import disk
 from cacheblend_rag.kv.tiers.breaker import Breaker
 from cacheblend_rag.kv.tiers.urls import open_tier
 from cacheblend_rag.settings.tier_url import TierUrl
@@ -87,7 +87,7 @@ def test_verifying_finds_damage_that_no_request_met(
     def broken(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(DiskTier, "_read", broken)
+    monkeypatch.setattr(disk, "fill", broken)
     report = engine.precompute(CHUNKS, progress=False, verify=True)
     assert (report.computed, report.skipped) == (0, 0)
     assert report.refused == report.failed == {"disk tier: store error": 2}
@@ -123,7 +123,7 @@ def test_a_full_disk_costs_reuse_and_nothing_else(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(DiskTier, "_write", full)
+    monkeypatch.setattr(disk, "write_parts", full)
     engine = make_engine(store=on_disk(tmp_path))
     report = engine.precompute(CHUNKS, progress=False)
     assert (report.computed, dict(report.refused)) == (
@@ -156,7 +156,7 @@ def test_a_store_that_dies_meanwhile_costs_reuse_and_nothing_else(
     def dead(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(DiskTier, "_read", dead)
+    monkeypatch.setattr(disk, "fill", dead)
     answer = engine.generate(TEXT, SHORT)
     assert answer.token_ids == engine.generate_full(TEXT, SHORT).token_ids
     assert {(c.reason, c.tier) for c in answer.report.chunks} == {("store error", "disk")}

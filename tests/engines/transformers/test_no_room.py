@@ -27,7 +27,7 @@ from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.transformers import engine as engine_module
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import blended_prefill
-from cacheblend_rag.kv import DiskTier
+from cacheblend_rag.kv.tiers import disk
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import SHAPE, prompt_of, words
 from tests.refusing import REFUSALS, RefusingDevice, on_device
@@ -248,7 +248,7 @@ def test_reading_without_memory_is_no_fault_of_the_tier(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(DiskTier, "_read", refused)
+        patch.setattr(disk, "fill", refused)
         answer = engine.generate(PROMPT, SHORT)
         assert answer.token_ids == engine.generate_full(PROMPT, SHORT).token_ids
         assert {chunk.reason for chunk in answer.report.chunks} == {"no room"}

@@ -115,7 +115,7 @@ def test_synchronous_blending_gives_the_same_answers(
 
 def test_vllm_in_process_leaves_memory_to_others(engine: VLLMEngine) -> None:
     transport = cast(InProcessVLLM, engine.transport)
-    assert transport._vllm.vllm_config.cache_config.gpu_memory_utilization == memory_share()
+    assert transport.vllm.vllm_config.cache_config.gpu_memory_utilization == memory_share()
 
 
 def test_a_tiny_cache_preempts_and_answers_stay_right(open_vllm: EngineFactory) -> None:

@@ -83,7 +83,7 @@ def _outputs(engine: Any, request: VLLMRequest, sampling: Any) -> Any:
     if isinstance(engine, InProcessEngine):
         return engine.vllm.outputs(request, sampling)
     prompt = {"prompt_token_ids": list(request.token_ids), "cache_salt": request.salt}
-    return engine.transport._vllm.generate(prompt, sampling, uuid.uuid4().hex)
+    return engine.transport.vllm.generate(prompt, sampling, uuid.uuid4().hex)
 
 
 def difference(engine: VLLMEngine, prompt: BlendPrompt, ratio: float) -> float:

@@ -252,4 +252,4 @@ class TestInProcess(contract.EngineContract):
 
     def at_work(self, engine: VLLMEngine) -> int:
         assert isinstance(engine.transport, InProcessVLLM)
-        return int(engine.transport._vllm.output_processor.get_num_unfinished_requests())
+        return int(engine.transport.vllm.output_processor.get_num_unfinished_requests())

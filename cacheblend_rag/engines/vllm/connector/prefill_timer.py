@@ -81,7 +81,7 @@ class PrefillTimer:
         rates: Rates,
         make_event: Callable[[], Event] = HostEvent,
     ) -> None:
-        self._costs, self._rates, self._make_event = costs, rates, make_event
+        self._costs, self.rates, self._make_event = costs, rates, make_event
         self._spans: Spans = ()
         self._marks: list[Event] = []
         self._steps: deque[tuple[Spans, list[Event]]] = deque(maxlen=KEPT_STEPS)
@@ -120,7 +120,7 @@ class PrefillTimer:
             spans, marks = self._steps.popleft()
             parts = zip(marks[::2], marks[1::2], strict=True)
             seconds = sum(begun.elapsed_time(ended) for begun, ended in parts) / 1000
-            self._rates.record("prefill", sum(self._work(*span) for span in spans), seconds)
+            self.rates.record("prefill", sum(self._work(*span) for span in spans), seconds)
 
     def _work(self, first: int, end: int) -> float:
         return prefill_cost(self._costs, end) - prefill_cost(self._costs, first)

@@ -23,6 +23,7 @@ from transformers import GenerationConfig
 
 from langchain_cacheblend import ChatCacheBlend, retrieval_hints
 from langchain_cacheblend.hints import publish
+from tests.cache_keys import cache_key
 from tests.models import make_tokenizer, random_engine, random_model
 
 DOCUMENTS = [
@@ -150,7 +151,7 @@ def test_sampling_that_is_not_given_is_the_models_own(monkeypatch: pytest.Monkey
         tokens = model.generate(**ids, max_new_tokens=12)[0, ids["input_ids"].shape[1] :]
         answers.append(tokenizer.decode(tokens, skip_special_tokens=True))
         assert llm.invoke("hello").text == answers[-1]
-        keys.add(llm._get_llm_string())
+        keys.add(cache_key(llm))
     assert len(set(answers)) == len(keys) == 3
     assert llm.invoke("hello", temperature=0.0).text == answers[0]
 

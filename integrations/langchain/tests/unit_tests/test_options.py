@@ -28,6 +28,7 @@ from langchain_core.runnables import ConfigurableField
 
 from langchain_cacheblend import CacheBlendCompressor, CacheBlendTransformer, ChatCacheBlend
 from langchain_cacheblend.options import EngineOptions
+from tests.cache_keys import cache_key
 from tests.models import random_engine
 
 
@@ -67,8 +68,8 @@ def test_names_of_other_libraries_are_taken(kind: type[EngineOptions]) -> None:
 def test_an_answers_options_by_other_names() -> None:
     llm = ChatCacheBlend(model="demo", max_new_tokens=5, stop_sequences="x")
     assert (llm.max_tokens, llm.stop) == (5, ["x"])
-    assert llm._get_llm_string(max_new_tokens=7) == llm._get_llm_string(max_tokens=7)
-    assert llm._get_llm_string(stop_sequences=["a"]) == llm._get_llm_string(stop=["a"])
+    assert cache_key(llm, max_new_tokens=7) == cache_key(llm, max_tokens=7)
+    assert cache_key(llm, stop_sequences=["a"]) == cache_key(llm, stop=["a"])
     assert llm._get_ls_params(max_new_tokens=7)["ls_max_tokens"] == 7
 
 
@@ -202,7 +203,7 @@ def test_no_secret_and_no_engine_is_told(tmp_path: Path) -> None:
         json.dumps(dumpd(llm)),
         llm.model_dump_json(),
         repr(llm._identifying_params),
-        llm._get_llm_string(),
+        cache_key(llm),
         repr(llm._get_ls_params()),
     ]
     assert not any("s3cret" in text or str(tmp_path.parent) in text for text in told)
@@ -235,7 +236,7 @@ def test_classes_share_an_engine() -> None:
 
 def test_the_cache_key_changes_with_what_an_answer_depends_on() -> None:
     def key(**options: object) -> str:
-        return ChatCacheBlend(**{"model": "a", **options})._get_llm_string()
+        return cache_key(ChatCacheBlend(**{"model": "a", **options}))
 
     keys = [
         key(),
@@ -249,8 +250,8 @@ def test_the_cache_key_changes_with_what_an_answer_depends_on() -> None:
         key(stop=["x"]),
         key(dtype="bfloat16"),
         key(blend_config=BlendConfig(recompute_ratio=0.5)),
-        ChatCacheBlend(model="a")._get_llm_string(recompute_ratio=0.5),
-        ChatCacheBlend(model="a")._get_llm_string(hints=["report"]),
+        cache_key(ChatCacheBlend(model="a"), recompute_ratio=0.5),
+        cache_key(ChatCacheBlend(model="a"), hints=["report"]),
     ]
     assert len(set(keys)) == len(keys)
     assert key() == keys[0]
@@ -359,7 +360,7 @@ def test_wrong_stores_and_lead_ins_are_refused_in_a_line(
 def test_an_engine_is_opened_with_its_lead_in(lead_in: object) -> None:
     llm = ChatCacheBlend(model="demo", max_tokens=1, lead_in=lead_in)
     plain = ChatCacheBlend(model="demo", max_tokens=1)
-    assert llm._get_llm_string() != plain._get_llm_string()
+    assert cache_key(llm) != cache_key(plain)
     assert llm.engine.lead_in == LeadInConfig(kind="bos")
     assert llm.invoke("hello").response_metadata["cacheblend"]["lead_in"] == "bos"
 

@@ -116,7 +116,7 @@ def test_ordinary_prefill_is_timed_by_steps(
     engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blender, rates = engine.worker_connector.blender, Recorded()
-    monkeypatch.setattr(blender.timer, "_rates", rates)
+    monkeypatch.setattr(blender.timer, "rates", rates)
     hook = blender.stack.layers[0].register_forward_pre_hook(lambda *_: time.sleep(SLOW_SECONDS))
     assert engine.generate(asked(20), SHORT).report.blended
     assert rates.told == [], "neither passes nor decoding are ordinary prefill"

@@ -11,8 +11,8 @@ import pytest
 from cacheblend_rag import TieredKVStore
 from cacheblend_rag.engines.vllm.connector.job_runner import JobRunner, verify
 from cacheblend_rag.engines.vllm.protocol import BlendJob, Failed, SentLeadIn, VerifyResult
-from cacheblend_rag.kv import DiskTier
 from cacheblend_rag.kv.put_result import READ_ONLY
+from cacheblend_rag.kv.tiers import disk
 from tests.kv.samples import make_key, make_kv
 from tests.prefill.prompts import run
 
@@ -31,7 +31,7 @@ def test_a_job_reads_stored_kv_through(tmp_path: Path, monkeypatch: pytest.Monke
         def broken(*_: object) -> None:
             raise OSError("no such device")
 
-        monkeypatch.setattr(DiskTier, "_read", broken)
+        monkeypatch.setattr(disk, "fill", broken)
         name = f"{keys[1].chunk_id}/{keys[1].context_id}"
         assert run(verify(store, keys)) == VerifyResult(3, {name: "disk tier: store error"})
 
