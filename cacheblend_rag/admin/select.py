@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -81,7 +81,8 @@ class Choice:
             raise StoreError("the store's folder lists documents and models: give --kv-path")
         labels = labels_in(store)
         if self.model is not None:
-            named = _of_model(labels, self.model)
+            aliases = {self.model, public_name(self.model)}
+            named = {fingerprint for fingerprint, label in labels.items() if label.model in aliases}
             if self.document is None and not named:
                 raise StoreError(
                     f"no chunk in {store} is recorded for model {self.model!r}: `store stats` "
@@ -107,7 +108,9 @@ class Choice:
             raise StoreError("--document needs the model's tokenizer: give --model, too")
         tokenizer = load_tokenizer(self.model)
         settings = {label.lead_in for label in labels.values()} | {LeadInConfig()}
-        registries = [*_registries(store, self.namespace)]
+        namespace = "*" if self.namespace is None else namespace_id(self.namespace)
+        files = sorted(store.glob(f"chunks-{namespace}.sqlite"))
+        registries = [SharedChunkRegistry(file, read_only=True) for file in files]
         if not any(registry.document(document) for registry in registries):
             raise StoreError(f"{store} knows no document {document!r}")
         found = {}
@@ -122,27 +125,18 @@ class Choice:
     def _named(
         self, registry: SharedChunkRegistry, lead_in: LeadIn, document: str
     ) -> set[tuple[str, str]]:
-        chunks = registry.document(document)
-        own = {_name(lead_in, chunk) for chunk in chunks}
-        return own - _others(registry, lead_in, chunks) if self.spare else own
+        chunks = set(registry.document(document))
+        names = {_name(lead_in, chunk) for chunk in chunks}
+        if self.spare:  # chunks with the same texts in other documents
+            variants = (one for chunk in chunks for one in registry.variants(chunk.text))
+            names -= {_name(lead_in, one) for one in variants if one not in chunks}
+        return names
 
 
 def named(keys: Iterable[str]) -> Condition:
     """Return the predicate for chunks of these keys; raises StoreError for an invalid key."""
     wanted = {_canonical(text) for text in keys}
     return lambda key, entry: str(key) in wanted
-
-
-def _of_model(labels: dict[str, Label], model: str) -> Collection[str]:
-    """Return the fingerprints of a model, given by its name or its folder."""
-    names = {model, public_name(model)}
-    return {fingerprint for fingerprint, label in labels.items() if label.model in names}
-
-
-def _registries(store: Path, namespace: str | None) -> Iterator[SharedChunkRegistry]:
-    name = "*" if namespace is None else namespace_id(namespace)
-    for path in sorted(store.glob(f"chunks-{name}.sqlite")):
-        yield SharedChunkRegistry(path, read_only=True)
 
 
 def _lead_in(tokenizer: Tokenizer, config: LeadInConfig) -> LeadIn:
@@ -154,15 +148,6 @@ def _lead_in(tokenizer: Tokenizer, config: LeadInConfig) -> LeadIn:
 def _name(lead_in: LeadIn, chunk: Chunk) -> tuple[str, str]:
     key = lead_in.key(chunk)
     return key.chunk_id, key.context_id
-
-
-def _others(
-    registry: SharedChunkRegistry, lead_in: LeadIn, chunks: Iterable[Chunk]
-) -> set[tuple[str, str]]:
-    """Return the ids of chunks with the same texts in other documents."""
-    own = set(chunks)
-    variants = (one for chunk in own for one in registry.variants(chunk.text))
-    return {_name(lead_in, one) for one in variants if one not in own}
 
 
 def _check_fingerprint(text: str) -> None:

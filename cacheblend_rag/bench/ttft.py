@@ -135,7 +135,9 @@ def measure_ttft(plan: TtftPlan, advance: Advance = lambda _: None) -> list[Ttft
         engines: dict[str, TransformersEngine] = {}
         for tier in dict.fromkeys(plan.tiers):
             advance(f"precomputing for {tier}")
-            store = _store(tier, plan.precision, stack)
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-"))
+            config = store_config(tier, folder, plan.precision)
+            store = stack.enter_context(TieredKVStore.of(config))
             engine = TransformersEngine(model, tokenizer=tokenizer, lead_in=LEAD_IN, store=store)
             stack.callback(engine.evict_document, DOCUMENT)
             engine.precompute(chunks, progress=False)
@@ -219,11 +221,6 @@ def store_config(tier: str, folder: str, precision: Precision) -> StoreConfig:
     """
     place = {"host": "host://?capacity=none", "disk": f"disk://{folder}"}.get(tier, tier)
     return StoreConfig(tiers=(place,), precision=precision)
-
-
-def _store(tier: str, precision: Precision, stack: ExitStack) -> TieredKVStore:
-    folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cacheblend-"))
-    return stack.enter_context(TieredKVStore.of(store_config(tier, folder, precision)))
 
 
 def draw_texts(plan: TtftPlan) -> tuple[list[Chunk], str]:

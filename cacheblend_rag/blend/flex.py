@@ -44,9 +44,10 @@ class FlexAttention:
         if call.sinks is None:
             done: Tensor = attend(call.query, keys, values, **options)
         else:
-            done = _beside_sinks(
-                call.sinks, *attend(call.query, keys, values, **options, **_with_sums())
-            )
+            from torch.nn.attention.flex_attention import AuxRequest  # torch 2.9 or newer
+
+            options["return_aux"] = AuxRequest(lse=True)  # each softmax's log-sum-exp
+            done = _beside_sinks(call.sinks, *attend(call.query, keys, values, **options))
         return done.transpose(1, 2)
 
     def _mask(self, rows: Rows, seen: int, window: int | None) -> BlockMask:
@@ -57,13 +58,6 @@ class FlexAttention:
             # the rows are kept too, so that Python does not reuse their id for other rows
             self._masks[key] = (rows, _block_mask(rows, seen, window))
         return self._masks[key][1]
-
-
-def _with_sums() -> dict[str, Any]:
-    """Return arguments that request each softmax's log-sum-exp; needs torch 2.9 or newer."""
-    from torch.nn.attention.flex_attention import AuxRequest
-
-    return {"return_aux": AuxRequest(lse=True)}
 
 
 def _beside_sinks(sinks: Tensor, done: Tensor, aux: Any) -> Tensor:

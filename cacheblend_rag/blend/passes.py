@@ -158,7 +158,9 @@ class BlendPass:
             if self.on_layer is not None:
                 self.on_layer(layer, self.fused)
             yield
-        self.stats.recomputed = self._mask_of(self._computed) & self._cached
+        recomputed = np.zeros_like(self._cached)
+        recomputed[self._computed.host] = True
+        self.stats.recomputed = recomputed & self._cached
 
     def run(self) -> None:
         """Run the pass to its end."""
@@ -204,13 +206,13 @@ class BlendPass:
         """Let later layers run on ``rows``."""
         self._rows = self._computed = rows
         self._blocks = [
-            self._block(start, part)
+            _Block(
+                slice(start, start + len(part)),
+                part,
+                self.stack.position_inputs(part.device[None]),
+            )
             for start, part in rows.blocks(self.row_block or self.stack.row_block)
         ]
-
-    def _block(self, start: int, rows: Rows) -> _Block:
-        here = slice(start, start + len(rows))
-        return _Block(here, rows, self.stack.position_inputs(rows.device[None]))
 
     def _run(self, layer: int) -> Steps[None]:
         for block in self._blocks:
@@ -288,11 +290,6 @@ class BlendPass:
 
     def _probe(self, layer: int, block: _Block) -> AttentionCall:
         return probe_layer(self.stack, layer, self.hidden[:, block.here], block.position_inputs)
-
-    def _mask_of(self, rows: Rows) -> Mask:
-        mask = np.zeros_like(self._cached)
-        mask[rows.host] = True
-        return mask
 
 
 def attend_fused(call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:

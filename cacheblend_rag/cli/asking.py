@@ -100,7 +100,8 @@ def report_lines(report: BlendReport) -> list[str]:
     else:
         lines.append(f"ordinary prefill: {report.reason}")
     if report.chunks:
-        lines.append(f"passages: {_counted([_fate(chunk) for chunk in report.chunks])}")
+        fates = Counter(_fate(chunk) for chunk in report.chunks)
+        lines.append(f"passages: {', '.join(f'{count} {fate}' for fate, count in fates.items())}")
     return lines
 
 
@@ -119,7 +120,3 @@ def _rule(report: BlendReport) -> str:
 
 def _fate(chunk: ChunkReport) -> str:
     return f"reused from {chunk.tier}" if chunk.hit else str(chunk.reason)
-
-
-def _counted(names: Sequence[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in Counter(names).items())

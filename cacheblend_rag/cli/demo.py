@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,9 +15,6 @@ from cacheblend_rag.errors import ConfigError, StoreError
 from cacheblend_rag.models import DEFAULT_MODEL
 from cacheblend_rag.rag import checks
 from cacheblend_rag.rag.retrieval import BUNDLED
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 QUESTIONS = 8
 
@@ -62,18 +59,10 @@ def demo_command(
     console = output.side_console() if as_json else output.result_console()
     with output.stdout_reserved(as_json):
         quiet_libraries()
-        found = _run(console, questions, None if toy_only else model, embedding_model)
+        toy = demo_toy.show(console, questions, embedding_model)
+        real = None if toy_only else demo_passages.show(console, model, embedding_model)
     if as_json:
-        output.print_json(found)
-
-
-def _run(
-    console: Console, questions: int, model: str | None, embedding_model: str
-) -> dict[str, Any]:
-    """Show both parts, or only the toy's without ``model``; return plain JSON values."""
-    found = demo_toy.show(console, questions, embedding_model)
-    real = None if model is None else demo_passages.show(console, model, embedding_model)
-    return {**found, "real": real}
+        output.print_json({**toy, "real": real})
 
 
 def _save_notes(folder: Path, questions: int) -> None:

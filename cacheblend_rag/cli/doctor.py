@@ -68,8 +68,10 @@ def doctor_command(
 
 
 def _check_url(url: str, model: str | None, namespace: str, *, as_json: bool) -> None:
+    from cacheblend_rag.observe.server import examine_server
+
     with output.stdout_reserved(as_json):
-        found = _server(url, model, namespace)
+        found = _finding({"url": url}, lambda: examine_server(url, model, namespace))
     if as_json:
         output.print_json(found)
     else:
@@ -88,12 +90,6 @@ def _store(path: Path) -> dict[str, Any]:
     from cacheblend_rag.admin.inspect import examine_store
 
     return _finding({"path": str(path)}, lambda: examine_store(options.store_folder(path)))
-
-
-def _server(url: str, model: str | None, namespace: str) -> dict[str, Any]:
-    from cacheblend_rag.observe.server import examine_server
-
-    return _finding({"url": url}, lambda: examine_server(url, model, namespace))
 
 
 def _finding(of: dict[str, Any], examine: Callable[[], dict[str, Any]]) -> dict[str, Any]:

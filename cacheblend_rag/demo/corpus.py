@@ -615,7 +615,7 @@ class _Writer:
             opening.append(rng.choice(_INTRODUCTIONS).format(name=self.subject.name))
         length = sum(map(estimate_tokens, sentences + opening))
         while length < tokens - 6:
-            filler = _filler(rng)
+            filler = _SLOT.sub(lambda slot: rng.choice(_SLOTS[slot[1]]), rng.choice(_FILLERS))
             sentences.insert(rng.randint(0, len(sentences)), filler)
             length += estimate_tokens(filler)
         return " ".join(opening + sentences)
@@ -634,10 +634,6 @@ class _Writer:
 
     def _choose(self, wordings: tuple[str, ...]) -> str:
         return self.rng.choice(wordings[: self.shape.wordings])
-
-
-def _filler(rng: random.Random) -> str:
-    return _SLOT.sub(lambda slot: rng.choice(_SLOTS[slot[1]]), rng.choice(_FILLERS))
 
 
 def _slug(name: str) -> str:

@@ -59,13 +59,11 @@ class FirstMiss:
         reasons = Counter(chunk.reason for chunk in answer.report.chunks)
         reason = reasons.most_common(1)[0][0] if reasons else None
         found = reason not in {None, "unknown", "altered text"}
-        if not found and self._may_look() and self._stands_otherwise_spaced(text):
-            return WHITE_SPACE
+        if not found and self._looks > 0:
+            self._looks -= 1
+            if self._stands_otherwise_spaced(text):
+                return WHITE_SPACE
         return CAUSES.get(reason, answer.report.reason or "") if expected else ""
-
-    def _may_look(self) -> bool:
-        self._looks -= 1
-        return self._looks >= 0
 
     def _stands_otherwise_spaced(self, text: str) -> bool:
         """Whether the prompt holds a known chunk with different white space."""

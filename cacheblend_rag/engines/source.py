@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from threading import Lock
 from typing import Any, Self
 from weakref import WeakValueDictionary
@@ -108,7 +108,8 @@ class EngineSource:
         if self._engine is None or not self.was_given:
             return
         known = {**defaults, "model": self._engine.model_name}
-        if idle := _told(given, known):
+        idle = sorted(n for n in SETTLED & given.keys() if given[n] not in (None, known.get(n)))
+        if idle:
             raise ConfigError(
                 f"{', '.join(idle)}: fixed by the engine given as engine=: leave it out"
             )
@@ -137,25 +138,14 @@ class EngineSource:
         return type(self), (None, self._shared)
 
 
-def _told(given: Mapping[str, Any], known: Mapping[str, Any]) -> Iterable[str]:
-    """Return the names of fixed options whose values differ from the engine's."""
-    return sorted(n for n in SETTLED & given.keys() if given[n] not in (None, known.get(n)))
-
-
 def _open(config: EngineConfig, shared: bool) -> Engine:
     if not shared:
         return open_engine(config)
-    key = _key(config)
+    # The process, and the settings that must be equal to share an engine.
+    key = os.getpid(), *(value for name, value in config if name not in {"blend", "fill_on_miss"})
     engine = _opened.get(key)
     if engine is None:
         engine = _opened[key] = open_engine(config)
     if config.fill_on_miss:  # also where who opened it did not ask for that
         engine.fill_on_miss = True
     return engine
-
-
-def _key(config: EngineConfig) -> tuple[object, ...]:
-    """Return the settings that must be equal to share an engine, and the process."""
-    changing = {"blend", "fill_on_miss"}
-    kept = (value for name, value in config if name not in changing)
-    return (os.getpid(), *kept)

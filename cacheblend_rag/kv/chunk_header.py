@@ -232,11 +232,8 @@ def head_digest(
 ) -> str:
     """Return the digest of the metadata, the tensors' types, and the tensors other than layers."""
     essential = {name: text for name, text in sorted(metadata.items()) if name != "head"}
-    return mac.digest(json.dumps([essential, _shapes(spans)]).encode(), *tensors)
-
-
-def _shapes(spans: Mapping[str, Span]) -> list[list[Any]]:
-    return [[name, spans[name].dtype, *spans[name].shape] for name in sorted(spans)]
+    types = [[name, span.dtype, *span.shape] for name, span in sorted(spans.items())]
+    return mac.digest(json.dumps([essential, types]).encode(), *tensors)
 
 
 def header_bytes(metadata: Mapping[str, str], spans: Mapping[str, Span]) -> bytes:

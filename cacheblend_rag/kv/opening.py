@@ -153,8 +153,8 @@ class Opening:
         reason, failed = search.missed
         if reason != "not stored":
             self._end(search, Found(None, reason, failed))
-        elif (failing := _failing(self._tiers)) is not None:
-            self._end(search, Found(None, "store error", failing))
+        elif failing := [tier.name for tier in self._tiers if tier.is_failing]:
+            self._end(search, Found(None, "store error", failing[0]))
         else:
             self._look_for_relative(search, 0)
 
@@ -199,7 +199,3 @@ class Opening:
         for asker in askers:
             if asker.set_running_or_notify_cancel():
                 asker.set_result(found)
-
-
-def _failing(tiers: Sequence[Tier]) -> str | None:
-    return next((tier.name for tier in tiers if tier.is_failing), None)

@@ -101,7 +101,10 @@ class SharedChunk:
     def begin(self, first: int, submit: Submit) -> Future[Part]:
         """Begin to read a part, unless it has been read or is being read."""
         with self._lock:
-            if (there := self._there(first)) is not None:
+            there = self._held.get(first)
+            if there is None and not self._unpacks:
+                there = self._stored(first)
+            if there is not None:
                 return _done(there)
             if first in self._under_way:
                 return self._under_way[first]
@@ -109,11 +112,6 @@ class SharedChunk:
             self._under_way[first] = future
         future.add_done_callback(lambda _: self._end(first))
         return future
-
-    def _there(self, first: int) -> Part | None:
-        """Return a part in the form for readers, if it has been read."""
-        held = self._held.get(first)
-        return held if held is not None or self._unpacks else self._stored(first)
 
     def _stored(self, first: int) -> Part | None:
         """Return a part as stored, if no read is needed."""

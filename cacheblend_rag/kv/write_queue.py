@@ -76,7 +76,9 @@ class WriteQueue:
     def get(self, key: KVKey) -> StoredChunk | None:
         """Return a chunk that is not written yet, or is just being written."""
         with self._changed:
-            return self._get(key)
+            if self._in_hand and self._in_hand[0] == key:
+                return self._waiting.get(key, self._in_hand[1])
+            return self._waiting.get(key)
 
     def keys(self) -> list[KVKey]:
         """Return the keys of chunks that are not written yet."""
@@ -107,11 +109,6 @@ class WriteQueue:
             self._waiting.clear()
         return lost
 
-    def _get(self, key: KVKey) -> StoredChunk | None:
-        if self._in_hand and self._in_hand[0] == key:
-            return self._waiting.get(key, self._in_hand[1])
-        return self._waiting.get(key)
-
     def _run(self) -> None:
         while (taken := self._take()) is not None:
             try:
@@ -119,7 +116,10 @@ class WriteQueue:
             except BaseException:  # of one chunk: the thread continues with the others
                 logger.exception("%s tier: %s is not stored", self._name, taken[0])
             finally:
-                self._put_down(taken[1])
+                with self._changed:
+                    self._in_hand = None
+                    self._nbytes -= taken[1].kv.nbytes
+                    self._changed.notify_all()
 
     def _take(self) -> tuple[KVKey, StoredChunk] | None:
         with self._changed:
@@ -131,9 +131,3 @@ class WriteQueue:
                 return None
             self._in_hand = self._waiting.popitem(last=False)
             return self._in_hand
-
-    def _put_down(self, chunk: StoredChunk) -> None:
-        with self._changed:
-            self._in_hand = None
-            self._nbytes -= chunk.kv.nbytes
-            self._changed.notify_all()

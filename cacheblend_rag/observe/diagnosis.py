@@ -74,12 +74,13 @@ def examine_model(name: str, device: str | None) -> dict[str, Any]:
 
 def examine_extras() -> dict[str, dict[str, Any]]:
     """Return, for each extra, which of its packages are missing and how to install it."""
-    return {name: _examine_extra(name, needs) for name, needs in EXTRAS.items()}
-
-
-def _examine_extra(name: str, needs: Mapping[str, str]) -> dict[str, Any]:
-    missing = [package for package, module in needs.items() if find_spec(module) is None]
-    return {"missing": missing, "install": f"pip install 'cacheblend-rag[{name}]'"}
+    return {
+        name: {
+            "missing": [package for package, module in needs.items() if find_spec(module) is None],
+            "install": f"pip install 'cacheblend-rag[{name}]'",
+        }
+        for name, needs in EXTRAS.items()
+    }
 
 
 def _version(package: str) -> str | None:

@@ -260,15 +260,13 @@ class PromptPass:
                 continue
             here = slice(chunk.start, chunk.end)
             known.cached[here] = True
-            known.eligible[here] = schedule.recomputes_all or not self._protects(placed)
+            is_protected = placed.protected and self.config.protect_context
+            known.eligible[here] = schedule.recomputes_all or not is_protected
             own = slice(chunk.skip, chunk.skip + chunk.end - chunk.start)
             known.offsets[here] = torch.arange(own.start, own.stop)
             if prior is not None and is_ranked:
                 scores[here], has_prior = prior[own], True
         return known, has_prior
-
-    def _protects(self, chunk: PlacedChunk) -> bool:
-        return chunk.protected and self.config.protect_context
 
     def _workable(
         self, schedule: Schedule, candidates: Candidates, has_prior: bool

@@ -20,7 +20,7 @@ from cacheblend_rag.rag.ordering import PassageOrder, Source, arranged
 from cacheblend_rag.rag.progress import ProgressCallbacks
 from cacheblend_rag.rag.prompt import RagPrompt
 from cacheblend_rag.rag.readers import EXTRA
-from cacheblend_rag.rag.retrieval import Embedder, Vectors, VectorSearch
+from cacheblend_rag.rag.retrieval import Embedder, VectorSearch
 from cacheblend_rag.rag.toy_vocabulary import first_foreign, foreign_warning
 from cacheblend_rag.text.chunk import Document
 
@@ -104,7 +104,11 @@ class Asker:
     def retrieve(self, question: str, top_k: int, order: PassageOrder) -> list[Source]:
         """Return the passages nearest to a question, in the order for the prompt."""
         (vector,) = self._embedder.embed([question])
-        self._check_size(vector)
+        if len(vector) != self._size:
+            raise ConfigError(
+                f"embedding model {self._embedding_model!r} gives {len(vector)} numbers per text, "
+                f"the collection holds {self._size}: index with --rebuild"
+            )
         found = [
             Source(*self._chunks[place], score)
             for place, score in self._search.nearest(vector, top_k)
@@ -129,13 +133,6 @@ class Asker:
     ) -> Iterator[Delta]:
         """Stream the answer."""
         return self.engine.stream(fitted.prepared, sampling, config=self._config, cancel=cancel)
-
-    def _check_size(self, vector: Vectors) -> None:
-        if len(vector) != self._size:
-            raise ConfigError(
-                f"embedding model {self._embedding_model!r} gives {len(vector)} numbers per text, "
-                f"the collection holds {self._size}: index with --rebuild"
-            )
 
 
 def _check(

@@ -42,23 +42,23 @@ class Conversation:
         self._turns: tuple[AskedTurn, ...] = ()
 
     def ask(self, question: str, cancel: Event | None = None) -> Iterator[Delta]:
-        """Stream an answer; the turn is added once the stream was read to its end."""
+        """Stream an answer; the turn is added once the stream was read to its end.
+
+        Turns that did not fit beside it are dropped then; a turn without an answer is not added.
+        """
         sources = self._asker.retrieve(question, self._top_k, self._order)
         fitted = self._asker.fit(self._turns, question, sources, self._sampling.max_tokens)
         deltas: list[Delta] = []
         for delta in self._asker.stream(fitted, self._sampling, cancel):
             deltas.append(delta)
             yield delta
-        self._keep(fitted, finished(deltas))
-
-    def reset(self) -> None:
-        """Forget all turns."""
-        self._turns, self.last = (), None
-
-    def _keep(self, fitted: FittedPrompt, answer: Generation) -> None:
-        """Add the turn if it was answered, and drop turns that did not fit beside it."""
+        answer = finished(deltas)
         self.last = Answered(fitted, answer)
         *earlier, asked = fitted.turns
         text = answer.text.strip()
         answered = AskedTurn(replace(asked.turn, answer=text), asked.sources)
         self._turns = (*earlier, answered) if text else tuple(earlier)
+
+    def reset(self) -> None:
+        """Forget all turns."""
+        self._turns, self.last = (), None

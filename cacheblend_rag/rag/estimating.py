@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -140,7 +140,7 @@ class Estimator:
             logger.info("no layer of this model can be timed alone", exc_info=True)
             return None
         embedder = Embedder(self._settings.embedding_model, EXTRA)
-        embedding = _embedding_seconds(embedder, self._sample)
+        embedding = _median_seconds(lambda: embedder.embed(self._sample)) / len(self._sample)
         layers = int(self._model.num_hidden_layers)
         return self._computed * layers * layer + len(self._tokens) * embedding
 
@@ -167,11 +167,6 @@ def _layer_seconds(config: Any, dtype: torch.dtype, device: torch.device) -> flo
             layers(input_ids=ids, use_cache=False).last_hidden_state[0, 0, 0].item()
 
     return _median_seconds(compute) / TIMED_LAYERS / TIMED_TOKENS
-
-
-def _embedding_seconds(embedder: Embedder, texts: Sequence[str]) -> float:
-    """Time the embedding of texts: seconds per text."""
-    return _median_seconds(lambda: embedder.embed(texts)) / len(texts)
 
 
 def _median_seconds(work: Callable[[], object]) -> float:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from cacheblend_rag.errors import PromptError, PromptTooLongError
 from cacheblend_rag.rag.ordering import Source
 from cacheblend_rag.rag.prompt import SEPARATOR, RagPrompt, Turn
-from cacheblend_rag.text.chunk import Chunk
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
@@ -84,7 +82,7 @@ class PromptFitter:
 
     def _prepared(self, turns: Sequence[AskedTurn]) -> tuple[PreparedPrompt | None, int]:
         """Return the prompt, unless it is too long even without an answer, and its length."""
-        hints = _chunks_of(turns)
+        hints = [source.chunk for asked in turns for source in asked.sources]
         told = [asked.turn for asked in turns]
         prompt = self._prompt.segmented(told, self._engine.registry, hints)
         try:
@@ -103,7 +101,3 @@ class PromptFitter:
         shown.remove(worst)
         parts = (worst.chunk.text, SEPARATOR)  # the passage's own tokens are known by now
         return sum(len(self._engine.tokenize(part)) for part in parts) + EDGE_TOKENS
-
-
-def _chunks_of(turns: Iterable[AskedTurn]) -> list[Chunk]:
-    return [source.chunk for source in chain.from_iterable(asked.sources for asked in turns)]

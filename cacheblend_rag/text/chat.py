@@ -19,7 +19,9 @@ def render_messages(
     messages: Sequence[Message], tokenizer: Tokenizer, add_generation_prompt: bool = True
 ) -> str:
     """Render chat messages with the tokenizer's template; raises as BlendPrompt.from_messages."""
-    plain = _plain_messages(messages)
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise PromptError("messages must be a non-empty list of {'role': ..., 'content': ...}")
+    plain = [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     if not getattr(tokenizer, "chat_template", None):
         raise PromptError(
             "the tokenizer has no chat template: pass the prompt as a plain string or set "
@@ -54,12 +56,6 @@ def _opening(roles: Sequence[str], tokenizer: Tokenizer) -> str:
     except PromptError:
         return ""
     return opening if found else ""
-
-
-def _plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
-        raise PromptError("messages must be a non-empty list of {'role': ..., 'content': ...}")
-    return [_plain_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 
 def _plain_message(message: Message, name: str) -> dict[str, Any]:

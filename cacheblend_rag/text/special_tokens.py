@@ -16,7 +16,10 @@ class Markers:
     """Texts that a tokenizer reads as special tokens; finds them in other texts."""
 
     def __init__(self, texts: Iterable[str]) -> None:
-        self._by_first = _by_first_character(texts)
+        # Grouped by first character: most passages hold none of these characters.
+        self._by_first: defaultdict[str, list[str]] = defaultdict(list)
+        for text in {text for text in texts if len(text) > 1}:
+            self._by_first[text[0]].append(text)
 
     def find(self, text: str) -> Iterator[tuple[int, int]]:
         """Yield (start, end) of each marker in a text, overlapping ones too."""
@@ -53,14 +56,6 @@ def special_tokens(tokenizer: Any) -> dict[int, str]:
         for token_id, text in named.items()
         if (text != unknown or text in others) and not BYTE.fullmatch(text)
     }
-
-
-def _by_first_character(texts: Iterable[str]) -> dict[str, list[str]]:
-    """Group texts by first character; most passages hold none of these characters."""
-    found: defaultdict[str, list[str]] = defaultdict(list)
-    for text in {text for text in texts if len(text) > 1}:
-        found[text[0]].append(text)
-    return dict(found)
 
 
 def _texts(role: object) -> list[str]:

@@ -45,12 +45,9 @@ def open_stack(model: PreTrainedModel) -> TransformersStack:
     try:
         return _tried(model)
     except (UnsupportedModelError, *FAILURES) as error:
-        why = explained(model.config, error, RECURRENT if _is_recurrent(model) else None)
+        is_recurrent = getattr(model, "_is_stateful", False)
+        why = explained(model.config, error, RECURRENT if is_recurrent else None)
         raise UnsupportedModelError(why, why.code) from error
-
-
-def _is_recurrent(model: PreTrainedModel) -> bool:
-    return bool(getattr(model, "_is_stateful", False))
 
 
 def _tried(model: PreTrainedModel) -> TransformersStack:

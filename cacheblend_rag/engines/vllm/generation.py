@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from cacheblend_rag.errors import first_line
@@ -18,17 +17,13 @@ def generation_values(model_config: Any) -> dict[str, Any]:
     ``--override-generation-config``. vLLM has no ``do_sample``, so an overridden temperature
     means sampling.
     """
+    named: dict[str, Any] = {}
+    if model_config.generation_config != "vllm":
+        try:
+            named = dict(model_config.try_get_generation_config())
+        except (OSError, TypeError, ValueError, AttributeError) as error:
+            logger.warning("the model's generation_config is ignored: %s", first_line(error))
     overrides = dict(model_config.override_generation_config or {})
     if "temperature" in overrides:
         overrides.setdefault("do_sample", overrides["temperature"] != 0)
-    return {**_named(model_config), **overrides}
-
-
-def _named(model_config: Any) -> Mapping[str, Any]:
-    if model_config.generation_config == "vllm":
-        return {}
-    try:
-        return dict(model_config.try_get_generation_config())
-    except (OSError, TypeError, ValueError, AttributeError) as error:
-        logger.warning("the model's generation_config is ignored: %s", first_line(error))
-        return {}
+    return {**named, **overrides}

@@ -72,8 +72,9 @@ class Sightings:
                 if row[place] == least < MOST:
                     row[place] += 1
             self._added += 1
-            if self._added >= self._width // 2:
-                self._age()
+            if self._added >= self._width // 2:  # old accesses count less and less
+                self._rows = [bytearray(row.translate(_HALVED)) for row in self._rows]
+                self._added = 0
 
     def count(self, key: KVKey) -> int:
         """Return the recent access count of a key."""
@@ -97,10 +98,6 @@ class Sightings:
 
     def _read(self, places: Sequence[int]) -> list[int]:
         return [row[place] for row, place in zip(self._rows, places, strict=True)]
-
-    def _age(self) -> None:
-        self._rows = [bytearray(row.translate(_HALVED)) for row in self._rows]
-        self._added = 0
 
 
 class Admission:

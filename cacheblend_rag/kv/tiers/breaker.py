@@ -70,15 +70,12 @@ class Breaker:
                 return
             self._failing = True
             if trips or self._until is not None:
-                self._hold_back()
+                self._permit += 1
+                self._until = self.clock() + self._seconds
+                self._seconds = min(2 * self._seconds, MOST_SECONDS)
 
     def withdrawn(self, permit: int) -> None:
         """Ignore a call that ended without a result: a trial may follow at once."""
         with self._lock:
             if permit == self._permit and self._until is not None:
                 self._until = self.clock()
-
-    def _hold_back(self) -> None:
-        self._permit += 1
-        self._until = self.clock() + self._seconds
-        self._seconds = min(2 * self._seconds, MOST_SECONDS)

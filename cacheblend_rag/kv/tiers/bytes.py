@@ -100,12 +100,6 @@ def key_of(name: str) -> KVKey | None:
     return KVKey.parsed(name.removesuffix(SUFFIX)) if name.endswith(SUFFIX) else None
 
 
-def check_size(nbytes: int) -> None:
-    """Raise DamagedChunkError for a size that no object can have."""
-    if nbytes > MAX_BODY_BYTES:
-        raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
-
-
 def tensor_of(data: Any) -> Tensor:
     """Return bytes as (bytes,) uint8 without a copy; they must not be written to."""
     array = np.frombuffer(data, dtype=np.uint8)
@@ -123,7 +117,8 @@ def room_for(nbytes: int) -> Tensor:
 
     Raises DamagedChunkError if no object can be that large, OSError if memory is short.
     """
-    check_size(nbytes)
+    if nbytes > MAX_BODY_BYTES:
+        raise DamagedChunkError(f"more than {MAX_BODY_BYTES} bytes")
     try:
         return torch.empty(nbytes, dtype=torch.uint8)
     except RuntimeError as error:

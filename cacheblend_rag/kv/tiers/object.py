@@ -11,7 +11,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from threading import RLock
@@ -110,7 +110,10 @@ class ObjectTier(BytesTier):
         options: dict[str, Any] = {}
         if end is not None:
             if end <= start:
-                return self._empty(key)
+                entry = self._entry(key)
+                if entry is None:
+                    return None
+                return StoredBytes(tensor_of(b""), entry.nbytes, entry.written_at)
             options["range"] = (start, end)
         elif start:
             options["range"] = {"offset": start}
@@ -141,10 +144,15 @@ class ObjectTier(BytesTier):
     def _answer(self, asked: Coroutine[Any, Any, T]) -> T:
         """Return the result of a coroutine of obstore within the timeout.
 
-        Raises obstore's errors as OSError.
+        Raises obstore's errors as an OSError of one line.
         """
-        with _failures():
+        from obstore.exceptions import BaseError
+
+        try:
             return self._loop.result(asked, self._seconds)
+        except (BaseError, FileNotFoundError) as error:
+            said = "there is no such bucket" if _tells_of_the_bucket(error) else _line(error)
+            raise OSError(said) from error
 
     def _mark_used(self, key: KVKey, written_at: float) -> None:
         self._note(key, written_at, time.time())
@@ -172,12 +180,6 @@ class ObjectTier(BytesTier):
         renamed = partial(self.store.rename_async, _path(key), aside)
         self._answer(_done(renamed, may_be_gone=True))
         self._forget(key)
-
-    def _empty(self, key: KVKey) -> StoredBytes | None:
-        entry = self._entry(key)
-        return (
-            None if entry is None else StoredBytes(tensor_of(b""), entry.nbytes, entry.written_at)
-        )
 
     def _known(self, key: KVKey, meta: Mapping[str, Any], attributes: Mapping[str, str]) -> Entry:
         """Return an object's entry, from its metadata, this process's memory and the listing."""
@@ -298,18 +300,6 @@ async def _bytes_of(found: Any, nbytes: int) -> Tensor:
     if filled < nbytes:
         raise OSError(f"{filled} of {nbytes} bytes were sent")
     return raw
-
-
-@contextmanager
-def _failures() -> Iterator[None]:
-    """Turn obstore's errors into an OSError of one line."""
-    from obstore.exceptions import BaseError
-
-    try:
-        yield
-    except (BaseError, FileNotFoundError) as error:
-        said = "there is no such bucket" if _tells_of_the_bucket(error) else _line(error)
-        raise OSError(said) from error
 
 
 def _tells_of_the_bucket(error: BaseException) -> bool:

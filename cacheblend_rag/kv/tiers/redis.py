@@ -159,9 +159,9 @@ class RedisTier(BytesTier):
         with self._asking(most + ANSWER_BYTES):
             about, total, data = self._answers(ask, needed=1)
         note = note_of(about)
-        if about is not None and (note is None or total == 0):
-            self._drop_wrong(key)  # a forged entry, or the server evicted the value
         if note is None or total == 0:
+            if about is not None and not self.policy.read_only:
+                self._drop(key)  # a forged entry, or the server evicted the value
             return None
         if not isinstance(data, bytes) or not isinstance(total, int) or len(data) > most:
             raise DamagedChunkError("is no string of bytes, or longer than requested")
@@ -198,7 +198,8 @@ class RedisTier(BytesTier):
         """Remove values and index entries by name; names need not be valid keys."""
         if not names:
             return []
-        values = [self._value(name if isinstance(name, str) else _text(name)) for name in names]
+        texts = (n if isinstance(n, str) else n.decode(errors="replace") for n in names)
+        values = [self._value(text) for text in texts]
 
         def ask(pipe: Any) -> None:
             for name, value in zip(names, values, strict=True):
@@ -206,11 +207,6 @@ class RedisTier(BytesTier):
 
         with self._asking():
             return self._pipeline(ask)
-
-    def _drop_wrong(self, key: KVKey) -> None:
-        """Remove an index entry that does not lead to a readable chunk."""
-        if not self.policy.read_only:
-            self._drop(key)
 
     def _value(self, key: KVKey | str) -> str:
         return f"{self.prefix}kv:{key}"
@@ -399,7 +395,3 @@ def _entry(about: Any, score: Any, nbytes: Any, now: float) -> Entry | None:
     if note is None or not isinstance(nbytes, int) or not 0 < nbytes <= VALUE_BYTES:
         return None
     return Entry(nbytes, note.written_at, used_at(score, note.written_at, now))
-
-
-def _text(name: bytes) -> str:
-    return name.decode(errors="replace")

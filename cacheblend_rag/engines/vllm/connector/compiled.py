@@ -28,8 +28,12 @@ class CompiledOps:
         with set_current_vllm_config(vllm_config):
             for layer in layers:
                 left = [(module, *found) for module in layer.modules() if (found := _left(module))]
+                # vLLM's own hook, which also serves modules that are no CustomOp.
                 self._made.append(
-                    [(module, name, _compiled(module, method)) for module, name, method in left]
+                    [
+                        (module, name, CustomOp.maybe_compile(module, method))
+                        for module, name, method in left
+                    ]
                 )
 
     @contextmanager
@@ -56,9 +60,3 @@ def _left(module: Any) -> tuple[str, Callable[..., Any]] | None:
     elif isfunction(getattr(module, "_forward_entry", None)):  # else experts are one opaque op
         return "_forward_impl", module._forward_impl
     return None
-
-
-def _compiled(module: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a method by vLLM's own hook, which also serves modules that are no CustomOp."""
-    compiled: Callable[..., Any] = CustomOp.maybe_compile(module, method)
-    return compiled

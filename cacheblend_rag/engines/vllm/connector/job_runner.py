@@ -118,7 +118,8 @@ class JobRunner:
         """Return the result of a job that ran out of memory; vLLM serves its request."""
         if allotted.job.kind != "blend":
             return Failed(no_room(lack))
-        return _declined(lack, self._placed(allotted))
+        chunks = tuple(chunk.report(NO_ROOM) for chunk in self._placed(allotted))
+        return Declined(no_room(lack), chunks)
 
     def _placed(self, allotted: Allotted) -> list[PlacedChunk]:
         return [
@@ -229,14 +230,15 @@ class JobRunner:
         plans = [_plan(allotted, chunk, key) for key, chunk in zip(keys, job.chunks, strict=True)]
         if job.lead_in.name != "document":
             return compute_chunks(
-                self.stack, plans, self.store, alone=self._compute_alone, in_document=False
+                self.stack,
+                plans,
+                self.store,
+                alone=lambda chunks: compute_one_by_one(self.stack, chunks, self.store),
+                in_document=False,
             )
         starts = [chunk.start for chunk in job.chunks]
         document = DocumentPlan(list(allotted.tokens), list(zip(plans, starts, strict=True)))
         return compute_document(self.stack, document, self.store)
-
-    def _compute_alone(self, chunks: list[ChunkPlan]) -> Computed:
-        return compute_one_by_one(self.stack, chunks, self.store)
 
     def _fingerprint(self, job: BlendJob) -> str:
         lead = job.lead_in
@@ -269,11 +271,6 @@ def prefetch(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:
         store.prefetch([key])
         yield
     return PrefetchResult()
-
-
-def _declined(lack: str, placed: Sequence[PlacedChunk]) -> Declined:
-    """Return the result of a blend that was not begun, or was abandoned, for lack of memory."""
-    return Declined(no_room(lack), tuple(chunk.report(NO_ROOM) for chunk in placed))
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -76,7 +76,8 @@ class StepResults(KVConnectorWorkerMetadata):
             mine = self.results.get(request_id, RANK_FAILED)
             if isinstance(mine, ReleaseResult) and isinstance(result, ReleaseResult):
                 self.results[request_id] = replace(mine, released=mine.released + result.released)
-            if _is_elsewhere(mine) or _stored(result) < _stored(mine):
+            is_elsewhere = isinstance(mine, Failed) and mine.error == RANK_FAILED.error
+            if is_elsewhere or _stored(result) < _stored(mine):
                 self.results[request_id] = result
         return self
 
@@ -84,11 +85,6 @@ class StepResults(KVConnectorWorkerMetadata):
 def leaves_blocks_empty(result: Result, *, blends: bool) -> bool:
     """Whether a job left its blocks unfilled, so that vLLM must compute them."""
     return not blends or isinstance(result, Failed | Declined)
-
-
-def _is_elsewhere(result: Result) -> bool:
-    """Whether the error occurred on another rank."""
-    return isinstance(result, Failed) and result.error == RANK_FAILED.error
 
 
 def _stored(result: Result) -> int:

@@ -120,7 +120,8 @@ class PrefillTimer:
             spans, marks = self._steps.popleft()
             parts = zip(marks[::2], marks[1::2], strict=True)
             seconds = sum(begun.elapsed_time(ended) for begun, ended in parts) / 1000
-            self.rates.record("prefill", sum(self._work(*span) for span in spans), seconds)
-
-    def _work(self, first: int, end: int) -> float:
-        return prefill_cost(self._costs, end) - prefill_cost(self._costs, first)
+            work = (
+                prefill_cost(self._costs, end) - prefill_cost(self._costs, first)
+                for first, end in spans
+            )
+            self.rates.record("prefill", sum(work), seconds)

@@ -31,7 +31,6 @@ from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, NO_REPORT
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import ChunkReport
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
@@ -238,12 +237,11 @@ def _repeated(result: BlendResult) -> BlendResult:
         starts={},
         work_seconds=0.0,
         wall_seconds=0.0,
-        chunks=tuple(_cached(chunk) for chunk in result.chunks),
+        chunks=tuple(
+            replace(chunk, recomputed=0, tier=PREFIX_CACHE) if chunk.hit else chunk
+            for chunk in result.chunks
+        ),
     )
-
-
-def _cached(chunk: ChunkReport) -> ChunkReport:
-    return replace(chunk, recomputed=0, tier=PREFIX_CACHE) if chunk.hit else chunk
 
 
 def read_job(request: Request, refusal: Reason | None, model: ModelConfig) -> Pending:

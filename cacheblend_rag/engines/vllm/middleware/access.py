@@ -247,12 +247,9 @@ def _path(scope: Scope) -> str:
 
 
 def _given_key(scope: Scope) -> bytes:
-    scheme, _, key = _header(scope, b"authorization").partition(b" ")
+    sent = (bytes(value) for name, value in scope["headers"] if name == b"authorization")
+    scheme, _, key = next(sent, b"").partition(b" ")
     return key if scheme.lower() == b"bearer" else b""
-
-
-def _header(scope: Scope, wanted: bytes) -> bytes:
-    return next((bytes(value) for name, value in scope["headers"] if name == wanted), b"")
 
 
 def _is_one_of(given: bytes, keys: Iterable[str]) -> bool:
