@@ -59,7 +59,7 @@ def test_a_missing_extra_says_how_to_install_it(cli, small_model, monkeypatch):
 
 def test_a_store_is_read_through(cli, small_model, tmp_path):
     outcome = cli("doctor", "--model", small_model, "--kv-path", tmp_path, "--json")
-    assert "is no store" in outcome.json["store"]["problem"]
+    assert "is not a store" in outcome.json["store"]["problem"]
     assert not any(tmp_path.iterdir())
     DiskTier(tmp_path)
     outcome = cli("doctor", "--model", small_model, "--kv-path", tmp_path, "--json")

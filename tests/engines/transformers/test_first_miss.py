@@ -128,5 +128,5 @@ def test_a_second_cutting_of_a_document_is_warned_of_unless_it_has_a_collection(
     caplog.clear()
     again = engine.precompute([Document("d", small)], progress=False)
     assert again.replaced == 3
-    assert "needs a collection= of its own" in caplog.text
+    assert "give each index a collection= of its own" in caplog.text
     assert caplog.records[0].levelno == logging.WARNING

@@ -411,7 +411,11 @@ def test_no_server_there() -> None:
     [
         ([], EngineUnavailableError, "is not a vLLM server"),
         ([{"id": "gpt", "object": "model"}], EngineUnavailableError, "is not a vLLM server"),
-        ([MODEL, {**MODEL, "id": "b", "root": "b"}], ConfigError, "none that .* serves: tiny, b"),
+        (
+            [MODEL, {**MODEL, "id": "b", "root": "b"}],
+            ConfigError,
+            "is not served by .*, which has tiny, b",
+        ),
     ],
 )
 def test_what_is_served_must_be_clear(
