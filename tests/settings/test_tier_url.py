@@ -126,7 +126,9 @@ def test_a_password_is_shown_nowhere_and_handed_on_by_the_environment():
 
 def test_a_worker_process_finds_the_password_in_its_environment(monkeypatch):
     sent = ConnectorSettings(store=StoreConfig(tiers=[WITH_PASSWORD, "redis://b"]))
-    plain = json.loads(json.dumps(sent.to_extra_config()))
+    extra = sent.to_extra_config()
+    assert {type(url) for url in extra["tiers"]} == {str}, "a TierUrl has its password with it"
+    plain = json.loads(json.dumps(extra))
     assert ConnectorSettings.from_extra_config(plain).store.urls[0].password is None
     for name, value in sent.store.environment().items():
         monkeypatch.setenv(name, value)
