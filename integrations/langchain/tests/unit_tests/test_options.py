@@ -50,9 +50,9 @@ def test_a_model_or_an_engine_must_be_given(options: dict[str, str]) -> None:
 
 
 def test_options_without_effect_are_refused() -> None:
-    with pytest.raises(ConfigError, match="instruction, kv_path: already settled"):
+    with pytest.raises(ConfigError, match="instruction, kv_path: fixed by the engine"):
         ChatCacheBlend(engine=random_engine(), instruction="Answer.", kv_path="kv")
-    with pytest.raises(ConfigError, match="kv_path, lead_in: already settled"):
+    with pytest.raises(ConfigError, match="kv_path, lead_in: fixed by the engine"):
         ChatCacheBlend(engine=random_engine(), lead_in="bos", store={"kv_path": "kv"})
     with pytest.raises(ConfigError, match="document_ky"):
         CacheBlendTransformer(engine=random_engine(), document_ky="id")
@@ -183,7 +183,7 @@ def test_call_options_are_checked() -> None:
     for options, named in (
         ({"tools": []}, "unknown call option 'tools'"),
         ({"temprature": 1}, "unknown call option 'temprature' (did you mean 'temperature'?)"),
-        ({"max_tokens": 1, "max_new_tokens": 1}, "max_tokens and max_new_tokens are one"),
+        ({"max_tokens": 1, "max_new_tokens": 1}, "max_tokens and max_new_tokens name one"),
         ({"recompute_ratio": 2}, "recompute_ratio=2"),
         ({"hints": [Document("text")]}, "hints hold a Document: give Chunks or document ids"),
         ({"hints": 3}, "hints hold a int: give Chunks or document ids"),
