@@ -22,7 +22,7 @@ BUFFER_BYTES = 4 << 20
 PINNED_BYTES = BUFFERS * BUFFER_BYTES
 """Limit of page-locked memory for all passes on a device."""
 COPY_STREAM_BYTES = PINNED_BYTES + 7 * BUFFER_BYTES
-"""Limit of device memory: as much again, and room for one buffer's unpacked, rotated KV."""
+"""Limit of device memory: PINNED_BYTES, and a buffer's KV while it is unpacked and rotated."""
 ALIGNMENT = 8
 """Alignment of the first tensor of a part, in bytes; no element is larger."""
 

@@ -39,7 +39,7 @@ IN_CONFIG = {
     "logit_scale": ("logit_scale",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
-"""Names of a setting in configs; one of them must have its value."""
+"""Each GGUF setting's names in Hugging Face configs; one of them must have its value."""
 ROPE_SCALING = "rope.scaling.type"
 LLAMA3_LOW, LLAMA3_HIGH, LLAMA3_LENGTH = 1.0, 4.0, 8192
 

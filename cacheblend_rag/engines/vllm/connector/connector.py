@@ -108,7 +108,7 @@ class CacheBlendConnector(KVConnectorBase_V1):
         """Nothing to save: separate jobs compute chunk KV."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for: the model was started, and jobs have run their slice."""
+        """End the worker's step; there is no save to wait for."""
         self.worker.end_step()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
