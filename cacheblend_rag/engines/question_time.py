@@ -150,12 +150,12 @@ class QuestionTime:
             token_ids=tuple(token_ids),
             finish_reason=finish_reason,
             prompt_tokens=len(request.prepared.token_ids),
-            report=self._report(request, prefill),
+            report=self.report(request, prefill),
             sampling=request.sampling,
         )
         return Delta("", self.after_answer.run(request, answer))
 
-    def _report(self, request: Request, prefill: PrefillReport) -> BlendReport:
+    def report(self, request: Request, prefill: PrefillReport) -> BlendReport:
         """Return the report of a prompt and of its chunks."""
         prepared = request.prepared
         tokens = len(prepared.token_ids)

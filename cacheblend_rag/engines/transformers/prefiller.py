@@ -1,0 +1,99 @@
+"""Prefills requests by a blend pass if there is KV to reuse, else by the model's own prefill."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from cacheblend_rag.blend.cost import prefill_cost
+from cacheblend_rag.engines.answer import FULL_PREFILL, Request
+from cacheblend_rag.engines.backend import UNSUPPORTED
+from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS
+from cacheblend_rag.engines.transformers.model_steps import run_steps
+from cacheblend_rag.engines.transformers.prefill import (
+    Prefilled,
+    PromptChunks,
+    blended_prefill,
+    ordinary_prefill,
+)
+from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
+from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.watched_model import TriedModel
+from cacheblend_rag.kv.store import TieredKVStore
+from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory, no_room
+from cacheblend_rag.prefill.policy import NO_CHUNK
+from cacheblend_rag.prefill.prompt_pass import NotWorthLoading
+from cacheblend_rag.reason import Reason
+from cacheblend_rag.report import PrefillReport
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Prefiller:
+    """A tested model with its store, and the lock of all engines around it."""
+
+    tried: TriedModel
+    store: TieredKVStore
+    lock: PriorityLock
+
+    def run(self, request: Request) -> Prefilled | None:
+        """Prefill, blended if there is something to reuse; None if cancelled meanwhile.
+
+        Other requests may use the model while this one waits for the store.
+        """
+        chunks = PromptChunks(request.prepared, self.store)
+        reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
+        if self.tried.stack is None or request.full or not chunks.placed:
+            return self._ordinarily(request, reserve, self._told_unasked(request))
+        blended = self._blended(self.tried.stack, request, chunks, reserve)
+        if not isinstance(blended, NotWorthLoading):
+            return blended
+        told = PrefillReport(blended.why, chunks=blended.chunks)
+        return self._ordinarily(request, reserve, told)
+
+    def _blended(
+        self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
+    ) -> Prefilled | NotWorthLoading | None:
+        """Prefill by a blend pass; one that runs out of memory is abandoned and freed."""
+        try:
+            return self._run_pass(stack, request, chunks, reserve)
+        except Exception as error:
+            lack = lack_of_memory(error)
+            if lack is None:
+                raise
+        # After the handler: the error's traceback kept the pass, and so would a logged one.
+        give_back_unused()
+        logger.warning(
+            "a prompt of %d tokens is not blended: %s (%s)", len(chunks.token_ids), NO_ROOM, lack
+        )
+        return NotWorthLoading(no_room(lack), chunks.missed(NO_ROOM))
+
+    def _run_pass(
+        self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
+    ) -> Prefilled | NotWorthLoading | None:
+        with chunks.source(stack, request.config) as source:
+            steps = blended_prefill(
+                stack, chunks, source, request.config, reserve, controller=self.tried.controller
+            )
+            return run_steps(self.lock, steps, request.cancel, source)
+
+    def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
+        """Serve a prompt by the model's own prefill, and record its duration."""
+        ids, controller = request.prepared.token_ids, self.tried.controller
+        steps = ordinary_prefill(self.tried.ordinary, ids, reserve, told)
+        done = run_steps(self.lock, steps, request.cancel)
+        if done is not None and controller is not None:
+            work = prefill_cost(controller.costs, len(ids))
+            controller.rates.record("prefill", work, done.seconds["recompute"])
+        return done
+
+    def _told_unasked(self, request: Request) -> PrefillReport:
+        """Return the report of a prompt that is not blended, without asking the store."""
+        placed, refusal = request.prepared.placed, self.tried.refusal
+        if request.full:
+            return PrefillReport(FULL_PREFILL)
+        if not placed or refusal is None:
+            return PrefillReport(NO_CHUNK)
+        why = Reason(refusal.code, f"{UNSUPPORTED}: {refusal}")
+        return PrefillReport(why, chunks=[chunk.report(UNSUPPORTED) for chunk in placed])
