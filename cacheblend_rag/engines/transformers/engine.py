@@ -299,8 +299,8 @@ class TransformersEngine(Engine):
             full: whether to prefill without stored KV, as generate_full does.
 
         Raises:
-            PromptError: when the prompt is empty, or with the answer longer than the context
-                window.
+            PromptError: when the prompt is empty.
+            PromptTooLongError: when prompt and answer are longer than the context window.
             ConfigError: when there is no token to score, or ``config`` does not suit the model.
             OutOfMemoryError: when there is no memory for it.
         """
