@@ -59,7 +59,8 @@ class QuestionMeasurer:
     what this prompt shares with the previous one, the text before the first passage. vLLM's own
     prefix cache is used as it is. The embedded engine has none, so the KV of that text is kept as a
     chunk at the beginning of the prompt and everything behind it is computed, which is the work of
-    prefix caching, less what a pass saves in the last layer. The first question is answered once by each rule, untimed, before.
+    prefix caching, less what a pass saves in the last layer. The first question is answered once by
+    each rule, untimed, before.
     """
 
     engines: Mapping[LeadInKind, Engine]
