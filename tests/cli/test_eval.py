@@ -4,14 +4,23 @@ import json
 
 import pytest
 
+from cacheblend_rag import BlendConfig
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.text.chunk import Document
 
 FIELDS = {
-    "setting", "lead_in", "selector", "ratio", "exact_match", "f1", "rouge_l", "ci95",
-    "recomputed_share", "compute_share",
+    "setting", "lead_in", "selector", "ratio", "default", "exact_match", "f1", "rouge_l", "ci95",
+    "holds_answer", "holds_answer_p", "recomputed_share", "compute_share", "kv_before",
 }  # fmt: skip
+FIDELITY = {
+    "kl_first", "kl_first_ci95", "kl", "kl_ci95", "top1", "top1_ci95", "same_answer",
+    "gold_logprob", "gold_logprob_mean", "gold_logprob_change", "gold_logprob_change_ci95",
+    "recovered_kl", "recovered_kl_ci95", "whole_kl_first", "whole_kl", "whole_kl_ci95",
+    "whole_top1", "whole_same_answer",
+}  # fmt: skip
+TTFT = {"ttft_seconds", "ttft_speedup", "ttft_speedup_ci95"}
+DEFAULT = ("document", "hkvd", BlendConfig().ratio)
 SETTINGS = ("adjacent", "fragments")
 DOCUMENTS = tuple(
     Document(name, (f"This note is about {name}.", "She plays the violin. " * 8, "She owns a cat."))
@@ -53,7 +62,9 @@ def test_rows_of_a_grid(evaluate, questions_file):
     )  # fmt: skip
     assert outcome.code == 0
     found = outcome.json
-    assert set(found) == {"dataset", "questions", "rows"}
+    about = {"dataset", "questions", "model", "dtype", "engine", "chat_template"}
+    assert set(found) == {*about, "rows"}
+    assert (found["dtype"], found["engine"]) == ("float32", "transformers")
     assert (found["dataset"], found["questions"]) == ("notes", 2)
     assert all(set(row) == FIELDS for row in found["rows"])
     expected = [
@@ -64,13 +75,14 @@ def test_rows_of_a_grid(evaluate, questions_file):
         ("document", "none", 0.0),
         ("document", "prior", 0.1),
         ("document", "hkvd", 0.1),
+        DEFAULT,
     ]
     for setting in SETTINGS:
         assert [key(r) for r in found["rows"] if r["setting"] == setting] == expected
 
 
 def test_shares_say_what_was_computed(evaluate, questions_file, slow_blends):
-    full, reuse, prior, hkvd = evaluate(
+    full, reuse, prior, hkvd, _ = evaluate(
         "--dataset", questions_file, "--settings", "adjacent", "--ratios", "0.2",
         "--selectors", "prior,hkvd", "--lead-ins", "instruction",
     ).json["rows"]  # fmt: skip
@@ -102,7 +114,8 @@ def test_passages_file(evaluate, tmp_path):
     outcome = evaluate("--dataset", path, "--questions", 2, "--passages", 3)
     assert (outcome.json["dataset"], outcome.json["questions"]) == ("notes", 2)
     assert {row["setting"] for row in outcome.json["rows"]} == {"retrieved"}
-    assert {row["lead_in"] for row in outcome.json["rows"]} == {"none", "instruction"}
+    asked = [row for row in outcome.json["rows"] if not row["default"]]
+    assert {row["lead_in"] for row in asked} == {"none", "instruction"}
 
 
 def test_prompt_too_long_for_the_model_is_one_line(evaluate, tmp_path):
