@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.settings.choices import (
     AUTO,
+    DEFAULT_RATIO,
     EMBEDDED,
     ENGINES,
-    PRESET_RATIOS,
+    PROFILES,
     RATIO_BOUNDS,
     VLLM,
     LeadInKind,
     Precision,
-    Preset,
 )
 from cacheblend_rag.settings.options import check_namespace, names_of
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.settings.base import Settings
     from cacheblend_rag.settings.engine import EngineConfig
     from cacheblend_rag.settings.lead_in import LeadInConfig
+    from cacheblend_rag.settings.profile import Profile
     from cacheblend_rag.settings.request import BlendConfig
     from cacheblend_rag.settings.store import StoreConfig
 
@@ -32,15 +33,17 @@ _LAZY = {
     "BlendConfig": "cacheblend_rag.settings.request",
     "EngineConfig": "cacheblend_rag.settings.engine",
     "LeadInConfig": "cacheblend_rag.settings.lead_in",
+    "Profile": "cacheblend_rag.settings.profile",
     "Settings": "cacheblend_rag.settings.base",
     "StoreConfig": "cacheblend_rag.settings.store",
 }
 
 __all__ = [
     "AUTO",
+    "DEFAULT_RATIO",
     "EMBEDDED",
     "ENGINES",
-    "PRESET_RATIOS",
+    "PROFILES",
     "RATIO_BOUNDS",
     "VLLM",
     "BlendConfig",
@@ -48,7 +51,7 @@ __all__ = [
     "LeadInConfig",
     "LeadInKind",
     "Precision",
-    "Preset",
+    "Profile",
     "Settings",
     "StoreConfig",
     "check_namespace",
