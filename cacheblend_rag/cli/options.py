@@ -50,6 +50,14 @@ EngineOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}; the model's by default.")
 ]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        envvar="CACHEBLEND_PROFILE",
+        help="quality, balanced, speed or a TOML file, such as `tune` writes.",
+    ),
+]
 JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON object on stdout and nothing else there."),
