@@ -26,6 +26,8 @@ BASELINES = ("full", "prefix_caching")
 FLOOR = 1e-8
 """A logarithmic axis has no zero; KL of float32 logits below this is rounding."""
 COLUMNS = 2
+GAP = 0.064
+"""Least distance of two labels, as a share of a panel's height."""
 
 Row = dict[str, Any]
 Line = tuple[str, list[Row]]
@@ -94,7 +96,7 @@ def _draw(axes: Axes, run: dict[str, Any], setting: str) -> None:
             axes.plot(_compute(row), at, marker="o", ms=8, mfc="none", mec=colour)
         labels.append((y[-1], x[-1], f"{name}{' (default)' if marked else ''}", colour))
     axes.set_yscale("log")
-    axes.set_xlim(0, 1.45 * max(x for _, x, _, _ in labels) + 0.08)
+    axes.set_xlim(0, 1.05 * max(x for _, x, _, _ in labels))
     _label(axes, labels)
     model, dtype, questions = run["model"], run["dtype"], run["questions"]
     axes.set_title(f"{model} ({dtype}), {setting}, {questions} prompts", loc="left")
@@ -107,20 +109,31 @@ def _label(axes: Axes, labels: list[tuple[float, float, str, str]]) -> None:
     """Write names in a column right of all points, apart from each other, a thin line to each."""
     axes.get_figure().draw_without_rendering()  # type: ignore[union-attr]
     to_axes = axes.transData + axes.transAxes.inverted()
-    heights = [(float(to_axes.transform((x, y))[1]), y, x, name, c) for y, x, name, c in labels]
-    gap, last = 0.062, -1.0
-    for height, y, x, name, colour in sorted(heights):
-        last = max(height, last + gap)
+    labels = sorted(labels)
+    wanted = [float(to_axes.transform((x, y))[1]) for y, x, _, _ in labels]
+    for (y, x, name, colour), height in zip(labels, _apart(wanted), strict=True):
         axes.annotate(
             name,
             (x, y),
-            xytext=(1.02, last),
+            xytext=(1.02, height),
             textcoords="axes fraction",
             color=colour,
             va="center",
             annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.4, "alpha": 0.6},
         )
+
+
+def _apart(heights: Sequence[float], gap: float = GAP, top: float = 1.0) -> list[float]:
+    """Return rising heights at least ``gap`` apart, moved down from ``top`` where needed."""
+    found: list[float] = []
+    for height in heights:
+        found.append(max(height, found[-1] + gap) if found else height)
+    limit = top
+    for index in reversed(range(len(found))):
+        found[index] = min(found[index], limit)
+        limit = found[index] - gap
+    return found
 
 
 def main() -> None:
