@@ -201,6 +201,7 @@ def test_a_chat_template_can_be_left_out(evaluate, questions_file):
     [
         (("--fidelity", "--engine", "http://127.0.0.1:9"), "--fidelity: only the engine"),
         (("--out", "a", "--resume", "b"), "give one of them"),
+        (("--chunk-tokens", 100), "do not apply to 'demo'"),
         (("--out", __file__), "go on with --resume"),
         (("--resume", __file__), "line 1 is not a result of this evaluation"),
     ],
@@ -210,3 +211,25 @@ def test_wrong_uses_are_one_line(evaluate, flags, told):
     assert (outcome.code, outcome.stdout) == (2, "")
     assert told in " ".join(outcome.stderr.split())
     assert outcome.stderr.count("\n") == 1
+
+
+def test_bounds_of_prompts_are_two_numbers(evaluate):
+    for text in ("100", "100,b", "1,2.5"):
+        outcome = evaluate("--prompt-tokens", text)
+        assert outcome.code == 2
+        assert "--prompt-tokens" in outcome.stderr
+
+
+def test_documents_are_cut_by_the_models_tokens(evaluate, tmp_path):
+    texts = [f"Ada lives in {place}. She owns a cat. " * 12 for place in ("Rome", "Oslo", "Bonn")]
+    item = {"question": "Where?", "answers": ["Oslo"], "ctxs": [{"text": t} for t in texts]}
+    path = tmp_path / "notes.json"
+    path.write_text(json.dumps([item]))
+    flags = ("--chunk-tokens", 30, "--settings", "adjacent,fragments", "--fidelity")
+    outcome = evaluate("--dataset", path, *flags, "--selectors", "random", "--ratios", "0.1")
+    assert outcome.code == 0, outcome.stderr
+    whole = {s: [] for s in ("adjacent", "fragments")}
+    for row in outcome.json["rows"]:
+        whole[row["setting"]].append(row["whole_kl"])
+    assert set(whole["adjacent"]) == {None}
+    assert None not in whole["fragments"]

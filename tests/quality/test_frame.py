@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from cacheblend_rag.demo import MODEL_FOLDER
@@ -58,12 +56,6 @@ def test_a_template_is_used_unless_it_is_turned_off():
 def test_the_toy_keeps_its_training_frame():
     frame = PromptFrame.of(load_tokenizer(MODEL_FOLDER), INSTRUCTION)
     assert frame.opening == f"<bos>{DEFAULT_FRAME.head}"
-
-
-def test_whole_documents_are_all_chunks_in_order():
-    frame = PromptFrame.of(Plain(), "Be brief.")
-    whole = frame.of_whole_documents(QUESTION)
-    assert whole == frame.prompt(replace(QUESTION, passages=(CHUNKS[2], CHUNKS[0], CHUNKS[1])))
 
 
 @pytest.mark.parametrize("tokenizer", [Templated(), Plain()])
