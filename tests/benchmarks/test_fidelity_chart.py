@@ -42,7 +42,11 @@ def test_the_chart_names_models_settings_and_the_default():
     assert settings_of(more) == ["shuffled"]
     drawn = chart([RUN, more])
     assert drawn == chart([RUN, more])
-    for text in ("demo (float32), adjacent, 3 prompts", "document, hkvd (default)", "shuffled"):
+    for text in (
+        "demo (float32), adjacent, 3 prompts",
+        "document, hkvd (default)",
+        "demo (float32), shuffled",
+    ):
         assert f"<!-- {text}" in drawn
 
 
