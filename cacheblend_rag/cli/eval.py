@@ -11,7 +11,7 @@ import typer
 from cacheblend_rag.cli import eval_tables, options, output
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import DEMO_MODEL
-from cacheblend_rag.quality.questions import DEMO, choose_questions
+from cacheblend_rag.quality.questions import DEMO, DataChoice, choose_questions
 from cacheblend_rag.rag import checks
 from cacheblend_rag.settings import EMBEDDED
 
@@ -25,7 +25,10 @@ DEFAULT_SEED = 9_271_828
 def evaluate_command(
     *,
     dataset: Annotated[
-        str, typer.Option(help="'demo' or a JSON file of questions with passages or documents.")
+        str,
+        typer.Option(
+            help="'demo', 'single-hop', 'ruler:niah' (or vt, cwe), or a file of questions."
+        ),
     ] = DEMO,
     model: options.ModelOption = DEMO_MODEL,
     engine: Annotated[
@@ -40,9 +43,9 @@ def evaluate_command(
         int | None,
         typer.Option(min=1, help="Most passages per question; all by default."),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed for drawing the demo's questions.")
-    ] = DEFAULT_SEED,
+    chunk_tokens: options.ChunkTokensOption = None,
+    prompt_tokens: options.PromptTokensOption = None,
+    seed: Annotated[int, typer.Option(help="Seed for whatever is drawn.")] = DEFAULT_SEED,
     ratios: Annotated[
         str | None, typer.Option(help="Recompute ratios, comma-separated.", metavar="R,R,...")
     ] = None,
@@ -111,8 +114,14 @@ def evaluate_command(
         from cacheblend_rag.quality.grids import complete, default_rules
         from cacheblend_rag.quality.measuring import Measures
 
+        tokenizer = load_tokenizer(model)
+        choice = DataChoice(
+            chunk_tokens,
+            options.token_bounds(prompt_tokens),
+            count_tokens=lambda text: len(tokenizer.tokenize(text)),
+        )
         wanted = options.names(settings or "")
-        data = choose_questions(dataset, wanted, questions, passages, seed)
+        data = choose_questions(dataset, wanted, questions, passages, seed, choice=choice)
         selector_options: dict[str, dict[str, Any]] = {
             "hkvd": {"deviation": deviation},
             "random": {"seed": seed},
@@ -126,9 +135,7 @@ def evaluate_command(
             )
             for s in data.settings
         }
-        frame = PromptFrame.of(
-            load_tokenizer(model), data.instruction, chat_template=not no_chat_template
-        )
+        frame = PromptFrame.of(tokenizer, data.instruction, chat_template=not no_chat_template)
         opened = opened_engines(
             engine,
             model,

@@ -10,7 +10,7 @@ import typer
 
 from cacheblend_rag.cli import options, output
 from cacheblend_rag.models import LOCAL_MODELS
-from cacheblend_rag.quality.questions import DEMO, choose_questions
+from cacheblend_rag.quality.questions import DEMO, DataChoice, choose_questions
 from cacheblend_rag.rag import checks
 
 if TYPE_CHECKING:
@@ -25,12 +25,17 @@ def tune_command(
     model: Annotated[str, typer.Argument(help=f"{LOCAL_MODELS}, or a hub name.")],
     *,
     dataset: Annotated[
-        str, typer.Option(help="A file of questions as for `eval`; 'demo' for the model demo.")
+        str,
+        typer.Option(
+            help="Questions as for `eval`: a file, single-hop, ...; demo is for the model demo."
+        ),
     ] = DEMO,
     setting: Annotated[
         str | None, typer.Option(help="One setting of the dataset; all in turn by default.")
     ] = None,
     questions: Annotated[int, typer.Option(min=1, help="At most so many questions.")] = 40,
+    chunk_tokens: options.ChunkTokensOption = None,
+    prompt_tokens: options.PromptTokensOption = None,
     bar: Annotated[
         Literal["score", "fidelity"],
         typer.Option(
@@ -83,6 +88,7 @@ def tune_command(
         checks.check_model(model)
         checks.check_placement(device, dtype)
         checks.check_installed(("rouge_score", "tomli_w"), "tune", "eval")
+        from cacheblend_rag.engines.tokenizer import load_tokenizer
         from cacheblend_rag.quality.tuning import candidates
         from cacheblend_rag.quality.tuning import plot as plots
         from cacheblend_rag.quality.tuning.run import tune_model
@@ -98,7 +104,14 @@ def tune_command(
         }
         kinds = options.names(lead_ins) if lead_ins else candidates.LEAD_INS
         candidates.candidates(1, lead_ins=kinds, **tried)  # refuses what is wrong, at once
-        chosen = choose_questions(dataset, (setting,) if setting else (), questions, None, SEED)
+        tokenizer = load_tokenizer(model)
+        choice = DataChoice(
+            chunk_tokens,
+            options.token_bounds(prompt_tokens),
+            count_tokens=lambda text: len(tokenizer.tokenize(text)),
+        )
+        wanted = (setting,) if setting else ()
+        chosen = choose_questions(dataset, wanted, questions, None, SEED, choice=choice)
         with output.progress_bar(lines=True) as progress:
             tuned = tune_model(
                 model,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,8 +20,8 @@ def verify_command(
     model: Annotated[str, typer.Argument(help=f"{LOCAL_MODELS}, or a hub name.")],
     *,
     dataset: Annotated[
-        Path | None,
-        typer.Option(help="A file of questions, as for `eval`.", show_default="a packaged set"),
+        str | None,
+        typer.Option(help="Questions, as for `eval`.", show_default="a packaged set"),
     ] = None,
     questions: Annotated[int, typer.Option(min=1, help="With --dataset: at most so many.")] = 6,
     profile: options.ProfileOption = None,
@@ -41,7 +40,7 @@ def verify_command(
         from cacheblend_rag.quality.questions import choose_questions
         from cacheblend_rag.quality.verify.gate import verify_model
 
-        data = choose_questions(str(dataset), (), questions, None, 0) if dataset else None
+        data = choose_questions(dataset, (), questions, None, 0) if dataset else None
         with output.progress_bar(lines=True) as progress:
             task = progress.begin(f"verifying {model}", 0)
             verdict = verify_model(

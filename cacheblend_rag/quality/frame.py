@@ -53,13 +53,6 @@ class PromptFrame:
         """Return the same prompt without its passages."""
         return self._around(question, ())
 
-    def of_whole_documents(self, question: EvalQuestion) -> BlendPrompt:
-        """Return the same prompt over all chunks of each retrieved document, in order."""
-        documents = {document.document_id: document for document in question.documents}
-        named = dict.fromkeys(passage.document_id for passage in question.passages)
-        found = [chunk for name in named if name for chunk in documents[name].to_chunks()]
-        return self._around(question, found)
-
     def opening_alone(self, question: EvalQuestion) -> tuple[Chunk, BlendPrompt]:
         """Return the opening as a chunk, and the prompt in which it is the only one."""
         opening = Chunk(self.opening, OPENING)

@@ -131,7 +131,7 @@ class QuestionMeasurer:
             return []
         engine, tokens = _measured(self._first), min(TOKENS, self.sampling.max_tokens)
         found = [reference(engine, prompt, question.answers, tokens, generation=full)]
-        whole = self.frame.of_whole_documents(question)
+        whole = self.frame.prompt(question.whole_documents())
         if whole != prompt:
             found.append(reference(engine, whole, question.answers, tokens))
         return found
