@@ -29,7 +29,7 @@ def check_fidelity(
     questions: Sequence[EvalQuestion],
     on_question: Callable[[], None] = lambda: None,
 ) -> Check:
-    """Check that an engine's own settings are near full prefill, and nearer than plain reuse.
+    """Check that an engine's own settings are near full prefill, and what they recompute helps.
 
     engine: its config is checked. plain: computes chunks after the instruction alone, around the
     same model. Both stores hold the questions' documents.
@@ -42,10 +42,13 @@ def check_fidelity(
         blends.append(compare(wanted, engine, prompt, config))
         reuses.append(compare(wanted, plain, prompt, PLAIN))
         on_question()
-    return _judged(blends, reuses)
+    recomputes = config.selector != PLAIN.selector and config.ratio > 0
+    return _judged(blends, reuses, recomputes=recomputes)
 
 
-def _judged(blends: Sequence[PromptFidelity], reuses: Sequence[PromptFidelity]) -> Check:
+def _judged(
+    blends: Sequence[PromptFidelity], reuses: Sequence[PromptFidelity], *, recomputes: bool
+) -> Check:
     kl, plain = mean(one.kl for one in blends), mean(one.kl for one in reuses)
     measured = {
         "prompts": len(blends),
@@ -59,7 +62,7 @@ def _judged(blends: Sequence[PromptFidelity], reuses: Sequence[PromptFidelity]) 
     if not kl <= MOST_KL:
         remedy = f"keep to ordinary prefill, or `tune` a profile that stays below {MOST_KL}"
         return FIDELITY.failed(f"{told}: more than {MOST_KL}", remedy, measured)
-    if kl >= plain and kl > NEGLIGIBLE:
+    if recomputes and kl >= plain and kl > NEGLIGIBLE:
         remedy = "recomputing does not help this model: `tune` it, or keep to ordinary prefill"
         return FIDELITY.failed(f"{told}: no better than that", remedy, measured)
     same = f"{measured['same_answers']:.0%} of answers the same"

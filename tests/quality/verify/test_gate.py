@@ -105,8 +105,13 @@ def test_inseparable_passages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert statuses(verdict)["seams"] == "failed"
 
 
-def test_a_rotary_embedding_that_is_off_by_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, rotation = opened(), TransformersStack.rotation
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotary_embedding_that_is_off_by_one_fails(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=dtype)
+    engine, rotation = opened(model=model), TransformersStack.rotation
+    assert statuses(verify_engine(engine, DATA))["positions"] == "ok"
     monkeypatch.setattr(TransformersStack, "rotation", lambda s, offset: rotation(s, offset + 1))
     verdict = verify_engine(engine, DATA)
     assert "positions" in failed(verdict)
