@@ -11,6 +11,9 @@ from cacheblend_rag.quality.records import PromptRecord
 from cacheblend_rag.quality.tuning.bar import Bar, Kept
 from cacheblend_rag.quality.tuning.candidates import Candidate
 
+AT_ONCE = 4
+"""Dropped candidates that are measured together, so that they share full prefill's pass."""
+
 Measure = Callable[[Sequence[Candidate], int], None]
 """Measures some candidates on the first so many prompts."""
 
@@ -55,7 +58,7 @@ class Ladder:
 
         sizes: prompts of each round. In each, candidates that can no longer hold the bar are
         dropped, then the dearer half of the others. If none of the last ones holds it, the dropped
-        dearer ones get their turn, the cheapest first.
+        dearer ones get their turn, a few at once, the cheapest first.
         """
         left = list(self.candidates)
         *early, last = sizes
@@ -66,11 +69,10 @@ class Ladder:
                 break
         if left:
             measure(left, last)
-        waiting = [one for one in self._by_cost() if self._may_hold(one)]
-        for one in waiting:
-            if best := self.best(last):
-                return best
-            measure([one], last)
+        waiting = [one for one in self._by_cost() if self._may_hold(one) and one not in left]
+        while waiting and self.best(last) is None:
+            measure(waiting[:AT_ONCE], last)
+            waiting = waiting[AT_ONCE:]
         return self.best(last)
 
     def best(self, prompts: int) -> Candidate | None:

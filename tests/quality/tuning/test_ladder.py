@@ -12,7 +12,7 @@ from cacheblend_rag.quality.fidelity import PromptFidelity
 from cacheblend_rag.quality.records import PromptRecord
 from cacheblend_rag.quality.tuning.bar import Bar
 from cacheblend_rag.quality.tuning.candidates import Candidate, candidates, rungs
-from cacheblend_rag.quality.tuning.ladder import Ladder
+from cacheblend_rag.quality.tuning.ladder import AT_ONCE, Ladder
 
 FULL_SECONDS = 10.0
 
@@ -49,9 +49,9 @@ def test_the_cheapest_that_holds_wins_and_hopeless_ones_are_dropped_at_once() ->
 
 
 def test_dearer_ones_get_their_turn_if_no_cheap_one_holds_at_last() -> None:
-    tempting = [candidate(number) for number in (1, 2)]
-    holds, dearer = candidate(3), candidate(4)
-    bench = Bench({**dict.fromkeys(tempting, (0.04, 1)), holds: (0.01, 2), dearer: (0.0, 3)})
+    tempting, dearer = ([candidate(n) for n in numbers] for numbers in (range(1, 6), range(6, 11)))
+    figures = {one: (0.01, 2.0 + place) for place, one in enumerate(dearer)}
+    bench = Bench({**dict.fromkeys(tempting, (0.04, 1.0)), **figures})
     flat = bench.measure
 
     def worse_later(left: Sequence[Candidate], size: int) -> None:
@@ -60,8 +60,8 @@ def test_dearer_ones_get_their_turn_if_no_cheap_one_holds_at_last() -> None:
             for one in set(tempting) & set(left):
                 bench.ladder.results[one] = [record(kl=0.5, seconds=1)] * size
 
-    assert bench.ladder.climb([4, 8], worse_later) == holds
-    assert bench.sizes[dearer] == 4
+    assert bench.ladder.climb([4, 8], worse_later) == dearer[0]
+    assert [bench.sizes[one] for one in dearer] == [8] * AT_ONCE + [4]
 
 
 def test_nothing_wins_if_nothing_holds_or_nothing_is_sooner() -> None:
