@@ -200,7 +200,7 @@ class PromptPass:
         candidates, has_prior = self._candidates(loader, schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
         if schedule.selector.needs_question and schedule.before:
-            candidates.question_attention = yield from self._probe(loader, candidates)
+            candidates.question_attention = yield from self._probe(loader, candidates, schedule)
             self._charge(loader, "selection")
         recorder = TraceRecorder(candidates.cached.numpy()) if self.config.trace else None
         run = BlendPass(
@@ -287,7 +287,9 @@ class PromptPass:
             return planned, fallback.selector, why
         return schedule, name, None
 
-    def _probe(self, loader: ChunkLoader, candidates: Candidates) -> Steps[Tensor]:
+    def _probe(
+        self, loader: ChunkLoader, candidates: Candidates, schedule: Schedule
+    ) -> Steps[Tensor]:
         question_start = max(chunk.end + len(chunk.after) for chunk in self.placed)
         attention, work = yield from probe_question(
             self.stack,
@@ -295,6 +297,7 @@ class PromptPass:
             loader.fused,
             candidates,
             min(question_start, self.token_ids.numel() - 1),
+            probe=schedule.selector.probe,
             before_layer=loader.load,
         )
         self._work += work

@@ -76,7 +76,10 @@ def by_hand(
     schedule, work = plan_schedule(config, LAYERS), 0.0
     if schedule.selector.needs_question:
         ids = prompt_ids()
-        known.question_attention, work = run(probe_question(stack, ids, fused, known, QUESTION))
+        asked = schedule.selector.probe
+        known.question_attention, work = run(
+            probe_question(stack, ids, fused, known, QUESTION, probe=asked)
+        )
     done = BlendPass(stack, prompt_ids(), fused, known, schedule, **options)
     done.run()
     done.stats.work += work
