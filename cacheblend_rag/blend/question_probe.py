@@ -19,7 +19,6 @@ from cacheblend_rag.blend.selectors import Probe, make_selector
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 from cacheblend_rag.blend.steps import Steps
 
-TINY = 1e-30
 REUSE_ONLY = Schedule(make_selector("none"), 0.0, {})
 
 
@@ -42,7 +41,7 @@ def probe_question(
     question_start: position of the question's first token; the question ends the prompt.
     before_layer: see BlendPass.
     """
-    observer = _QuestionAttention(stack, probe, question_start, candidates.eligible)
+    observer = _QuestionAttention(stack, probe, question_start)
     run = BlendPass(
         stack, token_ids, fused, _with_last_token(candidates), REUSE_ONLY,
         observers=[observer],
@@ -70,7 +69,7 @@ def _of_all_layers(stack: DecoderStack, probe: Probe, layers: Tensor) -> Tensor:
     layers: (layers, tokens), or (layers, question tokens, tokens) if only a sum over all heads can
     be reduced further.
     """
-    whole = stack.all_reduce(layers, "max" if probe.heads == "max" else "sum")
+    whole = stack.all_reduce(layers, probe.heads)
     return (whole.norm(dim=1) if whole.dim() == 3 else whole).sum(0)
 
 
@@ -81,12 +80,9 @@ class _QuestionAttention(Observer):
     heads. work: floating-point operations that took.
     """
 
-    def __init__(
-        self, stack: DecoderStack, probe: Probe, question_start: int, eligible: Tensor
-    ) -> None:
+    def __init__(self, stack: DecoderStack, probe: Probe, question_start: int) -> None:
         self.layers: list[Tensor] = []
         self.work = 0.0
-        self._eligible = eligible.to(stack.geometry.device)
         self._costs, self._question_start, self._probe = stack.costs, question_start, probe
         self._observed = frozenset(probe.observed(stack.geometry.layers))
 
@@ -111,8 +107,6 @@ class _QuestionAttention(Observer):
         if probe.heads == "sum" and probe.tokens == "norm":
             return shares.sum(0)
         asked = shares.sum(1) if probe.tokens == "sum" else shares.norm(dim=1)
-        if probe.heads == "even":
-            asked = asked / (asked @ self._eligible.float()).clamp(min=TINY)[:, None]
         return asked.amax(0) if probe.heads == "max" else asked.sum(0)
 
 

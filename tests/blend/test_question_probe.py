@@ -78,13 +78,6 @@ def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layer
     assert work == work_of(prompt, stack, layers) + twice
 
 
-def even(attention: Tensor) -> Tensor:
-    """Each head's attention as shares of what all chunks get of it, added up."""
-    eligible = Prompt().candidates.eligible.nonzero()[:, 0]
-    heads = [head / sum(head[i] for i in eligible) for head in attention.sum(1)]
-    return torch.stack(heads).sum(0)
-
-
 @pytest.mark.parametrize(
     ("options", "layers", "wanted"),
     [
@@ -94,7 +87,6 @@ def even(attention: Tensor) -> Tensor:
          lambda a: a.sum(0).square().sum(0).sqrt()),
         ({"tokens": "norm", "span": (0.25, 0.75)}, (1, 2),
          lambda a: a.square().sum(1).sqrt().amax(0)),
-        ({"heads": "even", "layers": [3]}, (3,), even),
         ({"draft": 1, "layers": [2]}, (2,), lambda a: 4 * a[:, -1].amax(0)),
         ({"draft": 0.5, "heads": "sum", "layers": [2]}, (2,),
          lambda a: (a.sum(1) / 2 + 2 * a[:, -1]).sum(0)),
@@ -151,7 +143,6 @@ def test_a_probe_fills_the_buffer_as_plain_reuse_does(layers: int) -> None:
     [
         (Probe(), "max", (2, TOKENS)),
         (Probe(heads="sum"), "sum", (2, TOKENS)),
-        (Probe(heads="even"), "sum", (2, TOKENS)),
         (Probe(heads="max", tokens="norm"), "max", (2, TOKENS)),
         (Probe(heads="sum", tokens="norm"), "sum", (2, 4, TOKENS)),
     ],
@@ -175,12 +166,6 @@ def test_two_ranks_that_see_the_same_find_the_same() -> None:
     both = Ranks().run(lambda _, stack: probed(Prompt(), TOKENS - 4, stack, probe)[0])
     assert torch.equal(*both)
     torch.testing.assert_close(both[0], alone * 2)
-
-
-def test_heads_that_attend_to_no_candidate_count_nothing() -> None:
-    prompt = Prompt(protected="abc")
-    mass, _ = probed(prompt, TOKENS - 4, probe=Probe(heads="even"))
-    assert bool(mass.isfinite().all())
 
 
 def test_a_question_that_no_row_asks_attends_to_nothing() -> None:
@@ -229,7 +214,7 @@ def test_a_layer_that_the_model_lacks_is_named() -> None:
         ({"layers": [-1]}, "layers="),
         ({"layers": [0.5]}, "layers="),
         ({"layers": "12"}, "layers="),
-        ({"heads": "mean"}, "heads='mean' must be one of sum, even, max"),
+        ({"heads": "mean"}, "heads='mean' must be one of sum, max"),
         ({"tokens": "last"}, "tokens='last' must be one of sum, norm"),
         ({"draft": 1.5}, "draft=1.5 must be a number from 0 to 1"),
         ({"draft": True}, "draft=True must be a number"),

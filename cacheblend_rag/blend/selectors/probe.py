@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 
 from cacheblend_rag.errors import ConfigError
 
-Heads = Literal["sum", "even", "max"]
+Heads = Literal["sum", "max"]
 Tokens = Literal["sum", "norm"]
 
 
@@ -24,10 +24,7 @@ class Probe:
         span: observed layers, from and to as fractions of the depth: the layer at the first
             fraction is included, the one at the second is not.
         layers: indices of the observed layers, instead of ``span``; None is the span.
-        heads: ``sum`` adds up heads; ``even`` first scales what each pays to the tokens that may be
-            recomputed to 1 (so that heads which look elsewhere, as at the prompt's first token,
-            count as much); ``max`` takes the largest. All but ``sum`` reduce the question's tokens
-            before.
+        heads: ``sum`` adds up heads; ``max`` takes the largest, after the question's tokens.
         tokens: ``sum`` adds up the question's tokens; ``norm`` is the square root of the sum of
             their squares.
         draft: weight, 0 to 1, of the prompt's last token, which predicts the answer's first; all
