@@ -21,7 +21,7 @@ from cacheblend_rag import BlendConfig, BlendPrompt, SamplingParams
 from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.plan import Plan, option
 from cacheblend_rag.blend.schedule import row_count
-from cacheblend_rag.blend.selectors import Probe, make_selector
+from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.cli import output
 from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, load_dataset
@@ -31,7 +31,6 @@ from tests.benchmarks.command import benchmark_app
 
 Row = dict[str, Any]
 Sets = dict[str, tuple[str, dict[str, Any]]]
-MIDDLE = (0.4, 0.75)
 SETS: Sets = {
     "nothing recomputed": ("none", {}),
     "random": ("random", {}),
@@ -40,7 +39,7 @@ SETS: Sets = {
     "prophet": ("prophet", {}),
     "infoflow": ("infoflow", {}),
     "span 0.25-0.5": ("question_mid", {"span": [0.25, 0.5]}),
-    "span 0.4-0.75": ("question_mid", {"span": list(MIDDLE)}),
+    "span 0.4-0.6": ("question_mid", {"span": [0.4, 0.6]}),
 }
 
 
@@ -182,7 +181,7 @@ def _layer_rows(asked: Sequence[_Asked], plan: LayersPlan, advance: Advance) -> 
 
 def _three_best(rows: Sequence[Row]) -> list[int]:
     """Return the middle layers that overlap best with ``question``."""
-    middle = Probe(span=MIDDLE).observed(len(rows))
+    middle = make_selector("question_mid").probe.observed(len(rows))
     ranked = sorted(middle, key=lambda layer: -rows[layer]["question"])
     return sorted(ranked[:3])
 

@@ -41,6 +41,8 @@ def chosen(name: str, seen: Evidence, count: int, **options: Any) -> list[int]:
         ("question", Probe((0.5, 1.0), None, "max", "sum"), 1.0),
         ("question_prior", Probe((0.5, 1.0), None, "max", "sum"), 1.0),
         ("prophet", Probe((0.0, 1.0), None, "sum", "sum"), 1.0),
+        ("question_mid", Probe((0.4, 0.75), None, "sum", "sum"), 0.75),
+        ("fusion", Probe((0.4, 0.75), None, "sum", "sum"), 0.75),
         ("infoflow", Probe((0.6, 0.75), None, "sum", "norm"), 0.75),
     ],
 )

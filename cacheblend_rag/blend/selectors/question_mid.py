@@ -13,9 +13,9 @@ from cacheblend_rag.blend.selectors.question import Question
 class QuestionMid(Question):
     """As ``question``, over fewer layers: the probe ends there, so it costs and reads less.
 
-    ``layers``, found by ``python -m tests.benchmarks.profile_layers``, names a model's best ones.
-    Related: QCFuse (arXiv 2606.05875), which scores by three profiled middle layers.
+    Related: QCFuse (arXiv 2606.05875), which scores by three middle layers chosen by measurement;
+    ``layers`` names such layers of a model.
     """
 
-    span: Sequence[float] = (0.4, 0.6)
+    span: Sequence[float] = (0.4, 0.75)
     heads: Heads = "sum"
