@@ -22,6 +22,7 @@ from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
 from cacheblend_rag.engines.vllm.protocol import PrefetchResult
 from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
+from cacheblend_rag.engines.vllm.versions import memory_share
 from tests.engines import contract
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.opening import request_of, vllm_in_process, vllm_server
@@ -239,6 +240,12 @@ def test_many_at_once_answer_as_one_after_another(filled: VLLMEngine) -> None:
         return await asyncio.gather(*map(last, prompts))
 
     assert same_tokens(alone, asyncio.run(stream_all()))
+
+
+def test_vllm_in_process_leaves_memory_to_others(in_process: VLLMEngine) -> None:
+    assert isinstance(in_process.transport, InProcessVLLM)
+    config = in_process.transport.vllm.vllm_config
+    assert config.cache_config.gpu_memory_utilization == memory_share()
 
 
 class TestInProcess(contract.EngineContract):

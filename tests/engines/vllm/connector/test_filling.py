@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
@@ -21,17 +20,15 @@ from tests.models import prompt_of, words
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 
 
-@pytest.fixture(scope="module")
-def shared(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(model_folder("llama"), CONFIG)
-    yield engine
-    engine.close()
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return CONFIG
 
 
 @pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
-def core(request: pytest.FixtureRequest, shared: InProcessEngine) -> InProcessEngine:
-    shared.begin_anew(asynchronous=request.param)
-    return shared
+def core(request: pytest.FixtureRequest, llama: InProcessEngine) -> InProcessEngine:
+    llama.scheduler_connector.asynchronous = request.param
+    return llama
 
 
 def finished(engine: InProcessEngine, *work: tuple[str, Coroutine[Any, Any, Any]]) -> list[str]:

@@ -41,7 +41,7 @@ def engine(folder: Path) -> Iterator[InProcessEngine]:
     settings = {"attention": "native", "precision": "fp8"}
     config = BlendConfig(min_tokens=0, recompute_ratio=0.0)
     with fp8_backend():
-        engine = InProcessEngine(folder, config, kv_cache_dtype="fp8", settings=settings)
+        engine = InProcessEngine.open(folder, config, kv_cache_dtype="fp8", settings=settings)
         assert engine.status.active, engine.status.refusal
         assert engine.precompute(DOCUMENTS, progress=False).computed == 4
         yield engine

@@ -39,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessEngine
     LlamaForCausalLM(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     of_requests = BlendConfig(min_tokens=0, recompute_ratio=0.05)
-    engine = InProcessEngine(folder, of_requests, max_model_len=MOST * CHUNK + 256)
+    engine = InProcessEngine.open(folder, of_requests, max_model_len=MOST * CHUNK + 256)
     assert engine.precompute(CHUNKS, progress=False).computed == MOST
     yield engine
     engine.close()

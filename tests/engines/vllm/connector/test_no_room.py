@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,18 +28,16 @@ FAULTS = 24
 """Places in a pass where memory is refused, spread over all of it."""
 
 
-@pytest.fixture(scope="module")
-def shared(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(model_folder("llama"), CONFIG)
-    yield engine
-    engine.close()
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return CONFIG
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["asynchronous", "synchronous"])
-def engine(request: pytest.FixtureRequest, shared: InProcessEngine) -> InProcessEngine:
-    shared.begin_anew(asynchronous=request.param)
-    assert shared.precompute(DOCUMENTS, progress=False).computed == 4
-    return shared
+@pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
+def engine(request: pytest.FixtureRequest, llama: InProcessEngine) -> InProcessEngine:
+    llama.scheduler_connector.asynchronous = request.param
+    assert llama.precompute(DOCUMENTS, progress=False).computed == 4
+    return llama
 
 
 def asked(number: int) -> dict[str, Any]:
