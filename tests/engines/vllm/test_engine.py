@@ -13,7 +13,7 @@ import pytest
 
 from cacheblend_rag import BlendConfig, open_engine
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.engines.vllm.engine import _next
+from cacheblend_rag.engines.vllm.engine import next_piece
 from cacheblend_rag.engines.vllm.transport import Piece
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from tests.engines.vllm.conftest import EngineFactory
@@ -47,7 +47,7 @@ class Pieces:
     async def read(self) -> list[Piece]:
         read = []
         async with aclosing(self.send()) as pieces:
-            while piece := await _next(pieces, Cancellation(self.cancel)):
+            while piece := await next_piece(pieces, Cancellation(self.cancel)):
                 read.append(piece)
                 asyncio.get_running_loop().call_later(0.02, self.cancel.set)
         return read
@@ -88,10 +88,10 @@ def test_an_error_of_the_transport_is_told() -> None:
 
     async def main() -> None:
         pieces = failing()
-        assert await _next(pieces, Cancellation()) == Piece("one", (1,))
+        assert await next_piece(pieces, Cancellation()) == Piece("one", (1,))
         with pytest.raises(TimeoutError, match="its own"):
-            await _next(pieces, Cancellation())
-        assert await _next(pieces, Cancellation()) is None
+            await next_piece(pieces, Cancellation())
+        assert await next_piece(pieces, Cancellation()) is None
 
     asyncio.run(main())
 

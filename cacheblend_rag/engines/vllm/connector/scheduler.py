@@ -197,9 +197,9 @@ class ConnectorScheduler:
         if pending.report_id:
             _keep(self.reports, pending.report_id, result)
             if isinstance(result, BlendResult) and result.trace is not None:
-                self._note_traced(pending.report_id)
+                self.note_traced(pending.report_id)
 
-    def _note_traced(self, report_id: str) -> None:
+    def note_traced(self, report_id: str) -> None:
         """Record that a kept report has a trace, and drop the oldest trace if there are many."""
         self._traced.append(report_id)
         if len(self._traced) > KEPT_TRACES:

@@ -187,7 +187,7 @@ def test_only_so_many_traces_are_kept(core: InProcessEngine) -> None:
     kept = connector.reports[REPORT_ID]
     for index in range(KEPT_TRACES):
         connector.reports[f"{index:032x}"] = kept
-        connector._note_traced(f"{index:032x}")
+        connector.note_traced(f"{index:032x}")
     assert params_of(core, report_order(REPORT_ID)).items() <= told.items()
     assert connector.reports[f"{0:032x}"].trace is not None
     connector.reports[REPORT_ID] = kept

@@ -185,7 +185,7 @@ def test_metadata_are_built_of_what_the_host_knows(
     """Builders of GPU backends ask the device for what they are not told, and wait for it."""
     paged = PagedKV(blender.cache, range(1, 12), 0, TOKENS, "native")
     rows = Rows.at(np.r_[3:9, 20, 40:90, 100:TOKENS], torch.device("cpu"))
-    ((_, common),) = paged._common(rows)
+    ((_, common),) = paged.common(rows)
     lengths = [9, 21, 90, TOKENS]
     assert common.seq_lens.tolist() == lengths
     assert common.seq_lens_cpu_upper_bound is not None
