@@ -200,7 +200,7 @@ class Controller:
 
     def _guess(self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig) -> _Guess:
         loading = self._loading(parts)
-        forecast = Forecast(self.costs, *_masks(tokens, parts, config))
+        forecast = Forecast(self.costs, *masks_of(tokens, parts, config))
 
         def guess(ratio: float | None) -> _Guess:
             own = config if ratio is None else config.with_ratio(ratio)
@@ -237,7 +237,7 @@ class Controller:
         return Reason(said[0].code, "; ".join(said)) if said else None
 
 
-def _masks(tokens: int, parts: Sequence[StoredPart], config: BlendConfig) -> tuple[Mask, Mask]:
+def masks_of(tokens: int, parts: Sequence[StoredPart], config: BlendConfig) -> tuple[Mask, Mask]:
     """Return which tokens have cached KV, and which of them may be recomputed."""
     cached, eligible = np.zeros(tokens, dtype=np.bool_), np.zeros(tokens, dtype=np.bool_)
     for part in parts:

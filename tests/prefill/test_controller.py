@@ -21,7 +21,7 @@ from cacheblend_rag.prefill.controller import (
     Controller,
     Rates,
     StoredPart,
-    _masks,
+    masks_of,
 )
 
 LAYERS, TOKENS = 10, 1000
@@ -73,7 +73,7 @@ def controller(
 def computing(ratio: float, parts: list[StoredPart] = PARTS) -> float:
     """Seconds of a pass, where a whole prompt takes one."""
     config = AUTO.with_ratio(ratio)
-    masks = _masks(TOKENS, parts, config)
+    masks = masks_of(TOKENS, parts, config)
     return Forecast(COSTS, *masks).work(plan_schedule(config, LAYERS)) / FULL
 
 
@@ -236,10 +236,10 @@ def test_a_slow_tier_is_given_another_try() -> None:
 
 def test_protected_parts_are_not_recomputed() -> None:
     protected = [replace(part, protected=True) for part in PARTS]
-    cached, eligible = _masks(TOKENS, protected, PLAIN)
+    cached, eligible = masks_of(TOKENS, protected, PLAIN)
     assert cached.sum() == 800
     assert not eligible.any()
-    assert _masks(TOKENS, protected, PLAIN.with_changes(protect_context=False))[1].sum() == 800
+    assert masks_of(TOKENS, protected, PLAIN.with_changes(protect_context=False))[1].sum() == 800
 
 
 def test_rates_are_of_work_done_lately() -> None:

@@ -7,11 +7,11 @@ import pytest
 
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.quality.metrics import (
-    _rouge_scorer,
     bootstrap_interval,
     exact_match,
     normalize_answer,
     rouge_l,
+    rouge_scorer,
     token_f1,
 )
 
@@ -102,6 +102,6 @@ def test_interval_refuses_bad_input(scores, level):
 
 def test_rouge_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    _rouge_scorer.cache_clear()
+    rouge_scorer.cache_clear()
     with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend-rag\[eval\]'"):
         rouge_l("red", ["red"])
