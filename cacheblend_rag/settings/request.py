@@ -45,11 +45,14 @@ class BlendConfig(Settings):
     """Share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill); ``auto`` is the
     largest whose recompute takes no longer than loading the chunks does."""
     check_layers: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...],
+        tuple[Annotated[int, Field(ge=1)], ...],
         Field(min_length=1),
         BeforeValidator(as_tuple),
         AfterValidator(_rising),
-        Must("a list of one layer index or more, each an integer of at least 0"),
+        Must(
+            "a list of one layer index or more, each an integer of at least 1: "
+            "the KV of layer 0 is exact and ranks nothing"
+        ),
     ] = (1,)
     """Layers at which a selector that needs fresh KV compares it with cached KV; ignored by
     selectors that choose rows before layer 0."""
