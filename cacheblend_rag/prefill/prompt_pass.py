@@ -22,6 +22,7 @@ from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, LostCh
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import refusal
+from cacheblend_rag.prefill.protection import free_tokens
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -167,7 +168,10 @@ class PromptPass:
         if self.controller is None or not found:
             return None
         placed = [p for p, chunk in zip(self.placed, loader.chunks, strict=True) if chunk.is_used]
-        parts = [_stored_part(p, chunk) for p, chunk in zip(placed, found, strict=True)]
+        parts = [
+            _stored_part(p, chunk, self.config.protect_context)
+            for p, chunk in zip(placed, found, strict=True)
+        ]
         decided = self.controller.decide(self.token_ids.numel(), parts, self.config)
         loaded = [part in decided.load for part in parts]
         ratio, *kept = self.stack.broadcast(
@@ -260,12 +264,14 @@ class PromptPass:
                 continue
             here = slice(chunk.start, chunk.end)
             known.cached[here] = True
-            is_protected = placed.protected and self.config.protect_context
-            known.eligible[here] = schedule.recomputes_all or not is_protected
-            own = slice(chunk.skip, chunk.skip + chunk.end - chunk.start)
-            known.offsets[here] = torch.arange(own.start, own.stop)
-            if prior is not None and is_ranked:
-                scores[here], has_prior = prior[own], True
+            known.offsets[here] = torch.arange(chunk.own.start, chunk.own.stop)
+            usable = prior[chunk.own] if prior is not None and is_ranked else None
+            if usable is not None:
+                scores[here], has_prior = usable, True
+            known.eligible[here] = True
+            if placed.protected and not schedule.recomputes_all:
+                free = free_tokens(chunk.end - chunk.start, usable, self.config.protect_context)
+                known.eligible[here] = torch.from_numpy(free)
         return known, has_prior
 
     def _workable(
@@ -303,10 +309,17 @@ class PromptPass:
         return attention
 
 
-def _stored_part(placed: PlacedChunk, chunk: LoadedChunk) -> StoredPart:
-    """Return a chunk's size and tier for the controller; chunks in memory need no reading."""
-    nbytes = 0 if chunk.head is None else chunk.head.layers * chunk.head.layer_bytes
-    return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, placed.protected)
+def _stored_part(placed: PlacedChunk, chunk: LoadedChunk, share: float) -> StoredPart:
+    """Return a chunk's size and tier for the controller; chunks in memory need no reading.
+
+    share: see ``protected_tokens``.
+    """
+    head, tokens, protected = chunk.head, chunk.end - chunk.start, 0
+    if placed.protected:
+        prior = None if head is None or head.prior is None else head.prior[chunk.own]
+        protected = tokens - int(free_tokens(tokens, prior, share).sum())
+    nbytes = 0 if head is None else head.layers * head.layer_bytes
+    return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, protected)
 
 
 def _report(placed: PlacedChunk, chunk: LoadedChunk) -> ChunkReport:

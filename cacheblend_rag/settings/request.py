@@ -9,7 +9,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Count, Flag, Must, Ratio, Settings, as_tuple
-from cacheblend_rag.settings.choices import AUTO, PRESET_RATIOS, RATIO_BOUNDS, Preset
+from cacheblend_rag.settings.choices import (
+    AUTO,
+    PRESET_RATIOS,
+    PROTECTED_SHARE,
+    RATIO_BOUNDS,
+    Preset,
+)
 
 
 def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -71,9 +77,11 @@ class BlendConfig(Settings):
     """The selector's own fields, such as ``{"deviation": "k"}`` for ``hkvd``."""
     min_tokens: Count = 256
     """Prompts with fewer reusable chunk tokens are served by ordinary prefill."""
-    protect_context: Flag = True
-    """Never recompute tokens of a contextual chunk whose own document context is absent from the
-    prompt, since fresh KV would forget it. Off at ratio 1."""
+    protect_context: Annotated[Ratio, Must("a number from 0 to 1")] = PROTECTED_SHARE
+    """In a contextual chunk whose own document context is absent from the prompt, never recompute
+    the tokens that depend on that context most, since fresh KV would forget it: the fewest that
+    hold this share of the chunk's prior. 1 protects every token, 0 none; a chunk stored without a
+    prior is protected whole, unless this is 0. Off at ratio 1."""
     cost_model: Flag = True
     """Compute a chunk, or the whole prompt, if that is measured to be faster than loading and
     blending. Off: stored chunks are blended however long that takes, so that quality comparisons

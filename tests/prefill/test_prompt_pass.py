@@ -70,8 +70,10 @@ def by_hand(
             moved = rotated(kv.keys, stack.rotation(chunk.start - LEAD))
             fused.keys[:, :, here] = moved[:, :, own]
             fused.values[:, :, here] = kv.values[:, :, own]
-            known.cached[here], known.eligible[here] = True, name not in protected
             assert kv.prior is not None
+            known.cached[here] = known.eligible[here] = True
+            if name in protected and config.recompute_ratio != 1:
+                known.eligible[here] = free_by_hand(kv.prior[own].tolist(), config.protect_context)
             known.offsets[here], known.prior[here] = torch.arange(kv.tokens)[own], kv.prior[own]
     schedule, work = plan_schedule(config, LAYERS), 0.0
     if schedule.selector.needs_question:
@@ -81,6 +83,15 @@ def by_hand(
     done.run()
     done.stats.work += work
     return done
+
+
+def free_by_hand(prior: list[float], share: float) -> torch.Tensor:
+    """Which tokens are left once the greatest priors that add up to a share are taken away."""
+    free, held = dict(enumerate(prior)), 0.0
+    while free and held < share * sum(prior):
+        best = max(free, key=lambda token: free[token])
+        held += free.pop(best)
+    return torch.tensor([token in free for token in range(len(prior))])
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -197,24 +208,42 @@ def test_only_the_first_tokens_are_computed_until_as_many_as_are_wanted() -> Non
 # What is known of chunks
 
 
-def test_protected_chunks_are_never_recomputed_unless_all_is() -> None:
+@pytest.mark.parametrize("selector", ["random", "hkvd", "prior", "question"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
+def test_of_a_protected_chunk_only_what_hardly_depends_on_its_document_is_recomputed(
+    selector: str, share: float
+) -> None:
     store, chunks = filled(placed()), placed(protected="b")
-    for config in ({"selector": "random"}, {"selector": "hkvd"}, {"selector": "prior"}):
-        found = finished(prompt_pass(store, chunks, recompute_ratio=0.6, **config))
-        wanted = by_hand(BlendConfig(recompute_ratio=0.6, **config), protected="b")
-        assert torch.equal(found.fused.keys, wanted.fused.keys)
-        assert [chunk.recomputed > 0 for chunk in found.chunks] == [True, False, True]
-    unprotected = finished(
-        prompt_pass(store, chunks, recompute_ratio=0.6, selector="random", protect_context=False)
-    )
-    assert unprotected.chunks[1].recomputed > 0
-    everything = finished(prompt_pass(store, chunks, recompute_ratio=1.0))
+    config = {"recompute_ratio": 0.9, "selector": selector, "protect_context": share}
+    found = finished(prompt_pass(store, chunks, **config))
+    wanted = by_hand(BlendConfig(**config), protected="b")
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert [chunk.recomputed for chunk in found.chunks] == [
+        int(wanted.stats.recomputed[start:end].sum()) for start, end in SPANS.values()
+    ]
+    assert share < 1 or found.chunks[1].recomputed == 0
+
+
+def test_at_ratio_one_nothing_is_protected() -> None:
+    everything = finished(prompt_pass(filled(placed()), placed(protected="b"), recompute_ratio=1.0))
     assert [chunk.recomputed for chunk in everything.chunks] == [7, 6, 8]
     assert everything.selector == "hkvd"
 
 
-def test_where_every_chunk_knows_its_document_nothing_is_recomputed() -> None:
-    found = finished(prompt_pass(filled(placed()), placed(protected="abc"), selector="hkvd"))
+@pytest.mark.parametrize(("share", "recomputed"), [(0.1, [7, 0, 8]), (0.0, [7, 6, 8])])
+def test_a_chunk_without_a_prior_is_protected_whole(share: float, recomputed: list[int]) -> None:
+    chunks = placed(protected="b")
+    store = filled(chunks)
+    store.put(chunks[1].key, chunk_kv(FakeStack(), chunks[1], prior=False))
+    config = {"selector": "random", "recompute_ratio": 0.999, "protect_context": share}
+    found = finished(prompt_pass(store, chunks, **config))
+    assert [chunk.recomputed for chunk in found.chunks] == recomputed
+
+
+def test_where_every_token_is_protected_nothing_is_recomputed() -> None:
+    found = finished(
+        prompt_pass(filled(placed()), placed(protected="abc"), selector="hkvd", protect_context=1.0)
+    )
     wanted = by_hand(BlendConfig(recompute_ratio=0.0))
     assert torch.equal(found.fused.keys, wanted.fused.keys)
     assert (found.selector, found.selector_reason) == ("none", CONTEXT_KEPT)
@@ -486,7 +515,11 @@ def test_a_controller_knows_which_chunks_are_not_recomputed() -> None:
     controller = Decides()
     finished(prompt_pass(filled(placed()), placed(protected="b"), None, {"controller": controller}))
     told = [(part.start, part.end, part.protected) for part in controller.parts]
-    assert told == [(*SPANS[name], name == "b") for name in "abc"]
+    prior = chunk_kv(FakeStack(), placed()[1]).prior
+    assert prior is not None
+    kept = int((~free_by_hand(prior.tolist(), BlendConfig().protect_context)).sum())
+    assert told == [(*SPANS[name], kept if name == "b" else 0) for name in "abc"]
+    assert 0 < kept < len(prior)
 
 
 def test_a_ratio_that_was_left_open_is_the_controllers() -> None:
