@@ -203,7 +203,7 @@ class PromptPass:
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
         candidates, has_prior = self._candidates(loader, schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
-        if schedule.selector.needs_question and schedule.before:
+        if schedule.selector.needs_question and schedule.chooses:
             candidates.question_attention = yield from self._probe(loader, candidates)
             self._charge(loader, "selection")
         recorder = TraceRecorder(candidates.cached.numpy()) if self.config.trace else None
@@ -215,6 +215,7 @@ class PromptPass:
             schedule,
             needs_hidden=self.needs_hidden,
             attention=self.attention,
+            question_start=self._question_start,
             before_layer=loader.load,
             on_layer=self.on_layer,
             observers=[one for one in (recorder, self.observer) if one is not None],
@@ -255,15 +256,14 @@ class PromptPass:
         ranked = on_all_ranks(self.stack, [prior is not None for prior in priors])
         known = Candidates.none(self.token_ids.numel())
         known.eligible, scores = known.cached.clone(), torch.zeros(self.token_ids.numel())
-        known.prior = scores
+        known.prior, known.chunks = scores, torch.full_like(known.offsets, -1)
         has_prior = False
-        for placed, chunk, prior, is_ranked in zip(
-            self.placed, loader.chunks, priors, ranked, strict=True
-        ):
+        found = zip(self.placed, loader.chunks, priors, ranked, strict=True)
+        for index, (placed, chunk, prior, is_ranked) in enumerate(found):
             if not chunk.is_used:
                 continue
             here = slice(chunk.start, chunk.end)
-            known.cached[here] = True
+            known.cached[here], known.chunks[here] = True, index
             known.offsets[here] = torch.arange(chunk.own.start, chunk.own.stop)
             usable = prior[chunk.own] if prior is not None and is_ranked else None
             if usable is not None:
@@ -293,14 +293,19 @@ class PromptPass:
             return planned, fallback.selector, why
         return schedule, name, None
 
+    @property
+    def _question_start(self) -> int:
+        """Position of the first token after the chunks, or of the last token."""
+        after = max(chunk.end + len(chunk.after) for chunk in self.placed)
+        return min(after, self.token_ids.numel() - 1)
+
     def _probe(self, loader: ChunkLoader, candidates: Candidates) -> Steps[Tensor]:
-        question_start = max(chunk.end + len(chunk.after) for chunk in self.placed)
         attention, work = yield from probe_question(
             self.stack,
             self.token_ids,
             loader.fused,
             candidates,
-            min(question_start, self.token_ids.numel() - 1),
+            self._question_start,
             before_layer=loader.load,
         )
         self._work += work

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cacheblend_rag.blend.budget import fewest_with
 from cacheblend_rag.blend.rows import Mask
 
 
@@ -18,13 +19,7 @@ def protected_tokens(prior: Tensor, share: float) -> Tensor:
     prior: (tokens,) float32, at least 0. share: 0 gives no token, 1 every token, also those whose
     prior is 0. Of equal priors the first tokens are taken.
     """
-    if share >= 1:
-        return torch.ones_like(prior, dtype=torch.bool)
-    ordered, order = torch.sort(prior.double(), descending=True, stable=True)
-    before = ordered.cumsum(0) - ordered
-    protected = torch.zeros_like(prior, dtype=torch.bool)
-    protected[order] = before < share * ordered.sum()
-    return protected
+    return torch.ones_like(prior, dtype=torch.bool) if share >= 1 else fewest_with(prior, share)
 
 
 def free_tokens(tokens: int, prior: Tensor | None, share: float) -> Mask:

@@ -8,6 +8,7 @@ from typing import Literal
 LeadInKind = Literal["none", "bos", "instruction", "document"]
 Preset = Literal["quality", "balanced", "speed"]
 Precision = Literal["native", "fp8", "int8"]
+ChunkBudget = Literal["none", "equal", "mass"]
 
 PRESET_RATIOS: Mapping[str, float] = {"quality": 0.25, "balanced": 0.16, "speed": 0.10}
 RATIO_BOUNDS = (0.05, 0.30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,9 @@ def by_hand(
     stack, fused = FakeStack(), FusedKV(FakeStack().geometry, TOKENS)
     known = Candidates.none(TOKENS)
     known.eligible, known.prior = known.cached.clone(), torch.zeros(TOKENS)
-    for chunk, name in zip(placed(), SPANS, strict=True):
+    known.chunks = torch.full((TOKENS,), -1)
+    options = {"question_start": QUESTION, **options}
+    for index, (chunk, name) in enumerate(zip(placed(), SPANS, strict=True)):
         if name in hits:
             kv, here = chunk_kv(stack, chunk), slice(chunk.start + lost[0], chunk.end - lost[1])
             own = slice(lost[0], kv.tokens - lost[1])
@@ -72,11 +75,12 @@ def by_hand(
             fused.values[:, :, here] = kv.values[:, :, own]
             assert kv.prior is not None
             known.cached[here] = known.eligible[here] = True
+            known.chunks[here] = index
             if name in protected and config.recompute_ratio != 1:
                 known.eligible[here] = free_by_hand(kv.prior[own].tolist(), config.protect_context)
             known.offsets[here], known.prior[here] = torch.arange(kv.tokens)[own], kv.prior[own]
     schedule, work = plan_schedule(config, LAYERS), 0.0
-    if schedule.selector.needs_question:
+    if schedule.selector.needs_question and schedule.chooses:
         ids = prompt_ids()
         known.question_attention, work = run(probe_question(stack, ids, fused, known, QUESTION))
     done = BlendPass(stack, prompt_ids(), fused, known, schedule, **options)
@@ -114,6 +118,41 @@ def test_a_prompt_is_its_chunks_laid_down_and_one_pass(selector: str, hits: str)
         assert report.reason == (None if report.hit else "not stored")
         assert report.document_id == f"doc {name}"
         assert report.recomputed == int(wanted.stats.recomputed[start:end].sum())
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"selector": "prior", "chunk_budget": "equal"},
+    {"selector": "question", "chunk_budget": "mass", "chunk_min_rows": 1},
+    {"selector": "hkvd", "score_sigmas": 0.5},
+    {"selector": "question", "score_mass": 0.3},
+    {"selector": "prior", "key_repair": 1.0, "value_repair": 0.5},
+    {"selector": "random", "narrow_at": (0.3, 0.75), "narrow_to": (0.3, 0.1)},
+    {"selector": "hkvd", "narrow_at": (0.75,), "narrow_to": (0.1,), "key_repair": 0.5},
+    {"selector": "union", "selector_options": {"members": {"hkvd": 0.5, "question": 0.5}}},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("protected", ["", "b"])
+@pytest.mark.parametrize("ratio", [0.4, 1.0])
+def test_what_a_request_asks_for_reaches_the_pass(
+    options: dict[str, Any], protected: str, ratio: float
+) -> None:
+    config = {"recompute_ratio": ratio, **options}
+    found = finished(prompt_pass(filled(placed()), placed(protected), **config))
+    wanted = by_hand(BlendConfig(**config), protected=protected)
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert torch.equal(found.fused.values, wanted.fused.values)
+    assert torch.equal(found.hidden, wanted.hidden)  # type: ignore[arg-type]
+    assert found.compute_share == wanted.compute_share
+    recomputed = [chunk.recomputed for chunk in found.chunks]
+    spans = SPANS.values()
+    assert recomputed == [int(wanted.stats.recomputed[a:b].sum()) for a, b in spans]
+    assert sum(recomputed) <= math.ceil(ratio * sum(b - a for a, b in spans))
+    if ratio == 1:
+        plain = by_hand(BlendConfig(recompute_ratio=1.0))
+        assert torch.equal(found.fused.keys, plain.fused.keys)
+        assert torch.equal(found.hidden, plain.hidden)  # type: ignore[arg-type]
 
 
 def cut(chunks: list[PlacedChunk], lost: tuple[int, int]) -> list[PlacedChunk]:
