@@ -15,6 +15,7 @@ from cacheblend_rag.blend.selectors.prior import Prior
 from cacheblend_rag.blend.selectors.question import Question
 from cacheblend_rag.blend.selectors.question_prior import QuestionPrior
 from cacheblend_rag.blend.selectors.random import Random
+from cacheblend_rag.blend.selectors.union import Union
 from cacheblend_rag.errors import ConfigError
 
 SELECTORS: dict[str, type[Selector]] = {
@@ -26,6 +27,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "prior": Prior,
     "question": Question,
     "question_prior": QuestionPrior,
+    "union": Union,
 }
 
 
