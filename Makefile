@@ -50,7 +50,7 @@ test-core: redis setup ## run the tests that need no vLLM
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
 
 test-vllm: redis setup $(READY_VLLM) ## run the tests on vLLM's CPU build, which it installs
-	$(PYTEST) --numprocesses 2 --dist loadgroup $(VLLM_TESTS)
+	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS)
 
 test-integrations: setup $(READY_VLLM) ## run the tests of integrations/, on vLLM too, and the notebooks
 	$(PYTEST) --nbmake examples

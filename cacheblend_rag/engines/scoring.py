@@ -40,4 +40,46 @@ class ScoringEngine(Protocol):
         hints: Hints = (),
         full: bool = False,
     ) -> ContinuationScore:
-        """Return how likely every token was at each step of a given answer."""
+        """Return how likely every token was at each step of a given answer.
+
+        Args:
+            prompt: as for generate. It is prefilled as generate does, so that the given answer has
+                no part in the choice of what is recomputed.
+            continuation: the answer's tokens, at least one.
+            config: as for generate.
+            hints: as for generate.
+            full: whether to prefill without stored KV, as generate_full does.
+
+        Raises:
+            PromptError: when the prompt is empty.
+            PromptTooLongError: when prompt and answer are longer than the context window.
+            ConfigError: when there is no token to score, or ``config`` does not suit the model.
+            OutOfMemoryError: when there is no memory for it.
+        """
+        return self.score_each(prompt, [continuation], config=config, hints=hints, full=full)[0]
+
+    def score_each(
+        self,
+        prompt: PromptLike,
+        continuations: Sequence[Sequence[int]],
+        *,
+        config: BlendConfig | None = None,
+        hints: Hints = (),
+        full: bool = False,
+    ) -> tuple[ContinuationScore, ...]:
+        """Return the scores of several given answers after one prefill.
+
+        Args:
+            prompt: as for score.
+            continuations: the answers' tokens; each is scored as if it were alone.
+            config: as for score.
+            hints: as for score.
+            full: as for score.
+
+        Raises:
+            PromptError: as score.
+            PromptTooLongError: as score.
+            ConfigError: as score.
+            OutOfMemoryError: as score.
+        """
+        ...

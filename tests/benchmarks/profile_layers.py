@@ -24,7 +24,8 @@ from cacheblend_rag.blend.schedule import row_count
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.cli import output
 from cacheblend_rag.engines.transformers import TransformersEngine
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, load_dataset
+from cacheblend_rag.quality.data import load_dataset
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from tests.benchmarks.command import benchmark_app

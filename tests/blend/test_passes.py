@@ -43,9 +43,9 @@ SPANS = {name: (ENDS[name] - length, ENDS[name]) for name, length in LENGTHS.ite
 TOKENS = sum(LENGTHS.values())
 CHECKS: tuple[dict[str, Any], ...] = (
     {},
-    {"check_layers": (0,)},
+    {"check_layers": (2,)},
     {"check_layers": (LAYERS - 1,)},
-    {"check_layers": (0, 2), "recompute_ratios": (0.6, 0.25)},
+    {"check_layers": (1, 3), "recompute_ratios": (0.6, 0.25)},
     {"check_layers": (1, 2, 3), "recompute_ratios": (0.9, 0.5, 0.1)},
 )
 

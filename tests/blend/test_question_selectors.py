@@ -62,7 +62,7 @@ def test_a_probe_is_set_by_options_and_needs_kv_up_to_its_last_layer(name: str) 
         make_selector(name, {"heads": "mean"})
 
 
-@pytest.mark.parametrize("name", [name for name in SELECTORS if name not in FAMILY])
+@pytest.mark.parametrize("name", [name for name in SELECTORS if name not in (*FAMILY, "union")])
 def test_others_need_no_kv_before_layer_0(name: str) -> None:
     assert make_selector(name).kv_before(20) == 0.0
 
@@ -115,6 +115,17 @@ def test_fusion_by_its_options() -> None:
 
 def test_fusion_of_no_token_is_nothing() -> None:
     assert make_selector("fusion").score(evidence([])).tolist() == []
+
+
+def test_a_union_observes_what_its_members_observe() -> None:
+    options = {"question": {"layers": [1, 2], "heads": "sum"}}
+    union = make_selector("union", {"options": options})
+    assert union.probe == Probe(layers=[1, 2], heads="sum")
+    assert union.kv_before(6) == 0.5
+    plain = make_selector("union", {"members": {"prior": 0.5, "random": 0.5}})
+    assert plain.kv_before(6) == 0.0
+    with pytest.raises(ConfigError, match="observe different attention of the question: give"):
+        make_selector("union", {"members": {"question": 0.5, "prophet": 0.5}})
 
 
 # Neighbours, of any selector

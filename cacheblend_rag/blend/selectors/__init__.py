@@ -21,6 +21,7 @@ from cacheblend_rag.blend.selectors.question import Question
 from cacheblend_rag.blend.selectors.question_mid import QuestionMid
 from cacheblend_rag.blend.selectors.question_prior import QuestionPrior
 from cacheblend_rag.blend.selectors.random import Random
+from cacheblend_rag.blend.selectors.union import Union
 from cacheblend_rag.errors import ConfigError
 
 SELECTORS: dict[str, type[Selector]] = {
@@ -36,6 +37,7 @@ SELECTORS: dict[str, type[Selector]] = {
     "prophet": Prophet,
     "infoflow": InfoFlow,
     "fusion": Fusion,
+    "union": Union,
 }
 
 
@@ -52,16 +54,15 @@ def make_selector(name: str, options: Mapping[str, Any] | None = None) -> Select
         raise ConfigError(f"selector={name!r} must be one of {', '.join(SELECTORS)}")
     kind = SELECTORS[name]
     own = {f.name for f in fields(kind)}
+    shared = [option for option in SPREAD if option not in own]
     given = dict(options or {})
-    spread = {
-        option: given.pop(option) for option in SPREAD if option in given and option not in own
-    }
     for option in given:
-        if option not in own:
-            allowed = ", ".join([*sorted(own), *(each for each in SPREAD if each not in own)])
+        if option not in own and option not in shared:
+            allowed = ", ".join([*sorted(own), *shared])
             raise ConfigError(f"selector_options: {name} has no {option!r}; it takes: {allowed}")
+    spread = {option: given.pop(option) for option in shared if option in given}
     selector = kind(**given)
-    return Neighbours(selector, **spread) if any(spread.values()) else selector
+    return Neighbours(selector, **spread) if spread else selector
 
 
 __all__ = [

@@ -24,7 +24,7 @@ from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.scoring import ContinuationScore
+from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
@@ -41,6 +41,7 @@ from cacheblend_rag.engines.transformers.model_steps import (
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.engines.transformers.prefiller import Prefiller
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.teacher_forcing import forced_log_probs
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
 from cacheblend_rag.engines.transformers.wrappers import model_in, without_compiling
 from cacheblend_rag.errors import ConfigError, OutOfMemoryError, PromptTooLongError
@@ -72,7 +73,7 @@ NOT_COMPUTED = Reason(ReasonCode.NO_ROOM, NO_ROOM)
 """The reason for chunks that were not computed for lack of memory."""
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(Engine, ScoringEngine):
     """The embedded engine.
 
     Requests take turns, one layer or decode step at a time, including those of other engines around
@@ -279,59 +280,45 @@ class TransformersEngine(Engine):
         rest = piece + text.finish()
         yield Delta(rest, tell(text.text, text.token_ids, reason, prefilled.report).generation)
 
-    def score(
+    def score_each(
         self,
         prompt: PromptLike,
-        continuation: Sequence[int],
+        continuations: Sequence[Sequence[int]],
         *,
         config: BlendConfig | None = None,
         hints: Hints = (),
         full: bool = False,
-    ) -> ContinuationScore:
-        """Return how likely every token was at each step of a given answer.
-
-        Args:
-            prompt: as for generate. It is prefilled as generate does, so that the given answer has
-                no part in the choice of what is recomputed.
-            continuation: the answer's tokens, at least one.
-            config: as for generate.
-            hints: as for generate.
-            full: whether to prefill without stored KV, as generate_full does.
-
-        Raises:
-            PromptError: when the prompt is empty.
-            PromptTooLongError: when prompt and answer are longer than the context window.
-            ConfigError: when there is no token to score, or ``config`` does not suit the model.
-            OutOfMemoryError: when there is no memory for it.
-        """
-        if not continuation:
+    ) -> tuple[ContinuationScore, ...]:
+        """Return the scores of several given answers after one prefill."""
+        if not all(continuations):
             raise ConfigError("continuation is empty: give at least one token to score")
-        sampling = SamplingParams.greedy(max_tokens=len(continuation))
+        longest = max(map(len, continuations), default=1)
+        sampling = SamplingParams.greedy(max_tokens=longest)
         request = self._questions.request(prompt, sampling, config, hints, full=full)
-        if request.sampling.max_tokens < len(continuation):
-            tokens = len(request.prepared.token_ids) + len(continuation)
+        if request.sampling.max_tokens < longest:
+            tokens = len(request.prepared.token_ids) + longest
             raise PromptTooLongError(tokens, self.context_window)
         try:
-            return self._score(self._renewed(request), continuation)
+            return tuple(self._score(self._renewed(request), continuations))
         except Exception as error:
             lack = lack_of_memory(error)
             if lack is None:
                 raise
         raise self._out_of_memory(request, lack)
 
-    def _score(self, request: Request, continuation: Sequence[int]) -> ContinuationScore:
+    def _score(
+        self, request: Request, continuations: Sequence[Sequence[int]]
+    ) -> Iterator[ContinuationScore]:
         prefilled = self._prefiller.run(request)
         if prefilled is None:  # closed meanwhile
             self._lifetime.check()
             raise ConfigError("the engine was closed")
-        ids, more = (*request.prepared.token_ids, *continuation[:-1]), len(continuation) - 1
-        logits = prefilled.logits
-        if more:
-            with working(), self._priority_lock.taken(), inference():
-                later = self._ordinary.continued(prefilled.cache, ids, more)
-            logits = torch.cat([logits, later])
+        ids = request.prepared.token_ids
         report = self._questions.report(request, prefilled.report)
-        return ContinuationScore(logits.log_softmax(-1).cpu(), report)
+        for answer in continuations:
+            with working(), self._priority_lock.taken(), inference():
+                found = forced_log_probs(self._ordinary, prefilled, ids, answer)
+            yield ContinuationScore(found, report)
 
     def _renewed(self, request: Request) -> Request:
         """Return a request with its chunks' keys for the model's current state.

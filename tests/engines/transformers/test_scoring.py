@@ -4,10 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
 from cacheblend_rag.errors import ConfigError, PromptError
-from tests.models import FAMILIES, VOCABULARY, make_model, make_tokenizer, prompt_of, words
+from tests.models import (
+    FAMILIES,
+    GPT2_CONFIG,
+    VOCABULARY,
+    make_model,
+    make_tokenizer,
+    prompt_of,
+    words,
+)
 
 ANSWER = tuple(range(40, 52))
 CHUNKS = [Chunk(words(40, seed=seed)) for seed in (1, 2, 3)]
@@ -50,6 +59,28 @@ def test_a_blend_is_scored_as_it_is_decoded() -> None:
     found = engine.score(prompt(), answer.token_ids, config=SOME)
     assert found.log_probs.argmax(-1).tolist() == list(answer.token_ids)
     assert found.report.recomputed_tokens == answer.report.recomputed_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_several_answers_are_scored_as_if_each_were_alone(family: str) -> None:
+    engine = make_engine(family)
+    engine.precompute(CHUNKS, progress=False)
+    answers = [ANSWER, ANSWER[:1], ANSWER[3:9]]
+    for way in ({"full": True}, {"config": SOME}):
+        alone = [engine.score(prompt(), answer, **way) for answer in answers]
+        for one, found in zip(alone, engine.score_each(prompt(), answers, **way), strict=True):
+            torch.testing.assert_close(found.log_probs, one.log_probs)
+            assert found.report.recomputed_tokens == one.report.recomputed_tokens
+
+
+def test_a_model_with_another_cache_scores_several_answers() -> None:
+    engine = TransformersEngine(
+        AutoModelForCausalLM.from_config(GPT2_CONFIG).eval(), tokenizer=make_tokenizer()
+    )
+    answers = [ANSWER, ANSWER[3:9]]
+    alone = [engine.score(prompt(), answer) for answer in answers]
+    for one, found in zip(alone, engine.score_each(prompt(), answers), strict=True):
+        torch.testing.assert_close(found.log_probs, one.log_probs)
 
 
 def test_bad_input_is_one_line() -> None:

@@ -45,18 +45,32 @@ ServerFactory = Callable[..., RunningServer]
 SERVER_FLAGS = ("--dtype", "float32", "--enforce-eager")
 SHARED = ("few_blocks", "short_steps", "llama")
 """Fixtures whose vLLM is shared by all tests that follow one another."""
+SHARING = ("test_attacks.py", "test_engine.py", "test_load.py")
+"""Files that share them, beside those of the folder connector."""
 IN_ORDER = (*SHARED, "of_one_rank")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Have tests that share a vLLM follow one another; with `--dist loadgroup`, in one process."""
+    """Have tests that share a vLLM follow one another."""
     ours = [item for item in items if HERE in item.path.parents]
     in_order = iter(sorted(ours, key=_turn))
     items[:] = [next(in_order) if HERE in item.path.parents else item for item in items]
-    for item in items:
-        turn = _turn(item)
-        group = SHARED[turn] if turn < len(SHARED) else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, have files that share vLLMs and start few others in one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Sharing(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(super()._split_scope(nodeid))
+            shares = HERE.name in file.parts and (
+                file.parent.name == "connector" or file.name in SHARING
+            )
+            return "vLLMs that are shared" if shares else str(file)
+
+    return Sharing(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def _turn(item: pytest.Item) -> int:

@@ -283,12 +283,20 @@ def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -
     assert found["sdpa"] != found["native"], "they round differently"
 
 
-@pytest.mark.parametrize("selector", sorted(SELECTORS))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"selector": name} for name in sorted(SELECTORS)),
+        {"selector": "prior", "key_repair": 1.0, "value_repair": 1.0},
+        {"selector": "random", "chunk_budget": "equal", "protect_context": 0.0},
+    ],
+    ids=str,
+)
 def test_both_engines_choose_the_same_rows_and_tokens(
     llama: InProcessEngine,
     model_folder: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
-    selector: str,
+    settings: dict[str, Any],
 ) -> None:
     passes: list[prompt_pass.BlendPass] = []
 
@@ -298,7 +306,7 @@ def test_both_engines_choose_the_same_rows_and_tokens(
             passes.append(self)
 
     monkeypatch.setattr(prompt_pass, "BlendPass", Seen)
-    config = llama.config.with_changes(selector=selector, recompute_ratio=SOME)
+    config = llama.config.with_changes(recompute_ratio=SOME, **settings)
     embedded = TransformersEngine(model_folder("llama"), tokenizer=make_tokenizer(), config=config)
     answers = []
     for engine in (llama, embedded):
@@ -306,9 +314,22 @@ def test_both_engines_choose_the_same_rows_and_tokens(
         answers.append(engine.generate(retrieved(), SHORT, config=config))
     here, there = (run.stats.recomputed.nonzero()[0].tolist() for run in passes)
     assert here == there
-    assert bool(here) == (selector != "none")
+    assert bool(here) == (config.selector != "none")
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].report.recomputed_tokens == len(here)
+
+
+def test_without_the_question_in_the_pass_the_first_scores_narrow(llama: InProcessEngine) -> None:
+    """A pass ends with the last chunk here: vLLM itself computes the question."""
+    llama.precompute(DOCUMENTS, progress=False)
+    config = llama.config.with_changes(selector="prior", recompute_ratio=SOME)
+    narrow = config.with_changes(narrow_at=(0.5,), narrow_to=(0.1,))
+    least = config.with_ratio(0.1)
+    counts = [
+        llama.generate(retrieved(seed=seed), SHORT, config=one).report.recomputed_tokens
+        for seed, one in ((31, narrow), (32, least))
+    ]
+    assert counts[0] == counts[1] > 0
 
 
 def test_a_plain_request_is_not_served_from_blended_blocks(llama: InProcessEngine) -> None:
