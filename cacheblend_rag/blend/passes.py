@@ -94,6 +94,7 @@ class Candidates:
             question_attention=(
                 None if self.question_attention is None else self.question_attention[positions]
             ),
+            positions=torch.from_numpy(positions),
             **fresh,
         )
 

@@ -52,10 +52,13 @@ def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
     """Return a config's schedule for a model of ``layers`` layers.
 
     Ratio 0 and 1 need no check layer: nothing, or everything, is recomputed from layer 0 on.
-    Raises ConfigError when a check layer is not below ``layers``, or a narrowing not after it.
+    Raises ConfigError when a check layer, or one that a probe observes, is not below ``layers``, or
+    a narrowing not after the check layers.
     """
     selector = make_selector(config.selector, config.selector_options)
     ratio = selector.fixed_ratio if selector.fixed_ratio is not None else config.ratio
+    if selector.needs_question:
+        selector.probe.observed(layers)
     ratios = {layer: config.ratio_at(i) for i, layer in enumerate(config.check_layers)}
     if not selector.needs_fresh_kv:
         ratios = {}

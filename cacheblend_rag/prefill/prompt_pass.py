@@ -204,7 +204,7 @@ class PromptPass:
         candidates, has_prior = self._candidates(loader, schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
         if schedule.selector.needs_question and schedule.chooses:
-            candidates.question_attention = yield from self._probe(loader, candidates)
+            candidates.question_attention = yield from self._probe(loader, candidates, schedule)
             self._charge(loader, "selection")
         recorder = TraceRecorder(candidates.cached.numpy()) if self.config.trace else None
         run = BlendPass(
@@ -299,13 +299,16 @@ class PromptPass:
         after = max(chunk.end + len(chunk.after) for chunk in self.placed)
         return min(after, self.token_ids.numel() - 1)
 
-    def _probe(self, loader: ChunkLoader, candidates: Candidates) -> Steps[Tensor]:
+    def _probe(
+        self, loader: ChunkLoader, candidates: Candidates, schedule: Schedule
+    ) -> Steps[Tensor]:
         attention, work = yield from probe_question(
             self.stack,
             self.token_ids,
             loader.fused,
             candidates,
             self._question_start,
+            probe=schedule.selector.probe,
             before_layer=loader.load,
         )
         self._work += work

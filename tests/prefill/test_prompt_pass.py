@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,10 @@ def by_hand(
     schedule, work = plan_schedule(config, LAYERS), 0.0
     if schedule.selector.needs_question and schedule.chooses:
         ids = prompt_ids()
-        known.question_attention, work = run(probe_question(stack, ids, fused, known, QUESTION))
+        asked = schedule.selector.probe
+        known.question_attention, work = run(
+            probe_question(stack, ids, fused, known, QUESTION, probe=asked)
+        )
     done = BlendPass(stack, prompt_ids(), fused, known, schedule, **options)
     done.run()
     done.stats.work += work
@@ -322,6 +326,32 @@ def test_a_question_is_what_follows_the_last_chunk_or_the_last_token() -> None:
     found = finished(prompt_pass(filled(placed(names="ab")), chunks, stack, selector="question"))
     assert found.selector == "question"
     assert found.chunks[2].reason == "not stored"
+
+
+@pytest.mark.parametrize(("reserve", "placings"), [(0, [3, 3, 3, 3]), (None, [6, 6, 6, 3])])
+def test_a_probe_that_ends_midway_loads_no_more(
+    reserve: int | None, placings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ring is loaded again from layer 0 on, a whole buffer goes on where the probe ended."""
+    placed_at: list[tuple[int, int]] = []
+    place = FusedKV.place
+    stack = FakeStack()
+
+    def noted(self: FusedKV, layer: int, *args: Any) -> None:
+        placed_at.append((layer, len(stack.log)))
+        place(self, layer, *args)
+
+    monkeypatch.setattr(FusedKV, "place", noted)
+    options = {"reserve": reserve}
+    found = finished(
+        prompt_pass(filled(placed()), placed(), stack, options, selector="question_mid")
+    )
+    ran = [layer for layer, _ in groupby(event.layer for event in stack.log)]
+    assert ran == [0, 1, 2, 0, 1, 2, 3]
+    assert [sum(layer == one for one, _ in placed_at) for layer in range(LAYERS)] == placings
+    last = [ran_before for layer, ran_before in placed_at if layer == LAYERS - 1]
+    assert last == [6] * len(SPANS), "after three layers of the probe and three of the pass"
+    assert found.selector == "question_mid"
 
 
 # Steps

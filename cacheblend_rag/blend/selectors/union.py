@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.selectors.base import Evidence, Selector
+from cacheblend_rag.blend.selectors.probe import Probe
 from cacheblend_rag.errors import ConfigError
 
 MEMBERS: Mapping[str, float] = {"question": 0.7, "prior": 0.3}
@@ -44,6 +45,20 @@ class Union(Selector):
         for need in ("needs_fresh_kv", "needs_question", "needs_prior"):
             any_does = any(getattr(selector, need) for selector in made.values())
             object.__setattr__(self, need, any_does)
+        if any(probe != self.probe for probe in self._probes):
+            raise ConfigError(
+                f"members={dict(self.members)} observe different attention of the question: give "
+                "them the same span, layers, heads, tokens and draft in options"
+            )
+
+    @property
+    def probe(self) -> Probe:
+        return self._probes[0] if self._probes else Probe()
+
+    @property
+    def _probes(self) -> list[Probe]:
+        made: Mapping[str, Selector] = vars(self)["_made"]
+        return [selector.probe for selector in made.values() if selector.needs_question]
 
     def score(self, evidence: Evidence) -> Tensor:
         made: Mapping[str, Selector] = vars(self)["_made"]

@@ -29,7 +29,10 @@ from tests.local_servers import Server
 from tests.models import words
 from tests.servers import redis_place, tier_at
 
-SELECTORS = ("hkvd", "prior", "question", "question_prior", "chunk_head", "random")
+SELECTORS = (
+    "hkvd", "prior", "question", "question_mid", "question_prior", "infoflow", "chunk_head",
+    "random",
+)  # fmt: skip
 ENDS_WITHIN_SECONDS = 20.0
 BY_SHARE = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 WEIGHED = Reason(ReasonCode.SLOW, "weighed")
