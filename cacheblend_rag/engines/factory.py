@@ -70,11 +70,11 @@ def open_engine(
 def _open(config: EngineConfig) -> Engine:
     kind = _pick_engine(config) if config.engine == AUTO else config.engine
     if kind == EMBEDDED:
-        return _open_transformers(config)
+        return open_transformers(config)
     if not isinstance(config.model, str | Path):
         where = f"engine={VLLM!r}" if kind == VLLM else "a server's URL as engine"
         raise ConfigError(f"model must be a name or a folder with {where}")
-    return _open_vllm(config) if kind == VLLM else _open_server(config)
+    return open_vllm(config) if kind == VLLM else _open_server(config)
 
 
 def _pick_engine(config: EngineConfig) -> str:
@@ -104,7 +104,8 @@ def _open_server(config: EngineConfig) -> Engine:
     return VLLMEngine(server, **common)
 
 
-def _open_vllm(config: EngineConfig) -> Engine:
+def open_vllm(config: EngineConfig) -> Engine:
+    """Open an engine over vLLM in this process; raises MissingExtraError without vLLM."""
     if find_spec("vllm") is None:
         raise MissingExtraError(f"engine={VLLM!r}", "vllm")
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
@@ -121,7 +122,8 @@ def _open_vllm(config: EngineConfig) -> Engine:
     return VLLMEngine(transport, **common)
 
 
-def _open_transformers(config: EngineConfig) -> Engine:
+def open_transformers(config: EngineConfig) -> Engine:
+    """Open the embedded engine."""
     from cacheblend_rag.engines.labels import put_label
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.engines.transformers.loading import pick_device

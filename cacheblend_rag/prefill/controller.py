@@ -84,13 +84,16 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A chunk of a prompt whose KV is stored. tier, nbytes: where, and how much to read."""
+    """A chunk of a prompt whose KV is stored.
+
+    tier, nbytes: where, and how much to read. protected: how many of its tokens stay as stored.
+    """
 
     start: int
     end: int
     tier: str
     nbytes: int
-    protected: bool = False
+    protected: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,7 @@ class Controller:
 
     def _guess(self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig) -> _Guess:
         loading = self._loading(parts)
-        forecast = Forecast(self.costs, *_masks(tokens, parts, config))
+        forecast = Forecast(self.costs, *masks_of(tokens, parts))
 
         def guess(ratio: float | None) -> _Guess:
             own = config if ratio is None else config.with_ratio(ratio)
@@ -237,12 +240,14 @@ class Controller:
         return Reason(said[0].code, "; ".join(said)) if said else None
 
 
-def _masks(tokens: int, parts: Sequence[StoredPart], config: BlendConfig) -> tuple[Mask, Mask]:
-    """Return which tokens have cached KV, and which of them may be recomputed."""
+def masks_of(tokens: int, parts: Sequence[StoredPart]) -> tuple[Mask, Mask]:
+    """Return which tokens have cached KV, and which of them may be recomputed, spread evenly."""
     cached, eligible = np.zeros(tokens, dtype=np.bool_), np.zeros(tokens, dtype=np.bool_)
     for part in parts:
         cached[part.start : part.end] = True
-        eligible[part.start : part.end] = not (part.protected and config.protect_context)
+        count = part.end - part.start
+        free = count - part.protected
+        eligible[part.start + np.arange(free) * count // max(free, 1)] = True
     return cached, eligible
 
 

@@ -42,7 +42,7 @@ class ChunkPlan:
 class PlacedChunk:
     """Tokens [start, end) of a prompt are those of the chunk stored under ``key``.
 
-    protected: recomputing would lose the document context in its cached KV.
+    protected: recomputing some of its tokens would lose the document context in its cached KV.
     before, after: the chunk's tokens at its edges that are missing in the prompt (see
     ChunkSpan): their stored KV is not used.
     """

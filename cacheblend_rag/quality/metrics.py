@@ -165,11 +165,12 @@ def _f1(answer: str, gold: str) -> float:
 
 
 def _rouge_l(answer: str, gold: str) -> float:
-    return float(_rouge_scorer().score(gold, answer)["rougeL"].fmeasure)
+    return float(rouge_scorer().score(gold, answer)["rougeL"].fmeasure)
 
 
 @cache
-def _rouge_scorer() -> Any:
+def rouge_scorer() -> Any:
+    """Return the scorer of ROUGE-L; raises MissingExtraError without its package."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:

@@ -16,6 +16,7 @@ from cacheblend_rag.settings.choices import (
     PROFILES,
     RATIO_BOUNDS,
     VLLM,
+    ChunkBudget,
     LeadInKind,
     Precision,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "RATIO_BOUNDS",
     "VLLM",
     "BlendConfig",
+    "ChunkBudget",
     "EngineConfig",
     "LeadInConfig",
     "LeadInKind",

@@ -70,7 +70,7 @@ class Profile(Settings):
 
     @classmethod
     def load(cls, name: str | Path) -> Self:
-        """Read a packaged profile, or a TOML file.
+        """Return a packaged profile, or the one in a TOML file.
 
         Raises:
             ConfigError: when there is none, or it is no profile.

@@ -8,7 +8,6 @@ import pytest
 
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.quality.metrics import (
-    _rouge_scorer,
     bootstrap_interval,
     exact_match,
     mcnemar,
@@ -16,6 +15,7 @@ from cacheblend_rag.quality.metrics import (
     paired_interval,
     ratio_interval,
     rouge_l,
+    rouge_scorer,
     token_f1,
 )
 
@@ -106,7 +106,7 @@ def test_interval_refuses_bad_input(scores, level):
 
 def test_rouge_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    _rouge_scorer.cache_clear()
+    rouge_scorer.cache_clear()
     with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend-rag\[eval\]'"):
         rouge_l("red", ["red"])
 

@@ -36,6 +36,8 @@ from tests.engines.toy_engine import ToyEngine
         ("recompute_ratio", "0.2"),
         ("check_layers", ()),
         ("check_layers", (-1,)),
+        ("check_layers", (0,)),
+        ("check_layers", (0, 2)),
         ("check_layers", (1.5,)),
         ("check_layers", (2, 1)),
         ("check_layers", (1, 1)),
@@ -68,7 +70,7 @@ ratios = st.floats(0, 1)
 
 @st.composite
 def configs(draw: st.DrawFn) -> BlendConfig:
-    layers = sorted(draw(st.sets(st.integers(0, 40), min_size=1, max_size=4)))
+    layers = sorted(draw(st.sets(st.integers(1, 40), min_size=1, max_size=4)))
     schedule = sorted(
         draw(st.lists(ratios, min_size=len(layers), max_size=len(layers))), reverse=True
     )

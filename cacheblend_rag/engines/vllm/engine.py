@@ -216,7 +216,7 @@ class VLLMEngine(Engine):
         ids: list[int] = []
         pieces = self.transport.send(sent.request, stream=request.streamed)
         async with aclosing(cast("AsyncGenerator[Piece]", pieces)):
-            while piece := await _next(pieces, request.cancel):
+            while piece := await next_piece(pieces, request.cancel):
                 ended = time.perf_counter() - started
                 first = first or ended
                 text, last = text + piece.text, piece
@@ -344,7 +344,7 @@ def _finish_reason(told: str | None) -> FinishReason:
     return cast(FinishReason, {"abort": "cancelled", "length": "length"}.get(told or "", "stop"))
 
 
-async def _next(pieces: AsyncIterator[Piece], cancel: Cancellation) -> Piece | None:
+async def next_piece(pieces: AsyncIterator[Piece], cancel: Cancellation) -> Piece | None:
     """Return the next piece, or None if there is none or the request is cancelled.
 
     Cancellation is polled. The piece is awaited in this task itself: a separate task could be left

@@ -38,7 +38,7 @@ def verify_model(
     dtype: str | None = None,
     on_check: Callable[[Check], None] = lambda check: None,
 ) -> Verdict:
-    """Load a model into the embedded engine, and check it.
+    """Return the verdict on a model, which is loaded into the embedded engine and checked.
 
     Args:
         model: as for open_engine.

@@ -78,11 +78,11 @@ class ConnectorScheduler:
     def __init__(
         self, model: ModelConfig, refusal: Reason | None, *, asynchronous: bool, step_tokens: int
     ) -> None:
-        self.asynchronous = asynchronous
+        self.asynchronous, self.step_tokens = asynchronous, step_tokens
         self.pending: dict[str, Pending] = {}
         self.late: dict[str, Pending] = {}
         self.reports: OrderedDict[str, Result] = OrderedDict()
-        self._model, self._refusal, self._step_tokens = model, refusal, step_tokens
+        self._model, self._refusal = model, refusal
         self._blended: OrderedDict[str, BlendResult] = OrderedDict()
         self._traced: deque[str] = deque()
         self._stats = BlendStats()
@@ -126,7 +126,7 @@ class ConnectorScheduler:
         """Whether so many more tokens are too much synchronous work for this step."""
         if self.asynchronous or not self._promised:
             return False
-        return self._promised + tokens > self._step_tokens
+        return self._promised + tokens > self.step_tokens
 
     def allot(self, request: Request, blocks: KVCacheBlocks, promised: int) -> None:
         """Queue the job of a request whose blocks were allocated."""
@@ -197,9 +197,9 @@ class ConnectorScheduler:
         if pending.report_id:
             _keep(self.reports, pending.report_id, result)
             if isinstance(result, BlendResult) and result.trace is not None:
-                self._note_traced(pending.report_id)
+                self.note_traced(pending.report_id)
 
-    def _note_traced(self, report_id: str) -> None:
+    def note_traced(self, report_id: str) -> None:
         """Record that a kept report has a trace, and drop the oldest trace if there are many."""
         self._traced.append(report_id)
         if len(self._traced) > KEPT_TRACES:

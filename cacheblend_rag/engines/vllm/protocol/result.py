@@ -137,7 +137,7 @@ Result: TypeAlias = (
 CANCELLED = Failed(Reason(ReasonCode.CANCELLED, "cancelled"))
 NO_REPORT = Declined(Reason(ReasonCode.NO_ANSWER, "no such report"))
 """The answer to a ``report`` job with an unknown id."""
-_TOLD_BY: Mapping[str, type[Any]] = {
+TOLD_BY: Mapping[str, type[Any]] = {
     "late": Late,
     "active": ConnectorStatus,
     "error": Failed,
@@ -185,7 +185,7 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
     sent = params.get(PARAMETER) if isinstance(params, Mapping) else None
     if not isinstance(sent, Mapping):
         return None
-    kind = next((kind for name, kind in _TOLD_BY.items() if name in sent), PrefetchResult)
+    kind = next((kind for name, kind in TOLD_BY.items() if name in sent), PrefetchResult)
     try:
         read: Result = _read(kind, sent)
     except (TypeError, ValueError, OverflowError) as error:

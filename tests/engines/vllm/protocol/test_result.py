@@ -24,7 +24,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     result_of,
     status_of,
 )
-from cacheblend_rag.engines.vllm.protocol.result import _TOLD_BY, CANCELLED, NO_REPORT
+from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, NO_REPORT, TOLD_BY
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, StoredKV
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
@@ -243,7 +243,7 @@ def test_whatever_a_server_says_is_read_or_refused() -> None:
     assert len(kinds) == 10, "each kind, and none"
 
 
-@pytest.mark.parametrize("name", [*sorted(_TOLD_BY), "other"])
+@pytest.mark.parametrize("name", [*sorted(TOLD_BY), "other"])
 def test_no_value_is_too_odd(name: str) -> None:
     for value in HOSTILE:
         assert result_of({"cacheblend": {name: value}}) is not None
