@@ -44,9 +44,17 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
+    from cacheblend_rag.quality.tuning.run import tune_model
+    from cacheblend_rag.quality.verify.gate import verify_model
     from cacheblend_rag.rag.ordering import PassageOrder
     from cacheblend_rag.report import BlendReport, ChunkReport, FillReport, PrecomputeReport
-    from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig
+    from cacheblend_rag.settings import (
+        BlendConfig,
+        EngineConfig,
+        LeadInConfig,
+        Profile,
+        StoreConfig,
+    )
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
@@ -71,6 +79,7 @@ _LAZY = {
     "PassageOrder": "cacheblend_rag.rag.ordering",
     "PrecomputeReport": "cacheblend_rag.report",
     "PreparedPrompt": "cacheblend_rag.engines.prepare",
+    "Profile": "cacheblend_rag.settings.profile",
     "SamplingParams": "cacheblend_rag.engines.sampling",
     "StoreConfig": "cacheblend_rag.settings.store",
     "TieredKVStore": "cacheblend_rag.kv",
@@ -79,6 +88,8 @@ _LAZY = {
     "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
     "public_name": "cacheblend_rag.models",
+    "tune_model": "cacheblend_rag.quality.tuning.run",
+    "verify_model": "cacheblend_rag.quality.verify.gate",
 }
 
 __all__ = [
@@ -110,6 +121,7 @@ __all__ = [
     "PassageOrder",
     "PrecomputeReport",
     "PreparedPrompt",
+    "Profile",
     "PromptError",
     "Reason",
     "ReasonCode",
@@ -123,6 +135,8 @@ __all__ = [
     "UnsupportedModelError",
     "load_tokenizer",
     "open_engine",
+    "tune_model",
+    "verify_model",
     # For components of other frameworks:
     "BOUNDARY_KEY",
     "Arguments",

@@ -43,14 +43,8 @@ def evaluate_command(
         int | None,
         typer.Option(min=1, help="Most passages per question; all by default."),
     ] = None,
-    chunk_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Cut a file's documents into chunks of about so many tokens."),
-    ] = None,
-    prompt_tokens: Annotated[
-        str | None,
-        typer.Option(help="Least and most tokens of a question's documents.", metavar="LOW,HIGH"),
-    ] = None,
+    chunk_tokens: options.ChunkTokensOption = None,
+    prompt_tokens: options.PromptTokensOption = None,
     seed: Annotated[int, typer.Option(help="Seed for whatever is drawn.")] = DEFAULT_SEED,
     ratios: Annotated[
         str | None, typer.Option(help="Recompute ratios, comma-separated.", metavar="R,R,...")
@@ -123,7 +117,7 @@ def evaluate_command(
         tokenizer = load_tokenizer(model)
         choice = DataChoice(
             chunk_tokens,
-            _bounds(prompt_tokens),
+            options.token_bounds(prompt_tokens),
             count_tokens=lambda text: len(tokenizer.tokenize(text)),
         )
         wanted = options.names(settings or "")
@@ -182,16 +176,6 @@ def evaluate_command(
         output.print_json({"dataset": data.name, "questions": count, **about, "rows": plain})
     else:
         eval_tables.print_tables(data, rows)
-
-
-def _bounds(text: str | None) -> tuple[int, int] | None:
-    """Read the least and the most tokens of ``--prompt-tokens``; raises typer.BadParameter."""
-    if text is None:
-        return None
-    found = options.numbers(text, "--prompt-tokens")
-    if len(found) != 2 or any(number != int(number) for number in found):
-        raise typer.BadParameter(f"{text!r} must be LOW,HIGH", param_hint="--prompt-tokens")
-    return int(found[0]), int(found[1])
 
 
 def _log(out: Path | None, resume: Path | None) -> RecordLog:

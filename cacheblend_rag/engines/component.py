@@ -21,12 +21,14 @@ from pydantic import (
     create_model,
 )
 
+from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.source import EngineSource
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import (
     BlendConfig,
     EngineConfig,
     LeadInConfig,
+    Profile,
     Settings,
     StoreConfig,
     names_of,
@@ -93,6 +95,12 @@ class EngineComponent(CheckedOptions):
     namespace: str = Field(
         default="default", description="Tenants with different namespaces never share KV."
     )
+    blend_profile: str | None = Field(
+        default=None,
+        description="Settings of blend_config and lead_in that are not given there: 'quality', "
+        "'balanced', 'speed' or a TOML file; by default CACHEBLEND_PROFILE's.",
+        exclude=True,
+    )
     blend_config: BlendOption | None = Field(
         default=None,
         description="How stored KV is fused: a BlendConfig or its fields; the engine's by default.",
@@ -125,7 +133,7 @@ class EngineComponent(CheckedOptions):
 
     @classmethod
     def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return StoreConfig.spread(super()._read(options))
+        return _with_profile(StoreConfig.spread(super()._read(options)))
 
     @property
     def store(self) -> StoreConfig:
@@ -145,6 +153,7 @@ class EngineComponent(CheckedOptions):
         """Return the settings that the engine is opened with."""
         return EngineConfig(
             namespace=self.namespace,
+            profile=Profile.chosen(self.blend_profile),
             blend=BlendConfig.of(self.blend_config),
             lead_in=LeadInConfig.of(self.lead_in),
             store=self.store,
@@ -175,6 +184,24 @@ def _arguments(options: type[CheckedOptions]) -> Arguments:
     if issubclass(options, EngineComponent):
         known.add("store")
     return Arguments.holding(f"option of {options.__name__}", known, options._inside)
+
+
+def _with_profile(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with the settings of the profile that they, or the environment, name.
+
+    An open engine has its own.
+    """
+    is_open = any(isinstance(value, Engine) for value in options.values())
+    named = options.get("blend_profile")
+    profile = named and Profile.of(named) if is_open else Profile.chosen(named)
+    if not profile:
+        return options
+    return {
+        **options,
+        "blend_profile": str(named) if named else None,
+        "blend_config": profile.blended(BlendConfig.of(options.get("blend_config"))),
+        "lead_in": profile.led_in(LeadInConfig.of(options.get("lead_in"))),
+    }
 
 
 def _store_field(name: str, shown: bool) -> tuple[Any, Any]:

@@ -34,8 +34,8 @@ def open_engine(
             choice and its reason are logged.
         config: the default for requests without one (``blend`` in EngineConfig).
         options: the other fields of EngineConfig (``model``, ``instruction``, ``namespace``,
-            ``lead_in``, ``fill_on_miss``, ``device``, ...), and those of StoreConfig (``kv_path``,
-            ...).
+            ``profile``, ``lead_in``, ``fill_on_miss``, ``device``, ...), and those of StoreConfig
+            (``kv_path``, ...).
 
     Raises:
         ConfigError: for an unknown or invalid option, or if the server's namespace or vocabulary
@@ -59,6 +59,11 @@ def open_engine(
     checked_config(engine.blend)
     opened = _open(engine)
     logger.info("engine: %s", opened.name)
+    tuned_on = engine.profile.model if engine.profile else ""
+    if tuned_on and tuned_on != opened.model_name:
+        logger.warning(
+            "the profile was tuned on %s, the model is %s: run `tune`", tuned_on, opened.model_name
+        )
     return opened
 
 

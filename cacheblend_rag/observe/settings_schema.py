@@ -13,6 +13,7 @@ from cacheblend_rag.settings import (
     BlendConfig,
     EngineConfig,
     LeadInConfig,
+    Profile,
     Settings,
     StoreConfig,
 )
@@ -23,6 +24,7 @@ MODELS: Mapping[type[Settings], str] = {
     StoreConfig: "A store",
     LeadInConfig: "A lead-in",
     BlendConfig: "A request",
+    Profile: "A profile",
     ConnectorSettings: "A vLLM server",
 }
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

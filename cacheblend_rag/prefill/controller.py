@@ -29,7 +29,7 @@ from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.timings import Estimate, Timings
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.settings import AUTO, PRESET_RATIOS, BlendConfig
+from cacheblend_rag.settings import AUTO, DEFAULT_RATIO, BlendConfig
 
 Kind = Literal["prefill", "blend"]
 
@@ -215,7 +215,7 @@ class Controller:
         low, high = config.ratio_bounds
         least = guess(low)
         if least.computing is None:
-            return guess(min(max(PRESET_RATIOS["balanced"], low), high))
+            return guess(min(max(DEFAULT_RATIO, low), high))
         tried = (guess(round(low + (high - low) * step / STEPS, 4)) for step in range(STEPS, 0, -1))
         return next((one for one in tried if one.hides), least)
 

@@ -11,11 +11,10 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Count, Flag, Must, Ratio, Settings, as_tuple
 from cacheblend_rag.settings.choices import (
     AUTO,
-    PRESET_RATIOS,
+    DEFAULT_RATIO,
     PROTECTED_SHARE,
     RATIO_BOUNDS,
     ChunkBudget,
-    Preset,
 )
 
 
@@ -60,7 +59,7 @@ class BlendConfig(Settings):
 
     recompute_ratio: Annotated[
         Ratio | Literal["auto"], Must(f'a number from 0 to 1 or "{AUTO}"')
-    ] = PRESET_RATIOS["balanced"]
+    ] = DEFAULT_RATIO
     """Share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill); ``auto`` is the
     largest whose recompute takes no longer than loading the chunks does."""
     check_layers: Annotated[
@@ -164,21 +163,6 @@ class BlendConfig(Settings):
                 f"recompute_ratios={ratios} must hold one ratio for each of check_layers={layers}"
             )
         return self
-
-    @classmethod
-    def preset(cls, name: Preset, **overrides: Any) -> BlendConfig:
-        """Return the preset ``quality`` (0.25), ``balanced`` (0.16) or ``speed`` (0.10).
-
-        Args:
-            name: which preset.
-            **overrides: other fields, by name.
-
-        Raises:
-            ConfigError: when there is no such preset, or a field is out of range.
-        """
-        if name not in PRESET_RATIOS:
-            raise ConfigError(f"preset={name!r} must be one of {', '.join(PRESET_RATIOS)}")
-        return cls(**{"recompute_ratio": PRESET_RATIOS[name], **overrides})
 
     def with_ratio(self, recompute_ratio: float) -> BlendConfig:
         """Return a copy with one ratio, used after every check layer."""

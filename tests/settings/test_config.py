@@ -17,7 +17,6 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import fingerprint, namespace_id
 from cacheblend_rag.settings import (
-    PRESET_RATIOS,
     BlendConfig,
     EngineConfig,
     LeadInConfig,
@@ -64,24 +63,6 @@ def test_a_rising_schedule_is_refused() -> None:
 def test_config_errors_are_value_errors() -> None:
     with pytest.raises(ValueError, match="from 0 to 1"):
         BlendConfig(recompute_ratio=7)
-
-
-@pytest.mark.parametrize("name", PRESET_RATIOS)
-def test_presets_set_the_ratio_and_yield_to_overrides(name: Any) -> None:
-    assert BlendConfig.preset(name).recompute_ratio == PRESET_RATIOS[name]
-    assert BlendConfig.preset(name, min_tokens=3).min_tokens == 3
-    assert BlendConfig.preset(name, recompute_ratio=0.5).recompute_ratio == 0.5
-
-
-def test_quality_recomputes_more_than_speed() -> None:
-    ratios = [BlendConfig.preset(name).recompute_ratio for name in ("quality", "balanced", "speed")]
-    assert ratios == sorted(ratios, reverse=True)
-    assert BlendConfig() == BlendConfig.preset("balanced")
-
-
-def test_an_unknown_preset_is_refused() -> None:
-    with pytest.raises(ConfigError, match="preset='fastest' must be one of"):
-        BlendConfig.preset("fastest")
 
 
 ratios = st.floats(0, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -45,7 +46,7 @@ from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
 from cacheblend_rag.reason import Reason
-from cacheblend_rag.settings import BlendConfig, LeadInConfig
+from cacheblend_rag.settings import BlendConfig, LeadInConfig, Profile
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -83,7 +84,8 @@ class VLLMEngine(Engine):
         Args:
             transport: InProcessVLLM or VLLMServer.
             tokenizer: the model's own by default.
-            config: the default for requests without one.
+            config: the default for requests without one; what it does not set is the server's
+                profile's, as for the lead-in.
             registry: known chunks; several engines may share one.
             instruction: the text of prompts before their first chunk.
             namespace: the one that vLLM was started with.
@@ -107,6 +109,9 @@ class VLLMEngine(Engine):
                     f"namespace={namespace!r} is not the server's: give the one it was started "
                     "with (cacheblend-rag serve --namespace)"
                 )
+            if self.status.profile:
+                profile = Profile.of(json.loads(self.status.profile))
+                config, lead_in = profile.blended(config), profile.led_in(lead_in)
             self._own_sampling = self._find_sampling()
             super().__init__(
                 EngineSetup(

@@ -31,7 +31,8 @@ class ConnectorStatus:
     and shard. wire: version of the job format. replicas: engines behind one address, each with its
     own memory. shared: whether they also keep chunk KV in one folder. namespace: its hash.
     read_only: whether its store is read-only. sampling: the model's own sampling settings; None
-    from an older connector.
+    from an older connector. profile: the one for clients without settings of their own, as JSON;
+    "" is none.
 
     Raises ValueError when there is no replica.
     """
@@ -51,6 +52,7 @@ class ConnectorStatus:
     read_only: bool = False
     store: StoredKV = field(default_factory=StoredKV)
     sampling: ModelSampling | None = None
+    profile: str = ""
 
     @property
     def problem(self) -> Reason | None:

@@ -171,6 +171,7 @@ def test_a_statuss_names_on_the_wire_are_settled() -> None:
         "read_only": False,
         "store": {"chunks": 3, "bytes": 1 << 40},
         "sampling": {**QWEN_SAMPLING, "min_p": 0.0},
+        "profile": "",
     }
 
 
