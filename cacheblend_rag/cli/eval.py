@@ -113,6 +113,7 @@ def evaluate_command(
         from cacheblend_rag.quality.frame import PromptFrame
         from cacheblend_rag.quality.grids import complete, default_rules
         from cacheblend_rag.quality.measuring import Measures
+        from cacheblend_rag.rag.model_config import text_config
 
         tokenizer = load_tokenizer(model)
         choice = DataChoice(
@@ -155,6 +156,7 @@ def evaluate_command(
                 Measures(fidelity, ttft),
                 log,
                 owns_store=kept is None and "://" not in engine,
+                layers=int(text_config(model).num_hidden_layers),
             )
             first = next(iter(engines.values()))
             evaluations = evaluate_settings(

@@ -46,7 +46,8 @@ class Evaluator:
     frame's opening. base: the config that rules override; its cost model is switched off, so that
     rules decide. options: selector options by selector name. measures: what is measured beside
     answers. log: results that are known already are taken from it, and new ones are kept in it.
-    owns_store: as in QuestionMeasurer.
+    owns_store: as in QuestionMeasurer. layers: of the model; without it, a probe counts as if it
+    needed the KV of all layers.
     """
 
     engines: Mapping[LeadInKind, Engine]
@@ -57,6 +58,7 @@ class Evaluator:
     measures: Measures = ANSWERS_ONLY
     log: RecordLog = field(default_factory=RecordLog)
     owns_store: bool = True
+    layers: int = 1
 
     def run(
         self,
@@ -91,7 +93,8 @@ class Evaluator:
             except PromptError as error:
                 raise PromptError(f"question {question.question!r}: {error}") from error
             on_question()
-        early = {rule: kv_before(configs[rule]) for rule in configs if rule not in BASELINES}
+        blends = [rule for rule in configs if rule not in BASELINES]
+        early = {rule: kv_before(configs[rule], self.layers) for rule in blends}
         rows = summarize(questions[0].setting, results, early)
         return Evaluation(rows, not_blended(results))
 

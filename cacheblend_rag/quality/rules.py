@@ -69,7 +69,9 @@ def exactness(lead_in: LeadInKind) -> Rule:
     return Rule(lead_in, "all", 1.0)
 
 
-def kv_before(config: BlendConfig) -> float:
-    """Return the share of the cached KV that is needed before layer 0 can run."""
-    selector = make_selector(config.selector, config.selector_options)
-    return 1.0 if selector.needs_question else 0.0
+def kv_before(config: BlendConfig, layers: int) -> float:
+    """Return the share of the cached KV that is needed before layer 0 can run.
+
+    layers: of the model.
+    """
+    return make_selector(config.selector, config.selector_options).kv_before(layers)
