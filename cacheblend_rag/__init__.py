@@ -45,8 +45,20 @@ if TYPE_CHECKING:
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
     from cacheblend_rag.rag.ordering import PassageOrder
-    from cacheblend_rag.report import BlendReport, ChunkReport, FillReport, PrecomputeReport
-    from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig
+    from cacheblend_rag.report import (
+        BlendReport,
+        ChunkReport,
+        FillReport,
+        GuardReport,
+        PrecomputeReport,
+    )
+    from cacheblend_rag.settings import (
+        BlendConfig,
+        EngineConfig,
+        GuardConfig,
+        LeadInConfig,
+        StoreConfig,
+    )
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
@@ -65,6 +77,8 @@ _LAZY = {
     "EngineSource": "cacheblend_rag.engines.source",
     "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
+    "GuardConfig": "cacheblend_rag.settings.guard",
+    "GuardReport": "cacheblend_rag.report",
     "IdleJob": "cacheblend_rag.engines.idle",
     "KVKey": "cacheblend_rag.kv",
     "LeadInConfig": "cacheblend_rag.settings.lead_in",
@@ -101,6 +115,8 @@ __all__ = [
     "FillReport",
     "ForeignChunkError",
     "Generation",
+    "GuardConfig",
+    "GuardReport",
     "IdleJob",
     "KVKey",
     "LeadInConfig",

@@ -95,6 +95,16 @@ def serve_command(
             min=1, help="With --synchronous: tokens blended in one step.", show_default="8192"
         ),
     ] = None,
+    guard: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            callback=options.finite,
+            help="Share of blended answers to compare with full prefill in idle time.",
+            show_default="none",
+        ),
+    ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
@@ -122,6 +132,7 @@ def serve_command(
         "slice_seconds": slice_seconds,
         "step_tokens": step_tokens,
         "attention": attention,
+        "guard": guard,
     }
     told = {name: value for name, value in given.items() if value is not None}
     if serve.flag_value(context.args, (SOCKET_FLAG,)) is None:

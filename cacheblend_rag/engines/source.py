@@ -138,14 +138,20 @@ class EngineSource:
         return type(self), (None, self._shared)
 
 
+NOT_SHARED_BY = frozenset({"blend", "fill_on_miss", "guard"})
+"""Settings that may differ between those who share an engine."""
+
+
 def _open(config: EngineConfig, shared: bool) -> Engine:
     if not shared:
         return open_engine(config)
     # The process, and the settings that must be equal to share an engine.
-    key = os.getpid(), *(value for name, value in config if name not in {"blend", "fill_on_miss"})
+    key = os.getpid(), *(value for name, value in config if name not in NOT_SHARED_BY)
     engine = _opened.get(key)
     if engine is None:
         engine = _opened[key] = open_engine(config)
     if config.fill_on_miss:  # also where who opened it did not ask for that
         engine.fill_on_miss = True
+    if config.guard not in (None, engine.guard):
+        engine.guard = config.guard
     return engine

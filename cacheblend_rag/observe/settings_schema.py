@@ -12,6 +12,7 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.settings import (
     BlendConfig,
     EngineConfig,
+    GuardConfig,
     LeadInConfig,
     Settings,
     StoreConfig,
@@ -23,6 +24,7 @@ MODELS: Mapping[type[Settings], str] = {
     StoreConfig: "A store",
     LeadInConfig: "A lead-in",
     BlendConfig: "A request",
+    GuardConfig: "A guard",
     ConnectorSettings: "A vLLM server",
 }
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -24,6 +24,7 @@ from cacheblend_rag.settings.options import check_namespace, names_of
 if TYPE_CHECKING:
     from cacheblend_rag.settings.base import Settings
     from cacheblend_rag.settings.engine import EngineConfig
+    from cacheblend_rag.settings.guard import GuardConfig
     from cacheblend_rag.settings.lead_in import LeadInConfig
     from cacheblend_rag.settings.request import BlendConfig
     from cacheblend_rag.settings.store import StoreConfig
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "BlendConfig": "cacheblend_rag.settings.request",
     "EngineConfig": "cacheblend_rag.settings.engine",
+    "GuardConfig": "cacheblend_rag.settings.guard",
     "LeadInConfig": "cacheblend_rag.settings.lead_in",
     "Settings": "cacheblend_rag.settings.base",
     "StoreConfig": "cacheblend_rag.settings.store",
@@ -45,6 +47,7 @@ __all__ = [
     "VLLM",
     "BlendConfig",
     "EngineConfig",
+    "GuardConfig",
     "LeadInConfig",
     "LeadInKind",
     "Precision",

@@ -49,6 +49,7 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
+from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import (
     ComputeAlone,
@@ -59,7 +60,7 @@ from cacheblend_rag.prefill.precompute import (
 )
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.settings import BlendConfig, LeadInConfig
+from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -84,6 +85,7 @@ class TransformersEngine(Engine):
     """
 
     name = "transformers"
+    compares = True
 
     def __init__(
         self,
@@ -97,6 +99,7 @@ class TransformersEngine(Engine):
         namespace: str = "default",
         lead_in: LeadInConfig | str | None = None,
         fill_on_miss: bool = False,
+        guard: GuardConfig | None = None,
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> None:
@@ -119,6 +122,7 @@ class TransformersEngine(Engine):
             fill_on_miss: whether registered chunks whose KV a request missed are computed and
                 stored when no request wants the model: also between calls, so with a loaded model
                 that nothing else uses.
+            guard: how the quality of blended answers is watched; None is not at all.
             device: where a model given by name is loaded.
             dtype: in what precision it is loaded.
 
@@ -163,6 +167,7 @@ class TransformersEngine(Engine):
                 instruction=instruction,
                 namespace=namespace,
                 fill_on_miss=fill_on_miss,
+                guard=guard,
             )
         )
 
@@ -307,7 +312,7 @@ class TransformersEngine(Engine):
         if not continuation:
             raise ConfigError("continuation is empty: give at least one token to score")
         sampling = SamplingParams.greedy(max_tokens=len(continuation))
-        request = self._questions.request(prompt, sampling, config, hints, full=full)
+        request = self._questions.request(prompt, sampling, config, hints, steered=False, full=full)
         if request.sampling.max_tokens < len(continuation):
             tokens = len(request.prepared.token_ids) + len(continuation)
             raise PromptTooLongError(tokens, self.context_window)
@@ -332,6 +337,21 @@ class TransformersEngine(Engine):
             logits = torch.cat([logits, later])
         report = self._questions.report(request, prefilled.report)
         return ContinuationScore(logits.log_softmax(-1).cpu(), report)
+
+    def _compare(
+        self, request: Request, compared: Compared
+    ) -> Generator[None, None, Comparison | None]:
+        """As every engine; None also if adapters or weights change meanwhile."""
+        request, prefiller = self._renewed(request), self._prefiller
+        try:
+            done = yield from prefiller.compare(request, compared)
+            self._refresh()
+            return done if prefiller is self._prefiller else None
+        except Exception as error:
+            lack = lack_of_memory(error)
+            if lack is None:
+                raise
+        raise self._out_of_memory(request, lack)
 
     def _renewed(self, request: Request) -> Request:
         """Return a request with its chunks' keys for the model's current state.

@@ -21,6 +21,7 @@ from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
+    CompareResult,
     Declined,
     Late,
     Result,
@@ -190,6 +191,8 @@ class ConnectorScheduler:
 
     def _conclude(self, pending: Pending, result: Result) -> None:
         """Count a finished request's result; keep it for a later ``report``, drop the oldest."""
+        if isinstance(result, CompareResult):
+            self._stats.record_comparison(result)
         if pending.blends and result != CANCELLED:
             self._stats.record(result)
         if pending.work and isinstance(result, BlendResult):

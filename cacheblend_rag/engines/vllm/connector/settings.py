@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field
 
 from cacheblend_rag.settings import StoreConfig, names_of
-from cacheblend_rag.settings.base import Flag, Must, Positive, Settings
+from cacheblend_rag.settings.base import Flag, Must, Positive, Ratio, Settings
 from cacheblend_rag.settings.engine import Namespace
 from cacheblend_rag.settings.options import Arguments
 
@@ -49,6 +49,9 @@ class ConnectorSettings(Settings):
     for the next step."""
     attention: Annotated[AttentionMode, Must.choose(AttentionMode)] = "auto"
     """Attention of recomputed rows: ``auto``, ``native`` (vLLM's own), ``sdpa`` or ``flex``."""
+    guard: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
+    """Share of blended answers that clients' engines have compared with full prefill while vLLM is
+    idle, unless they bring settings of their own; 0 is none."""
     replicas: Positive = 1
     """Number of engines behind one address (data parallelism); it must be given, since they do not
     know of each other."""

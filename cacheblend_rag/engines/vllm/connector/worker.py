@@ -211,6 +211,7 @@ class ConnectorWorker:
             read_only=settings.store.read_only,
             store=_stored(blender.store) if blender else StoredKV(),
             sampling=self._sampling,
+            guard=settings.guard,
         )
 
     def take_done(self) -> set[str] | None:
