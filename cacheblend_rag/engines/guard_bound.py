@@ -20,8 +20,6 @@ Floats = NDArray[np.float64]
 
 BETTORS = 16
 """Most bettors at once; another one begins after each sixteenth of the window."""
-GRID = 100
-"""Means for which bounds are computed, evenly spaced over the samples' range."""
 BOLDNESS = 0.9
 """Largest share of its capital that a bettor can lose with one sample."""
 ASSUMED_SPREAD = 0.2
@@ -32,8 +30,9 @@ class DriftingMean:
     """Bounds for the mean of samples from ``low`` to ``high``.
 
     error: of each bound. window: samples after which they are forgotten. told: means for which
-    ``is_above`` and ``is_below`` answer. shape: of a sample, if several means are followed side by
-    side; a number by default.
+    ``is_above`` and ``is_below`` answer. grid: into how many parts the range is divided; ``bounds``
+    are between them. shape: of a sample, if several means are followed side by side; a number by
+    default.
     """
 
     def __init__(
@@ -44,10 +43,11 @@ class DriftingMean:
         told: tuple[float, ...],
         low: float,
         high: float,
+        grid: int = 1,
         shape: tuple[int, ...] = (),
     ) -> None:
-        grid = np.linspace(low, high, GRID + 1)[1:-1]
-        self._means: Floats = np.unique(np.concatenate([grid, told]))
+        between = np.linspace(low, high, grid + 1)[1:-1]
+        self._means: Floats = np.unique(np.concatenate([between, told]))
         self._low, self._high = low, high
         self._needed, self._stride = -math.log(error), max(1, window // BETTORS)
         self.count, self._begun = 0, 0

@@ -18,6 +18,8 @@ LEAST_EXCESS = -0.25
 sample can hide."""
 DRIFT = 1.5
 """The divergence, in limits, for which ``reacts_within`` is stated."""
+GRID = 100
+"""Parts of the range of excesses between which bounds are reported."""
 MOST_PATIENCE = 64
 """Most windows between a step and a step down."""
 
@@ -119,4 +121,5 @@ class GuardState:
             told=(self.limit, self._enough),
             low=LEAST_EXCESS,
             high=1.0,
+            grid=GRID,
         )

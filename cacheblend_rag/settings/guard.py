@@ -31,9 +31,7 @@ class GuardConfig(Settings):
 
     sample_share: Annotated[Share, Must("a number above 0, up to 1")] = 0.01
     """Share of blended answers that are compared with full prefill, in idle time."""
-    limit: Annotated[
-        float, Field(strict=True, gt=0, allow_inf_nan=False), Must("a number above 0")
-    ] = 0.1
+    limit: Annotated[float, Field(strict=True, gt=0, le=3), Must("a number above 0, up to 3")] = 0.1
     """Divergence from full prefill that is too much, in nats per token of the answer."""
     keep: Annotated[Share, Must("a number above 0, up to 1")] = 0.5
     """The ratio steps down again once the divergence is surely below this share of the limit."""
@@ -65,11 +63,24 @@ class GuardConfig(Settings):
 
     @classmethod
     def of(cls, value: GuardConfig | Mapping[str, Any] | float | None) -> Self:
-        """As for all settings; a number is the share of answers."""
-        is_share = isinstance(value, int | float) and not isinstance(value, bool)
-        return cls(sample_share=float(value)) if is_share else super().of(value)  # type: ignore[arg-type]
+        """As for all settings; a number is the share of answers.
+
+        Raises:
+            ConfigError: for an unknown name, or a value out of range.
+        """
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return super().of(value)
+        if not 0 < value <= 1:
+            raise ConfigError(
+                f"guard={value!r} must be a share of answers, above 0 and up to 1, or settings"
+            )
+        return cls(sample_share=float(value))
 
     @classmethod
     def optional(cls, value: Any) -> Any:
-        """As ``of``, with None for no guard."""
+        """Return settings as ``of`` does; None for None, which is no guard.
+
+        Raises:
+            ConfigError: for an unknown name, or a value out of range.
+        """
         return None if value is None else cls.of(value)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cacheblend_rag.engines import guard_bound
 from cacheblend_rag.engines.guard_bound import DriftingMean, Floats, samples_to_notice
 from cacheblend_rag.engines.guard_state import DRIFT, LEAST_EXCESS, bounded
 from cacheblend_rag.settings import GuardConfig
@@ -15,12 +14,6 @@ LIMIT = bounded(CONFIG.limit)
 BAD = bounded(DRIFT * CONFIG.limit)
 ERROR = CONFIG.error / 2
 KINDS = ("few are bad", "as wide as its mean", "half as wide")
-
-
-@pytest.fixture(autouse=True)
-def few_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Follow the told means only, so that a simulation of thousands is quick."""
-    monkeypatch.setattr(guard_bound, "GRID", 1)
 
 
 def followed(runs: int, error: float = ERROR) -> DriftingMean:
@@ -78,9 +71,8 @@ def test_the_mean_below_is_noticed_too_and_the_order_of_samples_counts() -> None
     assert not good.is_above(LIMIT).any()
 
 
-def test_bounds_enclose_the_mean_and_narrow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_bound, "GRID", 100)
-    bound = DriftingMean(error=0.01, window=512, told=(0.1,), low=LEAST_EXCESS, high=1.0)
+def test_bounds_enclose_the_mean_and_narrow() -> None:
+    bound = DriftingMean(error=0.01, window=512, told=(0.1,), low=LEAST_EXCESS, high=1.0, grid=100)
     assert (bound.bounds, bound.mean) == ((LEAST_EXCESS, 1.0), 0.0)
     draw, widths = np.random.default_rng(4), []
     for count in range(1, 401):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cacheblend_rag.engines import guard_bound
+from cacheblend_rag.engines import guard_state
 from cacheblend_rag.engines.guard_state import GuardState, Step, bounded
 from cacheblend_rag.settings import GuardConfig
 
@@ -15,7 +15,7 @@ OWN = 0.16
 
 @pytest.fixture(autouse=True)
 def few_means(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard_bound, "GRID", 1)
+    monkeypatch.setattr(guard_state, "GRID", 1)
 
 
 def taken(state: GuardState, blend: float, prefill: float = 0.0, most: int = 2000) -> Step | None:

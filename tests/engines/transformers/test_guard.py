@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
 
 from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TransformersEngine
+from cacheblend_rag.demo.corpus import INSTRUCTION
 from cacheblend_rag.engines.guard_reference import reference_of
 from cacheblend_rag.engines.transformers.model_steps import lock_of
+from cacheblend_rag.quality.dataset import lead_text
+from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.report import GuardReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig
 from tests.engines.transformers.conftest import EngineFactory
@@ -201,7 +203,7 @@ def test_changed_weights_void_a_comparison(make_guarded: EngineFactory) -> None:
 def test_steps_are_reported_and_logged_without_texts(
     make_guarded: EngineFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = GuardConfig(sample_share=1.0, limit=1e-6, window=256, ratios=(0.5,))
+    config = GuardConfig(sample_share=1.0, limit=1e-6, ratios=(0.5,), answer_tokens=1)
     engine = make_guarded(config, recompute_ratio=0.1, lead_in="instruction", cost_model=False)
     chunks = [Chunk(words(40, seed)) for seed in (1, 2)]
     engine.precompute(chunks, progress=False)
@@ -225,4 +227,38 @@ def test_steps_are_reported_and_logged_without_texts(
     assert not every_word & set(chunks[0].text.split())
     engine.reset_guard()
     assert engine.generate(asking(*chunks), GREEDY).report.blended
-    assert replace(engine.guard_report(), waiting=0).stopped is False
+    assert not engine.guard_report().stopped
+
+
+def told_of_the_toy(lead_in: str, setting: str, questions: int) -> GuardReport:
+    """What the guard of an engine that recomputes nothing says of the toy model's questions."""
+    engine = TransformersEngine(
+        "demo",
+        config=BlendConfig(recompute_ratio=0.0, min_tokens=0, cost_model=False),
+        lead_in=lead_in,
+        instruction=lead_text(INSTRUCTION),
+        guard=GuardConfig(sample_share=1.0, answer_tokens=4),
+    )
+    for question in demo_dataset([setting], questions, seed=5).questions:
+        engine.precompute(question.documents, progress=False)
+        engine.generate(question.prompt(INSTRUCTION), SamplingParams.greedy(max_tokens=4))
+        report = settled(engine)
+        if report.raised:
+            break
+    engine.close()
+    return report
+
+
+def test_plain_reuse_that_answers_wrongly_is_noticed() -> None:
+    report = told_of_the_toy("instruction", "adjacent", 30)
+    assert (report.raised, report.ratio, report.stopped) == (1, 0.3, False)
+    assert report.compared < report.reacts_within
+    assert report.divergence > 10 * GuardConfig().limit
+
+
+def test_contextual_kv_of_fragments_is_nearer_to_their_documents() -> None:
+    """Ordinary prefill does not know who is meant, so raising the ratio would do harm."""
+    report = told_of_the_toy("document", "fragments", 4)
+    assert (report.compared, report.raised, report.ratio) == (4, 0, 0.0)
+    assert report.divergence < GuardConfig().limit < report.prefill_divergence
+    assert report.excess < -0.2

@@ -52,7 +52,11 @@ class BlendStats(KVConnectorStats):
             _add(self.data, name, value)
 
     def record(self, result: Result) -> None:
-        """Count the result of one request with a blend job."""
+        """Count the result of one request with a blend job, or of one comparison."""
+        if isinstance(result, CompareResult):
+            _add(self.data, "guard_samples", 1)
+            _add(self.data, "guard_divergence", result.divergence)
+            return
         chunks = (result.chunks or ()) if isinstance(result, BlendResult | Declined) else ()
         seconds = getattr(result, "work_seconds", None) or 0.0
         hits = sum(chunk.hit for chunk in chunks)
@@ -68,11 +72,6 @@ class BlendStats(KVConnectorStats):
         }
         for name, value in counted.items():
             _add(self.data, name, value)
-
-    def record_comparison(self, result: CompareResult) -> None:
-        """Count an answer that was compared."""
-        _add(self.data, "guard_samples", 1)
-        _add(self.data, "guard_divergence", result.divergence)
 
     def reset(self) -> None:
         """Count from zero again."""

@@ -191,9 +191,7 @@ class ConnectorScheduler:
 
     def _conclude(self, pending: Pending, result: Result) -> None:
         """Count a finished request's result; keep it for a later ``report``, drop the oldest."""
-        if isinstance(result, CompareResult):
-            self._stats.record_comparison(result)
-        if pending.blends and result != CANCELLED:
+        if isinstance(result, CompareResult) or (pending.blends and result != CANCELLED):
             self._stats.record(result)
         if pending.work and isinstance(result, BlendResult):
             _keep(self._blended, pending.work, replace(result, trace=None))
