@@ -242,7 +242,7 @@ def test_whatever_a_server_says_is_read_or_refused() -> None:
         assert len(status_of(params).refusal or "") < 200_000
         if read is not None:
             assert isinstance(read, Result)
-    assert len(kinds) == 10, "each kind, and none"
+    assert len(kinds) == 11, "each kind, and none"
 
 
 @pytest.mark.parametrize("name", [*sorted(_TOLD_BY), "other"])
