@@ -69,7 +69,7 @@ class GuardConfig(Settings):
             ConfigError: for an unknown name, or a value out of range.
         """
         if isinstance(value, bool) or not isinstance(value, int | float):
-            return super().of(value)
+            return super().of(value)  # type: ignore[arg-type]
         if not 0 < value <= 1:
             raise ConfigError(
                 f"guard={value!r} must be a share of answers, above 0 and up to 1, or settings"
