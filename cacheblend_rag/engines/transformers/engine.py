@@ -343,15 +343,9 @@ class TransformersEngine(Engine):
     ) -> Generator[None, None, Comparison | None]:
         """As every engine; None also if adapters or weights change meanwhile."""
         request, prefiller = self._renewed(request), self._prefiller
-        try:
-            done = yield from prefiller.compare(request, compared)
-            self._refresh()
-            return done if prefiller is self._prefiller else None
-        except Exception as error:
-            lack = lack_of_memory(error)
-            if lack is None:
-                raise
-        raise self._out_of_memory(request, lack)
+        done = yield from prefiller.compare(request, compared)
+        self._refresh()
+        return done if prefiller is self._prefiller else None
 
     def _renewed(self, request: Request) -> Request:
         """Return a request with its chunks' keys for the model's current state.

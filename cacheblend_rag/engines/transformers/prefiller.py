@@ -60,8 +60,21 @@ class Prefiller:
     def compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
         """Compare a blended prompt with full prefill while no request wants the model.
 
-        Returns None if it can no longer be blended.
+        Returns None if it can no longer be blended, or if there is no memory for it.
         """
+        try:
+            return (yield from self._compared(request, compared))
+        except Exception as error:
+            lack = lack_of_memory(error)
+            if lack is None:
+                raise
+        give_back_unused()  # after the handler: the error's traceback kept the passes
+        logger.warning(
+            "an answer after %d tokens is not compared: %s (%s)", compared.longest, NO_ROOM, lack
+        )
+        return None
+
+    def _compared(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
         stack, chunks = self.tried.stack, PromptChunks(request.prepared, self.store)
         if stack is None:
             return None

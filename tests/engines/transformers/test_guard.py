@@ -12,6 +12,7 @@ import torch
 from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TransformersEngine
 from cacheblend_rag.demo.corpus import INSTRUCTION
 from cacheblend_rag.engines.guard_reference import reference_of
+from cacheblend_rag.engines.transformers import prefiller
 from cacheblend_rag.engines.transformers.model_steps import lock_of
 from cacheblend_rag.quality.dataset import lead_text
 from cacheblend_rag.quality.questions import demo_dataset
@@ -262,3 +263,19 @@ def test_contextual_kv_of_fragments_is_nearer_to_their_documents() -> None:
     assert (report.compared, report.raised, report.ratio) == (4, 0, 0.0)
     assert report.divergence < GuardConfig().limit < report.prefill_divergence
     assert report.excess < -0.2
+
+
+def test_a_comparison_without_memory_is_dropped(
+    make_guarded: EngineFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
+    engine.precompute(chunks, progress=False)
+
+    def lacking(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(prefiller, "compare", lacking)
+    engine.generate(asking(*chunks), GREEDY)
+    assert settled(engine).dropped == 1
+    assert "is not compared" in caplog.text
+    assert engine.generate(asking(*chunks), GREEDY).report.blended
