@@ -16,6 +16,7 @@ from torch import nn
 
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.copy_stream import release_pinned
+from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import CANCELLED, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.checked_config import engine_settings
@@ -338,9 +339,7 @@ class TransformersEngine(Engine):
         report = self._questions.report(request, prefilled.report)
         return ContinuationScore(logits.log_softmax(-1).cpu(), report)
 
-    def _compare(
-        self, request: Request, compared: Compared
-    ) -> Generator[None, None, Comparison | None]:
+    def _compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
         """As every engine; None also if adapters or weights change meanwhile."""
         request, prefiller = self._renewed(request), self._prefiller
         done = yield from prefiller.compare(request, compared)
