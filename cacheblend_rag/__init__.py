@@ -47,10 +47,17 @@ if TYPE_CHECKING:
     from cacheblend_rag.quality.tuning.run import tune_model
     from cacheblend_rag.quality.verify.gate import verify_model
     from cacheblend_rag.rag.ordering import PassageOrder
-    from cacheblend_rag.report import BlendReport, ChunkReport, FillReport, PrecomputeReport
+    from cacheblend_rag.report import (
+        BlendReport,
+        ChunkReport,
+        FillReport,
+        GuardReport,
+        PrecomputeReport,
+    )
     from cacheblend_rag.settings import (
         BlendConfig,
         EngineConfig,
+        GuardConfig,
         LeadInConfig,
         Profile,
         StoreConfig,
@@ -73,6 +80,8 @@ _LAZY = {
     "EngineSource": "cacheblend_rag.engines.source",
     "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
+    "GuardConfig": "cacheblend_rag.settings.guard",
+    "GuardReport": "cacheblend_rag.report",
     "IdleJob": "cacheblend_rag.engines.idle",
     "KVKey": "cacheblend_rag.kv",
     "LeadInConfig": "cacheblend_rag.settings.lead_in",
@@ -112,6 +121,8 @@ __all__ = [
     "FillReport",
     "ForeignChunkError",
     "Generation",
+    "GuardConfig",
+    "GuardReport",
     "IdleJob",
     "KVKey",
     "LeadInConfig",

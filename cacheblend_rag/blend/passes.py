@@ -107,17 +107,17 @@ class BlendPass:
     re-rotated, or gets it from ``before_layer``. candidates: which tokens those are. row_block:
     the most rows to run through a layer at once, which bounds the memory of layers that compute
     all tokens; more rows are run in even blocks; None is the stack's default. needs_hidden: whether
-    the last token's hidden state is needed, or only KV. attention: how rows attend; by default
-    exactly, over the fused KV. question_start: position of the question's first token, which
-    narrowings need; without it, or if no token of the question is computed, they go by the scores
-    of the last choice. layers: run only so many of the first layers, for their KV; None is
-    all. before_layer: steps that copy a layer's cached KV into the buffer, run before the layer.
-    observers: watch the pass; without any, nothing is computed or read back for them.
+    the last tokens' hidden states are needed, or only KV. last: how many of them. attention: how
+    rows attend; by default exactly, over the fused KV. question_start: position of the question's
+    first token, which narrowings need; without it, or if no token of the question is computed, they
+    go by the scores of the last choice. layers: run only so many of the first layers, for their KV;
+    None is all. before_layer: steps that copy a layer's cached KV into the buffer, run before the
+    layer. observers: watch the pass; without any, nothing is computed or read back for them.
     on_layer: called with each layer whose KV is final.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
-    in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` is the last token's
-    hidden state (1, 1, hidden).
+    in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` are the last tokens'
+    hidden states (1, last, hidden).
 
     The rows to compute are known on the host, so the host never synchronizes with the accelerator
     within a layer: only at a check layer, to read the scores.
@@ -131,6 +131,7 @@ class BlendPass:
     row_block: int | None = None
     observers: Sequence[Observer] = ()
     needs_hidden: bool = True
+    last: int = 1
     attention: Attention | None = None
     question_start: int | None = None
     layers: int | None = None
@@ -143,8 +144,8 @@ class BlendPass:
         self._cached: Mask = self.candidates.cached.numpy()
         self._eligible: Mask = self.candidates.eligible.numpy()
         self._always: Mask = ~self._cached
-        if self.needs_hidden:  # the last token yields the logits
-            self._always[-1] = True
+        if self.needs_hidden:  # the last tokens yield the logits
+            self._always[-self.last :] = True
         self._device = self.stack.geometry.device
         self.stats = PassStats(recomputed=np.zeros_like(self._cached))
         self._scores = torch.full(self._cached.shape, -torch.inf)  # of the last choice
@@ -340,9 +341,9 @@ class BlendPass:
         return keys, values
 
     def _finish(self, layer: int) -> Steps[None]:
-        """The last layer: K and V of every row, the layer itself for the last token at most."""
+        """The last layer: K and V of every row, the layer itself for the last tokens at most."""
         computed = self._rows
-        only_last = self.needs_hidden and len(computed) == 1
+        only_last = self.needs_hidden and len(computed) == self.last
         if len(computed) and not only_last:
             self._repair_ahead(layer)
             for block in self._blocks:
@@ -354,11 +355,11 @@ class BlendPass:
             self.stats.work += self.stack.costs[layer].probe(len(computed))
         if not self.needs_hidden:
             return
-        self.hidden = self.hidden[:, -1:]
+        self.hidden = self.hidden[:, -self.last :]
         observers, self.observers = self.observers, ()  # which have seen this layer
         if not only_last:
             self._repair = None  # has been applied
-        self._carry(computed.part(len(computed) - 1, len(computed)))
+        self._carry(computed.part(len(computed) - self.last, len(computed)))
         yield from self._run(layer)
         self.observers, self._computed = observers, computed
 

@@ -100,6 +100,16 @@ def serve_command(
             min=1, help="With --synchronous: tokens blended in one step.", show_default="8192"
         ),
     ] = None,
+    guard: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            callback=options.finite,
+            help="Share of blended answers to compare with full prefill in idle time.",
+            show_default="none",
+        ),
+    ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
@@ -133,6 +143,7 @@ def serve_command(
         "step_tokens": step_tokens,
         "attention": attention,
         "profile": profile,
+        "guard": guard,
     }
     told = {name: value for name, value in given.items() if value is not None}
     if serve.flag_value(context.args, (SOCKET_FLAG,)) is None:

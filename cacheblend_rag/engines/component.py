@@ -27,6 +27,7 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import (
     BlendConfig,
     EngineConfig,
+    GuardConfig,
     LeadInConfig,
     Profile,
     Settings,
@@ -49,6 +50,10 @@ def _lead_in(given: Any) -> Any:
     return LeadInConfig.of(given) if isinstance(given, Mapping | str) else given
 
 
+def _guard(given: Any) -> Any:
+    return GuardConfig.of(given) if isinstance(given, Mapping | float | int) else given
+
+
 BlendOption = Annotated[
     InstanceOf[BlendConfig], BeforeValidator(_blend_config), PlainSerializer(_plain)
 ]
@@ -57,6 +62,10 @@ LeadInOption = Annotated[
     InstanceOf[LeadInConfig], BeforeValidator(_lead_in), PlainSerializer(_plain)
 ]
 """A LeadInConfig, a dict of its fields, or its kind."""
+
+
+GuardOption = Annotated[InstanceOf[GuardConfig], BeforeValidator(_guard), PlainSerializer(_plain)]
+"""A GuardConfig, a dict of its fields, or the share of answers to compare."""
 
 
 class CheckedOptions(BaseModel):
@@ -69,6 +78,7 @@ class CheckedOptions(BaseModel):
     _inside: ClassVar[Mapping[str, type[Any]]] = {
         "blend_config": BlendConfig,
         "lead_in": LeadInConfig,
+        "guard": GuardConfig,
     }
     """Options that are settings themselves; their fields are not options of their own."""
 
@@ -115,6 +125,12 @@ class EngineComponent(CheckedOptions):
         description="Compute known chunks whose KV was missed, while no request waits.",
         exclude=True,
     )
+    guard: GuardOption | None = Field(
+        default=None,
+        description="How the quality of blended answers is watched: a GuardConfig, its fields, or "
+        "the share of answers that are compared.",
+        exclude=True,
+    )
     device: str | None = Field(default=None, description="Where the model runs.", exclude=True)
     api_key: SecretStr | None = Field(default=None, description="A server's key.", exclude=True)
 
@@ -158,6 +174,7 @@ class EngineComponent(CheckedOptions):
             lead_in=LeadInConfig.of(self.lead_in),
             store=self.store,
             fill_on_miss=self.fill_on_miss,
+            guard=self.guard,
             device=self.device,
             dtype=self.dtype,
             api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),

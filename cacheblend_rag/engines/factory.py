@@ -34,8 +34,8 @@ def open_engine(
             choice and its reason are logged.
         config: the default for requests without one (``blend`` in EngineConfig).
         options: the other fields of EngineConfig (``model``, ``instruction``, ``namespace``,
-            ``profile``, ``lead_in``, ``fill_on_miss``, ``device``, ...), and those of StoreConfig
-            (``kv_path``, ...).
+            ``profile``, ``lead_in``, ``fill_on_miss``, ``guard``, ``device``, ...), and those of
+            StoreConfig (``kv_path``, ...).
 
     Raises:
         ConfigError: for an unknown or invalid option, or if the server's namespace or vocabulary
@@ -151,6 +151,7 @@ def _common(config: EngineConfig) -> dict[str, Any]:
         "namespace": config.namespace,
         "lead_in": config.lead_in,
         "fill_on_miss": config.fill_on_miss,
+        "guard": config.guard,
     }
 
 

@@ -17,7 +17,7 @@ from cacheblend_rag.settings.options import check_engine_name
 
 OF_REQUESTS = frozenset({"engine", "profile", "blend", "api_key"})
 """Fields of EngineConfig that may be combined with a given engine."""
-NOT_SHARED = frozenset({"blend", "profile", "fill_on_miss"})
+NOT_SHARED = frozenset({"blend", "profile", "fill_on_miss", "guard"})
 """Fields that sources with one engine may differ in; of a profile, the lead-in counts."""
 SETTLED = (names_of(EngineConfig) | names_of(StoreConfig)) - OF_REQUESTS
 
@@ -150,4 +150,6 @@ def _open(config: EngineConfig, shared: bool) -> Engine:
         engine = _opened[key] = open_engine(config)
     if config.fill_on_miss:  # also where who opened it did not ask for that
         engine.fill_on_miss = True
+    if config.guard not in (None, engine.guard):
+        engine.guard = config.guard
     return engine

@@ -12,6 +12,7 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.settings import (
     BlendConfig,
     EngineConfig,
+    GuardConfig,
     LeadInConfig,
     Profile,
     Settings,
@@ -25,6 +26,7 @@ MODELS: Mapping[type[Settings], str] = {
     LeadInConfig: "A lead-in",
     BlendConfig: "A request",
     Profile: "A profile",
+    GuardConfig: "A guard",
     ConnectorSettings: "A vLLM server",
 }
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

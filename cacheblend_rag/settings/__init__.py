@@ -25,6 +25,7 @@ from cacheblend_rag.settings.options import check_namespace, names_of
 if TYPE_CHECKING:
     from cacheblend_rag.settings.base import Settings
     from cacheblend_rag.settings.engine import EngineConfig
+    from cacheblend_rag.settings.guard import GuardConfig
     from cacheblend_rag.settings.lead_in import LeadInConfig
     from cacheblend_rag.settings.profile import Profile
     from cacheblend_rag.settings.request import BlendConfig
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "BlendConfig": "cacheblend_rag.settings.request",
     "EngineConfig": "cacheblend_rag.settings.engine",
+    "GuardConfig": "cacheblend_rag.settings.guard",
     "LeadInConfig": "cacheblend_rag.settings.lead_in",
     "Profile": "cacheblend_rag.settings.profile",
     "Settings": "cacheblend_rag.settings.base",
@@ -50,6 +52,7 @@ __all__ = [
     "BlendConfig",
     "ChunkBudget",
     "EngineConfig",
+    "GuardConfig",
     "LeadInConfig",
     "LeadInKind",
     "Precision",

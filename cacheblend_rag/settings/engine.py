@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, mod
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Flag, Must, Settings
 from cacheblend_rag.settings.choices import AUTO, ENGINES
+from cacheblend_rag.settings.guard import GuardConfig
 from cacheblend_rag.settings.lead_in import LeadInConfig
 from cacheblend_rag.settings.options import (
     Arguments,
@@ -88,6 +89,13 @@ class EngineConfig(Settings):
     """Compute and store registered chunks whose KV a request missed, when no request waits. Off by
     default, since this work continues after a call has returned, on a model that its owner may be
     using, and into a store that may be shared."""
+    guard: Annotated[
+        GuardConfig | None,
+        BeforeValidator(GuardConfig.optional),
+        Must("the settings of a guard, or its share of answers"),
+    ] = None
+    """How the quality of blended answers is watched: settings, or the share of answers that are
+    compared. None is not at all, or what the server was started with."""
     device: Annotated[
         str | None, BeforeValidator(_own_name), Must("a device's name, such as cuda:0")
     ] = None

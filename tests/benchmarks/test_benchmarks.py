@@ -162,3 +162,16 @@ def test_layers_are_profiled(bench, tmp_path):
         "--passage-words", 6, "--ratio", 0.5,
     )  # fmt: skip
     assert "share of KV before layer 0" in outcome.stdout
+
+
+def test_a_guard_finds_what_is_bad(bench):
+    outcome = bench("guard", "--questions", 1, "--runs", 40, "--samples", 60, "--json")
+    rows = {(row["lead_in"], row["ratio"], row["setting"]): row for row in outcome.json["measured"]}
+    assert len(rows) == 9
+    assert all(row["compared"] == 1 for row in rows.values())
+    assert rows["instruction", 0.0, "adjacent"]["divergence"] > 0.1
+    contextual = rows["document", 0.0, "fragments"]
+    assert contextual["divergence"] < contextual["prefill_divergence"]
+    assert outcome.json["simulated"]["false_alarms"] == 0
+    assert outcome.json["simulated"]["noticed"] >= 0.95
+    assert "said" in bench("guard", "--questions", 0, "--runs", 5).stdout

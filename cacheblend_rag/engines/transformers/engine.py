@@ -16,6 +16,7 @@ from torch import nn
 
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.copy_stream import release_pinned
+from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import CANCELLED, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.checked_config import engine_settings
@@ -50,6 +51,7 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
+from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import (
     ComputeAlone,
@@ -60,7 +62,7 @@ from cacheblend_rag.prefill.precompute import (
 )
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.settings import BlendConfig, LeadInConfig
+from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -85,6 +87,7 @@ class TransformersEngine(Engine, ScoringEngine):
     """
 
     name = "transformers"
+    compares = True
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class TransformersEngine(Engine, ScoringEngine):
         namespace: str = "default",
         lead_in: LeadInConfig | str | None = None,
         fill_on_miss: bool = False,
+        guard: GuardConfig | None = None,
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> None:
@@ -120,6 +124,7 @@ class TransformersEngine(Engine, ScoringEngine):
             fill_on_miss: whether registered chunks whose KV a request missed are computed and
                 stored when no request wants the model: also between calls, so with a loaded model
                 that nothing else uses.
+            guard: how the quality of blended answers is watched; None is not at all.
             device: where a model given by name is loaded.
             dtype: in what precision it is loaded.
 
@@ -164,6 +169,7 @@ class TransformersEngine(Engine, ScoringEngine):
                 instruction=instruction,
                 namespace=namespace,
                 fill_on_miss=fill_on_miss,
+                guard=guard,
             )
         )
 
@@ -294,7 +300,7 @@ class TransformersEngine(Engine, ScoringEngine):
             raise ConfigError("continuation is empty: give at least one token to score")
         longest = max(map(len, continuations), default=1)
         sampling = SamplingParams.greedy(max_tokens=longest)
-        request = self._questions.request(prompt, sampling, config, hints, full=full)
+        request = self._questions.request(prompt, sampling, config, hints, steered=False, full=full)
         if request.sampling.max_tokens < longest:
             tokens = len(request.prepared.token_ids) + longest
             raise PromptTooLongError(tokens, self.context_window)
@@ -319,6 +325,13 @@ class TransformersEngine(Engine, ScoringEngine):
             with working(), self._priority_lock.taken(), inference():
                 found = forced_log_probs(self._ordinary, prefilled, ids, answer)
             yield ContinuationScore(found, report)
+
+    def _compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
+        """As every engine; None also if adapters or weights change meanwhile."""
+        request, prefiller = self._renewed(request), self._prefiller
+        done = yield from prefiller.compare(request, compared)
+        self._refresh()
+        return done if prefiller is self._prefiller else None
 
     def _renewed(self, request: Request) -> Request:
         """Return a request with its chunks' keys for the model's current state.

@@ -21,6 +21,7 @@ from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
+    CompareResult,
     Declined,
     Late,
     Result,
@@ -190,7 +191,7 @@ class ConnectorScheduler:
 
     def _conclude(self, pending: Pending, result: Result) -> None:
         """Count a finished request's result; keep it for a later ``report``, drop the oldest."""
-        if pending.blends and result != CANCELLED:
+        if isinstance(result, CompareResult) or (pending.blends and result != CANCELLED):
             self._stats.record(result)
         if pending.work and isinstance(result, BlendResult):
             _keep(self._blended, pending.work, replace(result, trace=None))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field
 
 from cacheblend_rag.settings import StoreConfig, names_of
-from cacheblend_rag.settings.base import Flag, Must, Positive, Settings
+from cacheblend_rag.settings.base import Flag, Must, Positive, Ratio, Settings
 from cacheblend_rag.settings.engine import Namespace
 from cacheblend_rag.settings.options import Arguments
 from cacheblend_rag.settings.profile import Profile, ProfileOption
@@ -56,6 +56,9 @@ class ConnectorSettings(Settings):
     """Attention of recomputed rows: ``auto``, ``native`` (vLLM's own), ``sdpa`` or ``flex``."""
     profile: Annotated[ProfileOption, BeforeValidator(_profile)] = None
     """What clients use where they give no settings of their own."""
+    guard: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
+    """Share of blended answers that clients' engines have compared with full prefill while vLLM is
+    idle, unless they bring settings of their own; 0 is none."""
     replicas: Positive = 1
     """Number of engines behind one address (data parallelism); it must be given, since they do not
     know of each other."""

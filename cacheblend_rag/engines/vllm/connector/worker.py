@@ -213,6 +213,7 @@ class ConnectorWorker:
             store=_stored(blender.store) if blender else StoredKV(),
             sampling=self._sampling,
             profile=json.dumps(settings.profile.to_dict()) if settings.profile else "",
+            guard=settings.guard,
         )
 
     def take_done(self) -> set[str] | None:

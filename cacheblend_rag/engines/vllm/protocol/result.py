@@ -80,6 +80,15 @@ class EvictResult:
 
 
 @dataclass(frozen=True)
+class CompareResult:
+    """The result of compare: divergences in nats per token, as in Comparison."""
+
+    divergence: float
+    prefill_divergence: float = 0.0
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class ReleaseResult:
     """The result of release: how many bytes were freed, on all ranks."""
 
@@ -124,6 +133,7 @@ class Late:
 Result: TypeAlias = (
     BlendResult
     | PrecomputeResult
+    | CompareResult
     | VerifyResult
     | EvictResult
     | ReleaseResult
@@ -144,6 +154,7 @@ TOLD_BY: Mapping[str, type[Any]] = {
     "reason": Declined,
     "chunks": BlendResult,
     "computed": PrecomputeResult,
+    "divergence": CompareResult,
     "verified": VerifyResult,
     "evicted": EvictResult,
     "released": ReleaseResult,

@@ -11,6 +11,7 @@ import pytest
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.vllm.protocol import (
     BlendResult,
+    CompareResult,
     ConnectorStatus,
     Declined,
     EvictResult,
@@ -57,6 +58,7 @@ RESULTS: tuple[Result, ...] = (
     PrecomputeResult(2, refused={FULL: 4, DISK: 3}, failed={DISK: 3}),
     VerifyResult(2, {"0/1": DISK}),
     EvictResult(3, 0.5),
+    CompareResult(0.25, 0.5, 0.75),
     PrefetchResult(),
     PrefetchResult(0.5),
     NO_REPORT,
@@ -172,6 +174,7 @@ def test_a_statuss_names_on_the_wire_are_settled() -> None:
         "store": {"chunks": 3, "bytes": 1 << 40},
         "sampling": {**QWEN_SAMPLING, "min_p": 0.0},
         "profile": "",
+        "guard": 0.0,
     }
 
 
@@ -240,7 +243,7 @@ def test_whatever_a_server_says_is_read_or_refused() -> None:
         assert len(status_of(params).refusal or "") < 200_000
         if read is not None:
             assert isinstance(read, Result)
-    assert len(kinds) == 10, "each kind, and none"
+    assert len(kinds) == 11, "each kind, and none"
 
 
 @pytest.mark.parametrize("name", [*sorted(TOLD_BY), "other"])
