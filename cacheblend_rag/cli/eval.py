@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -115,11 +116,12 @@ def evaluate_command(
         from cacheblend_rag.quality.measuring import Measures
         from cacheblend_rag.rag.model_config import text_config
 
-        tokenizer = load_tokenizer(model)
+        # Loaded where it is needed first: wrong data are told before.
+        loaded = cache(partial(load_tokenizer, model))
         choice = DataChoice(
             chunk_tokens,
             options.token_bounds(prompt_tokens),
-            count_tokens=lambda text: len(tokenizer.tokenize(text)),
+            count_tokens=lambda text: len(loaded().tokenize(text)),
         )
         wanted = options.names(settings or "")
         data = choose_questions(dataset, wanted, questions, passages, seed, choice=choice)
@@ -136,7 +138,7 @@ def evaluate_command(
             )
             for s in data.settings
         }
-        frame = PromptFrame.of(tokenizer, data.instruction, chat_template=not no_chat_template)
+        frame = PromptFrame.of(loaded(), data.instruction, chat_template=not no_chat_template)
         opened = opened_engines(
             engine,
             model,
