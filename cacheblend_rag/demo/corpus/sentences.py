@@ -18,7 +18,7 @@ INTRODUCTIONS = (
     "The subject of this note is {name}.",
 )
 REVISIONS = (
-    "This note changes what is known about {name}.",
+    "This note changes the records about {name}.",
     "What follows changes the notes about {name}.",
     "This note changes the pages about {name}.",
 )
