@@ -169,7 +169,7 @@ def _demo_question(prompt: DemoPrompt) -> EvalQuestion:
     documents = demo_documents(prompt.documents)
     chunks = [document.to_chunks() for document in documents]
     return EvalQuestion(
-        question=prompt.question.question,
+        question=prompt.question.conversation,
         answers=(prompt.question.answer,),
         passages=tuple(chunks[d][c] for d, c in prompt.retrieved),
         documents=documents,

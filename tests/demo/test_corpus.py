@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
 from cacheblend_rag.demo import corpus
 from cacheblend_rag.demo.corpus import (
+    FIRST_NAMES,
     SETTINGS,
+    UNKNOWN,
     CorpusShape,
+    DemoDocument,
     DemoPrompt,
     draw_documents,
     generate_collection,
     generate_prompts,
     held_out_names,
 )
+from cacheblend_rag.demo.corpus.subjects import KINDS
 
 PRONOUNS = ({"she", "her"}, {"he", "his"}, {"company"})
+FULL_NAME = re.compile(rf"\b(?:{'|'.join(sorted(FIRST_NAMES))}) [A-Z]\w+")
+DEFINITION = re.compile(r"(?:People know )?(\w+ \w+)(?: is known)? as (\w+)\.")
 
 
 def _names(prompt: DemoPrompt) -> list[str]:
@@ -54,10 +61,13 @@ def test_training_draws_never_hold_a_held_out_name() -> None:
 def test_evaluation_draws_hold_only_held_out_names(setting: str) -> None:
     kept_out = held_out_names()
     for prompt in generate_prompts(setting, 50, 1):
-        assert set(_names(prompt)) <= kept_out
+        text = " ".join([document.text for document in prompt.documents])
+        named = set(FULL_NAME.findall(text))
+        assert named <= kept_out
+        assert set(FULL_NAME.findall(prompt.question.conversation)) <= named
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting != "linked"])
 def test_later_chunks_never_name_a_subject(setting: str) -> None:
     for prompt in generate_prompts(setting, 50, 2):
         parts = {part for name in _names(prompt) for part in name.split()}
@@ -105,6 +115,71 @@ def test_settings_retrieve_what_they_say() -> None:
         assert list(prompt.retrieved) != sorted(prompt.retrieved)
 
 
+def test_linked_documents_say_whose_facts_they_hold_by_another_name_only() -> None:
+    for prompt in generate_prompts("linked", 40, 8):
+        roster, *others = prompt.documents
+        aliases = dict(DEFINITION.findall(roster.text))
+        assert list(prompt.retrieved) == sorted(prompt.retrieved)
+        assert not any(FULL_NAME.search(document.text) for document in others)
+        about = {_subject(document.chunks[0]).split()[-1]: document for document in others}
+        assert sorted(about) == sorted(aliases.values())
+        (name,) = FULL_NAME.findall(prompt.question.question)
+        assert _stated(about[aliases[name]], prompt) == [prompt.question.answer]
+        assert prompt.documents[prompt.question.document] is about[aliases[name]]
+        candidates = {value for document in others for value in _stated(document, prompt)}
+        assert len(candidates) == len(others) >= 3
+
+
+def test_the_revision_of_a_fact_is_the_answer_wherever_it_stands() -> None:
+    earlier = 0
+    for prompt in generate_prompts("revised", 40, 9):
+        (name,) = FULL_NAME.findall(prompt.question.question)
+        about = [document for document in prompt.documents if name in document.chunks[0]]
+        revision, original = sorted(about, key=lambda document: "changes" not in _opening(document))
+        assert "changes" not in _opening(original)
+        assert _stated(revision, prompt) == [prompt.question.answer]
+        (replaced,) = _stated(original, prompt)
+        assert replaced != prompt.question.answer
+        assert len(prompt.retrieved) == sum(len(doc.chunks) for doc in prompt.documents)
+        earlier += about.index(revision) == 0
+    assert 10 <= earlier <= 30
+
+
+def test_nothing_retrieved_answers_what_is_not_known() -> None:
+    whole = 0
+    for prompt in generate_prompts("unanswerable", 40, 10):
+        question = prompt.question
+        assert question.answer == UNKNOWN
+        assert len(_stated(prompt.documents[question.document], prompt)) == 1
+        kept = [chunk for document, chunk in prompt.retrieved if document == question.document]
+        assert all(chunk < question.chunk for chunk in kept)
+        read = DemoDocument("", tuple(prompt.documents[question.document].chunks[c] for c in kept))
+        assert _stated(read, prompt) == []
+        assert any(
+            _stated(document, prompt)
+            for index, document in enumerate(prompt.documents)
+            if index != question.document
+        )
+        whole += not kept
+    assert 10 <= whole <= 35
+
+
+def test_the_earlier_turn_names_whom_the_question_is_about() -> None:
+    for prompt in generate_prompts("turns", 40, 11):
+        question = prompt.question
+        assert not FULL_NAME.search(question.question)
+        assert set(re.findall(r"\w+", question.question)) & set().union(*PRONOUNS)
+        ((before, answer),) = question.earlier
+        (name,) = FULL_NAME.findall(before)
+        about = next(document for document in prompt.documents if name in document.chunks[0])
+        assert prompt.documents[question.document] is about
+        assert {answer, question.answer} <= _words(about.text)
+        assert answer != question.answer
+        assert prompt.segments()[-1][1] == (
+            f"\n\nQuestion: {before}\nAnswer: {answer}\n\nQuestion: {question.question}\nAnswer:"
+        )
+
+
 def test_most_questions_refer_back() -> None:
     kinds = [prompt.question.kind for prompt in generate_prompts("adjacent", 300, 6)]
     assert 0.67 <= kinds.count("referring") / len(kinds) <= 0.85
@@ -136,6 +211,27 @@ def test_collection_is_deterministic_with_subjects_of_their_own() -> None:
 def test_collection_refuses_more_questions_than_facts() -> None:
     with pytest.raises(ValueError, match="answer only"):
         generate_collection(2, 1000, 0)
+
+
+def _opening(document: DemoDocument) -> str:
+    return document.text.split(".", maxsplit=1)[0]
+
+
+def _stated(document: DemoDocument, prompt: DemoPrompt) -> list[str]:
+    """What a document says of the asked kind of fact, about whomever."""
+    question = FULL_NAME.sub("{name}", prompt.question.question)
+    attribute = next(
+        attribute
+        for kind in KINDS
+        for attribute in kind.attributes
+        if question in attribute.questions
+    )
+    ends = [statement.split("}", maxsplit=1)[1] for statement in attribute.statements]
+    return [
+        value
+        for value in attribute.values
+        if any(end.format(value=value) in document.text for end in ends)
+    ]
 
 
 def _words(text: str) -> set[str]:

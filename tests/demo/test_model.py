@@ -1,16 +1,13 @@
-"""The shipped model folder and the program that makes it."""
+"""The shipped model folder."""
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
-from pathlib import Path
+import re
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,26 +16,11 @@ from transformers import (
 )
 
 from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import INSTRUCTION, DemoPrompt, generate_prompts
+from cacheblend_rag.demo.corpus import INSTRUCTION, SETTINGS, DemoPrompt, generate_prompts
 from tests.demo.tokenizer import build_tokenizer
-from tests.demo.train import (
-    CURRICULUM,
-    ModelShape,
-    Stage,
-    Trainer,
-    TrainingConfig,
-    draw_batch,
-    main,
-    train,
-)
 
-TINY = TrainingConfig(
-    tokens=10_000_000,
-    repeat_tokens=250,
-    warmup_steps=4,
-    model=ModelShape(layers=2, hidden=32, heads=2, kv_heads=1, feed_forward=48),
-    curriculum=(replace(CURRICULUM[0], batch_tokens=400),),
-)
+# Shares of right answers by full prefill, below what the weights reach (docs/quality.md).
+RIGHT = {"adjacent": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +88,27 @@ def test_chat_template_renders_the_training_prompt(tokenizer: PreTrainedTokenize
     assert ids == _prompt_ids(prompt, tokenizer)
 
 
+def test_every_word_of_the_settings_is_one_token(tokenizer: PreTrainedTokenizerFast) -> None:
+    words = {
+        word
+        for setting in SETTINGS
+        for prompt in generate_prompts(setting, 20, 15)
+        for _, text in prompt.segments()
+        for word in re.findall(r"[A-Za-z]+", text)
+    }
+    assert [word for word in words if len(tokenizer.tokenize(f" {word}")) > 1] == []
+
+
+@pytest.mark.parametrize("setting", RIGHT)
 def test_full_prefill_answers_held_out_questions(
-    tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel
+    setting: str, tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel
 ) -> None:
-    prompts = generate_prompts("adjacent", 24, 14)
+    assert _right(setting, tokenizer, model) >= RIGHT[setting]
+
+
+def _right(setting: str, tokenizer: PreTrainedTokenizerFast, model: PreTrainedModel) -> float:
+    """The share of held-out questions that full prefill answers."""
+    prompts = generate_prompts(setting, 24, 14)
     right = 0
     for prompt in prompts:
         ids = torch.tensor([_prompt_ids(prompt, tokenizer)])
@@ -117,68 +116,4 @@ def test_full_prefill_answers_held_out_questions(
             new = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=3)
         answer = tokenizer.decode(new[0, ids.shape[1] :], skip_special_tokens=True)
         right += answer == f" {prompt.question.answer}"
-    assert right / len(prompts) >= 0.9
-
-
-def test_a_resumed_run_has_the_weights_of_an_uninterrupted_one(tmp_path: Path) -> None:
-    straight = Trainer(TINY)
-    for _ in range(6):
-        straight.step()
-    halted = Trainer(TINY)
-    for _ in range(3):
-        halted.step()
-    halted.save_checkpoint(tmp_path / "checkpoint")
-    resumed = Trainer(TINY)
-    resumed.load_checkpoint(tmp_path / "checkpoint")
-    for _ in range(3):
-        resumed.step()
-    expected, weights = straight.model.state_dict(), resumed.model.state_dict()
-    assert resumed.progress.step == straight.progress.step == 6
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def test_a_checkpoint_of_another_configuration_is_refused(tmp_path: Path) -> None:
-    Trainer(TINY).save_checkpoint(tmp_path)
-    with pytest.raises(ValueError, match="another configuration"):
-        Trainer(replace(TINY, seed=1)).load_checkpoint(tmp_path)
-
-
-def test_training_writes_a_folder_that_loads(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    config = replace(TINY, tokens=1_500)
-    progress = train(config, tmp_path / "model", checkpoint=checkpoint)
-    assert progress.tokens >= 1_500
-    again = train(config, tmp_path / "model", checkpoint=checkpoint, resume=True)
-    assert again.step == progress.step
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model", local_files_only=True)
-    saved = load_file(tmp_path / "model" / "model.safetensors")
-    assert torch.equal(loaded.model.norm.weight, saved["model.norm.weight"])
-
-
-def test_questions_do_not_see_each_other() -> None:
-    """Changing one question's tokens changes no other question's outputs."""
-    trainer = Trainer(TINY)
-    batch = draw_batch(random.Random(0), TINY.curriculum[0], TINY, trainer.tokenizer)
-    changed = replace(batch, ids=batch.ids.clone())
-    first = slice(batch.context_length, batch.context_length + batch.question_length)
-    changed.ids[:, first] = 5
-    with torch.no_grad():
-        before, after = trainer.hidden(batch)[1], trainer.hidden(changed)[1]
-    assert torch.equal(before[:, : first.start], after[:, : first.start])
-    assert torch.equal(before[:, first.stop :], after[:, first.stop :])
-    assert not torch.equal(before[:, first], after[:, first])
-
-
-def test_separate_documents_do_not_see_each_other() -> None:
-    trainer = Trainer(TINY)
-    stage = Stage(TINY.curriculum[0].shape, separate=1.0, other_frames=0.0, batch_tokens=400)
-    batch = draw_batch(random.Random(0), stage, TINY, trainer.tokenizer)
-    open_keys = (batch.context_bias == 0).sum(-1)[0, 0]
-    assert open_keys.max() < batch.context_length
-    assert torch.equal(open_keys[:10], torch.arange(1, 11))
-
-
-def test_command_line_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.demo.train.TrainingConfig", lambda: TINY)
-    main(["--out", str(tmp_path / "model"), "--tokens", "300", "--seed", "3"])
-    assert (tmp_path / "model" / "config.json").exists()
+    return right / len(prompts)

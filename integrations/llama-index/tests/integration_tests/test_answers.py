@@ -90,7 +90,7 @@ def ask_llama_index(llm: CacheBlendLLM, prompt: DemoPrompt) -> str:
         node_postprocessors=[CacheBlendPostprocessor(llm=llm)],
     )
     with collect_reports() as reports:
-        answer = str(query_engine.query(prompt.question.question))
+        answer = str(query_engine.query(prompt.question.conversation))
     (report,) = reports
     assert len([chunk for chunk in report["chunks"] if chunk["hit"]]) == len(retrieved)
     for document in prompt.documents:
@@ -105,7 +105,7 @@ def ask_plainly(engine: Engine, prompt: DemoPrompt) -> str:
     parts: list[str | Chunk] = [HEAD]
     for index, (d, c) in enumerate(prompt.retrieved):
         parts += ["\n\n", chunks[d][c]] if index else [chunks[d][c]]
-    parts.append(f"\n\nQuestion: {prompt.question.question}\nAnswer:")
+    parts.append(f"\n\nQuestion: {prompt.question.conversation}\nAnswer:")
     engine.precompute(documents, progress=False)
     answer = engine.generate(BlendPrompt.of(*parts), SamplingParams(max_tokens=MAX_TOKENS))
     for document in documents:
@@ -162,6 +162,6 @@ def test_with_everything_recomputed_the_text_is_ordinary_prefills(setting: str) 
     for prompt in generate_prompts(setting, 2, SEED):
         told = ask_llama_index(llm, prompt)
         context = "\n\n".join(prompt.chunk_texts)
-        text = TEMPLATE.format(context_str=context, query_str=prompt.question.question)
+        text = TEMPLATE.format(context_str=context, query_str=prompt.question.conversation)
         full = llm.open().generate_full(text, SamplingParams(max_tokens=MAX_TOKENS))
         assert told == full.text
