@@ -223,6 +223,8 @@ def test_metrics_count_what_reports_say(core: InProcessEngine) -> None:
         "recomputed_tokens": sum(report.recomputed_tokens for report in reports),
         "blended_requests": 3,
         "fallbacks": 1,
+        "guard_samples": 0,
+        "guard_divergence": 0,
     }
 
 

@@ -38,7 +38,7 @@ ALONE = [Chunk(words(40, seed)) for seed in (11, 12)]
 
 @pytest.fixture(scope="module")
 def core(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(model_folder("llama"), CONFIG)
+    engine = InProcessEngine.open(model_folder("llama"), CONFIG)
     engine.precompute([DOCUMENT, *ALONE], progress=False)
     yield engine
     engine.close()
