@@ -10,6 +10,7 @@ from pathlib import Path
 from cacheblend_rag.demo.corpus import (
     CHUNK_SEPARATOR,
     INSTRUCTION,
+    LEARNED_SETTINGS,
     SETTINGS,
     DemoDocument,
     DemoPrompt,
@@ -75,8 +76,9 @@ def choose_questions(
     """Return at most so many questions per setting.
 
     source: ``demo``, ``single-hop`` (which comes with the package), ``ruler:niah``, ``ruler:vt``,
-    ``ruler:cwe``, or a file of questions. settings: all of the source's if empty. passages: at
-    most so many per question, gold ones first; None for all. seed: for whatever is drawn.
+    ``ruler:cwe``, or a file of questions. settings: if empty, all of the source's, but of the
+    demo's only those that the bundled weights learned. passages: at most so many per question, gold
+    ones first; None for all. seed: for whatever is drawn.
     choice: how documents are cut, and how long prompts are.
     Raises ConfigError, DatasetError on an unknown setting, and the errors of load_dataset.
     """
@@ -154,7 +156,7 @@ def demo_dataset(settings: Sequence[str], questions: int, seed: int) -> EvalData
             raise ConfigError(f"setting={setting!r} must be one of {', '.join(SETTINGS)}")
     drawn = tuple(
         _demo_question(prompt)
-        for setting in settings or SETTINGS
+        for setting in settings or LEARNED_SETTINGS
         for prompt in generate_prompts(setting, questions, seed)
     )
     return EvalDataset(DEMO, drawn, INSTRUCTION)

@@ -11,7 +11,7 @@ from cacheblend_rag import GuardConfig, GuardReport, SamplingParams, Transformer
 from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.plan import Plan, option
 from cacheblend_rag.cli.plan_command import facts
-from cacheblend_rag.demo.corpus import INSTRUCTION, SETTINGS
+from cacheblend_rag.demo.corpus import INSTRUCTION, LEARNED_SETTINGS
 from cacheblend_rag.engines.guard_bound import DriftingMean, Floats, samples_to_notice
 from cacheblend_rag.engines.guard_state import DRIFT, LEAST_EXCESS, bounded
 from cacheblend_rag.quality.dataset import lead_text
@@ -50,7 +50,7 @@ def measure_guard(plan: GuardPlan, _: Advance = lambda _: None) -> dict[str, obj
 
 def _measured(lead_in: str, ratio: float, questions: int) -> Iterator[dict[str, object]]:
     """Yield what an engine's guard says of each setting's questions."""
-    for setting in SETTINGS:
+    for setting in LEARNED_SETTINGS:
         config = BlendConfig(recompute_ratio=ratio, min_tokens=0, cost_model=False)
         guard = GuardConfig(sample_share=1.0, most_waiting=questions, limit=3.0)
         instruction = lead_text(INSTRUCTION)

@@ -10,7 +10,7 @@ import os
 import pytest
 from cacheblend_rag import BlendConfig, SamplingParams, TransformersEngine
 from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import INSTRUCTION, SETTINGS
+from cacheblend_rag.demo.corpus import INSTRUCTION, LEARNED_SETTINGS
 from cacheblend_rag.quality.dataset import EvalQuestion, lead_text
 from cacheblend_rag.quality.evaluator import Evaluator
 from cacheblend_rag.quality.frame import PromptFrame
@@ -71,7 +71,7 @@ def through_langchain(questions: tuple[EvalQuestion, ...]) -> float:
     return right / len(questions)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", LEARNED_SETTINGS)
 def test_answers_are_as_good_as_the_evaluations(setting: str) -> None:
     questions = demo_dataset([setting], QUESTIONS, SEED).questions
     full, blended = evaluated(questions)
