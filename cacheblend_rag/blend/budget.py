@@ -87,7 +87,7 @@ class Budget:
 
 
 def ranked(scores: Tensor) -> Tensor:
-    """Return the indices of all scores but -inf, highest first; of equal ones the first leads."""
+    """Return the indices of all scores but -inf, highest first, equal scores in their order."""
     order = torch.sort(scores, descending=True, stable=True).indices
     return order[scores[order] > -torch.inf]
 

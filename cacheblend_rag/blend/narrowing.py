@@ -24,7 +24,7 @@ QUESTION_ROWS = 64
 
 
 class QuestionAttention(Observer):
-    """The attention of the question's rows, in the layers before narrowings.
+    """Sums the attention that the question's rows pay to each token before narrowings.
 
     question_start: position of the question's first token; the question ends the prompt.
     narrowings: the layers before which rows are narrowed. Of the layers since the last narrowing,

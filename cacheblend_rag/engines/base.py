@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing
 from threading import Event
 from typing import Any, Self
 
 from cacheblend_rag.engines.after_answer import AnswerHook
-from cacheblend_rag.engines.answer import Delta, FinishReason, Generation, Request
+from cacheblend_rag.engines.answer import Delta, Generation
 from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.known_chunks import Item
@@ -19,7 +18,7 @@ from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.report import FillReport, GuardReport, PrecomputeReport, PrefillReport
+from cacheblend_rag.report import FillReport, GuardReport, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.chunk import Chunk
 
@@ -27,13 +26,11 @@ from cacheblend_rag.text.chunk import Chunk
 class Engine(Backend):
     """A model that answers prompts, and reuses the KV of the chunks in them.
 
-    Safe to share between threads. Backend, which a subclass implements, has further facts:
-    ``context_window``, ``blend_refusal``, ``model_sampling``, ``address``, ``dtype`` and
-    ``read_only``.
+    Safe to share between threads. Backend, which a subclass implements, has further properties,
+    such as ``context_window``, ``blend_refusal``, ``dtype`` and ``read_only``.
 
     Attributes:
-        name: the kind of engine, as reports name it.
-        part_chunks: least number of chunks to store in one part.
+        name, part_chunks: as in Backend.
         model_name, tokenizer, instruction, namespace: as in EngineSetup.
         config, lead_in, registry: as in EngineSetup, with defaults for None.
         encoder: encodes prompts with the tokenizer, and finds chunks in their tokens.
@@ -52,6 +49,7 @@ class Engine(Backend):
         self.instruction, self.namespace = parts.instruction, setup.namespace
         self.encoder, self._led = parts.encoder, parts.led
         self._index, self._questions = parts.index_time, parts.question_time
+        self._answered = parts.question_time.answered
 
     # Facts
 
@@ -67,8 +65,7 @@ class Engine(Backend):
     def watch_fingerprint(self, hook: Callable[[Engine, str], None]) -> None:
         """Call a hook with this engine and its fingerprint, now and whenever that changes.
 
-        It replaces an earlier one. Siblings call it, too. It must not read the engine's
-        fingerprint.
+        It replaces an earlier hook. Siblings call it, too. It must not read ``fingerprint``.
         """
         fingerprint, self._family.fingerprint_hook = self.fingerprint, hook
         hook(self, fingerprint)
@@ -87,8 +84,7 @@ class Engine(Backend):
     def fill_on_miss(self) -> bool:
         """Whether registered chunks whose KV a request missed are stored in idle time.
 
-        As if by ``precompute``. It may be changed at any time; chunks that wait already are still
-        filled.
+        As if by ``precompute``. It may be changed at any time; waiting chunks are still filled.
         """
         return self._parts.filling.is_on
 
@@ -98,10 +94,7 @@ class Engine(Backend):
 
     @property
     def guard(self) -> GuardConfig | None:
-        """How the quality of blended answers is watched; None is not at all.
-
-        It may be set at any time, and begins anew then (see ``reset_guard``).
-        """
+        """How the quality of blended answers is watched, or None; setting it begins anew."""
         return self._parts.guard.config
 
     @guard.setter
@@ -209,13 +202,13 @@ class Engine(Backend):
         return self._index.evict_unregistered()
 
     def release(self) -> int:
-        """Free the memory of chunk KV, on the host and on the device; the engine stays open.
+        """Free the memory of chunk KV, on host and device; returns how many bytes that were.
 
         Chunks stay registered, and stored on disk, in Redis and in object stores, from where
         requests read them again. Chunks that were in memory only are computed again
         (``not stored``). Chunks that wait to be written, are being read, or are pinned, stay in
-        memory until then. Buffers for copies and PyTorch's cached memory are freed, too. Engines
-        around one store, such as siblings, share its memory. Returns how many bytes were freed.
+        memory until then. Buffers for copies and PyTorch's cached memory are freed, too. The engine
+        stays open. Engines around one store, such as siblings, share its memory.
         """
         self._lifetime.check()
         return self._release()
@@ -335,7 +328,7 @@ class Engine(Backend):
         """
         return await self._questions.agenerate(prompt, sampling, config, hints)
 
-    async def astream(
+    def astream(
         self,
         prompt: PromptLike,
         sampling: SamplingParams | None = None,
@@ -351,9 +344,7 @@ class Engine(Backend):
             config: as for generate.
             hints: as for generate.
         """
-        async with aclosing(self._questions.astream(prompt, sampling, config, hints)) as deltas:
-            async for delta in deltas:
-                yield delta
+        return self._questions.astream(prompt, sampling, config, hints)
 
     def after_answer(self, hook: AnswerHook) -> None:
         """Call a hook with each request of this engine, and its answer, before its caller gets it.
@@ -393,22 +384,10 @@ class Engine(Backend):
             return  # forked: the parent ends the threads and connections, and frees the memory
         self._parts.idle.close()
         if self._lifetime.elder is None:
-            for queue in list(self._family.idle_queues):
-                queue.close()
+            self._family.close_idle_queues()
             self._close()
 
     # For subclasses
-
-    def _answered(
-        self,
-        request: Request,
-        text: str,
-        token_ids: Iterable[int],
-        finish_reason: FinishReason,
-        prefill: PrefillReport,
-    ) -> Delta:
-        """Return a stream's last piece, the whole answer; raises ConfigError on a closed engine."""
-        return self._questions.answered(request, text, token_ids, finish_reason, prefill)
 
     def _is_idle(self) -> bool:
         """Whether no request is running; called before each step of idle work."""

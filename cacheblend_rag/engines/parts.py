@@ -72,6 +72,11 @@ class Family:
     idle_queues: WeakSet[IdleQueue] = field(default_factory=WeakSet)
     fingerprint_hook: Callable[[Any, str], None] = _unheard
 
+    def close_idle_queues(self) -> None:
+        """End the idle work of all of them."""
+        for queue in list(self.idle_queues):
+            queue.close()
+
 
 class EngineParts:
     """The objects that an engine's methods call, for one lead-in and one registry.

@@ -49,7 +49,7 @@ class Compared:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest pass."""
+        """Tokens of the longest prefill, with all of the answer but its last token."""
         return max(len(self.prompt), len(self.reference or ())) + len(self.answer) - 1
 
 

@@ -47,7 +47,7 @@ class Profile(Settings):
     measured: Annotated[dict[str, Any], Field(strict=False), Must("a table of figures")] = Field(
         default_factory=dict
     )
-    """What was measured with these settings, and where. Not read."""
+    """What was measured with these settings, and where: for readers, no program uses it."""
 
     @classmethod
     def of(cls, value: Profile | Mapping[str, Any] | str | Path | None) -> Self:

@@ -42,7 +42,7 @@ SELECTORS: dict[str, type[Selector]] = {
 
 
 SPREAD = ("neighbours", "gap")
-"""Options that every selector takes; see Neighbours. A selector's own of that name comes first."""
+"""Options of every selector (see Neighbours), unless it has an option of that name itself."""
 
 
 def make_selector(name: str, options: Mapping[str, Any] | None = None) -> Selector:

@@ -64,7 +64,7 @@ def draw_documents(
 
 
 def draw_kinds(rng: random.Random, shape: CorpusShape) -> list[SubjectKind]:
-    """Draw the type of each document's subject; mostly all are the same."""
+    """Draw the type of each document's subject; in most prompts all have the same type."""
     count = rng.randint(*shape.documents)
     if rng.random() < shape.mixed:
         return rng.choices(KINDS, k=count)

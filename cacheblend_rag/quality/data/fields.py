@@ -48,7 +48,7 @@ class Field:
         return self.field(name).items()
 
     def pair(self, wanted: str) -> tuple[Field, Field]:
-        """Return the two values of a list of two; raises DatasetError."""
+        """Return both items of a list that must have two; raises DatasetError."""
         found = self.items(minimum=2)
         if len(found) != 2:
             raise self.fail(wanted)
