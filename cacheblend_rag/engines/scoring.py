@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
+from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.question_time import Hints
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.settings import BlendConfig
 
@@ -72,6 +75,39 @@ class ScoringEngine(Protocol):
         Args:
             prompt: as for score.
             continuations: the answers' tokens; each is scored as if it were alone.
+            config: as for score.
+            hints: as for score.
+            full: as for score.
+
+        Raises:
+            PromptError: as score.
+            PromptTooLongError: as score.
+            ConfigError: as score.
+            OutOfMemoryError: as score.
+        """
+        if not all(continuations):
+            raise ConfigError("continuation is empty: give at least one token to score")
+        sampling = SamplingParams.greedy(max_tokens=1)
+        return self.generate_and_score(
+            prompt, sampling, lambda _: continuations, config=config, hints=hints, full=full
+        )[1]
+
+    def generate_and_score(
+        self,
+        prompt: PromptLike,
+        sampling: SamplingParams,
+        continuations: Callable[[Generation], Sequence[Sequence[int]]],
+        *,
+        config: BlendConfig | None = None,
+        hints: Hints = (),
+        full: bool = False,
+    ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
+        """Answer a prompt, and score given answers after the same prefill.
+
+        Args:
+            prompt: as for score.
+            sampling: how the answer is drawn.
+            continuations: gets the answer, and returns the answers to score.
             config: as for score.
             hints: as for score.
             full: as for score.

@@ -17,7 +17,7 @@ from torch import Tensor
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.scoring import ScoringEngine
+from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine
 from cacheblend_rag.settings import BlendConfig
 
 TOKENS = 16
@@ -27,12 +27,6 @@ PLACE_OF_END = 0
 
 class MeasuredEngine(ScoringEngine, Protocol):
     """What fidelity needs of an engine; the embedded one has it."""
-
-    def generate_full(
-        self, prompt: PromptLike, sampling: SamplingParams | None = None
-    ) -> Generation:
-        """Return the answer by ordinary prefill."""
-        ...
 
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text, without special tokens."""
@@ -69,7 +63,8 @@ class Reference:
 
     answer: its tokens, the end token included. log_probs: (tokens, vocabulary) float32, its
     predictions. gold: tokens of the gold answer that it finds most likely; empty without gold
-    answers. gold_logprob: of that. generation: the answer as the engine gave it.
+    answers. gold_logprob: of that. generation: the answer as the engine gave it. to_others: these
+    predictions compared with references of other prompts.
     """
 
     answer: tuple[int, ...]
@@ -77,6 +72,7 @@ class Reference:
     gold: tuple[int, ...]
     gold_logprob: float | None
     generation: Generation
+    to_others: tuple[PromptFidelity, ...] = ()
 
     @property
     def of_itself(self) -> PromptFidelity:
@@ -90,28 +86,34 @@ def reference(
     golds: Sequence[str] = (),
     tokens: int = TOKENS,
     *,
-    generation: Generation | None = None,
+    sampling: SamplingParams | None = None,
+    others: Sequence[Reference] = (),
 ) -> Reference:
-    """Answer a prompt by full prefill, and keep its predictions.
+    """Answer a prompt by full prefill, and keep its predictions; one prefill.
 
     golds: gold answers, each tried with and without a space before it, as templates differ. tokens:
-    most tokens of the answer that is compared. generation: full prefill's greedy answer, without
-    stop strings, if there is one already. Raises the errors of ScoringEngine.score.
+    most tokens of the answer that is compared. sampling: of the answer, greedy and without stop
+    strings; by default so many tokens. others: references of other prompts to compare it with.
+    Raises the errors of ScoringEngine.score.
     """
-    told = generation or engine.generate_full(prompt, SamplingParams.greedy(tokens))
-    begun = told.token_ids[:tokens]
-    ended = told.finish_reason == "stop" and len(begun) < tokens
-    forced = (*begun, PLACE_OF_END) if ended else begun
     tried = _gold_tokens(engine, golds)
-    found, *of_golds = engine.score_each(prompt, [forced, *tried], full=True)
+    asked = _asked(others)
+    told, (found, *scores) = engine.generate_and_score(
+        prompt,
+        sampling or SamplingParams.greedy(tokens),
+        lambda answer: [_forced(answer, tokens), *tried, *asked],
+        full=True,
+    )
     # The end token is what full prefill finds most likely where the answer ends.
-    answer = (*begun, int(found.log_probs[-1].argmax())) if ended else begun
+    answer = _forced(told, tokens)
+    if len(answer) > len(told.token_ids):
+        answer = (*answer[:-1], int(found.log_probs[-1].argmax()))
     scored = [
-        (_log_prob(score.log_probs, gold), gold)
-        for score, gold in zip(of_golds, tried, strict=True)
+        (_log_prob(score.log_probs, gold), gold) for score, gold in zip(scores, tried, strict=False)
     ]
     likely, gold = max(scored, default=(None, ()))
-    return Reference(answer, found.log_probs, gold, likely, told)
+    to_others = tuple(_compared(others, asked, scores[len(tried) :]))
+    return Reference(answer, found.log_probs, gold, likely, told, to_others)
 
 
 def compare(
@@ -139,7 +141,26 @@ def compare_each(
     full: bool = False,
 ) -> tuple[PromptFidelity, ...]:
     """Compare one setting's predictions with several references, after one prefill."""
-    return tuple(_compared(references, engine, prompt, config, full))
+    asked = _asked(references)
+    scores = engine.score_each(prompt, asked, config=config, full=full)
+    return tuple(_compared(references, asked, scores))
+
+
+def answer_and_compare(
+    references: Sequence[Reference],
+    engine: ScoringEngine,
+    prompt: PromptLike,
+    sampling: SamplingParams,
+    config: BlendConfig | None = None,
+    *,
+    full: bool = False,
+) -> tuple[Generation, tuple[PromptFidelity, ...]]:
+    """As compare_each, with the setting's own answer after the same prefill."""
+    asked = _asked(references)
+    told, scores = engine.generate_and_score(
+        prompt, sampling, lambda _: asked, config=config, full=full
+    )
+    return told, tuple(_compared(references, asked, scores))
 
 
 def divergences(wanted: Tensor, found: Tensor) -> Tensor:
@@ -152,19 +173,29 @@ def divergences(wanted: Tensor, found: Tensor) -> Tensor:
     return terms.where(exact > -torch.inf, 0.0).sum(-1).clamp(min=0.0)
 
 
+def _asked(references: Sequence[Reference]) -> list[tuple[int, ...]]:
+    """Return what is scored to compare with references: their answers, then their gold answers."""
+    golds = dict.fromkeys(one.gold for one in references if one.gold)
+    return [*(one.answer for one in references), *golds]
+
+
+def _forced(told: Generation, tokens: int) -> tuple[int, ...]:
+    """Return the first tokens of an answer, with a place for its end token if it ends before."""
+    begun = told.token_ids[:tokens]
+    ended = told.finish_reason == "stop" and len(begun) < tokens
+    return (*begun, PLACE_OF_END) if ended else begun
+
+
 def _compared(
     references: Sequence[Reference],
-    engine: ScoringEngine,
-    prompt: PromptLike,
-    config: BlendConfig | None,
-    full: bool,
+    asked: Sequence[tuple[int, ...]],
+    scores: Sequence[ContinuationScore],
 ) -> Iterator[PromptFidelity]:
-    answers = [reference.answer for reference in references]
-    golds = list(dict.fromkeys(one.gold for one in references if one.gold))
-    scores = engine.score_each(prompt, [*answers, *golds], config=config, full=full)
+    """Yield the comparison with each reference, from the scores of what _asked names."""
+    count = len(references)
     likely = {
         gold: _log_prob(score.log_probs, gold)
-        for gold, score in zip(golds, scores[len(answers) :], strict=True)
+        for gold, score in zip(asked[count:], scores[count:], strict=True)
     }
     for reference, score in zip(references, scores, strict=False):
         kl = divergences(reference.log_probs, score.log_probs)

@@ -18,7 +18,7 @@ from cacheblend_rag.quality.fidelity import (
     MeasuredEngine,
     PromptFidelity,
     Reference,
-    compare_each,
+    answer_and_compare,
     reference,
 )
 from cacheblend_rag.quality.frame import OPENING, PromptFrame
@@ -81,15 +81,14 @@ class QuestionMeasurer:
         prompt = self.frame.prompt(question)
         if self.measures.ttft and not self._is_warm:
             self._first.generate_full(prompt, ONE_TOKEN)
-        full = self._first.generate_full(prompt, replace(self.sampling, stop=()))
-        references = self._references(question, prompt, full)
+        full, references = self._full(question, prompt)
         told = partial(self._record, question)
         if FULL in rules:
-            yield FULL, told(full, cut=True, **self._of_itself(references, prompt))
+            yield FULL, told(full, cut=True, **_of_itself(references))
         if NO_CONTEXT in rules:
             bare = self.frame.without_passages(question)
-            answer = self._first.generate_full(bare, self.sampling)
-            record = told(answer, **self._fidelity(references, self._first, bare))
+            answer, fidelity = self._answer(references, self._first, bare)
+            record = told(answer, **fidelity)
             share = answer.prompt_tokens / full.prompt_tokens
             yield NO_CONTEXT, replace(record, compute_share=share)
         if PREFIX_CACHING in rules:
@@ -113,49 +112,46 @@ class QuestionMeasurer:
             for config in rules.values():
                 engine.generate(prompt, ONE_TOKEN, config=config)
         for rule, config in rules.items():
-            answer = engine.generate(prompt, self.sampling, config=config)
+            answer, fidelity = self._answer(references, engine, prompt, config)
             reason = answer.report.reason or "no reason given"
             why = None if answer.report.blended else str(reason)
-            fidelity = self._fidelity(references, engine, prompt, config)
             yield rule, self._record(question, answer, not_blended=why, **fidelity)
 
     @property
     def _first(self) -> Engine:
         return next(iter(self.engines.values()))
 
-    def _references(
-        self, question: EvalQuestion, prompt: BlendPrompt, full: Generation
-    ) -> list[Reference]:
-        """Return full prefill's predictions on this prompt and, if it differs, the whole one."""
+    def _full(
+        self, question: EvalQuestion, prompt: BlendPrompt
+    ) -> tuple[Generation, list[Reference]]:
+        """Return full prefill's answer, and its predictions on this prompt and the whole one."""
+        sampling = replace(self.sampling, stop=())
         if not self.measures.fidelity:
-            return []
-        engine, tokens = _measured(self._first), min(TOKENS, self.sampling.max_tokens)
-        found = [reference(engine, prompt, question.answers, tokens, generation=full)]
+            return self._first.generate_full(prompt, sampling), []
+        engine, golds, tokens = _measured(self._first), question.answers, self.sampling.max_tokens
+        tokens = min(TOKENS, tokens)
         whole = self.frame.prompt(question.whole_documents())
-        if whole != prompt:
-            found.append(reference(engine, whole, question.answers, tokens))
-        return found
+        others = [] if whole == prompt else [reference(engine, whole, golds, tokens)]
+        own = reference(engine, prompt, golds, tokens, sampling=sampling, others=others)
+        return own.generation, [own, *others]
 
-    def _of_itself(self, references: list[Reference], prompt: BlendPrompt) -> dict[str, Any]:
-        """Return full prefill's own fidelity."""
-        if not references:
-            return {}
-        own, *whole = references
-        others = compare_each(whole, _measured(self._first), prompt, full=True) if whole else ()
-        return _named((own.of_itself, *others))
-
-    def _fidelity(
+    def _answer(
         self,
         references: list[Reference],
         engine: Engine,
         prompt: BlendPrompt,
         config: BlendConfig | None = None,
-    ) -> dict[str, Any]:
-        """Return the fidelity of a rule; without ``config``, of full prefill of ``prompt``."""
-        if not references:
-            return {}
-        scorer = _measured(engine)
-        return _named(compare_each(references, scorer, prompt, config, full=config is None))
+    ) -> tuple[Generation, dict[str, Any]]:
+        """Return a rule's answer and fidelity; without ``config``, those of full prefill."""
+        full = config is None
+        if references:
+            told, found = answer_and_compare(
+                references, _measured(engine), prompt, self.sampling, config, full=full
+            )
+            return told, _named(found)
+        if full:
+            return engine.generate_full(prompt, self.sampling), {}
+        return engine.generate(prompt, self.sampling, config=config), {}
 
     def _record(
         self, question: EvalQuestion, answer: Generation, *, cut: bool = False, **measured: Any
@@ -212,6 +208,11 @@ class QuestionMeasurer:
 
 def _measured(engine: Engine) -> MeasuredEngine:
     return cast(MeasuredEngine, engine)
+
+
+def _of_itself(references: list[Reference]) -> dict[str, Any]:
+    """Return full prefill's own fidelity."""
+    return _named((references[0].of_itself, *references[0].to_others)) if references else {}
 
 
 def _named(found: tuple[PromptFidelity, ...]) -> dict[str, Any]:

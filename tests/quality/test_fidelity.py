@@ -9,7 +9,7 @@ import torch
 
 from cacheblend_rag import BlendConfig, Chunk, TransformersEngine
 from cacheblend_rag.engines.answer import Generation
-from cacheblend_rag.engines.scoring import ContinuationScore
+from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine
 from cacheblend_rag.quality.fidelity import (
     compare,
     compare_each,
@@ -35,7 +35,7 @@ def engine() -> TransformersEngine:
     return engine
 
 
-class RoteEngine:
+class RoteEngine(ScoringEngine):
     """Predicts the same distribution at every step: one for full prefill, another for blends."""
 
     def __init__(self, full, blended, answer, finish):
@@ -46,13 +46,14 @@ class RoteEngine:
     def tokenize(self, text):
         return tuple(int(part) for part in text.split())
 
-    def generate_full(self, prompt, sampling=None):
-        return Generation("", self.answer, self.finish, 1, REPORT)
-
-    def score_each(self, prompt, continuations, *, config=None, hints=(), full=False):
+    def generate_and_score(
+        self, prompt, sampling, continuations, *, config=None, hints=(), full=False
+    ):
         self.prefills += 1
         one = self.full if full else self.blended
-        return tuple(ContinuationScore(one.repeat(len(c), 1), REPORT) for c in continuations)
+        told = Generation("", self.answer, self.finish, 1, REPORT)
+        asked = continuations(told)
+        return told, tuple(ContinuationScore(one.repeat(len(c), 1), REPORT) for c in asked)
 
 
 def test_divergence_of_known_distributions() -> None:

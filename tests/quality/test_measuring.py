@@ -30,7 +30,7 @@ BOTH = Measures(fidelity=True, ttft=True)
 
 
 class Engine(TransformersEngine):
-    """Counts answers and scores."""
+    """Counts prefills."""
 
     calls = 0
 
@@ -42,9 +42,9 @@ class Engine(TransformersEngine):
         Engine.calls += 1
         return super().generate_full(*arguments, **options)
 
-    def score_each(self, *arguments, **options):
+    def generate_and_score(self, *arguments, **options):
         Engine.calls += 1
-        return super().score_each(*arguments, **options)
+        return super().generate_and_score(*arguments, **options)
 
 
 def make_engine(dtype=torch.float32):
@@ -97,6 +97,14 @@ def test_fragments_are_compared_with_the_whole_documents_too():
     assert found["full"].fidelity.whole_kl > 1e-5
     whole = found["all"].fidelity.whole_kl
     assert whole == pytest.approx(found["full"].fidelity.whole_kl, rel=1e-3)
+
+
+def test_each_rule_takes_one_prefill():
+    rules = [REUSE, RANDOM, exactness("document")]
+    for questions, fulls in ((WHOLE[:1], 2), (BROKEN[:1], 3)):
+        Engine.calls = 0
+        evaluator(measures=Measures(fidelity=True)).run(questions, rules)
+        assert Engine.calls == len(rules) + fulls
 
 
 def test_rounding_is_shown_where_the_model_is_not_float32():

@@ -17,7 +17,7 @@ from torch import nn
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.copy_stream import release_pinned
 from cacheblend_rag.blend.steps import Steps
-from cacheblend_rag.engines.answer import CANCELLED, Delta, FinishReason, Request
+from cacheblend_rag.engines.answer import CANCELLED, Delta, FinishReason, Generation, Request
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.checked_config import engine_settings
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
@@ -42,7 +42,7 @@ from cacheblend_rag.engines.transformers.model_steps import (
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.engines.transformers.prefiller import Prefiller
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.engines.transformers.teacher_forcing import forced_log_probs
+from cacheblend_rag.engines.transformers.teacher_forcing import decodable, forced_log_probs
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
 from cacheblend_rag.engines.transformers.wrappers import model_in, without_compiling
 from cacheblend_rag.errors import ConfigError, OutOfMemoryError, PromptTooLongError
@@ -260,12 +260,16 @@ class TransformersEngine(Engine, ScoringEngine):
     def _deltas(self, request: Request) -> Iterator[Delta]:
         """Yield text as it becomes final; see ``_answer``."""
         request = self._renewed(request)
-        text = TextStream(self.tokenizer, request.sampling.stop)
-        tell = partial(self._answered, request)
         prefilled = self._prefiller.run(request)
         if prefilled is None:
-            yield tell("", (), "cancelled", CANCELLED)
+            yield self._answered(request, "", (), "cancelled", CANCELLED)
             return
+        yield from self._decoded(request, prefilled)
+
+    def _decoded(self, request: Request, prefilled: Prefilled) -> Iterator[Delta]:
+        """Yield the text behind a prompt's KV as it becomes final."""
+        text = TextStream(self.tokenizer, request.sampling.stop)
+        tell = partial(self._answered, request)
         reason: FinishReason = "length"
         piece = ""
         for token in self._tokens(request, prefilled):
@@ -286,45 +290,43 @@ class TransformersEngine(Engine, ScoringEngine):
         rest = piece + text.finish()
         yield Delta(rest, tell(text.text, text.token_ids, reason, prefilled.report).generation)
 
-    def score_each(
+    def generate_and_score(
         self,
         prompt: PromptLike,
-        continuations: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        continuations: Callable[[Generation], Sequence[Sequence[int]]],
         *,
         config: BlendConfig | None = None,
         hints: Hints = (),
         full: bool = False,
-    ) -> tuple[ContinuationScore, ...]:
-        """Return the scores of several given answers after one prefill."""
-        if not all(continuations):
-            raise ConfigError("continuation is empty: give at least one token to score")
-        longest = max(map(len, continuations), default=1)
-        sampling = SamplingParams.greedy(max_tokens=longest)
+    ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
+        """Answer a prompt, and score given answers after the same prefill."""
         request = self._questions.request(prompt, sampling, config, hints, steered=False, full=full)
-        if request.sampling.max_tokens < longest:
-            tokens = len(request.prepared.token_ids) + longest
-            raise PromptTooLongError(tokens, self.context_window)
         try:
-            return tuple(self._score(self._renewed(request), continuations))
+            return self._answered_and_scored(self._renewed(request), continuations)
         except Exception as error:
             lack = lack_of_memory(error)
             if lack is None:
                 raise
         raise self._out_of_memory(request, lack)
 
-    def _score(
-        self, request: Request, continuations: Sequence[Sequence[int]]
-    ) -> Iterator[ContinuationScore]:
+    def _answered_and_scored(
+        self, request: Request, continuations: Callable[[Generation], Sequence[Sequence[int]]]
+    ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
         prefilled = self._prefiller.run(request)
         if prefilled is None:  # closed meanwhile
             self._lifetime.check()
             raise ConfigError("the engine was closed")
-        ids = request.prepared.token_ids
-        report = self._questions.report(request, prefilled.report)
-        for answer in continuations:
+        *_, last = self._decoded(request, decodable(prefilled))
+        told, ids = cast(Generation, last.generation), request.prepared.token_ids
+        answers, scores = continuations(told), []
+        if (tokens := len(ids) + max(map(len, answers), default=0)) > self.context_window:
+            raise PromptTooLongError(tokens, self.context_window)
+        for answer in answers:
             with working(), self._priority_lock.taken(), inference():
                 found = forced_log_probs(self._ordinary, prefilled, ids, answer)
-            yield ContinuationScore(found, report)
+            scores.append(ContinuationScore(found, told.report))
+        return told, tuple(scores)
 
     def _compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
         """As every engine; None also if adapters or weights change meanwhile."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,16 +23,22 @@ def forced_log_probs(
 ) -> Tensor:
     """Return the log-probabilities at each step of an answer, (tokens, vocabulary) float32.
 
-    token_ids: the prompt's. The prompt's KV is as before afterwards.
+    token_ids: the prompt's; whatever was decoded behind it before is forgotten. The prompt's KV is
+    as before afterwards.
     """
     logits, more = prefilled.logits, len(answer) - 1
     if more:
         cache = _reusable(prefilled.cache)
-        later = ordinary.continued(cache, (*token_ids, *answer[:-1]), more)
         if isinstance(cache, FusedCache):
             cache.crop(len(token_ids))
+        later = ordinary.continued(cache, (*token_ids, *answer[:-1]), more)
         logits = torch.cat([logits, later])
     return logits.log_softmax(-1).cpu()
+
+
+def decodable(prefilled: Prefilled) -> Prefilled:
+    """Return a prompt's KV to decode behind, after which answers can still be scored."""
+    return replace(prefilled, cache=_reusable(prefilled.cache))
 
 
 def _reusable(cache: Cache | None) -> Cache | None:

@@ -73,6 +73,20 @@ def test_several_answers_are_scored_as_if_each_were_alone(family: str) -> None:
             assert found.report.recomputed_tokens == one.report.recomputed_tokens
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_an_answer_and_scores_share_a_prefill(family: str) -> None:
+    engine = make_engine(family)
+    engine.precompute(CHUNKS, progress=False)
+    greedy = SamplingParams.greedy(max_tokens=8, ignore_eos=True)
+    for way in ({"full": True}, {"config": SOME}):
+        told, (own, other) = engine.generate_and_score(
+            prompt(), greedy, lambda answer: [answer.token_ids, ANSWER], **way
+        )
+        assert own.log_probs.argmax(-1).tolist() == list(told.token_ids)
+        alone = engine.score(prompt(), ANSWER, **way)
+        torch.testing.assert_close(other.log_probs, alone.log_probs)
+
+
 def test_a_model_with_another_cache_scores_several_answers() -> None:
     engine = TransformersEngine(
         AutoModelForCausalLM.from_config(GPT2_CONFIG).eval(), tokenizer=make_tokenizer()
