@@ -60,6 +60,10 @@ def evaluate_command(
     check_layers: Annotated[
         str, typer.Option(help="Where hkvd compares, comma-separated.", metavar="LAYER,...")
     ] = "1",
+    repair: Annotated[
+        float,
+        typer.Option(min=0, max=1, help="Share of a chunk's mean change that its other KV gets."),
+    ] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 16,
     fidelity: Annotated[
         bool,
@@ -99,7 +103,10 @@ def evaluate_command(
         from cacheblend_rag.settings import BlendConfig
 
         base = BlendConfig(
-            min_tokens=0, check_layers=options.layers(check_layers, "--check-layers")
+            min_tokens=0,
+            check_layers=options.layers(check_layers, "--check-layers"),
+            key_repair=repair,
+            value_repair=repair,
         )
         grid = _grid(ratios, selectors, lead_ins)
         checks.check_selector("hkvd", {"deviation": deviation})

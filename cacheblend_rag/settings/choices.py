@@ -8,7 +8,7 @@ LeadInKind = Literal["none", "bos", "instruction", "document"]
 Precision = Literal["native", "fp8", "int8"]
 ChunkBudget = Literal["none", "equal", "mass"]
 
-DEFAULT_RATIO = 0.16
+DEFAULT_RATIO = 0.08
 RATIO_BOUNDS = (0.05, 0.30)
 PROTECTED_SHARE = 0.9
 """Share of a contextual chunk's prior whose tokens stay as stored if its document is absent."""

@@ -81,7 +81,7 @@ class BlendConfig(Settings):
         Must("a list of numbers from 0 to 1"),
     ] = None
     """One ratio per check layer, never rising; None uses recompute_ratio for all."""
-    selector: Annotated[str, Field(min_length=1), Must("a selector's name")] = "hkvd"
+    selector: Annotated[str, Field(min_length=1), Must("a selector's name")] = "question_mid"
     """Name of the rule that ranks tokens (see ``cacheblend_rag.blend.selectors``)."""
     selector_options: Annotated[
         dict[str, Any], Field(strict=False), Must("an object of named values")
@@ -119,10 +119,10 @@ class BlendConfig(Settings):
     chunk cannot use goes to the best of the others."""
     chunk_min_rows: Count = 0
     """Tokens recomputed in each chunk whatever their scores, as far as recompute_ratio allows."""
-    key_repair: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
+    key_repair: Annotated[Ratio, Must("a number from 0 to 1")] = 0.5
     """How much of the mean change of a chunk's recomputed keys is added to the chunk's other keys,
     in each layer: 0 leaves them as stored, 1 adds all of it. Protected tokens are left alone."""
-    value_repair: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
+    value_repair: Annotated[Ratio, Must("a number from 0 to 1")] = 0.5
     """The same of values."""
     min_tokens: Count = 256
     """Prompts with fewer reusable chunk tokens are served by ordinary prefill."""
