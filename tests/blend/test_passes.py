@@ -41,6 +41,7 @@ LENGTHS = {"head": 3, "a": 7, "between": 2, "b": 6, "c": 8, "question": 4}
 ENDS = dict(zip(LENGTHS, torch.tensor(list(LENGTHS.values())).cumsum(0).tolist(), strict=True))
 SPANS = {name: (ENDS[name] - length, ENDS[name]) for name, length in LENGTHS.items()}
 TOKENS = sum(LENGTHS.values())
+GRADUAL = BlendConfig(selector="hkvd", check_layers=(1, 2), recompute_ratios=(0.5, 0.25))
 CHECKS: tuple[dict[str, Any], ...] = (
     {},
     {"check_layers": (2,)},
@@ -278,8 +279,7 @@ def flat(log: Sequence[Event], kind: str, layer: int) -> list[int]:
 
 def test_the_order_of_a_pass_with_two_check_layers() -> None:
     """Written out once: what comes to a check layer is written before what goes on is run."""
-    config = BlendConfig(check_layers=(1, 2), recompute_ratios=(0.5, 0.25))
-    case = Case.of(Prompt(hits="a"), config)
+    case = Case.of(Prompt(hits="a"), GRADUAL)
     every, ten, eight = (tuple(Slow(case).rows[layer]) for layer in (0, 1, 2))
     assert (len(every), len(ten), len(eight)) == (TOKENS, TOKENS - 7 + 4, TOKENS - 7 + 2)
     last = (TOKENS - 1,)
@@ -343,7 +343,7 @@ def test_the_first_layers_alone(layers: int) -> None:
 @pytest.mark.parametrize("row_block", [None, 4], ids=["at once", "in blocks"])
 def test_a_layer_is_told_of_once_its_kv_is_final(row_block: int | None) -> None:
     told: list[tuple[int, Tensor]] = []
-    config = BlendConfig(check_layers=(1, 2), recompute_ratios=(0.5, 0.25))
+    config = GRADUAL
     case = Case.of(
         Prompt(), config, row_block=row_block,
         on_layer=lambda layer, fused: told.append((layer, fused.keys[layer].clone())),
@@ -411,7 +411,7 @@ def test_selection_is_timed_at_each_choice(monkeypatch: pytest.MonkeyPatch) -> N
     ticks = iter(range(0, 1000, 3))
     monkeypatch.setattr(passes.time, "perf_counter", lambda: next(ticks))
     for config, choices in (
-        (BlendConfig(check_layers=(1, 2), recompute_ratios=(0.5, 0.25)), 2),
+        (GRADUAL, 2),
         (BlendConfig(selector="random"), 1),
         (BlendConfig(selector="none"), 0),
         (BlendConfig(recompute_ratio=1.0), 0),
@@ -422,7 +422,9 @@ def test_selection_is_timed_at_each_choice(monkeypatch: pytest.MonkeyPatch) -> N
 # Ranks
 
 
-@pytest.mark.parametrize("config", [BlendConfig(), BlendConfig(selector="random")], ids=str)
+@pytest.mark.parametrize(
+    "config", [BlendConfig(selector=name, recompute_ratio=0.16) for name in ("hkvd", "random")]
+)
 def test_rows_are_those_that_the_first_rank_scored_best(config: BlendConfig) -> None:
     def others(scores: Tensor) -> Tensor:
         return torch.arange(len(scores)).float()
@@ -440,7 +442,8 @@ def test_deviation_is_that_of_all_ranks_heads() -> None:
         asked.append(how)
         return part + 1000.0 * torch.arange(len(part))
 
-    case = Case.of(Prompt(), BlendConfig(check_layers=(1, 2)), stack=FakeStack(reduced=summed))
+    config = BlendConfig(selector="hkvd", check_layers=(1, 2), recompute_ratio=0.16)
+    case = Case.of(Prompt(), config, stack=FakeStack(reduced=summed))
     eligible = case.prompt.candidates.eligible.nonzero()[:, 0].tolist()
     count = math.ceil(Fraction("0.16") * len(eligible))
     assert asked == ["sum", "sum"]

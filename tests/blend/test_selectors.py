@@ -132,7 +132,7 @@ def test_row_count_rounds_up_without_rounding_noise(ratio: float, tokens: int, r
 
 
 def test_gradual_filtering_has_a_ratio_a_check_layer() -> None:
-    config = BlendConfig(check_layers=(1, 3), recompute_ratios=(0.4, 0.1))
+    config = BlendConfig(selector="hkvd", check_layers=(1, 3), recompute_ratios=(0.4, 0.1))
     schedule = plan_schedule(config, 4)
     assert schedule.checks == {1: 0.4, 3: 0.1}
     assert schedule.ratio == 0.1
@@ -142,9 +142,15 @@ def test_gradual_filtering_has_a_ratio_a_check_layer() -> None:
     ("config", "message"),
     [
         (BlendConfig(selector="best"), "selector='best' must be one of all, none"),
-        (BlendConfig(selector_options={"k": 1}), "hkvd has no 'k'; it takes: deviation"),
-        (BlendConfig(selector_options={"deviation": "x"}), "deviation='x' must be one of v, k, kv"),
-        (BlendConfig(check_layers=(4,)), "must be below the model's 4 layers"),
+        (
+            BlendConfig(selector="hkvd", selector_options={"k": 1}),
+            "hkvd has no 'k'; it takes: deviation",
+        ),
+        (
+            BlendConfig(selector="hkvd", selector_options={"deviation": "x"}),
+            "deviation='x' must be one of v, k, kv",
+        ),
+        (BlendConfig(selector="hkvd", check_layers=(4,)), "must be below the model's 4 layers"),
         (
             BlendConfig(selector="chunk_head", selector_options={"tokens": 0}),
             "tokens=0 must be at least 1",

@@ -261,7 +261,7 @@ def test_a_layer_that_is_not_read_is_not_waited_for_ahead(
         return own(source, number)
 
     monkeypatch.setattr(LayerSource, "layer", layer)
-    assert_same(*both(beside, lambda: [tier], ring=True, recompute_ratio=0.3))
+    assert_same(*both(beside, lambda: [tier], ring=True, recompute_ratio=0.3, selector="hkvd"))
     assert len(tier.ranges) == len(set(tier.ranges))
 
 

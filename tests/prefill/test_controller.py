@@ -84,8 +84,8 @@ def test_what_was_never_measured_is_tried() -> None:
         assert decision.config == PLAIN
         assert decision.why is None
     unmeasured = controller(blend=None).decide(TOKENS, PARTS, AUTO)
-    assert unmeasured.config.recompute_ratio == 0.16
-    assert unmeasured.why == "ratio 0.16: nothing is measured yet"
+    assert unmeasured.config.recompute_ratio == 0.1
+    assert unmeasured.why == "ratio 0.1: nothing is measured yet"
     narrow = AUTO.with_changes(ratio_bounds=(0.3, 0.5))
     assert controller(blend=None).decide(TOKENS, PARTS, narrow).config.recompute_ratio == 0.3
 
@@ -147,7 +147,7 @@ def test_few_measurements_decide_nothing(times: int) -> None:
         decision = slow.decide(TOKENS, PARTS, PLAIN)
         assert (decision.load, decision.why) == (tuple(PARTS), None)
     unmeasured = controller(times=times, disk=50.0).decide(TOKENS, PARTS, AUTO)
-    assert unmeasured.why == "ratio 0.16: nothing is measured yet"
+    assert unmeasured.why == "ratio 0.1: nothing is measured yet"
 
 
 def test_one_bad_measurement_never_decides() -> None:

@@ -270,7 +270,7 @@ def test_of_a_protected_chunk_only_what_hardly_depends_on_its_document_is_recomp
 def test_at_ratio_one_nothing_is_protected() -> None:
     everything = finished(prompt_pass(filled(placed()), placed(protected="b"), recompute_ratio=1.0))
     assert [chunk.recomputed for chunk in everything.chunks] == [7, 6, 8]
-    assert everything.selector == "hkvd"
+    assert everything.selector == BlendConfig().selector
 
 
 @pytest.mark.parametrize(("share", "recomputed"), [(0.1, [7, 0, 8]), (0.0, [7, 6, 8])])

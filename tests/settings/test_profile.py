@@ -34,7 +34,7 @@ def test_packaged_profiles_become_cheaper_and_are_within_the_guides_ranges() -> 
     assert [one.ratio_bounds for one in ratios] == ranges
     for blend, (low, high) in zip(ratios, ranges, strict=True):
         assert low <= blend.ratio <= high
-    assert Profile.load("balanced").blend.ratio == BlendConfig().ratio
+    assert Profile.load("speed").blend.ratio == BlendConfig().ratio
 
 
 def test_a_file_holds_what_was_given_and_nothing_else(file: Path) -> None:
@@ -67,7 +67,7 @@ def test_an_engines_settings_survive_being_written(file: Path) -> None:
 def test_the_environment_names_a_profile(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(file))
     assert EngineConfig().blend.selector == "prior"
-    assert EngineConfig(profile="speed").blend.selector == "hkvd"
+    assert EngineConfig(profile="speed").blend.selector == BlendConfig().selector
     assert EngineConfig(lead_in="bos").lead_in == LeadInConfig(kind="bos")
 
 
