@@ -175,13 +175,8 @@ def test_depths_are_layers_after_the_last_check() -> None:
     assert plan_schedule(config, 10).narrowings == {1: 0.3, 3: 0.2, 9: 0.1}
     assert plan_schedule(config, 10).ratio == 0.1
     assert plan_schedule(config, 2).narrowings == {1: 0.1}, "the deepest of one layer"
-    hkvd = BlendConfig(
-        selector="hkvd",
-        recompute_ratio=0.2,
-        check_layers=(1, 4),
-        narrow_at=(0.4,),
-        narrow_to=(0.1,),
-    )
+    checked = {"selector": "hkvd", "recompute_ratio": 0.2, "check_layers": (1, 4)}
+    hkvd = BlendConfig(**checked, narrow_at=(0.4,), narrow_to=(0.1,))
     with pytest.raises(
         ConfigError, match="begins at layer 4 of 10: it must be after check layer 4"
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -131,8 +132,12 @@ def test_row_count_rounds_up_without_rounding_noise(ratio: float, tokens: int, r
     assert row_count(ratio, tokens) == rows
 
 
+def hkvd(**settings: Any) -> BlendConfig:
+    return BlendConfig(selector="hkvd", **settings)
+
+
 def test_gradual_filtering_has_a_ratio_a_check_layer() -> None:
-    config = BlendConfig(selector="hkvd", check_layers=(1, 3), recompute_ratios=(0.4, 0.1))
+    config = hkvd(check_layers=(1, 3), recompute_ratios=(0.4, 0.1))
     schedule = plan_schedule(config, 4)
     assert schedule.checks == {1: 0.4, 3: 0.1}
     assert schedule.ratio == 0.1
@@ -143,14 +148,14 @@ def test_gradual_filtering_has_a_ratio_a_check_layer() -> None:
     [
         (BlendConfig(selector="best"), "selector='best' must be one of all, none"),
         (
-            BlendConfig(selector="hkvd", selector_options={"k": 1}),
+            hkvd(selector_options={"k": 1}),
             "hkvd has no 'k'; it takes: deviation",
         ),
         (
-            BlendConfig(selector="hkvd", selector_options={"deviation": "x"}),
+            hkvd(selector_options={"deviation": "x"}),
             "deviation='x' must be one of v, k, kv",
         ),
-        (BlendConfig(selector="hkvd", check_layers=(4,)), "must be below the model's 4 layers"),
+        (hkvd(check_layers=(4,)), "must be below the model's 4 layers"),
         (
             BlendConfig(selector="chunk_head", selector_options={"tokens": 0}),
             "tokens=0 must be at least 1",

@@ -84,7 +84,7 @@ def test_components_of_frameworks_take_a_profile(
     assert (found.blend_config.ratio, found.blend_config.selector) == (0.5, "prior")
     assert found._engine_config().lead_in.kind == "instruction"
     monkeypatch.setenv(VARIABLE, "speed")
-    assert Component()._engine_config().blend.ratio == 0.1
+    assert Component()._engine_config().blend.ratio == 0.08
     assert Component().blend_config == Profile.load("speed").blended(BlendConfig())
 
 
