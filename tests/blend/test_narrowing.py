@@ -171,7 +171,8 @@ def test_wrong_depths_are_named(settings: dict[str, Any], message: str) -> None:
 
 
 def test_depths_are_layers_after_the_last_check() -> None:
-    config = BlendConfig(selector="prior", narrow_at=(0.0, 0.3, 1.0), narrow_to=(0.3, 0.2, 0.1))
+    narrow = {"narrow_at": (0.0, 0.3, 1.0), "narrow_to": (0.3, 0.2, 0.1)}
+    config = BlendConfig(selector="prior", recompute_ratio=0.4, **narrow)
     assert plan_schedule(config, 10).narrowings == {1: 0.3, 3: 0.2, 9: 0.1}
     assert plan_schedule(config, 10).ratio == 0.1
     assert plan_schedule(config, 2).narrowings == {1: 0.1}, "the deepest of one layer"
