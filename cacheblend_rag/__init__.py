@@ -44,9 +44,24 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
+    from cacheblend_rag.quality.tuning.run import tune_model
+    from cacheblend_rag.quality.verify.gate import verify_model
     from cacheblend_rag.rag.ordering import PassageOrder
-    from cacheblend_rag.report import BlendReport, ChunkReport, FillReport, PrecomputeReport
-    from cacheblend_rag.settings import BlendConfig, EngineConfig, LeadInConfig, StoreConfig
+    from cacheblend_rag.report import (
+        BlendReport,
+        ChunkReport,
+        FillReport,
+        GuardReport,
+        PrecomputeReport,
+    )
+    from cacheblend_rag.settings import (
+        BlendConfig,
+        EngineConfig,
+        GuardConfig,
+        LeadInConfig,
+        Profile,
+        StoreConfig,
+    )
     from cacheblend_rag.text.sqlite_registry import SharedChunkRegistry
 
 __version__ = "0.1.0"
@@ -65,12 +80,15 @@ _LAZY = {
     "EngineSource": "cacheblend_rag.engines.source",
     "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
+    "GuardConfig": "cacheblend_rag.settings.guard",
+    "GuardReport": "cacheblend_rag.report",
     "IdleJob": "cacheblend_rag.engines.idle",
     "KVKey": "cacheblend_rag.kv",
     "LeadInConfig": "cacheblend_rag.settings.lead_in",
     "PassageOrder": "cacheblend_rag.rag.ordering",
     "PrecomputeReport": "cacheblend_rag.report",
     "PreparedPrompt": "cacheblend_rag.engines.prepare",
+    "Profile": "cacheblend_rag.settings.profile",
     "SamplingParams": "cacheblend_rag.engines.sampling",
     "StoreConfig": "cacheblend_rag.settings.store",
     "TieredKVStore": "cacheblend_rag.kv",
@@ -79,6 +97,8 @@ _LAZY = {
     "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
     "public_name": "cacheblend_rag.models",
+    "tune_model": "cacheblend_rag.quality.tuning.run",
+    "verify_model": "cacheblend_rag.quality.verify.gate",
 }
 
 __all__ = [
@@ -101,6 +121,8 @@ __all__ = [
     "FillReport",
     "ForeignChunkError",
     "Generation",
+    "GuardConfig",
+    "GuardReport",
     "IdleJob",
     "KVKey",
     "LeadInConfig",
@@ -110,6 +132,7 @@ __all__ = [
     "PassageOrder",
     "PrecomputeReport",
     "PreparedPrompt",
+    "Profile",
     "PromptError",
     "Reason",
     "ReasonCode",
@@ -123,6 +146,8 @@ __all__ = [
     "UnsupportedModelError",
     "load_tokenizer",
     "open_engine",
+    "tune_model",
+    "verify_model",
     # For components of other frameworks:
     "BOUNDARY_KEY",
     "Arguments",

@@ -59,6 +59,10 @@ class ReasonCode(StrEnum):
     RATIO_MEASURED = "ratio_measured"
     RATIO_UNMEASURED = "ratio_unmeasured"
 
+    # The guard's
+    GUARD_RAISED = "guard_raised"
+    GUARD_STOPPED = "guard_stopped"
+
     OTHER = "other"
 
     @classmethod

@@ -23,6 +23,7 @@ MissReason = Literal[
     "slow",  # loading it would take longer than computing it
     "too short",  # the prompt's reusable tokens are fewer than min_tokens
     "unsupported model",  # this model's KV cannot be blended
+    "stopped by the guard",  # blended answers diverged too far from full prefill
 ]
 """Why a chunk was missed."""
 
@@ -40,6 +41,7 @@ MISS_CODES: Mapping[MissReason, ReasonCode] = {
     "slow": ReasonCode.SLOW,
     "too short": ReasonCode.TOO_SHORT,
     "unsupported model": ReasonCode.UNSUPPORTED_MODEL,
+    "stopped by the guard": ReasonCode.GUARD_STOPPED,
 }
 
 
@@ -204,7 +206,8 @@ class BlendReport:
             expected but not found in it.
         selector_reason: why ``selector`` is not the requested rule, None if it is.
         ratio_reason: what was chosen by measured speeds, and why: the ratio if it is ``auto``,
-            chunks that are computed faster than loaded. None if there was no choice.
+            chunks that are computed faster than loaded; else why the guard raised the ratio. None
+            if nothing was chosen or raised.
         request_id: 16 random hex digits; vLLM's own id of the request contains it.
         starts: when each phase began.
         trace: the chosen tokens and their scores; None unless ``BlendConfig(trace=True)`` requests
@@ -318,3 +321,47 @@ class FillReport:
     def refused_codes(self) -> dict[ReasonCode, int]:
         """How many chunks were not stored, by the code of the reason."""
         return count_codes(self.refused)
+
+
+@dataclass(frozen=True)
+class GuardReport:
+    """The state of a guard, and its counts since it was turned on; zeros while it is off.
+
+    Divergences are Kullback-Leibler divergences from what the model predicts along an answer after
+    full prefill of the reference: the prompt, with the text of its documents that its chunks were
+    computed after.
+
+    Args:
+        compared: answers that were compared.
+        unknown: sampled answers without a reference, since it is too long; they count for nothing.
+        outdated: sampled answers that were served before the latest step.
+        dropped: sampled answers that were not compared: too many waited, the prompt was too long,
+            its chunks were no longer stored, the comparison failed, or the engine closed.
+        waiting: sampled answers that wait for idle time, or are being compared.
+        divergence: mean over compared answers, of the blended prompt, in nats per token.
+        prefill_divergence: the same of ordinary prefill; 0 if it is always the reference.
+        excess: how much nearer to the reference ordinary prefill is than the blend, mean of the
+            latest samples since the last step; of 1 - exp(-divergence), so from -0.25 to 1.
+        excess_bounds: its mean has surely been above the first, and below the second.
+        reacts_within: samples within which an excess of 1.5 limits is noticed, as long as it
+            spreads no wider than its mean.
+        ratio: the least recompute ratio now; 0 if it was not raised, 1 if blending has stopped.
+        stopped: whether blending has stopped.
+        raised: how often the ratio was raised.
+        lowered: how often it was lowered again.
+    """
+
+    compared: int = 0
+    unknown: int = 0
+    outdated: int = 0
+    dropped: int = 0
+    waiting: int = 0
+    divergence: float = 0.0
+    prefill_divergence: float = 0.0
+    excess: float = 0.0
+    excess_bounds: tuple[float, float] = (-0.25, 1.0)
+    reacts_within: int = 0
+    ratio: float = 0.0
+    stopped: bool = False
+    raised: int = 0
+    lowered: int = 0

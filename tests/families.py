@@ -317,9 +317,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 IN_VLLM = (
     "apertus", "arcee", "bloom", "cohere", "cohere2", "ernie4_5", "exaone4", "exaone_moe", "falcon",
     "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "gpt2", "gpt_neox", "gpt_oss",
-    "granite", "granitemoe", "helium", "hyperclovax", "llama", "llama, yarn", "mistral", "mixtral",
-    "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3", "qwen2",
-    "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
+    "granite", "granitemoe", "helium", "hyperclovax", "llama", "llama, llama3", "llama, yarn",
+    "mistral", "mixtral", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "opt", "phi", "phi3",
+    "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
 )  # fmt: skip
 """Families that are tried in vLLM."""
 

@@ -124,8 +124,8 @@ class TtftPlan(BlendPlan):
         if 0 < ratio < 1 and selector.needs_fresh_kv:
             whole = (self.check_layers[0] + 1) / self.model_shape.layers
             return 1 / (whole + (1 - whole) * kept)
-        probe = question if 0 < ratio < 1 and selector.needs_question else 0.0
-        return 1 / (kept + probe)
+        probe = selector.kv_before(self.model_shape.layers) if 0 < ratio < 1 else 0.0
+        return 1 / (kept + probe * question)
 
 
 @dataclass(frozen=True, kw_only=True)

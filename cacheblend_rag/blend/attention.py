@@ -59,7 +59,7 @@ def attend_rows(
             with without_cudnn():
                 done = functional.scaled_dot_product_attention(*part, attn_mask=mask, scale=scaling)
         else:
-            done = _in_steps(*part, mask=mask, scaling=scaling, softcap=softcap, sinks=sinks)
+            done = attend_in_steps(*part, mask=mask, scaling=scaling, softcap=softcap, sinks=sinks)
         out[:, here] = done.reshape(batch, heads, -1, width).transpose(1, 2)
     return out
 
@@ -83,7 +83,7 @@ def _block_rows(device: torch.device, logits_a_row: int) -> int:
     return most if logits_a_row == 0 else max(1, min(most, LARGEST_LOGITS // logits_a_row))
 
 
-def _in_steps(
+def attend_in_steps(
     query: Tensor,
     keys: Tensor,
     values: Tensor,

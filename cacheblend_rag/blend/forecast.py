@@ -42,8 +42,8 @@ class Forecast:
     """The estimated work of passes over one prompt, for any schedule.
 
     The rows that a selector will choose are not known yet, so all are taken as equally likely:
-    their number is exact, the number of keys they attend to is an average. A question's probe is
-    not included.
+    their number is the most that the schedule allows, the number of keys they attend to is an
+    average. Measuring the question's attention is not included.
 
     Args:
         costs: of each layer.
@@ -75,6 +75,8 @@ class Forecast:
         rows = self._rows(1.0 if schedule.before is None else self._share(schedule.before))
         work, last = 0.0, len(self._costs) - 1
         for layer, cost in enumerate(self._costs):
+            if layer in schedule.narrowings:
+                rows = self._rows(self._share(schedule.narrowings[layer]))
             if layer in schedule.checks:
                 work += cost.per_row_probe * rows.count
                 rows = self._rows(self._share(schedule.checks[layer]))

@@ -18,9 +18,11 @@ from torch import Tensor
 from cacheblend_rag.blend.attention import attend_rows
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
+from cacheblend_rag.blend.narrowing import QuestionAttention
 from cacheblend_rag.blend.observer import Observer, Selection
+from cacheblend_rag.blend.repair import KVRepair
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
-from cacheblend_rag.blend.schedule import Schedule, row_count, top_rows
+from cacheblend_rag.blend.schedule import Schedule, row_count
 from cacheblend_rag.blend.selectors import Evidence
 from cacheblend_rag.blend.selectors.hkvd import deviations_of
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack, probe_layer
@@ -52,7 +54,8 @@ class Candidates:
     cached: (tokens,) bool, tokens whose KV comes from stored chunks.
     eligible: (tokens,) bool, those of them that may be chosen for recomputation.
     offsets: (tokens,) int64, index in the token's own chunk. prior, question_attention: (tokens,)
-    float32 or None.
+    float32 or None. chunks: (tokens,) int64, which chunk the token belongs to, from 0, -1 outside;
+    None if that is not known.
     """
 
     cached: Tensor
@@ -60,6 +63,7 @@ class Candidates:
     offsets: Tensor
     prior: Tensor | None = None
     question_attention: Tensor | None = None
+    chunks: Tensor | None = None
 
     @classmethod
     def none(cls, tokens: int) -> Candidates:
@@ -69,13 +73,17 @@ class Candidates:
 
     def first(self, count: int) -> Candidates:
         """Return the candidates among the first ``count`` tokens."""
-        prior, attention = self.prior, self.question_attention
+
+        def part(whole: Tensor | None) -> Tensor | None:
+            return None if whole is None else whole[:count]
+
         return Candidates(
             self.cached[:count],
             self.eligible[:count],
             self.offsets[:count],
-            None if prior is None else prior[:count],
-            None if attention is None else attention[:count],
+            part(self.prior),
+            part(self.question_attention),
+            part(self.chunks),
         )
 
     def evidence(self, positions: Positions, **fresh: Any) -> Evidence:
@@ -86,6 +94,7 @@ class Candidates:
             question_attention=(
                 None if self.question_attention is None else self.question_attention[positions]
             ),
+            positions=torch.from_numpy(positions),
             **fresh,
         )
 
@@ -98,15 +107,17 @@ class BlendPass:
     re-rotated, or gets it from ``before_layer``. candidates: which tokens those are. row_block:
     the most rows to run through a layer at once, which bounds the memory of layers that compute
     all tokens; more rows are run in even blocks; None is the stack's default. needs_hidden: whether
-    the last token's hidden state is needed, or only KV. attention: how rows attend; by default
-    exactly, over the fused KV. layers: run only so many of the first layers, for their KV; None is
-    all. before_layer: steps that copy a layer's cached KV into the buffer, run before the layer.
-    observers: watch the pass; without any, nothing is computed or read back for them.
+    the last tokens' hidden states are needed, or only KV. last: how many of them. attention: how
+    rows attend; by default exactly, over the fused KV. question_start: position of the question's
+    first token, which narrowings need; without it, or if no token of the question is computed, they
+    go by the scores of the last choice. layers: run only so many of the first layers, for their KV;
+    None is all. before_layer: steps that copy a layer's cached KV into the buffer, run before the
+    layer. observers: watch the pass; without any, nothing is computed or read back for them.
     on_layer: called with each layer whose KV is final.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
-    in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` is the last token's
-    hidden state (1, 1, hidden).
+    in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` are the last tokens'
+    hidden states (1, last, hidden).
 
     The rows to compute are known on the host, so the host never synchronizes with the accelerator
     within a layer: only at a check layer, to read the scores.
@@ -120,7 +131,9 @@ class BlendPass:
     row_block: int | None = None
     observers: Sequence[Observer] = ()
     needs_hidden: bool = True
+    last: int = 1
     attention: Attention | None = None
+    question_start: int | None = None
     layers: int | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
@@ -131,10 +144,25 @@ class BlendPass:
         self._cached: Mask = self.candidates.cached.numpy()
         self._eligible: Mask = self.candidates.eligible.numpy()
         self._always: Mask = ~self._cached
-        if self.needs_hidden:  # the last token yields the logits
-            self._always[-1] = True
+        if self.needs_hidden:  # the last tokens yield the logits
+            self._always[-self.last :] = True
         self._device = self.stack.geometry.device
         self.stats = PassStats(recomputed=np.zeros_like(self._cached))
+        self._scores = torch.full(self._cached.shape, -torch.inf)  # of the last choice
+        self._question: QuestionAttention | None = None
+        if self.schedule.narrowings and self.question_start is not None:
+            self._question = QuestionAttention(
+                self.stack, self.question_start, self.schedule.narrowings
+            )
+        self._repair = self._planned_repair()
+
+    def _planned_repair(self) -> KVRepair | None:
+        plan, chunks = self.schedule, self.candidates.chunks
+        if not (plan.chooses and (plan.key_repair or plan.value_repair)) or chunks is None:
+            return None
+        return KVRepair(
+            self.stack, chunks.numpy(), self._eligible, plan.key_repair, plan.value_repair
+        )
 
     @property
     def compute_share(self) -> float:
@@ -149,6 +177,8 @@ class BlendPass:
         for layer in range(last + 1):
             if self.before_layer is not None:
                 yield from self.before_layer(layer)
+            if layer in self.schedule.narrowings:
+                self._narrow(layer, self.schedule.narrowings[layer])
             computed = self._rows  # also where a check lets only some of them go on
             if layer in self.schedule.checks:
                 self._check(layer, self.schedule.checks[layer])
@@ -158,6 +188,8 @@ class BlendPass:
             if self.on_layer is not None:
                 self.on_layer(layer, self.fused)
             yield
+        if self._question is not None:
+            self.stats.work += self._question.work
         recomputed = np.zeros_like(self._cached)
         recomputed[self._computed.host] = True
         self.stats.recomputed = recomputed & self._cached
@@ -192,7 +224,10 @@ class BlendPass:
         """Rows to carry on: those always computed and the best candidates."""
         count = row_count(ratio, int(self._eligible.sum()))
         scores = self.stack.broadcast(scores).cpu()
-        best = candidates[top_rows(scores, count).numpy()]
+        self._scores[candidates] = scores
+        chunks = self.candidates.chunks
+        own = None if chunks is None else chunks[candidates]
+        best = candidates[self.schedule.budget.rows(scores, own, count).numpy()]
         if self.observers:
             deviations = () if evidence is None else deviations_of(evidence)
             selection = Selection(layer, candidates, scores, best, *deviations)
@@ -213,8 +248,26 @@ class BlendPass:
             )
             for start, part in rows.blocks(self.row_block or self.stack.row_block)
         ]
+        self._changes = None if self._repair is None else self._repair.of(rows)
+
+    def _go_on(self, kept: Rows) -> None:
+        """Carry on only some of the rows."""
+        still = self._rows_where(np.isin(self._rows.host, kept.host, assume_unique=True))
+        self.hidden = self.hidden.index_select(1, still.device)
+        self._carry(kept)
+
+    def _narrow(self, layer: int, ratio: float) -> None:
+        """Carry on only those of the rows that the question has attended to most."""
+        with _Timer(self.stats, self._device):
+            mask = np.zeros_like(self._cached)
+            mask[self._rows.host] = True
+            among = np.flatnonzero(mask & self._eligible & ~self._always)
+            mass = None if self._question is None else self._question.take()
+            scores = self._scores[among] if mass is None else mass.cpu()[among]
+            self._go_on(self._kept(layer, among, scores, ratio))
 
     def _run(self, layer: int) -> Steps[None]:
+        self._repair_ahead(layer)
         for block in self._blocks:
             if block.here.start:
                 yield
@@ -223,14 +276,35 @@ class BlendPass:
 
     def _run_block(self, layer: int, block: _Block, hidden: Tensor) -> Tensor:
         def attend(call: AttentionCall) -> Tensor:
-            self.fused.write(layer, block.rows, call.key, call.value)
+            self._write(call, block)
             self._attended(call, block)
             return (self.attention or attend_fused)(call, self.fused, block.rows)
 
         return self.stack.run_layer(layer, hidden, block.position_inputs, attend)
 
+    def _write(self, call: AttentionCall, block: _Block) -> None:
+        """Keep a block's fresh KV; if it is the only one, repair what is stored beside it."""
+        if self._changes is not None and len(self._blocks) == 1 and self._repairs(call.layer):
+            self._changes.apply(self.fused, call.layer, call.key, call.value)
+        self.fused.write(call.layer, block.rows, call.key, call.value)
+
+    def _repair_ahead(self, layer: int) -> None:
+        """Repair a layer before the first of several blocks attends.
+
+        That takes the KV of all rows, so they are computed once more: the result does not depend
+        on the size of blocks.
+        """
+        if self._changes is not None and len(self._blocks) > 1 and self._repairs(layer):
+            self._changes.apply(self.fused, layer, *self._fresh(layer))
+            self.stats.work += self.stack.costs[layer].probe(len(self._rows))
+
+    def _repairs(self, layer: int) -> bool:
+        """Whether stored KV is left in a layer; that of layer 0 is exact."""
+        return layer > 0 and layer not in self.schedule.checks
+
     def _attended(self, call: AttentionCall, block: _Block) -> None:
-        for observer in self.observers:
+        watching = self.observers if self._question is None else (*self.observers, self._question)
+        for observer in watching:
             observer.attended(call, block.rows, self.fused.layer(call.layer)[0])
 
     def _check(self, layer: int, ratio: float) -> None:
@@ -253,9 +327,7 @@ class BlendPass:
             scores = self.schedule.selector.score(evidence)
             kept = self._kept(layer, rows.host, scores, ratio, evidence)
             self.fused.write(layer, self._rows, keys, values)
-            still = self._rows_where(np.isin(here, kept.host, assume_unique=True))
-            self.hidden = self.hidden.index_select(1, still.device)
-            self._carry(kept)
+            self._go_on(kept)
 
     def _fresh(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of all rows, each (1, kv_heads, rows, head_dim); their queries are not kept."""
@@ -269,22 +341,25 @@ class BlendPass:
         return keys, values
 
     def _finish(self, layer: int) -> Steps[None]:
-        """The last layer: K and V of every row, the layer itself for the last token at most."""
+        """The last layer: K and V of every row, the layer itself for the last tokens at most."""
         computed = self._rows
-        only_last = self.needs_hidden and len(computed) == 1
+        only_last = self.needs_hidden and len(computed) == self.last
         if len(computed) and not only_last:
+            self._repair_ahead(layer)
             for block in self._blocks:
                 if block.here.start:
                     yield
                 call = self._probe(layer, block)
-                self.fused.write(layer, block.rows, call.key, call.value)
+                self._write(call, block)
                 self._attended(call, block)
             self.stats.work += self.stack.costs[layer].probe(len(computed))
         if not self.needs_hidden:
             return
-        self.hidden = self.hidden[:, -1:]
+        self.hidden = self.hidden[:, -self.last :]
         observers, self.observers = self.observers, ()  # which have seen this layer
-        self._carry(computed.part(len(computed) - 1, len(computed)))
+        if not only_last:
+            self._repair = None  # has been applied
+        self._carry(computed.part(len(computed) - self.last, len(computed)))
         yield from self._run(layer)
         self.observers, self._computed = observers, computed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from cacheblend_rag.blend.observer import Observer
 from cacheblend_rag.blend.passes import BlendPass, Candidates
 from cacheblend_rag.blend.rows import Rows
 from cacheblend_rag.blend.schedule import Schedule
-from cacheblend_rag.blend.selectors import make_selector
+from cacheblend_rag.blend.selectors import Probe, make_selector
 from cacheblend_rag.blend.stack import AttentionCall, DecoderStack
 from cacheblend_rag.blend.steps import Steps
 
@@ -28,51 +29,89 @@ def probe_question(
     candidates: Candidates,
     question_start: int,
     *,
+    probe: Probe,
     before_layer: Callable[[int], Steps[None]] | None = None,
 ) -> Steps[tuple[Tensor, float]]:
     """Return the attention each token gets from the question, and the work spent.
 
-    The pass is plain reuse, so only text and missing chunks are computed. Attention is summed over
-    the question's tokens, its maximum taken over heads, and summed over the upper half of the
-    layers, where a question has found what it asks for. Result: (tokens,) float32, on the host.
+    The pass is plain reuse, so only text and missing chunks are computed; it ends after the last
+    layer that ``probe`` observes. Attention is reduced over the question's tokens and over heads,
+    and summed over the observed layers. Result: (tokens,) float32, on the host.
 
     question_start: position of the question's first token; the question ends the prompt.
     before_layer: see BlendPass.
     """
-    observer = _AttentionMass(stack, question_start)
-    probe = BlendPass(
-        stack, token_ids, fused, candidates, REUSE_ONLY,
-        observers=[observer], before_layer=before_layer,
+    observer = _QuestionAttention(stack, probe, question_start)
+    run = BlendPass(
+        stack, token_ids, fused, _with_last_token(candidates), REUSE_ONLY,
+        observers=[observer],
+        before_layer=before_layer,
+        layers=probe.depth(stack.geometry.layers),
+        needs_hidden=False,
     )  # fmt: skip
-    yield from probe.steps()
-    work = observer.work + probe.stats.work
-    if not observer.masses:
+    yield from run.steps()
+    work = observer.work + run.stats.work
+    if not observer.layers:
         return torch.zeros(token_ids.numel()), work
-    mass = stack.all_reduce(torch.stack(observer.masses), "max").sum(0)
-    return mass.cpu(), work
+    return _of_all_layers(stack, probe, torch.stack(observer.layers)).cpu(), work
 
 
-class _AttentionMass(Observer):
-    """Sums up what the question's tokens attend to, in the upper half of the layers.
+def _with_last_token(candidates: Candidates) -> Candidates:
+    """Return candidates without cached KV of the last token, which always asks."""
+    cached = candidates.cached.clone()
+    cached[-1:] = False
+    return replace(candidates, cached=cached)
 
-    masses: (tokens,) of each layer. work: floating-point operations that took.
+
+def _of_all_layers(stack: DecoderStack, probe: Probe, layers: Tensor) -> Tensor:
+    """Combine the ranks' heads, and sum over layers: (tokens,) float32.
+
+    layers: (layers, tokens), or (layers, question tokens, tokens) if only a sum over all heads can
+    be reduced further.
+    """
+    whole = stack.all_reduce(layers, probe.heads)
+    return (whole.norm(dim=1) if whole.dim() == 3 else whole).sum(0)
+
+
+class _QuestionAttention(Observer):
+    """Collects what the question's tokens attend to in the observed layers.
+
+    layers: (tokens,) of each, or (question tokens, tokens), see _of_all_layers; of this rank's
+    heads. work: floating-point operations that took.
     """
 
-    def __init__(self, stack: DecoderStack, question_start: int) -> None:
-        self.masses: list[Tensor] = []
+    def __init__(self, stack: DecoderStack, probe: Probe, question_start: int) -> None:
+        self.layers: list[Tensor] = []
         self.work = 0.0
-        self._costs, self._question_start = stack.costs, question_start
-        self._upper = stack.geometry.layers // 2
+        self._costs, self._question_start, self._probe = stack.costs, question_start, probe
+        self._observed = frozenset(probe.observed(stack.geometry.layers))
 
     def attended(self, call: AttentionCall, rows: Rows, keys: Tensor) -> None:
         first = int(np.searchsorted(rows.host, self._question_start))
-        if call.layer < self._upper or first == len(rows):
+        if call.layer not in self._observed or first == len(rows):
             return
         shares = attention_mass(
             call.query[:, :, first:], keys, rows.part(first, len(rows)),
             scaling=call.scaling, window=call.window, softcap=call.softcap, sinks=call.sinks,
         )  # fmt: skip
-        self.masses.append(shares.sum(1).amax(0))
+        self.layers.append(self._reduced(shares))
         # Query by key once more, over all keys, and no values: half of what a pair costs.
         per_pair = self._costs[call.layer].per_pair / 2
         self.work += per_pair * shares.shape[1] * shares.shape[2]
+
+    def _reduced(self, shares: Tensor) -> Tensor:
+        """Reduce attention, (heads, question tokens, tokens), as far as one rank can."""
+        probe = self._probe
+        if probe.draft:
+            shares = shares * _weights(shares.shape[1], probe.draft).to(shares.device)[:, None]
+        if probe.heads == "sum" and probe.tokens == "norm":
+            return shares.sum(0)
+        asked = shares.sum(1) if probe.tokens == "sum" else shares.norm(dim=1)
+        return asked.amax(0) if probe.heads == "max" else asked.sum(0)
+
+
+def _weights(tokens: int, draft: float) -> Tensor:
+    """Return the question tokens' weights, which sum to their number."""
+    weights = torch.full((tokens,), 1 - draft)
+    weights[-1] += draft * tokens
+    return weights

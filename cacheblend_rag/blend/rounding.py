@@ -99,7 +99,7 @@ def layer_noise(
             if noise is not None and cache_step is not None:
                 keys, values = (_as_stored(part, draw, cache_step) for part in (keys, values))
             query = call.query[:, :, here]
-            attended.append(_attend(call, query, keys, values, rows=rows, draw=noise))
+            attended.append(attend_unfused(call, query, keys, values, rows=rows, draw=noise))
         return torch.cat(attended, 1)
 
     positions = stack.position_inputs(rows.device.repeat(batch)[None])
@@ -132,7 +132,7 @@ def _as_stored(part: Tensor, draw: torch.Generator, step: float) -> Tensor:
     return with_noise(part, draw, step) + (least * random).to(part.dtype)
 
 
-def _attend(
+def attend_unfused(
     call: AttentionCall,
     query: Tensor,
     keys: Tensor,

@@ -1,13 +1,13 @@
-"""The schedule of a pass: at which layers rows are chosen, how many, and the top rows by score."""
+"""The schedule of a pass: at which layers rows are chosen, how many, and by which rules."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from cacheblend_rag.blend.budget import Budget, ranked
 from cacheblend_rag.blend.selectors import Selector, make_selector
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import BlendConfig
@@ -19,44 +19,82 @@ class Schedule:
 
     before: ratio applied before layer 0, or None when rows are chosen at check layers.
     checks: check layer -> ratio; empty when ``before`` is set or everything is recomputed.
+    budget: rules for spending the rows that a ratio allows. narrowings: layer before which the
+    question's attention narrows the rows -> ratio. key_repair, value_repair: shares of a chunk's
+    mean change that are added to its other tokens.
     """
 
     selector: Selector
     before: float | None
     checks: dict[int, float]
+    budget: Budget = field(default_factory=Budget)
+    narrowings: dict[int, float] = field(default_factory=dict)
+    key_repair: float = 0.0
+    value_repair: float = 0.0
 
     @property
     def ratio(self) -> float:
-        """Share of chunk tokens recomputed in the end."""
-        if self.before is not None:
-            return self.before
-        return min(self.checks.values(), default=1.0)
+        """Share of chunk tokens recomputed in the end, at most."""
+        last = [1.0 if self.before is None else self.before]
+        return min([*last, *self.checks.values(), *self.narrowings.values()])
 
     @property
     def recomputes_all(self) -> bool:
         return self.before is None and not self.checks
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a selector ranks tokens at all."""
+        return bool(self.before or self.checks)
 
 
 def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
     """Return a config's schedule for a model of ``layers`` layers.
 
     Ratio 0 and 1 need no check layer: nothing, or everything, is recomputed from layer 0 on.
-    Raises ConfigError when a check layer is not below ``layers``.
+    Raises ConfigError when a check layer, or one that a probe observes, is not below ``layers``, or
+    a narrowing not after the check layers.
     """
     selector = make_selector(config.selector, config.selector_options)
     ratio = selector.fixed_ratio if selector.fixed_ratio is not None else config.ratio
-    if not selector.needs_fresh_kv:
-        return Schedule(selector, None if ratio == 1 else ratio, {})
+    if selector.needs_question:
+        selector.probe.observed(layers)
     ratios = {layer: config.ratio_at(i) for i, layer in enumerate(config.check_layers)}
-    if all(value == 0 for value in ratios.values()):
+    if not selector.needs_fresh_kv:
+        ratios = {}
+        if ratio in (0, 1):
+            return Schedule(selector, None if ratio == 1 else 0.0, {})
+    elif all(value == 0 for value in ratios.values()):
         return Schedule(selector, 0.0, {})
-    if all(value == 1 for value in ratios.values()):
+    elif all(value == 1 for value in ratios.values()):
         return Schedule(selector, None, {})
-    if max(ratios) >= layers:
+    elif max(ratios) >= layers:
         raise ConfigError(
             f"check_layers={config.check_layers} must be below the model's {layers} layers"
         )
-    return Schedule(selector, None, ratios)
+    return Schedule(
+        selector,
+        None if ratios else ratio,
+        ratios,
+        Budget.of(config),
+        _narrowings(config, layers, max(ratios, default=0)),
+        config.key_repair,
+        config.value_repair,
+    )
+
+
+def _narrowings(config: BlendConfig, layers: int, last_check: int) -> dict[int, float]:
+    """Return the layers to narrow at; of two depths at the same layer the deeper one counts."""
+    found = {
+        min(max(1, math.ceil(depth * layers - 1e-9)), layers - 1): ratio
+        for depth, ratio in zip(config.narrow_at, config.narrow_to, strict=True)
+    }
+    if found and min(found) <= last_check:
+        raise ConfigError(
+            f"narrow_at={config.narrow_at} begins at layer {min(found)} of {layers}: it must be "
+            f"after check layer {last_check}"
+        )
+    return found
 
 
 def row_count(ratio: float, tokens: int) -> int:
@@ -69,5 +107,4 @@ def top_rows(scores: Tensor, count: int) -> Tensor:
 
     Of equal scores the first ones win, so the choice is the same on every device.
     """
-    order = torch.sort(scores, descending=True, stable=True).indices[:count]
-    return order[scores[order] > -torch.inf].sort().values
+    return ranked(scores)[:count].sort().values

@@ -125,7 +125,7 @@ def made_up(
     for layer in range(shape.layers):
         call = probe_layer(stack, layer, hidden, inputs)
         keys, values = fused.of_layer(layer)
-        keys.copy_(_alike(call.key, keys.shape, draw, _even_spread(call)))
+        keys.copy_(_alike(call.key, keys.shape, draw, even_spread(call)))
         values.copy_(_alike(call.value, values.shape, draw) * _edges(call.window, tokens, values))
         for part in (keys, values):
             part.clamp_(-LARGEST_MADE_UP, LARGEST_MADE_UP)
@@ -141,7 +141,7 @@ def _alike(
     return mean + spread * std * random
 
 
-def _even_spread(call: AttentionCall) -> float:
+def even_spread(call: AttentionCall) -> float:
     """Return the factor on the spread of keys that makes logits differ by one or less."""
     kv_heads = call.key.shape[1]
     query = call.query[0].float().reshape(kv_heads, -1, *call.query.shape[2:])
@@ -181,7 +181,7 @@ def find_layouts(
     for layer in range(stack.geometry.layers):
         near, *far = (_run_alone(stack, layer, hidden, inputs) for inputs in places)
         handed = [table for at in tables if (table := at[layer]) is not None]
-        tolerances = [_turn_tolerance(near.call.key, offset) for offset in offsets]
+        tolerances = [turn_tolerance(near.call.key, offset) for offset in offsets]
         keys = [there.call.key for there in far]
         found = find_layout(handed, near.call.key, keys, tolerances)
         if not all(on_all_ranks(stack, [found != "unknown"])) or found == "unknown":
@@ -240,7 +240,8 @@ def _run_alone(stack: DecoderStack, layer: int, hidden: Tensor, inputs: Any) -> 
     return _RunAlone(calls[0], hidden, output)
 
 
-def _turn_tolerance(keys: Tensor, offset: int) -> float:
+def turn_tolerance(keys: Tensor, offset: int) -> float:
+    """Return how far keys moved by ``offset`` may be off, relative to them."""
     rounding = max(TOLERANCE, TURN_ULPS * torch.finfo(keys.dtype).eps)
     return rounding + offset * ANGLE_ROUNDING
 

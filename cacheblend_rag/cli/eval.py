@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cacheblend_rag.cli import options, output
+from cacheblend_rag.cli import eval_tables, options, output
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.models import DEMO_MODEL
-from cacheblend_rag.quality.dataset import EvalDataset, lead_text
-from cacheblend_rag.quality.questions import DEMO, choose_questions
+from cacheblend_rag.quality.questions import DEMO, DataChoice, choose_questions
 from cacheblend_rag.rag import checks
 from cacheblend_rag.settings import EMBEDDED
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from cacheblend_rag.quality.evaluator import EvalRow, Evaluation, Rule
+    from cacheblend_rag.quality.records import RecordLog
 
 DEFAULT_SEED = 9_271_828
 
@@ -25,7 +26,10 @@ DEFAULT_SEED = 9_271_828
 def evaluate_command(
     *,
     dataset: Annotated[
-        str, typer.Option(help="'demo' or a JSON file of questions with passages or documents.")
+        str,
+        typer.Option(
+            help="'demo', 'single-hop', 'ruler:niah' (or vt, cwe), or a file of questions."
+        ),
     ] = DEMO,
     model: options.ModelOption = DEMO_MODEL,
     engine: Annotated[
@@ -40,9 +44,9 @@ def evaluate_command(
         int | None,
         typer.Option(min=1, help="Most passages per question; all by default."),
     ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed for drawing the demo's questions.")
-    ] = DEFAULT_SEED,
+    chunk_tokens: options.ChunkTokensOption = None,
+    prompt_tokens: options.PromptTokensOption = None,
+    seed: Annotated[int, typer.Option(help="Seed for whatever is drawn.")] = DEFAULT_SEED,
     ratios: Annotated[
         str | None, typer.Option(help="Recompute ratios, comma-separated.", metavar="R,R,...")
     ] = None,
@@ -57,6 +61,24 @@ def evaluate_command(
         str, typer.Option(help="Where hkvd compares, comma-separated.", metavar="LAYER,...")
     ] = "1",
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 16,
+    fidelity: Annotated[
+        bool,
+        typer.Option("--fidelity", help="Also measure how near predictions are to full prefill's."),
+    ] = False,
+    ttft: Annotated[
+        bool,
+        typer.Option("--ttft", help="Also measure the time to first token, and prefix caching's."),
+    ] = False,
+    no_chat_template: Annotated[
+        bool,
+        typer.Option("--no-chat-template", help="Plain prompts, also for a model with a template."),
+    ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="A new file for each prompt's results, as JSON lines.")
+    ] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Such a file, which is continued, or begun if missing.")
+    ] = None,
     store: options.StoreOption = None,
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = None,
@@ -65,13 +87,15 @@ def evaluate_command(
     """Score full prefill, plain reuse and selectors on the same questions.
 
     Without --ratios, --selectors and --lead-ins, each setting gets a short table of its own;
-    with any of them, every lead-in x selector x ratio. Plain reuse and full prefill are always
-    included.
+    with any of them, every lead-in x selector x ratio. Plain reuse, full prefill and the engine's
+    defaults are always included.
     """
     with output.stdout_reserved(as_json):
         options.local_model(model)
         checks.check_engine(engine)
         checks.check_installed(("rouge_score",), "Rouge-L", "eval")
+        if fidelity and engine != EMBEDDED:
+            raise ConfigError(f"--fidelity: only the engine {EMBEDDED!r} scores given answers")
         from cacheblend_rag.settings import BlendConfig
 
         base = BlendConfig(
@@ -82,45 +106,91 @@ def evaluate_command(
         checks.check_check_layers(base, model)
         checks.check_placement(device, dtype)
         kept = options.collection_store(store) if store else None
+        log = _log(out, resume)
         from cacheblend_rag.engines.sampling import SamplingParams
+        from cacheblend_rag.engines.tokenizer import load_tokenizer
         from cacheblend_rag.quality.engines import opened_engines
-        from cacheblend_rag.quality.evaluator import evaluate_settings, used_lead_ins
-        from cacheblend_rag.quality.grids import default_rules
+        from cacheblend_rag.quality.evaluator import Evaluator, evaluate_settings, used_lead_ins
+        from cacheblend_rag.quality.frame import PromptFrame
+        from cacheblend_rag.quality.grids import complete, default_rules
+        from cacheblend_rag.quality.measuring import Measures
+        from cacheblend_rag.rag.model_config import text_config
 
-        wanted = options.names(settings or "")
-        data = choose_questions(dataset, wanted, questions, passages, seed)
-        plans = {s: grid or default_rules(s, data.of_setting(s)) for s in data.settings}
-        opened = opened_engines(
-            engine,
-            model,
-            used_lead_ins(plans),
-            instruction=lead_text(data.instruction),
-            store=kept,
-            device=device,
-            dtype=dtype,
+        # Loaded where it is needed first: wrong data are told before.
+        loaded = cache(partial(load_tokenizer, model))
+        choice = DataChoice(
+            chunk_tokens,
+            options.token_bounds(prompt_tokens),
+            count_tokens=lambda text: len(loaded().tokenize(text)),
         )
-        sampling = SamplingParams.greedy(max_tokens=max_tokens, stop=("\n",))
+        wanted = options.names(settings or "")
+        data = choose_questions(dataset, wanted, questions, passages, seed, choice=choice)
         selector_options: dict[str, dict[str, Any]] = {
             "hkvd": {"deviation": deviation},
             "random": {"seed": seed},
         }
-        with opened as engines, output.progress_bar() as progress:
+        plans = {
+            s: complete(
+                grid or default_rules(s, data.of_setting(s)),
+                base,
+                selector_options,
+                fidelity=fidelity,
+            )
+            for s in data.settings
+        }
+        frame = PromptFrame.of(loaded(), data.instruction, chat_template=not no_chat_template)
+        opened = opened_engines(
+            engine,
+            model,
+            used_lead_ins(plans),
+            instruction=frame.opening,
+            store=kept,
+            device=device,
+            dtype=dtype,
+        )
+        with opened as engines, output.progress_bar(lines=True) as progress:
+            evaluator = Evaluator(
+                engines,
+                frame,
+                base,
+                SamplingParams.greedy(max_tokens=max_tokens, stop=frame.stop),
+                selector_options,
+                Measures(fidelity, ttft),
+                log,
+                owns_store=kept is None and "://" not in engine,
+                layers=int(text_config(model).num_hidden_layers),
+            )
+            first = next(iter(engines.values()))
             evaluations = evaluate_settings(
                 data,
                 plans,
-                engines,
-                base=base,
-                sampling=sampling,
-                options=selector_options,
-                on_setting=lambda setting, count: progress.begin(setting, count).advance,
+                evaluator,
+                lambda setting, count: progress.begin(setting, count).advance,
             )
             rows = _collected(evaluations)
     if as_json:
         count = min(len(data.of_setting(setting)) for setting in data.settings)
+        about = {
+            "model": first.model_name,
+            "dtype": first.dtype,
+            "engine": first.name,
+            "chat_template": frame.is_rendered,
+        }
         plain = [row.to_dict() for row in rows]
-        output.print_json({"dataset": data.name, "questions": count, "rows": plain})
+        output.print_json({"dataset": data.name, "questions": count, **about, "rows": plain})
     else:
-        _print_table(data, rows)
+        eval_tables.print_tables(data, rows)
+
+
+def _log(out: Path | None, resume: Path | None) -> RecordLog:
+    """Return where results are kept; raises ConfigError, DatasetError."""
+    from cacheblend_rag.quality.records import RecordLog
+
+    if out and resume:
+        raise ConfigError("--out begins a file and --resume continues one: give one of them")
+    if out:
+        return RecordLog.begun(out)
+    return RecordLog.resumed(resume) if resume else RecordLog()
 
 
 def _grid(ratios: str | None, selectors: str | None, lead_ins: str | None) -> list[Rule] | None:
@@ -141,29 +211,3 @@ def _collected(evaluations: Iterable[tuple[str, Evaluation]]) -> list[EvalRow]:
         for reason, count in found.not_blended.items():
             output.warn(f"{setting}: {count} answers came from ordinary prefill ({reason})")
     return rows
-
-
-def _print_table(data: EvalDataset, rows: Sequence[EvalRow]) -> None:
-    console = output.result_console()
-    for setting in data.settings:
-        count = len(data.of_setting(setting))
-        console.print(_table(f"{data.name}, {setting}: {count} questions, all in %", setting, rows))
-        console.print()
-
-
-def _table(title: str, setting: str, rows: Sequence[EvalRow]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
-    for heading in ("lead-in", "selector"):
-        table.add_column(heading, no_wrap=True)
-    for heading in ("ratio", "exact", "95 %", "F1", "Rouge-L", "recomputed", "compute"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        if row.setting == setting:
-            interval = f"{100 * row.ci95[0]:.0f}-{100 * row.ci95[1]:.0f}"
-            scores = (row.f1, row.rouge_l, row.recomputed_share, row.compute_share)
-            exact, *shares = (f"{100 * share:.1f}" for share in (row.exact_match, *scores))
-            ratio = f"{100 * row.ratio:g}"
-            table.add_row(row.lead_in, row.selector, ratio, exact, interval, *shares)
-    return table

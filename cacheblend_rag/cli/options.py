@@ -50,11 +50,27 @@ EngineOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)}; the model's by default.")
 ]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        envvar="CACHEBLEND_PROFILE",
+        help="quality, balanced, speed or a TOML file, such as `tune` writes.",
+    ),
+]
 JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print one JSON object on stdout and nothing else there."),
 ]
 
+ChunkTokensOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Cut a file's documents into chunks of about so many tokens."),
+]
+PromptTokensOption = Annotated[
+    str | None,
+    typer.Option(help="Least and most tokens of a question's documents.", metavar="LOW,HIGH"),
+]
 StoreOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -189,6 +205,16 @@ def numbers(text: str, option: str) -> tuple[float, ...]:
         raise typer.BadParameter(
             f"{text!r} must hold numbers, comma-separated", param_hint=option
         ) from error
+
+
+def token_bounds(text: str | None) -> tuple[int, int] | None:
+    """Read the least and the most tokens of ``--prompt-tokens``; raises typer.BadParameter."""
+    if text is None:
+        return None
+    found = numbers(text, "--prompt-tokens")
+    if len(found) != 2 or any(number != int(number) for number in found):
+        raise typer.BadParameter(f"{text!r} must be LOW,HIGH", param_hint="--prompt-tokens")
+    return int(found[0]), int(found[1])
 
 
 def layers(text: str, option: str) -> tuple[int, ...]:

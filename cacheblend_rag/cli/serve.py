@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import subprocess
+import sys
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,6 +31,9 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 GIB = 1 << 30
 KEY_FLAG = "--api-key"
 SOCKET_FLAG = "--uds"
+DTYPE_FLAG = "--dtype"
+DTYPE_NAMES = {"half": "float16", "float": "float32"}
+"""vLLM's other names of dtypes."""
 
 
 def serve_command(
@@ -95,9 +100,24 @@ def serve_command(
             min=1, help="With --synchronous: tokens blended in one step.", show_default="8192"
         ),
     ] = None,
+    guard: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            callback=options.finite,
+            help="Share of blended answers to compare with full prefill in idle time.",
+            show_default="none",
+        ),
+    ] = None,
     max_body_mib: Annotated[
         int, typer.Option(min=1, help="Longest body of a request, in MiB.")
     ] = MAX_BODY_MIB,
+    profile: options.ProfileOption = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", help="First run `verify` on the model; do not start if it fails."),
+    ] = False,
 ) -> None:
     """Start a vLLM server that blends; all other options are passed to vLLM unchanged.
 
@@ -122,6 +142,8 @@ def serve_command(
         "slice_seconds": slice_seconds,
         "step_tokens": step_tokens,
         "attention": attention,
+        "profile": profile,
+        "guard": guard,
     }
     told = {name: value for name, value in given.items() if value is not None}
     if serve.flag_value(context.args, (SOCKET_FLAG,)) is None:
@@ -147,9 +169,27 @@ def serve_command(
             f"{KEY_VARIABLE}, and "
             f"{STORE_KEY_VARIABLE} to restrict storing, evicting and releasing"
         )
+    if verify:
+        _verify(model, serve.flag_value(context.args, (DTYPE_FLAG,)))
     logger.info("starting %s", shlex.join(command[: len(command) - len(context.args)]))
     environment = {**os.environ, **kept.environment(), BODY_VARIABLE: str(max_body_mib)}
     os.execve(command[0], command, environment)  # noqa: S606  # signals and exit code: vLLM's own
+
+
+def _verify(model: str, dtype: str | None) -> None:
+    """Verify a model in a process of its own, which gives its memory back; exit if it fails.
+
+    dtype: the one that vLLM is told; by default the one of the weights, as in vLLM.
+    """
+    from cacheblend_rag.engines.transformers.loading import checkpoint_dtype
+
+    stated = str(checkpoint_dtype(model) or "float32").removeprefix("torch.")
+    named = stated if dtype in (None, "", "auto") else DTYPE_NAMES.get(dtype or "", dtype)
+    command = [sys.executable, "-m", "cacheblend_rag", "verify", model, DTYPE_FLAG, str(named)]
+    code = subprocess.run(command, check=False).returncode  # noqa: S603
+    if code:
+        output.tell("the server is not started, since the model failed --verify")
+        raise typer.Exit(code)
 
 
 def _bytes(gib: float | None) -> int | None:

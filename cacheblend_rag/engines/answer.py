@@ -57,6 +57,24 @@ class Delta:
     generation: Generation | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Steering:
+    """What the guard decided about a request.
+
+    Args:
+        raised: why its ratio was raised, if so.
+        refusal: why it is served by ordinary prefill, if so.
+        steps: how many steps the guard had taken by then.
+    """
+
+    raised: Reason | None = None
+    refusal: Reason | None = None
+    steps: int = 0
+
+
+NOT_STEERED = Steering()
+
+
 @dataclass(frozen=True)
 class Request:
     """One request, checked and prepared.
@@ -67,6 +85,7 @@ class Request:
         config: how its chunks' KV is fused. full: ordinary prefill was asked for.
         cache_salt: see ``Engine.generate_full``. streamed: whether pieces are wanted as they come.
         cancel: is set to stop the work. request_id: names it in its report and in vLLM's logs.
+        steering: what the guard decided about it.
         made_at: a reading of ``time.perf_counter`` once it was prepared.
     """
 
@@ -78,4 +97,5 @@ class Request:
     streamed: bool = False
     cancel: Cancellation = field(default_factory=Cancellation)
     request_id: str = field(default_factory=lambda: uuid.uuid4().hex[:16])
+    steering: Steering = NOT_STEERED
     made_at: float = field(default_factory=time.perf_counter)

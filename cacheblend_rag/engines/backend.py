@@ -17,11 +17,13 @@ from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.put_result import READ_ONLY
+from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.settings import BlendConfig
 
 UNSUPPORTED: Final = "unsupported model"
+STOPPED: Final = "stopped by the guard"
 
 
 class Backend(ABC):
@@ -30,13 +32,16 @@ class Backend(ABC):
     Attributes:
         name: the kind of engine, as reports name it.
         part_chunks: least number of chunks to store in one part.
-        fills_last: whether ``_fill`` itself waits until no request needs the model.
+        fills_last: whether ``_fill`` and ``_compare`` themselves wait until no request needs the
+            model.
+        compares: whether it implements ``_compare``.
         config: the default for requests without one.
     """
 
     name: str
     part_chunks: ClassVar[int] = 64
     fills_last: ClassVar[bool] = False
+    compares: ClassVar[bool] = False
     config: BlendConfig
 
     # Facts
@@ -87,6 +92,16 @@ class Backend(ABC):
     @abstractmethod
     def _start(self, request: Request) -> Stream[Delta]:
         """Begin to answer; the stream's last item holds the Generation."""
+
+    def _compare(
+        self, request: Request, compared: Compared
+    ) -> Generator[None, None, Comparison | None]:
+        """Compare a blended prompt with full prefill at idle priority, in a thread of its own.
+
+        Returns None if it can no longer be blended. Closing the engine waits for it, so it must
+        yield or end soon.
+        """
+        raise NotImplementedError
 
     # The store
 

@@ -19,8 +19,8 @@ from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.kv.chunk_kv import KVKey
-from cacheblend_rag.report import FillReport, PrecomputeReport, PrefillReport
-from cacheblend_rag.settings import BlendConfig, LeadInConfig
+from cacheblend_rag.report import FillReport, GuardReport, PrecomputeReport, PrefillReport
+from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.chunk import Chunk
 
 
@@ -96,6 +96,18 @@ class Engine(Backend):
     def fill_on_miss(self, is_on: bool) -> None:
         self._parts.filling.is_on = is_on
 
+    @property
+    def guard(self) -> GuardConfig | None:
+        """How the quality of blended answers is watched; None is not at all.
+
+        It may be set at any time, and begins anew then (see ``reset_guard``).
+        """
+        return self._parts.guard.config
+
+    @guard.setter
+    def guard(self, config: GuardConfig | None) -> None:
+        self._parts.guard.use(config, self.config.ratio)
+
     def tokenize(self, text: str) -> tuple[int, ...]:
         """Return the tokens of ``text`` as a chunk, without special tokens."""
         return self.encoder.chunk(text)
@@ -158,6 +170,14 @@ class Engine(Backend):
     def fill_report(self) -> FillReport:
         """Return the counts of filling missed chunks so far (``fill_on_miss``)."""
         return self._parts.filling.report()
+
+    def guard_report(self) -> GuardReport:
+        """Return the guard's state, and its counts so far (``guard``)."""
+        return self._parts.guard.report()
+
+    def reset_guard(self) -> None:
+        """Let the guard begin anew: the ratio is not raised, and blending goes on."""
+        self.guard = self._parts.guard.config
 
     def prefetch(self, hints: Iterable[Chunk | str]) -> None:
         """Start loading chunks, and documents by their ids, into the fastest tier."""
@@ -228,7 +248,7 @@ class Engine(Backend):
             PromptError: when the prompt is empty or longer than the context window.
             ConfigError: when ``config`` does not suit the model, or names an unknown selector.
         """
-        request = self._questions.request(prompt, sampling, config, hints, cancel)
+        request = self._questions.request(prompt, sampling, config, hints, cancel=cancel)
         return self._questions.generate(request)
 
     def generate_full(
@@ -270,7 +290,9 @@ class Engine(Backend):
             hints: as for generate.
             cancel: as for generate.
         """
-        request = self._questions.request(prompt, sampling, config, hints, cancel, streamed=True)
+        request = self._questions.request(
+            prompt, sampling, config, hints, cancel=cancel, streamed=True
+        )
         return self._questions.stream(request)
 
     def generate_batch(

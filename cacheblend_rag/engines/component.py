@@ -21,12 +21,15 @@ from pydantic import (
     create_model,
 )
 
+from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.source import EngineSource
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import (
     BlendConfig,
     EngineConfig,
+    GuardConfig,
     LeadInConfig,
+    Profile,
     Settings,
     StoreConfig,
     names_of,
@@ -47,6 +50,10 @@ def _lead_in(given: Any) -> Any:
     return LeadInConfig.of(given) if isinstance(given, Mapping | str) else given
 
 
+def _guard(given: Any) -> Any:
+    return GuardConfig.of(given) if isinstance(given, Mapping | float | int) else given
+
+
 BlendOption = Annotated[
     InstanceOf[BlendConfig], BeforeValidator(_blend_config), PlainSerializer(_plain)
 ]
@@ -55,6 +62,10 @@ LeadInOption = Annotated[
     InstanceOf[LeadInConfig], BeforeValidator(_lead_in), PlainSerializer(_plain)
 ]
 """A LeadInConfig, a dict of its fields, or its kind."""
+
+
+GuardOption = Annotated[InstanceOf[GuardConfig], BeforeValidator(_guard), PlainSerializer(_plain)]
+"""A GuardConfig, a dict of its fields, or the share of answers to compare."""
 
 
 class CheckedOptions(BaseModel):
@@ -67,6 +78,7 @@ class CheckedOptions(BaseModel):
     _inside: ClassVar[Mapping[str, type[Any]]] = {
         "blend_config": BlendConfig,
         "lead_in": LeadInConfig,
+        "guard": GuardConfig,
     }
     """Options that are settings themselves; their fields are not options of their own."""
 
@@ -93,6 +105,12 @@ class EngineComponent(CheckedOptions):
     namespace: str = Field(
         default="default", description="Tenants with different namespaces never share KV."
     )
+    blend_profile: str | None = Field(
+        default=None,
+        description="Settings of blend_config and lead_in that are not given there: 'quality', "
+        "'balanced', 'speed' or a TOML file; by default CACHEBLEND_PROFILE's.",
+        exclude=True,
+    )
     blend_config: BlendOption | None = Field(
         default=None,
         description="How stored KV is fused: a BlendConfig or its fields; the engine's by default.",
@@ -105,6 +123,12 @@ class EngineComponent(CheckedOptions):
     fill_on_miss: bool = Field(
         default=False,
         description="Compute known chunks whose KV was missed, while no request waits.",
+        exclude=True,
+    )
+    guard: GuardOption | None = Field(
+        default=None,
+        description="How the quality of blended answers is watched: a GuardConfig, its fields, or "
+        "the share of answers that are compared.",
         exclude=True,
     )
     device: str | None = Field(default=None, description="Where the model runs.", exclude=True)
@@ -125,7 +149,7 @@ class EngineComponent(CheckedOptions):
 
     @classmethod
     def _read(cls, options: dict[str, Any]) -> dict[str, Any]:
-        return StoreConfig.spread(super()._read(options))
+        return _with_profile(StoreConfig.spread(super()._read(options)))
 
     @property
     def store(self) -> StoreConfig:
@@ -145,10 +169,12 @@ class EngineComponent(CheckedOptions):
         """Return the settings that the engine is opened with."""
         return EngineConfig(
             namespace=self.namespace,
+            profile=Profile.chosen(self.blend_profile),
             blend=BlendConfig.of(self.blend_config),
             lead_in=LeadInConfig.of(self.lead_in),
             store=self.store,
             fill_on_miss=self.fill_on_miss,
+            guard=self.guard,
             device=self.device,
             dtype=self.dtype,
             api_key=Secret.of(self.api_key.get_secret_value() if self.api_key else None),
@@ -175,6 +201,24 @@ def _arguments(options: type[CheckedOptions]) -> Arguments:
     if issubclass(options, EngineComponent):
         known.add("store")
     return Arguments.holding(f"option of {options.__name__}", known, options._inside)
+
+
+def _with_profile(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options with the settings of the profile that they, or the environment, name.
+
+    An open engine has its own.
+    """
+    is_open = any(isinstance(value, Engine) for value in options.values())
+    named = options.get("blend_profile")
+    profile = named and Profile.of(named) if is_open else Profile.chosen(named)
+    if not profile:
+        return options
+    return {
+        **options,
+        "blend_profile": str(named) if named else None,
+        "blend_config": profile.blended(BlendConfig.of(options.get("blend_config"))),
+        "lead_in": profile.led_in(LeadInConfig.of(options.get("lead_in"))),
+    }
 
 
 def _store_field(name: str, shown: bool) -> tuple[Any, Any]:

@@ -34,8 +34,8 @@ def open_engine(
             choice and its reason are logged.
         config: the default for requests without one (``blend`` in EngineConfig).
         options: the other fields of EngineConfig (``model``, ``instruction``, ``namespace``,
-            ``lead_in``, ``fill_on_miss``, ``device``, ...), and those of StoreConfig (``kv_path``,
-            ...).
+            ``profile``, ``lead_in``, ``fill_on_miss``, ``guard``, ``device``, ...), and those of
+            StoreConfig (``kv_path``, ...).
 
     Raises:
         ConfigError: for an unknown or invalid option, or if the server's namespace or vocabulary
@@ -59,17 +59,22 @@ def open_engine(
     checked_config(engine.blend)
     opened = _open(engine)
     logger.info("engine: %s", opened.name)
+    tuned_on = engine.profile.model if engine.profile else ""
+    if tuned_on and tuned_on != opened.model_name:
+        logger.warning(
+            "the profile was tuned on %s, the model is %s: run `tune`", tuned_on, opened.model_name
+        )
     return opened
 
 
 def _open(config: EngineConfig) -> Engine:
     kind = _pick_engine(config) if config.engine == AUTO else config.engine
     if kind == EMBEDDED:
-        return _open_transformers(config)
+        return open_transformers(config)
     if not isinstance(config.model, str | Path):
         where = f"engine={VLLM!r}" if kind == VLLM else "a server's URL as engine"
         raise ConfigError(f"model must be a name or a folder with {where}")
-    return _open_vllm(config) if kind == VLLM else _open_server(config)
+    return open_vllm(config) if kind == VLLM else _open_server(config)
 
 
 def _pick_engine(config: EngineConfig) -> str:
@@ -99,7 +104,8 @@ def _open_server(config: EngineConfig) -> Engine:
     return VLLMEngine(server, **common)
 
 
-def _open_vllm(config: EngineConfig) -> Engine:
+def open_vllm(config: EngineConfig) -> Engine:
+    """Open an engine over vLLM in this process; raises MissingExtraError without vLLM."""
     if find_spec("vllm") is None:
         raise MissingExtraError(f"engine={VLLM!r}", "vllm")
     from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
@@ -116,7 +122,8 @@ def _open_vllm(config: EngineConfig) -> Engine:
     return VLLMEngine(transport, **common)
 
 
-def _open_transformers(config: EngineConfig) -> Engine:
+def open_transformers(config: EngineConfig) -> Engine:
+    """Open the embedded engine."""
     from cacheblend_rag.engines.labels import put_label
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.engines.transformers.loading import pick_device
@@ -144,6 +151,7 @@ def _common(config: EngineConfig) -> dict[str, Any]:
         "namespace": config.namespace,
         "lead_in": config.lead_in,
         "fill_on_miss": config.fill_on_miss,
+        "guard": config.guard,
     }
 
 

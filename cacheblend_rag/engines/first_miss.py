@@ -46,7 +46,8 @@ class FirstMiss:
     def see(self, request: Request, answer: Generation) -> None:
         """Check the result of a prompt; an AnswerHook."""
         report, prepared = answer.report, request.prepared
-        uncalled = report.reason == FULL_PREFILL or answer.finish_reason == "cancelled"
+        is_asked = report.reason == FULL_PREFILL or request.steering.refusal is not None
+        uncalled = is_asked or answer.finish_reason == "cancelled"
         is_healing = any(chunk.reason == BEING_FILLED for chunk in report.chunks)
         if self._said or report.blended or uncalled or is_healing:
             return

@@ -12,13 +12,14 @@ from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.engines.checked_config import engine_settings
 from cacheblend_rag.engines.filling import Filling
 from cacheblend_rag.engines.first_miss import FirstMiss
+from cacheblend_rag.engines.guard import Guard
 from cacheblend_rag.engines.idle import Activity, IdleQueue
 from cacheblend_rag.engines.index_time import IndexTime
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PromptPreparer
 from cacheblend_rag.engines.question_time import QuestionTime
 from cacheblend_rag.prefill.lead_in import LeadIn
-from cacheblend_rag.settings import BlendConfig, LeadInConfig, check_namespace
+from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig, check_namespace
 from cacheblend_rag.text.encoder import PromptEncoder, Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -39,6 +40,7 @@ class EngineSetup:
         namespace: tenants with different namespaces never share KV.
         fill_on_miss: whether registered chunks whose KV a request missed are computed and stored in
             the engine's idle time, as if by ``precompute``.
+        guard: how the quality of blended answers is watched; None is not at all.
     """
 
     model_name: str
@@ -50,6 +52,7 @@ class EngineSetup:
     instruction: str | Callable[[Tokenizer], str] = ""
     namespace: str = "default"
     fill_on_miss: bool = False
+    guard: GuardConfig | None = None
 
 
 def _unheard(engine: Backend, fingerprint: str) -> None: ...
@@ -104,14 +107,17 @@ class EngineParts:
         self.after_answer, self.idle = AfterAnswer(), IdleQueue(backend)
         family.idle_queues.add(self.idle)
         self.index_time = IndexTime(backend, lifetime, self.registry, self.led)
+        self.guard = Guard(backend, self.led, self.idle)
+        self.guard.use(setup.guard, self.config.ratio)
         self.question_time = QuestionTime(
-            backend, lifetime, preparer, self.after_answer, family.activity
+            backend, lifetime, preparer, self.after_answer, family.activity, self.guard
         )
         self.filling = Filling(self.index_time, self.idle)
         self.filling.is_on = setup.fill_on_miss
         self.after_answer.add(self.filling.see)
         # After filling: a prompt whose misses are being filled is no reason to warn.
         self.after_answer.add(FirstMiss(self.registry).see)
+        self.after_answer.add(self.guard.see)
 
     def setup_of_sibling(self, lead_in: LeadInConfig | str, config: BlendConfig) -> EngineSetup:
         """Return the setup of the same engine with another lead-in and an empty registry."""
@@ -122,4 +128,5 @@ class EngineParts:
             registry=None,
             instruction=self.instruction,
             fill_on_miss=self.filling.is_on,
+            guard=self.guard.config,
         )

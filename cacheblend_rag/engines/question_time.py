@@ -10,10 +10,11 @@ from threading import Event
 from typing import Any, cast
 
 from cacheblend_rag.engines.after_answer import AfterAnswer
-from cacheblend_rag.engines.answer import Delta, FinishReason, Generation, Request
+from cacheblend_rag.engines.answer import NOT_STEERED, Delta, FinishReason, Generation, Request
 from cacheblend_rag.engines.backend import Backend
 from cacheblend_rag.engines.batch_order import grouped
 from cacheblend_rag.engines.checked_config import checked_config
+from cacheblend_rag.engines.guard import Guard
 from cacheblend_rag.engines.idle import Activity
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
@@ -38,8 +39,8 @@ class QuestionTime:
     """Answers prompts through one backend: whole, streamed, in batches, and asynchronously.
 
     backend: begins requests; may be a weak proxy. lifetime: of the engine. preparer: of prompts.
-    after_answer: hooks. activity: counts the running requests. Methods raise the same errors as
-    Engine's methods of the same names.
+    after_answer: hooks. activity: counts the running requests. guard: steers them. Methods
+    raise the same errors as Engine's methods of the same names.
     """
 
     backend: Backend
@@ -47,6 +48,7 @@ class QuestionTime:
     preparer: PromptPreparer
     after_answer: AfterAnswer
     activity: Activity
+    guard: Guard
 
     def prepare(self, prompt: PromptLike, hints: Hints) -> PreparedPrompt:
         """Return a prompt's tokens, and the chunks in it with the keys of their KV."""
@@ -59,17 +61,23 @@ class QuestionTime:
         sampling: SamplingParams | None = None,
         config: BlendConfig | None = None,
         hints: Hints = (),
+        *,
         cancel: Event | None = None,
+        steered: bool = True,
         **options: Any,
     ) -> Request:
-        """Check and prepare; raises PromptError and ConfigError before any work is done."""
+        """Check and prepare; raises PromptError and ConfigError before any work is done.
+
+        steered: whether the guard may raise its ratio, or have it served by ordinary prefill.
+        """
         config = checked_config(config or self.backend.config)
         self.backend._check_config(config)
+        config, steering = self.guard.steer(config) if steered else (config, NOT_STEERED)
         prepared = self.prepare(prompt, hints)
         settings = self.backend.model_sampling.resolve(sampling or SamplingParams())
         settings = replace(settings, max_tokens=min(settings.max_tokens, prepared.room))
         stop = Cancellation(cancel, lambda: not self.lifetime.is_open)
-        return Request(prepared, settings, config, cancel=stop, **options)
+        return Request(prepared, settings, config, cancel=stop, steering=steering, **options)
 
     def generate(self, request: Request) -> Generation:
         """Answer a request."""
@@ -150,12 +158,12 @@ class QuestionTime:
             token_ids=tuple(token_ids),
             finish_reason=finish_reason,
             prompt_tokens=len(request.prepared.token_ids),
-            report=self._report(request, prefill),
+            report=self.report(request, prefill),
             sampling=request.sampling,
         )
         return Delta("", self.after_answer.run(request, answer))
 
-    def _report(self, request: Request, prefill: PrefillReport) -> BlendReport:
+    def report(self, request: Request, prefill: PrefillReport) -> BlendReport:
         """Return the report of a prompt and of its chunks."""
         prepared = request.prepared
         tokens = len(prepared.token_ids)
@@ -171,7 +179,8 @@ class QuestionTime:
             recompute_ratio=prefill.ratio,
             selector=prefill.selector,
             selector_reason=prefill.selector_reason,
-            ratio_reason=prefill.ratio_reason,
+            ratio_reason=prefill.ratio_reason
+            or (request.steering.raised if prefill.blended else None),
             lead_in=self.preparer.lead_in.name,
             compute_share=prefill.compute_share,
             seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),

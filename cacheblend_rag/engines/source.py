@@ -15,8 +15,10 @@ from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings import ENGINES, EngineConfig, StoreConfig, names_of
 from cacheblend_rag.settings.options import check_engine_name
 
-OF_REQUESTS = frozenset({"engine", "blend", "api_key"})
+OF_REQUESTS = frozenset({"engine", "profile", "blend", "api_key"})
 """Fields of EngineConfig that may be combined with a given engine."""
+NOT_SHARED = frozenset({"blend", "profile", "fill_on_miss", "guard"})
+"""Fields that sources with one engine may differ in; of a profile, the lead-in counts."""
 SETTLED = (names_of(EngineConfig) | names_of(StoreConfig)) - OF_REQUESTS
 
 _opened: WeakValueDictionary[tuple[object, ...], Engine] = WeakValueDictionary()
@@ -142,10 +144,12 @@ def _open(config: EngineConfig, shared: bool) -> Engine:
     if not shared:
         return open_engine(config)
     # The process, and the settings that must be equal to share an engine.
-    key = os.getpid(), *(value for name, value in config if name not in {"blend", "fill_on_miss"})
+    key = os.getpid(), *(value for name, value in config if name not in NOT_SHARED)
     engine = _opened.get(key)
     if engine is None:
         engine = _opened[key] = open_engine(config)
     if config.fill_on_miss:  # also where who opened it did not ask for that
         engine.fill_on_miss = True
+    if config.guard not in (None, engine.guard):
+        engine.guard = config.guard
     return engine

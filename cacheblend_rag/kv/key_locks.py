@@ -25,6 +25,10 @@ class KeyLocks:
         self._locks: dict[KVKey, _Lock] = {}
         self._changing = threading.Lock()
 
+    def __len__(self) -> int:
+        """Return how many keys' locks are held or waited for."""
+        return len(self._locks)
+
     @contextmanager
     def held(self, *keys: KVKey) -> Iterator[None]:
         """Hold the keys' locks, always taken in one order, so that there is no deadlock."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import ChainMap, OrderedDict
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from cacheblend_rag.kv.chunk_kv import KVKey
@@ -25,12 +25,15 @@ class WriteQueue:
     The thread lives while there is something to write; the interpreter waits for it at its end.
     """
 
-    def __init__(
-        self,
-        write: Callable[[KVKey, StoredChunk], object],
-        name: str,
-    ) -> None:
+    def __init__(self, write: Callable[[KVKey, StoredChunk], object], name: str) -> None:
         self._write, self._name = write, name
+        self._reset()
+
+    def after_fork(self) -> None:
+        """Start empty in a forked process: its parent writes what is queued."""
+        self._reset()
+
+    def _reset(self) -> None:
         self._waiting: OrderedDict[KVKey, StoredChunk] = OrderedDict()
         self._in_hand: tuple[KVKey, StoredChunk] | None = None
         self._nbytes = 0
@@ -73,18 +76,20 @@ class WriteQueue:
                 self._thread = thread
         return None
 
-    def get(self, key: KVKey) -> StoredChunk | None:
-        """Return a chunk that is not written yet, or is just being written."""
+    def of(self, keys: Iterable[KVKey]) -> dict[KVKey, StoredChunk]:
+        """Return those of some chunks that are not written yet, or are just being written."""
         with self._changed:
-            if self._in_hand and self._in_hand[0] == key:
-                return self._waiting.get(key, self._in_hand[1])
-            return self._waiting.get(key)
+            queued = self._queued()
+            return {key: queued[key] for key in keys if key in queued} if queued else {}
 
-    def keys(self) -> list[KVKey]:
-        """Return the keys of chunks that are not written yet."""
+    def all(self) -> dict[KVKey, StoredChunk]:
+        """Return all chunks that are not written yet, the next one to be written first."""
         with self._changed:
-            in_hand = [self._in_hand[0]] if self._in_hand else []
-            return list(dict.fromkeys([*in_hand, *self._waiting]))
+            return dict(self._queued())
+
+    def _queued(self) -> ChainMap[KVKey, StoredChunk]:
+        """As all, without a copy, under the lock; of two chunks with one key, the newer one."""
+        return ChainMap(self._waiting, dict([self._in_hand] if self._in_hand else []))
 
     def take_back(self, key: KVKey) -> bool:
         """Remove a chunk from the queue; returns whether it was there.

@@ -12,7 +12,9 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.settings import (
     BlendConfig,
     EngineConfig,
+    GuardConfig,
     LeadInConfig,
+    Profile,
     Settings,
     StoreConfig,
 )
@@ -23,6 +25,8 @@ MODELS: Mapping[type[Settings], str] = {
     StoreConfig: "A store",
     LeadInConfig: "A lead-in",
     BlendConfig: "A request",
+    Profile: "A profile",
+    GuardConfig: "A guard",
     ConnectorSettings: "A vLLM server",
 }
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

@@ -86,6 +86,11 @@ class LoadedChunk:
         return self.skip + self.end - self.start + self.beyond
 
     @property
+    def own(self) -> slice:
+        """The indices of the run's tokens in the stored chunk."""
+        return slice(self.skip, self.skip + self.end - self.start)
+
+    @property
     def whole_start(self) -> int:
         """Position of the stored chunk's first token, if it were copied."""
         return self.start - self.skip
@@ -95,7 +100,7 @@ class LoadedChunk:
         part = kv if isinstance(kv, PackedLayer) else Numbers(*kv)
         if not self.skip and not self.beyond:
             return part
-        return part.cut(self.skip, self.skip + self.end - self.start)
+        return part.cut(self.own.start, self.own.stop)
 
 
 class ChunkLoader:

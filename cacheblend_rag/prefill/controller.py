@@ -29,7 +29,7 @@ from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.kv.speed import Speeds
 from cacheblend_rag.kv.timings import Estimate, Timings
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.settings import AUTO, PRESET_RATIOS, BlendConfig
+from cacheblend_rag.settings import AUTO, DEFAULT_RATIO, BlendConfig
 
 Kind = Literal["prefill", "blend"]
 
@@ -84,13 +84,16 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A chunk of a prompt whose KV is stored. tier, nbytes: where, and how much to read."""
+    """A chunk of a prompt whose KV is stored.
+
+    tier, nbytes: where, and how much to read. protected: how many of its tokens stay as stored.
+    """
 
     start: int
     end: int
     tier: str
     nbytes: int
-    protected: bool = False
+    protected: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +203,7 @@ class Controller:
 
     def _guess(self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig) -> _Guess:
         loading = self._loading(parts)
-        forecast = Forecast(self.costs, *_masks(tokens, parts, config))
+        forecast = Forecast(self.costs, *masks_of(tokens, parts))
 
         def guess(ratio: float | None) -> _Guess:
             own = config if ratio is None else config.with_ratio(ratio)
@@ -212,7 +215,7 @@ class Controller:
         low, high = config.ratio_bounds
         least = guess(low)
         if least.computing is None:
-            return guess(min(max(PRESET_RATIOS["balanced"], low), high))
+            return guess(min(max(DEFAULT_RATIO, low), high))
         tried = (guess(round(low + (high - low) * step / STEPS, 4)) for step in range(STEPS, 0, -1))
         return next((one for one in tried if one.hides), least)
 
@@ -237,12 +240,14 @@ class Controller:
         return Reason(said[0].code, "; ".join(said)) if said else None
 
 
-def _masks(tokens: int, parts: Sequence[StoredPart], config: BlendConfig) -> tuple[Mask, Mask]:
-    """Return which tokens have cached KV, and which of them may be recomputed."""
+def masks_of(tokens: int, parts: Sequence[StoredPart]) -> tuple[Mask, Mask]:
+    """Return which tokens have cached KV, and which of them may be recomputed, spread evenly."""
     cached, eligible = np.zeros(tokens, dtype=np.bool_), np.zeros(tokens, dtype=np.bool_)
     for part in parts:
         cached[part.start : part.end] = True
-        eligible[part.start : part.end] = not (part.protected and config.protect_context)
+        count = part.end - part.start
+        free = count - part.protected
+        eligible[part.start + np.arange(free) * count // max(free, 1)] = True
     return cached, eligible
 
 

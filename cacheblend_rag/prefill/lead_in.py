@@ -42,7 +42,7 @@ class ChunkPlan:
 class PlacedChunk:
     """Tokens [start, end) of a prompt are those of the chunk stored under ``key``.
 
-    protected: recomputing would lose the document context in its cached KV.
+    protected: recomputing some of its tokens would lose the document context in its cached KV.
     before, after: the chunk's tokens at its edges that are missing in the prompt (see
     ChunkSpan): their stored KV is not used.
     """
@@ -115,6 +115,21 @@ class LeadIn:
         return ChunkPlan(
             self.encoder.chunk(chunk.text), self.tokens, self._context(chunk), self.key(chunk)
         )
+
+    def window_of(self, chunk: Chunk) -> list[tuple[Context, TokenIds]]:
+        """Return the pieces of its document that a chunk's KV was computed after, in order.
+
+        Each is given as the context that ends with it, and its tokens. There are none unless the
+        lead-in is ``document``.
+        """
+        if self.name != "document":
+            return []
+        pieces: list[tuple[Context, TokenIds]] = []
+        context = Context(chunk.context)
+        for tokens in reversed(self._window_of(context)):
+            pieces.append((context, tokens))
+            context = context.before
+        return pieces[::-1]
 
     def _lead_tokens(self, instruction: str) -> tuple[int, ...]:
         if self.name == "none":

@@ -22,6 +22,7 @@ from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, LostCh
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import refusal
+from cacheblend_rag.prefill.protection import free_tokens
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -167,7 +168,10 @@ class PromptPass:
         if self.controller is None or not found:
             return None
         placed = [p for p, chunk in zip(self.placed, loader.chunks, strict=True) if chunk.is_used]
-        parts = [_stored_part(p, chunk) for p, chunk in zip(placed, found, strict=True)]
+        parts = [
+            _stored_part(p, chunk, self.config.protect_context)
+            for p, chunk in zip(placed, found, strict=True)
+        ]
         decided = self.controller.decide(self.token_ids.numel(), parts, self.config)
         loaded = [part in decided.load for part in parts]
         ratio, *kept = self.stack.broadcast(
@@ -199,8 +203,8 @@ class PromptPass:
         schedule = plan_schedule(self.config, self.stack.geometry.layers)
         candidates, has_prior = self._candidates(loader, schedule)
         schedule, selector, selector_reason = self._workable(schedule, candidates, has_prior)
-        if schedule.selector.needs_question and schedule.before:
-            candidates.question_attention = yield from self._probe(loader, candidates)
+        if schedule.selector.needs_question and schedule.chooses:
+            candidates.question_attention = yield from self._probe(loader, candidates, schedule)
             self._charge(loader, "selection")
         recorder = TraceRecorder(candidates.cached.numpy()) if self.config.trace else None
         run = BlendPass(
@@ -211,6 +215,7 @@ class PromptPass:
             schedule,
             needs_hidden=self.needs_hidden,
             attention=self.attention,
+            question_start=self._question_start,
             before_layer=loader.load,
             on_layer=self.on_layer,
             observers=[one for one in (recorder, self.observer) if one is not None],
@@ -251,21 +256,22 @@ class PromptPass:
         ranked = on_all_ranks(self.stack, [prior is not None for prior in priors])
         known = Candidates.none(self.token_ids.numel())
         known.eligible, scores = known.cached.clone(), torch.zeros(self.token_ids.numel())
-        known.prior = scores
+        known.prior, known.chunks = scores, torch.full_like(known.offsets, -1)
         has_prior = False
-        for placed, chunk, prior, is_ranked in zip(
-            self.placed, loader.chunks, priors, ranked, strict=True
-        ):
+        found = zip(self.placed, loader.chunks, priors, ranked, strict=True)
+        for index, (placed, chunk, prior, is_ranked) in enumerate(found):
             if not chunk.is_used:
                 continue
             here = slice(chunk.start, chunk.end)
-            known.cached[here] = True
-            is_protected = placed.protected and self.config.protect_context
-            known.eligible[here] = schedule.recomputes_all or not is_protected
-            own = slice(chunk.skip, chunk.skip + chunk.end - chunk.start)
-            known.offsets[here] = torch.arange(own.start, own.stop)
-            if prior is not None and is_ranked:
-                scores[here], has_prior = prior[own], True
+            known.cached[here], known.chunks[here] = True, index
+            known.offsets[here] = torch.arange(chunk.own.start, chunk.own.stop)
+            usable = prior[chunk.own] if prior is not None and is_ranked else None
+            if usable is not None:
+                scores[here], has_prior = usable, True
+            known.eligible[here] = True
+            if placed.protected and not schedule.recomputes_all:
+                free = free_tokens(chunk.end - chunk.start, usable, self.config.protect_context)
+                known.eligible[here] = torch.from_numpy(free)
         return known, has_prior
 
     def _workable(
@@ -287,14 +293,22 @@ class PromptPass:
             return planned, fallback.selector, why
         return schedule, name, None
 
-    def _probe(self, loader: ChunkLoader, candidates: Candidates) -> Steps[Tensor]:
-        question_start = max(chunk.end + len(chunk.after) for chunk in self.placed)
+    @property
+    def _question_start(self) -> int:
+        """Position of the first token after the chunks, or of the last token."""
+        after = max(chunk.end + len(chunk.after) for chunk in self.placed)
+        return min(after, self.token_ids.numel() - 1)
+
+    def _probe(
+        self, loader: ChunkLoader, candidates: Candidates, schedule: Schedule
+    ) -> Steps[Tensor]:
         attention, work = yield from probe_question(
             self.stack,
             self.token_ids,
             loader.fused,
             candidates,
-            min(question_start, self.token_ids.numel() - 1),
+            self._question_start,
+            probe=schedule.selector.probe,
             before_layer=loader.load,
         )
         self._work += work
@@ -303,10 +317,17 @@ class PromptPass:
         return attention
 
 
-def _stored_part(placed: PlacedChunk, chunk: LoadedChunk) -> StoredPart:
-    """Return a chunk's size and tier for the controller; chunks in memory need no reading."""
-    nbytes = 0 if chunk.head is None else chunk.head.layers * chunk.head.layer_bytes
-    return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, placed.protected)
+def _stored_part(placed: PlacedChunk, chunk: LoadedChunk, share: float) -> StoredPart:
+    """Return a chunk's size and tier for the controller; chunks in memory need no reading.
+
+    share: see ``protected_tokens``.
+    """
+    head, tokens, protected = chunk.head, chunk.end - chunk.start, 0
+    if placed.protected:
+        prior = None if head is None or head.prior is None else head.prior[chunk.own]
+        protected = tokens - int(free_tokens(tokens, prior, share).sum())
+    nbytes = 0 if head is None else head.layers * head.layer_bytes
+    return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, protected)
 
 
 def _report(placed: PlacedChunk, chunk: LoadedChunk) -> ChunkReport:

@@ -8,7 +8,7 @@ from typing import get_args
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalQuestion
-from cacheblend_rag.quality.evaluator import Rule
+from cacheblend_rag.quality.rules import Options, Rule
 from cacheblend_rag.settings import BlendConfig, LeadInKind
 
 DEFAULT_RATIOS = (0.05, 0.1, 0.15)
@@ -70,6 +70,36 @@ def default_rules(setting: str, questions: Sequence[EvalQuestion]) -> list[Rule]
         return _rules(_SINGLE_PASSAGES)
     broken = setting in ("fragments", "shuffled")
     return _rules(_BROKEN_DOCUMENTS if broken else _WHOLE_DOCUMENTS)
+
+
+def complete(
+    rules: Sequence[Rule], base: BlendConfig, options: Options, *, fidelity: bool
+) -> list[Rule]:
+    """Return the rules with those that must stand beside them.
+
+    The engine's defaults are always among them, under ``is_default``, in place of a rule with the
+    same settings. fidelity: plain reuse behind every used lead-in and behind the instruction, and
+    random rows behind every used lead-in at each of its ratios, come before them.
+    base, options: as Rule.config takes them.
+    """
+    default = Rule.default()
+    wanted = [*(_controls([*rules, default]) if fidelity else ()), *rules]
+    settings = default.config(base, options)
+    told = [
+        default
+        if rule.lead_in == default.lead_in and rule.config(base, options) == settings
+        else rule
+        for rule in wanted
+    ]
+    return list(dict.fromkeys([*told, default]))
+
+
+def _controls(rules: Sequence[Rule]) -> list[Rule]:
+    """Return what a selector is held against: plain reuse, and rows drawn at random."""
+    places = dict.fromkeys((rule.lead_in, rule.ratio) for rule in rules if rule.ratio > 0)
+    lead_ins = dict.fromkeys(["instruction", *(rule.lead_in for rule in rules)])
+    reuse = [Rule.reuse(lead_in) for lead_in in lead_ins]
+    return [*reuse, *(Rule(lead_in, "random", ratio) for lead_in, ratio in places)]
 
 
 def _rules(cells: Sequence[Cell]) -> list[Rule]:

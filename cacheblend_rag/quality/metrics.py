@@ -1,10 +1,11 @@
-"""Scores answers: exact match, token F1, Rouge-L, and a bootstrap confidence interval.
+"""Scores answers: exact match, token F1, Rouge-L; intervals and a test of paired differences.
 
 Every score is a share from 0 to 1. With several gold answers the best one counts.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import string
 from collections import Counter
@@ -69,6 +70,78 @@ def bootstrap_interval(
     return float(low), float(high)
 
 
+def paired_interval(
+    first: Sequence[float],
+    second: Sequence[float],
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return the percentile bootstrap confidence interval of the mean of ``first - second``.
+
+    first, second: values of the same prompts, in order; whole prompts are drawn.
+    Raises ValueError when there are none, or not as many of each.
+    """
+    pairs = _paired(first, second)
+    means = _resampled_means(pairs, resamples, seed)
+    return _quantiles(means[:, 0] - means[:, 1], level)
+
+
+def ratio_interval(
+    first: Sequence[float],
+    second: Sequence[float],
+    *,
+    level: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> tuple[float, float] | None:
+    """Return the interval of ``mean(first) / mean(second)``; as paired_interval.
+
+    None when ``second`` holds so many zeros that its mean may be zero.
+    """
+    pairs = _paired(first, second)
+    means = _resampled_means(pairs, resamples, seed)
+    if not means[:, 1].all():
+        return None
+    return _quantiles(means[:, 0] / means[:, 1], level)
+
+
+def mcnemar(first: Sequence[bool], second: Sequence[bool]) -> float:
+    """Return the two-sided p-value of McNemar's exact test: are both right equally often?
+
+    first, second: whether two ways answered the same questions right. Only questions that one of
+    them alone answered right count: under the hypothesis, either is as likely as the other.
+    Raises ValueError when there are not as many of each.
+    """
+    pairs = list(zip(first, second, strict=True))
+    ahead = sum(bool(a) > bool(b) for a, b in pairs)
+    behind = sum(bool(a) < bool(b) for a, b in pairs)
+    odd = ahead + behind
+    tail = sum(math.comb(odd, few) for few in range(min(ahead, behind) + 1))
+    return min(1.0, 2 * tail / float(2**odd))
+
+
+def _paired(first: Sequence[float], second: Sequence[float]) -> np.ndarray:
+    if not len(first) or len(first) != len(second):
+        raise ValueError(f"{len(first)} and {len(second)} values must be as many, at least one")
+    return np.stack([np.asarray(first, np.float64), np.asarray(second, np.float64)], axis=1)
+
+
+def _resampled_means(values: np.ndarray, resamples: int, seed: int) -> np.ndarray:
+    """Return the means of prompts drawn with replacement, (resamples, columns)."""
+    rng = np.random.default_rng(seed)
+    count = len(values)
+    return np.stack([values[rng.integers(count, size=count)].mean(0) for _ in range(resamples)])
+
+
+def _quantiles(means: np.ndarray, level: float) -> tuple[float, float]:
+    if not 0 < level < 1:
+        raise ValueError(f"level={level!r} must be above 0 and below 1")
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)
+
+
 def _best(score: Callable[[str, str], float], answer: str, golds: Sequence[str]) -> float:
     if not golds:
         raise ValueError("golds=[] must hold at least one gold answer")
@@ -92,11 +165,12 @@ def _f1(answer: str, gold: str) -> float:
 
 
 def _rouge_l(answer: str, gold: str) -> float:
-    return float(_rouge_scorer().score(gold, answer)["rougeL"].fmeasure)
+    return float(rouge_scorer().score(gold, answer)["rougeL"].fmeasure)
 
 
 @cache
-def _rouge_scorer() -> Any:
+def rouge_scorer() -> Any:
+    """Return the scorer of ROUGE-L; raises MissingExtraError without its package."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError as error:

@@ -1,23 +1,67 @@
-"""Chooses the questions of an evaluation, from a file or the demo's corpus."""
+"""Chooses the questions of an evaluation: from a file, the demo's corpus or a generator."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 from cacheblend_rag.demo.corpus import (
     CHUNK_SEPARATOR,
     INSTRUCTION,
+    LEARNED_SETTINGS,
     SETTINGS,
     DemoDocument,
     DemoPrompt,
     generate_prompts,
 )
 from cacheblend_rag.errors import ConfigError, DatasetError
-from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, load_dataset
+from cacheblend_rag.quality.data import load_dataset
+from cacheblend_rag.quality.data.cutting import DEFAULT_CUTTING, Cutting, cut
+from cacheblend_rag.quality.data.needles import RULER_TOKENS, generate
+from cacheblend_rag.quality.data.reading import DISTRACTORS, ReadOptions
+from cacheblend_rag.quality.data.retrieval import ADJACENT, CUT_SETTINGS, retrieval
+from cacheblend_rag.quality.data.sentences import CountTokens, estimate_tokens
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.text.chunk import Document
 
 DEMO = "demo"
+SINGLE_HOP = "single-hop"
+SINGLE_HOP_FILE = Path(__file__).parent / "data" / "single_hop" / "questions.json"
+RULER = "ruler:"
+
+
+@dataclass(frozen=True)
+class DataChoice:
+    """How questions are made of a source; the defaults take them as they are.
+
+    Args:
+        chunk_tokens: about how many tokens a chunk has; cuts a file's documents, in the settings of
+            `CUT_SETTINGS`. None with ``prompt_tokens`` is a hundred.
+        prompt_tokens: the least and the most tokens of a question's documents; of RULER's
+            questions, the most tokens. None takes a file's documents, and 2,000 tokens of RULER's.
+        unanswerable: whether a file's questions without an answer are kept.
+        count_tokens: tells how many tokens a text has.
+    """
+
+    chunk_tokens: int | None = None
+    prompt_tokens: tuple[int, int] | None = None
+    unanswerable: bool = False
+    count_tokens: CountTokens = estimate_tokens
+
+    @property
+    def cutting(self) -> Cutting | None:
+        """How documents are cut; None if they are not. Raises ConfigError."""
+        if self.chunk_tokens is None and self.prompt_tokens is None:
+            return None
+        chunk_tokens = (
+            DEFAULT_CUTTING.chunk_tokens if self.chunk_tokens is None else self.chunk_tokens
+        )
+        return Cutting(chunk_tokens, self.prompt_tokens, self.count_tokens)
+
+
+AS_IT_IS = DataChoice()
 
 
 def choose_questions(
@@ -26,15 +70,19 @@ def choose_questions(
     questions: int,
     passages: int | None,
     seed: int,
+    *,
+    choice: DataChoice = AS_IT_IS,
 ) -> EvalDataset:
     """Return at most so many questions per setting.
 
-    source: ``demo`` or a file of questions. settings: all of the source's if empty. passages: at
-    most so many per question; None for all. seed: for drawing the demo's questions.
+    source: ``demo``, ``single-hop`` (which comes with the package), ``ruler:niah``, ``ruler:vt``,
+    ``ruler:cwe``, or a file of questions. settings: if empty, all of the source's, but of the
+    demo's only those that the bundled weights learned. passages: at most so many per question, gold
+    ones first; None for all. seed: for whatever is drawn.
+    choice: how documents are cut, and how long prompts are.
     Raises ConfigError, DatasetError on an unknown setting, and the errors of load_dataset.
     """
-    demo = source == DEMO
-    data = demo_dataset(settings, questions, seed) if demo else load_dataset(Path(source))
+    data = _drawn(source, settings, questions, passages=passages, seed=seed, choice=choice)
     for setting in settings:
         if setting not in data.settings:
             raise DatasetError(f"{source}: setting {setting!r} must be one of {data.settings}")
@@ -44,6 +92,58 @@ def choose_questions(
         for question in data.of_setting(setting)[:questions]
     )
     return EvalDataset(data.name, chosen, data.instruction)
+
+
+def _drawn(
+    source: str,
+    settings: Sequence[str],
+    questions: int,
+    *,
+    passages: int | None,
+    seed: int,
+    choice: DataChoice,
+) -> EvalDataset:
+    """Return at least the questions that are chosen, as far as the source has them."""
+    if source == DEMO:
+        if choice.cutting:
+            raise ConfigError(
+                "chunk_tokens and prompt_tokens do not apply to 'demo': leave them out"
+            )
+        return demo_dataset(settings, questions, seed)
+    if source.startswith(RULER):
+        return _ruler(source.removeprefix(RULER), settings, questions, seed, choice)
+    cutting = choice.cutting
+    if cutting:
+        for setting in settings:
+            retrieval(setting)
+    distractors = DISTRACTORS if passages is None else passages - 1
+    options = ReadOptions(seed, distractors, choice.unanswerable)
+    data = load_dataset(SINGLE_HOP_FILE if source == SINGLE_HOP else Path(source), options)
+    if cutting is None:
+        return data
+    cut_by_setting = (
+        cut(data, setting=setting, cutting=cutting, seed=seed, questions=questions)
+        for setting in settings or CUT_SETTINGS
+    )
+    return _joined(cut_by_setting)
+
+
+def _ruler(
+    task: str, settings: Sequence[str], questions: int, seed: int, choice: DataChoice
+) -> EvalDataset:
+    shape = {} if choice.chunk_tokens is None else {"chunk_tokens": choice.chunk_tokens}
+    tokens = choice.prompt_tokens[1] if choice.prompt_tokens else RULER_TOKENS
+    return _joined(
+        generate(task, tokens, questions, seed, choice.count_tokens, setting=setting, **shape)
+        for setting in settings or (ADJACENT,)
+    )
+
+
+def _joined(parts: Iterable[EvalDataset]) -> EvalDataset:
+    """Return the questions of data sets that differ in settings only."""
+    first, *others = parts
+    questions = chain(first.questions, *(part.questions for part in others))
+    return replace(first, questions=tuple(questions))
 
 
 def demo_dataset(settings: Sequence[str], questions: int, seed: int) -> EvalDataset:
@@ -56,7 +156,7 @@ def demo_dataset(settings: Sequence[str], questions: int, seed: int) -> EvalData
             raise ConfigError(f"setting={setting!r} must be one of {', '.join(SETTINGS)}")
     drawn = tuple(
         _demo_question(prompt)
-        for setting in settings or SETTINGS
+        for setting in settings or LEARNED_SETTINGS
         for prompt in generate_prompts(setting, questions, seed)
     )
     return EvalDataset(DEMO, drawn, INSTRUCTION)

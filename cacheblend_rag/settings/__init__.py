@@ -10,45 +10,53 @@ from typing import TYPE_CHECKING, Any
 
 from cacheblend_rag.settings.choices import (
     AUTO,
+    DEFAULT_RATIO,
     EMBEDDED,
     ENGINES,
-    PRESET_RATIOS,
+    PROFILES,
     RATIO_BOUNDS,
     VLLM,
+    ChunkBudget,
     LeadInKind,
     Precision,
-    Preset,
 )
 from cacheblend_rag.settings.options import check_namespace, names_of
 
 if TYPE_CHECKING:
     from cacheblend_rag.settings.base import Settings
     from cacheblend_rag.settings.engine import EngineConfig
+    from cacheblend_rag.settings.guard import GuardConfig
     from cacheblend_rag.settings.lead_in import LeadInConfig
+    from cacheblend_rag.settings.profile import Profile
     from cacheblend_rag.settings.request import BlendConfig
     from cacheblend_rag.settings.store import StoreConfig
 
 _LAZY = {
     "BlendConfig": "cacheblend_rag.settings.request",
     "EngineConfig": "cacheblend_rag.settings.engine",
+    "GuardConfig": "cacheblend_rag.settings.guard",
     "LeadInConfig": "cacheblend_rag.settings.lead_in",
+    "Profile": "cacheblend_rag.settings.profile",
     "Settings": "cacheblend_rag.settings.base",
     "StoreConfig": "cacheblend_rag.settings.store",
 }
 
 __all__ = [
     "AUTO",
+    "DEFAULT_RATIO",
     "EMBEDDED",
     "ENGINES",
-    "PRESET_RATIOS",
+    "PROFILES",
     "RATIO_BOUNDS",
     "VLLM",
     "BlendConfig",
+    "ChunkBudget",
     "EngineConfig",
+    "GuardConfig",
     "LeadInConfig",
     "LeadInKind",
     "Precision",
-    "Preset",
+    "Profile",
     "Settings",
     "StoreConfig",
     "check_namespace",

@@ -104,4 +104,5 @@ class Settings(BaseModel):
 
     def with_changes(self, **changes: Any) -> Self:
         """Return a copy with some fields replaced, validated again."""
-        return type(self)(**{**dict(self), **changes})
+        given = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**given, **changes})

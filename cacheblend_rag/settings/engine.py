@@ -6,11 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Flag, Must, Settings
 from cacheblend_rag.settings.choices import AUTO, ENGINES
+from cacheblend_rag.settings.guard import GuardConfig
 from cacheblend_rag.settings.lead_in import LeadInConfig
 from cacheblend_rag.settings.options import (
     Arguments,
@@ -18,6 +19,7 @@ from cacheblend_rag.settings.options import (
     check_namespace,
     names_of,
 )
+from cacheblend_rag.settings.profile import Profile, ProfileOption
 from cacheblend_rag.settings.request import BlendConfig
 from cacheblend_rag.settings.secret import Secret
 from cacheblend_rag.settings.store import StoreConfig
@@ -66,6 +68,10 @@ class EngineConfig(Settings):
     gets the model's tokenizer and returns the text."""
     namespace: Namespace = "default"
     """Tenants with different namespaces share neither KV nor known chunks."""
+    profile: Annotated[ProfileOption, BeforeValidator(Profile.chosen)] = None
+    """Settings of ``blend`` and ``lead_in`` that are not given there: ``quality``, ``balanced``,
+    ``speed`` or a TOML file, such as `tune` writes; by default what the environment's
+    CACHEBLEND_PROFILE names."""
     blend: Annotated[BlendConfig, BeforeValidator(BlendConfig.of)] = Field(
         default_factory=BlendConfig
     )
@@ -83,6 +89,13 @@ class EngineConfig(Settings):
     """Compute and store registered chunks whose KV a request missed, when no request waits. Off by
     default, since this work continues after a call has returned, on a model that its owner may be
     using, and into a store that may be shared."""
+    guard: Annotated[
+        GuardConfig | None,
+        BeforeValidator(GuardConfig.optional),
+        Must("the settings of a guard, or its share of answers"),
+    ] = None
+    """How the quality of blended answers is watched: settings, or the share of answers that are
+    compared. None is not at all, or what the server was started with."""
     device: Annotated[
         str | None, BeforeValidator(_own_name), Must("a device's name, such as cuda:0")
     ] = None
@@ -98,6 +111,19 @@ class EngineConfig(Settings):
     ] = Field(default=None, repr=False, exclude=True)
     """The key that a server requires, by default the environment's CACHEBLEND_API_KEY; it is never
     printed or serialized."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_profile(cls, values: dict[str, Any]) -> dict[str, Any]:
+        profile = Profile.chosen(values.get("profile"))
+        if profile is None:
+            return values
+        return {
+            **values,
+            "profile": profile,
+            "blend": profile.blended(BlendConfig.of(values.get("blend"))),
+            "lead_in": profile.led_in(LeadInConfig.of(values.get("lead_in"))),
+        }
 
     @classmethod
     def gather(cls, **options: Any) -> Self:

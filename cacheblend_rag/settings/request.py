@@ -9,7 +9,13 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.base import Count, Flag, Must, Ratio, Settings, as_tuple
-from cacheblend_rag.settings.choices import AUTO, PRESET_RATIOS, RATIO_BOUNDS, Preset
+from cacheblend_rag.settings.choices import (
+    AUTO,
+    DEFAULT_RATIO,
+    PROTECTED_SHARE,
+    RATIO_BOUNDS,
+    ChunkBudget,
+)
 
 
 def _rising(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -22,6 +28,18 @@ def _falling(ratios: tuple[float, ...] | None) -> tuple[float, ...] | None:
     if any(b > a for a, b in pairwise(ratios or ())):
         raise ConfigError(f"recompute_ratios={ratios} must not rise: check layers only drop rows")
     return ratios
+
+
+def _narrowing(ratios: tuple[float, ...]) -> tuple[float, ...]:
+    if any(b > a for a, b in pairwise(ratios)):
+        raise ConfigError(f"narrow_to={ratios} must not rise: it only drops rows")
+    return ratios
+
+
+def _deepening(depths: tuple[float, ...]) -> tuple[float, ...]:
+    if any(b <= a for a, b in pairwise(depths)):
+        raise ConfigError(f"narrow_at={depths} must rise strictly")
+    return depths
 
 
 def _bounds(ratios: tuple[float, float]) -> tuple[float, float]:
@@ -41,15 +59,18 @@ class BlendConfig(Settings):
 
     recompute_ratio: Annotated[
         Ratio | Literal["auto"], Must(f'a number from 0 to 1 or "{AUTO}"')
-    ] = PRESET_RATIOS["balanced"]
+    ] = DEFAULT_RATIO
     """Share of chunk tokens recomputed, 0 (plain reuse) to 1 (ordinary prefill); ``auto`` is the
     largest whose recompute takes no longer than loading the chunks does."""
     check_layers: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...],
+        tuple[Annotated[int, Field(ge=1)], ...],
         Field(min_length=1),
         BeforeValidator(as_tuple),
         AfterValidator(_rising),
-        Must("a list of one layer index or more, each an integer of at least 0"),
+        Must(
+            "a list of one layer index or more, each an integer of at least 1: "
+            "the KV of layer 0 is exact and ranks nothing"
+        ),
     ] = (1,)
     """Layers at which a selector that needs fresh KV compares it with cached KV; ignored by
     selectors that choose rows before layer 0."""
@@ -66,11 +87,50 @@ class BlendConfig(Settings):
         dict[str, Any], Field(strict=False), Must("an object of named values")
     ] = Field(default_factory=dict)
     """The selector's own fields, such as ``{"deviation": "k"}`` for ``hkvd``."""
+    narrow_at: Annotated[
+        tuple[Ratio, ...],
+        BeforeValidator(as_tuple),
+        AfterValidator(_deepening),
+        Must("a list of depths, each a number from 0 to 1"),
+    ] = ()
+    """Depths, as shares of the layers, from which on only those of the chosen tokens are recomputed
+    that the question attends to most in the layers before; they must be after the check layers.
+    Unlike ``question``'s probe it needs nothing before layer 0. In vLLM, which computes the
+    question itself, those with the highest scores of the last choice are kept."""
+    narrow_to: Annotated[
+        tuple[Ratio, ...],
+        BeforeValidator(as_tuple),
+        AfterValidator(_narrowing),
+        Must("a list of numbers from 0 to 1"),
+    ] = ()
+    """One ratio per depth of narrow_at, never rising."""
+    score_sigmas: Annotated[
+        Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)] | None,
+        Must("a number of at least 0"),
+    ] = None
+    """Recompute only tokens whose score exceeds the mean by so many standard deviations;
+    recompute_ratio is the most. None: as many as recompute_ratio says."""
+    score_mass: Annotated[Ratio | None, Must("a number from 0 to 1")] = None
+    """Recompute no more than the fewest tokens that hold this share of all scores; recompute_ratio
+    is the most."""
+    chunk_budget: Annotated[ChunkBudget, Must.choose(ChunkBudget)] = "none"
+    """How recomputed tokens are shared among chunks: ``none`` takes the best of the whole prompt,
+    ``equal`` as many of each chunk, ``mass`` in proportion to the sum of a chunk's scores. What a
+    chunk cannot use goes to the best of the others."""
+    chunk_min_rows: Count = 0
+    """Tokens recomputed in each chunk whatever their scores, as far as recompute_ratio allows."""
+    key_repair: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
+    """How much of the mean change of a chunk's recomputed keys is added to the chunk's other keys,
+    in each layer: 0 leaves them as stored, 1 adds all of it. Protected tokens are left alone."""
+    value_repair: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
+    """The same of values."""
     min_tokens: Count = 256
     """Prompts with fewer reusable chunk tokens are served by ordinary prefill."""
-    protect_context: Flag = True
-    """Never recompute tokens of a contextual chunk whose own document context is absent from the
-    prompt, since fresh KV would forget it. Off at ratio 1."""
+    protect_context: Annotated[Ratio, Must("a number from 0 to 1")] = PROTECTED_SHARE
+    """In a contextual chunk whose own document context is absent from the prompt, never recompute
+    the tokens that depend on that context most, since fresh KV would forget it: the fewest that
+    hold this share of the chunk's prior. 1 protects every token, 0 none; a chunk stored without a
+    prior is protected whole, unless this is 0. Off at ratio 1."""
     cost_model: Flag = True
     """Compute a chunk, or the whole prompt, if that is measured to be faster than loading and
     blending. Off: stored chunks are blended however long that takes, so that quality comparisons
@@ -88,6 +148,11 @@ class BlendConfig(Settings):
 
     @model_validator(mode="after")
     def _check_schedule(self) -> Self:
+        if len(self.narrow_to) != len(self.narrow_at):
+            raise ConfigError(
+                f"narrow_to={self.narrow_to} must hold one ratio for each of "
+                f"narrow_at={self.narrow_at}"
+            )
         ratios, layers = self.recompute_ratios, self.check_layers
         if ratios is None:
             return self
@@ -98,21 +163,6 @@ class BlendConfig(Settings):
                 f"recompute_ratios={ratios} must hold one ratio for each of check_layers={layers}"
             )
         return self
-
-    @classmethod
-    def preset(cls, name: Preset, **overrides: Any) -> BlendConfig:
-        """Return the preset ``quality`` (0.25), ``balanced`` (0.16) or ``speed`` (0.10).
-
-        Args:
-            name: which preset.
-            **overrides: other fields, by name.
-
-        Raises:
-            ConfigError: when there is no such preset, or a field is out of range.
-        """
-        if name not in PRESET_RATIOS:
-            raise ConfigError(f"preset={name!r} must be one of {', '.join(PRESET_RATIOS)}")
-        return cls(**{"recompute_ratio": PRESET_RATIOS[name], **overrides})
 
     def with_ratio(self, recompute_ratio: float) -> BlendConfig:
         """Return a copy with one ratio, used after every check layer."""

@@ -101,7 +101,7 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, *, split_special_tokens: bool = True) -> None:
         self.tokenizer = tokenizer
         self.splits_special_tokens = split_special_tokens
-        self.opening = _opening_tokens(tokenizer)
+        self.opening = opening_tokens(tokenizer)
         self._special = special_tokens(tokenizer)
         self.special_ids = frozenset(self._special)
         self._markers = Markers(self._special.values())
@@ -201,7 +201,7 @@ class PromptEncoder:
             if is_chunk and self.splits_special_tokens:
                 guarded.append((end, end + len(text)))
             end += len(text)
-        first, *rest = self._pieces("".join(text for text, _ in parts), guarded)
+        first, *rest = self.pieces("".join(text for text, _ in parts), guarded)
         return tuple(chain(self._plain(first), *map(self._behind, rest)))
 
     def _adds_no_control(
@@ -222,20 +222,20 @@ class PromptEncoder:
     def _encode_chunk(self, text: str) -> TokenIds:
         _check_surrogates(text)
         guarded = [(0, len(text))] if self.splits_special_tokens else []
-        ids = tuple(chain.from_iterable(map(self._behind, self._pieces(text, guarded))))
+        ids = tuple(chain.from_iterable(map(self._behind, self.pieces(text, guarded))))
         if guarded and not self.special_ids.isdisjoint(ids):
-            return self._broken(text)
+            return self.broken_up(text)
         return ids
 
-    def _broken(self, text: str) -> TokenIds:
+    def broken_up(self, text: str) -> TokenIds:
         """Return a chunk's tokens, without special tokens: texts that look like one are split."""
         ids = self._behind(text)
         if len(text) < 2 or self.special_ids.isdisjoint(ids):
             return ids
         middle = len(text) // 2
-        return self._broken(text[:middle]) + self._broken(text[middle:])
+        return self.broken_up(text[:middle]) + self.broken_up(text[middle:])
 
-    def _pieces(self, text: str, guarded: Sequence[tuple[int, int]]) -> Iterator[str]:
+    def pieces(self, text: str, guarded: Sequence[tuple[int, int]]) -> Iterator[str]:
         """Split a text inside of each special token that lies, or ends, in a guarded range."""
         cuts = {
             at + 1
@@ -296,7 +296,7 @@ def encode_plainly(tokenizer: Tokenizer, text: str) -> TokenIds:
     return tuple(tokenizer.encode(text, add_special_tokens=False, verbose=False))
 
 
-def _opening_tokens(tokenizer: Tokenizer) -> TokenIds:
+def opening_tokens(tokenizer: Tokenizer) -> TokenIds:
     """Return the tokens that the tokenizer puts before a plain prompt: BOS, or nothing.
 
     Some tokenizers put several tokens there, and some none although they have a BOS token, so a

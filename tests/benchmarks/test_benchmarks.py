@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from cacheblend_rag.bench import shapes
@@ -135,3 +137,41 @@ def test_a_neighbours_prompt_that_has_no_room_is_refused_before_vllm_starts(benc
     outcome = bench("decode_gap", "--chunks", 200)
     assert (outcome.code, outcome.stdout) == (2, "")
     assert "prompt_tokens=102432" in outcome.stderr
+
+
+def test_layers_are_profiled(bench, tmp_path):
+    given = ("profile_layers", "--model", "demo", "--questions", 2, "--answer-tokens", 2)
+    found = bench(*given, "--json").json
+    assert [row["layer"] for row in found["layers"]] == [0, 1, 2, 3]
+    assert all(
+        0 <= row[name] <= 1 for row in found["layers"] for name in ("all_layers", "question")
+    )
+    assert found["layers"][3]["question"] > found["layers"][0]["question"], (
+        "it looks at upper layers"
+    )
+    rows = {row["set"]: row for row in found["sets"]}
+    assert rows["question"]["compute_share"] > rows["random"]["compute_share"]
+    assert rows["question"]["compute_share"] > rows["question_mid"]["compute_share"]
+    assert rows["question"]["kv_before"] == 1
+    assert rows["random"]["kv_before"] == 0
+    text = "one two three four five six seven"
+    passages = [{"question": "why?", "answers": ["so"], "ctxs": [{"title": "", "text": text}] * 3}]
+    (tmp_path / "data.json").write_text(json.dumps(passages))
+    outcome = bench(
+        *given, "--data", tmp_path / "data.json", "--passages", 2, "--chunk-words", 3,
+        "--passage-words", 6, "--ratio", 0.5,
+    )  # fmt: skip
+    assert "share of KV before layer 0" in outcome.stdout
+
+
+def test_a_guard_finds_what_is_bad(bench):
+    outcome = bench("guard", "--questions", 1, "--runs", 40, "--samples", 60, "--json")
+    rows = {(row["lead_in"], row["ratio"], row["setting"]): row for row in outcome.json["measured"]}
+    assert len(rows) == 9
+    assert all(row["compared"] == 1 for row in rows.values())
+    assert rows["instruction", 0.0, "adjacent"]["divergence"] > 0.1
+    contextual = rows["document", 0.0, "fragments"]
+    assert contextual["divergence"] < contextual["prefill_divergence"]
+    assert outcome.json["simulated"]["false_alarms"] == 0
+    assert outcome.json["simulated"]["noticed"] >= 0.95
+    assert "said" in bench("guard", "--questions", 0, "--runs", 5).stdout

@@ -160,9 +160,10 @@ class FakeCopyStream:
         own = FusedKV.of_layer
 
         def of_layer(fused: FusedKV, layer: int) -> tuple[Tensor, Tensor]:
+            keys, values = own(fused, layer)
             if not self.is_on_lane:
-                self._note_work(fused, layer)
-            return own(fused, layer)
+                self._note_work(fused, layer, _place_in(fused.keys, keys))
+            return keys, values
 
         monkeypatch.setattr(FusedKV, "of_layer", of_layer)
 
@@ -172,18 +173,17 @@ class FakeCopyStream:
         for fused in self._buffers.values():
             for whole in (fused.keys, fused.values):
                 if storage == _storage(whole):
-                    step = whole.stride(0) * whole.element_size()
-                    self._note_lane(fused, (tensor.data_ptr() - whole.data_ptr()) // step)
+                    self._note_lane(fused, _place_in(whole, tensor))
         known = self._shared | self._pinned | made
         if storage not in known | {_storage(each) for each in self.made}:
             self.errors.append(
                 f"{tuple(tensor.shape)} is used on the copy stream and not shared with it"
             )
 
-    def _note_work(self, fused: FusedKV, layer: int) -> None:
+    def _note_work(self, fused: FusedKV, layer: int, where: int) -> None:
         with self.lock:
             self._buffers[id(fused)] = fused
-            place = id(fused), fused._place(layer)
+            place = id(fused), where
             self._worked += 1
             self._by_work[place] = self._worked
             if self._by_lane.get(place, 0) > self._work_knows:
@@ -235,3 +235,9 @@ def use(monkeypatch: Any, buffers: PinnedBuffers | None) -> None:
     """Have passes take these buffers, whatever their device; none: copy plainly."""
     for module in ("blend.transfer", "prefill.chunk_loader", "prefill.precompute"):
         monkeypatch.setattr(f"cacheblend_rag.{module}.pinned_buffers_of", lambda _: buffers)
+
+
+def _place_in(whole: Tensor, part: Tensor) -> int:
+    """Which layer's place in a buffer a part of it is, or is in."""
+    step = whole.stride(0) * whole.element_size()
+    return (part.data_ptr() - whole.data_ptr()) // step

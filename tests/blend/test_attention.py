@@ -173,13 +173,13 @@ def test_attention_says_what_memory_it_takes_at_most(heads: int, kv_heads: int) 
 def test_logits_laid_out_at_once_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fewer rows attend at a time; what they get stays the same."""
     asked: list[int] = []
-    in_steps = attention._in_steps
+    in_steps = attention.attend_in_steps
 
     def noted(query: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         asked.append(query.shape[2])
         return in_steps(query, *rest, **named)
 
-    monkeypatch.setattr(attention, "_in_steps", noted)
+    monkeypatch.setattr(attention, "attend_in_steps", noted)
     query, keys, values = inputs()
     every = Rows.at(torch.arange(TOKENS).numpy(), CPU)
     whole = attend_rows(query, keys, values, every, scaling=0.3, softcap=2.0)

@@ -43,9 +43,9 @@ SPANS = {name: (ENDS[name] - length, ENDS[name]) for name, length in LENGTHS.ite
 TOKENS = sum(LENGTHS.values())
 CHECKS: tuple[dict[str, Any], ...] = (
     {},
-    {"check_layers": (0,)},
+    {"check_layers": (2,)},
     {"check_layers": (LAYERS - 1,)},
-    {"check_layers": (0, 2), "recompute_ratios": (0.6, 0.25)},
+    {"check_layers": (1, 3), "recompute_ratios": (0.6, 0.25)},
     {"check_layers": (1, 2, 3), "recompute_ratios": (0.9, 0.5, 0.1)},
 )
 
@@ -193,7 +193,8 @@ class Slow:
         if ratio == 0 or not order:
             return sorted(self.always)
         seen = (self.known.offsets, self.known.prior, self.known.question_attention)
-        scores = self.selector.score(Evidence(*(part[order] for part in seen), **fresh)).tolist()  # type: ignore[index,arg-type]
+        evidence = Evidence(*(part[order] for part in seen), positions=torch.tensor(order), **fresh)  # type: ignore[index,arg-type]
+        scores = self.selector.score(evidence).tolist()
         best = sorted(zip(scores, order, strict=True), key=lambda pair: (-pair[0], pair[1]))
         count = math.ceil(Fraction(str(ratio)) * len(self.eligible))
         return sorted(self.always | {i for score, i in best[:count] if score > -math.inf})
@@ -508,6 +509,8 @@ def test_what_is_known_of_the_first_tokens() -> None:
     evidence = bare.evidence(torch.tensor([3, 11]).numpy())
     assert (evidence.prior, evidence.question_attention) == (None, None)
     assert evidence.offsets.tolist() == [0, int(known.offsets[11])]
+    assert evidence.positions is not None
+    assert evidence.positions.tolist() == [3, 11]
 
 
 def test_nothing_is_known_of_a_prompt_at_first() -> None:

@@ -2,27 +2,61 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from cacheblend_rag import BlendConfig
-from cacheblend_rag.blend import BlendPass
+from cacheblend_rag.blend import BlendPass, FusedKV, RingKV
 from cacheblend_rag.blend.question_probe import REUSE_ONLY, probe_question
-from tests.blend.fake_stack import FakeStack, Reference, WatchedKV
+from cacheblend_rag.blend.selectors import Probe
+from cacheblend_rag.errors import ConfigError
+from tests.blend.fake_stack import LAYERS, FakeStack, Reference, WatchedKV
 from tests.blend.test_passes import PROMPTS, TOKENS, Case, Prompt, Slow
-from tests.prefill.prompts import run
+from tests.prefill.prompts import Ranks, run
 
 REUSE = BlendConfig(selector="none")
 
 
-def probed(prompt: Prompt, start: int, stack: FakeStack | None = None) -> tuple[Tensor, float]:
+def probed(
+    prompt: Prompt,
+    start: int,
+    stack: FakeStack | None = None,
+    probe: Probe = Probe(),  # noqa: B008
+) -> tuple[Tensor, float]:
     stack = stack or FakeStack()
     fused = prompt.laid(WatchedKV(stack, prompt.tokens))
     found: tuple[Tensor, float] = run(
-        probe_question(stack, prompt.ids, fused, prompt.candidates, start)
+        probe_question(stack, prompt.ids, fused, prompt.candidates, start, probe=probe)
     )
     return found
+
+
+def attention(prompt: Prompt, start: int, stack: FakeStack) -> dict[int, Tensor]:
+    """Of each layer what each question token's heads attend to, (heads, question, tokens)."""
+    fused = prompt.laid(WatchedKV(stack, prompt.tokens))
+    reference = Reference(stack, prompt.ids, fused.keys.nan_to_num(), fused.values.nan_to_num())
+    rows = sorted({*(~prompt.candidates.cached).nonzero()[:, 0].tolist(), prompt.tokens - 1})
+    asking, found = [row for row in rows if row >= start], {}
+    for layer in range(len(stack.windows)):
+        reference.write(layer, rows)
+        found[layer] = reference.shares(layer)[:, asking]
+        reference.advance(layer, rows)
+    return found
+
+
+def work_of(prompt: Prompt, stack: FakeStack, layers: int) -> float:
+    """What plain reuse of the first layers costs, for their KV only."""
+    known = prompt.candidates
+    known.cached[-1] = False
+    reuse = BlendPass(
+        stack, prompt.ids, prompt.laid(WatchedKV(stack, prompt.tokens)), known, REUSE_ONLY,
+        layers=layers, needs_hidden=False,
+    )  # fmt: skip
+    reuse.run()
+    return reuse.stats.work
 
 
 @pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
@@ -34,49 +68,159 @@ def test_attention_of_the_question_is_summed_over_its_tokens_and_the_upper_layer
     stack = FakeStack(windows=(None, 9, None, 9)[:layers], softcap=softcap)
     start = prompt.tokens - 4
     mass, work = probed(prompt, start, stack)
-    fused = prompt.laid(WatchedKV(stack, prompt.tokens))
-    reference = Reference(stack, prompt.ids, fused.keys.nan_to_num(), fused.values.nan_to_num())
-    known = prompt.candidates
-    rows = sorted({*(~known.cached).nonzero()[:, 0].tolist(), prompt.tokens - 1})
-    asking = [row for row in rows if row >= start]
     wanted, twice = torch.zeros(prompt.tokens), 0.0
-    for layer in range(layers):
-        reference.write(layer, rows)
-        if layer >= layers // 2 and rows != [prompt.tokens - 1]:
-            wanted += reference.shares(layer)[:, asking].sum(1).amax(0)
-            twice += stack.costs[layer].per_pair / 2 * len(asking) * prompt.tokens
-        reference.advance(layer, rows)
+    for layer, shares in attention(prompt, start, stack).items():
+        if layer >= layers // 2:
+            wanted += shares.sum(1).amax(0)
+            twice += stack.costs[layer].per_pair / 2 * shares.shape[1] * prompt.tokens
     torch.testing.assert_close(mass, wanted, atol=1e-5, rtol=0)
     assert mass.dtype == torch.float32
-    reuse = BlendPass(
-        stack, prompt.ids, prompt.laid(WatchedKV(stack, prompt.tokens)), known, REUSE_ONLY
+    assert work == work_of(prompt, stack, layers) + twice
+
+
+@pytest.mark.parametrize(
+    ("options", "layers", "wanted"),
+    [
+        ({"heads": "sum", "span": (0.0, 1.0)}, (0, 1, 2, 3), lambda a: a.sum((0, 1))),
+        ({"heads": "max", "layers": [1]}, (1,), lambda a: a.sum(1).amax(0)),
+        ({"tokens": "norm", "heads": "sum", "layers": [0, 2]}, (0, 2),
+         lambda a: a.sum(0).square().sum(0).sqrt()),
+        ({"tokens": "norm", "span": (0.25, 0.75)}, (1, 2),
+         lambda a: a.square().sum(1).sqrt().amax(0)),
+        ({"draft": 1, "layers": [2]}, (2,), lambda a: 4 * a[:, -1].amax(0)),
+        ({"draft": 0.5, "heads": "sum", "layers": [2]}, (2,),
+         lambda a: (a.sum(1) / 2 + 2 * a[:, -1]).sum(0)),
+    ],
+)  # fmt: skip
+def test_a_probe_observes_what_it_says(
+    options: dict[str, Any], layers: tuple[int, ...], wanted: Any
+) -> None:
+    prompt, stack = Prompt(), FakeStack()
+    mass, work = probed(prompt, TOKENS - 4, stack, Probe(**options))
+    shares = attention(prompt, TOKENS - 4, FakeStack())
+    expected = torch.stack([wanted(shares[layer]) for layer in layers]).sum(0)
+    torch.testing.assert_close(mass, expected, atol=1e-5, rtol=0)
+    twice = sum(stack.costs[layer].per_pair / 2 * 4 * TOKENS for layer in layers)
+    assert work == work_of(prompt, FakeStack(), layers[-1] + 1) + twice
+    assert max(event.layer for event in stack.log) == layers[-1], "no layer after the last observed"
+
+
+def test_a_ring_buffer_gives_what_a_whole_one_gives() -> None:
+    prompt, probe = Prompt(), Probe(layers=[0, 2])
+    whole, work = probed(prompt, TOKENS - 4, probe=probe)
+    stack, source = FakeStack(), prompt.laid(FusedKV(FakeStack().geometry, TOKENS))
+    ring, cached = RingKV(stack.geometry, TOKENS), prompt.candidates.cached
+
+    def lay(layer: int) -> Any:
+        keys, values = ring.of_layer(layer)
+        keys[:, cached] = source.keys[layer][:, cached]
+        values[:, cached] = source.values[layer][:, cached]
+        yield
+
+    ringed: tuple[Tensor, float] = run(
+        probe_question(
+            stack, prompt.ids, ring, prompt.candidates, TOKENS - 4, probe=probe, before_layer=lay
+        )
     )
-    reuse.run()
-    assert work == reuse.stats.work + twice
+    assert torch.equal(ringed[0], whole)
+    assert ringed[1] == work
 
 
-def test_a_probe_fills_the_buffer_as_plain_reuse_does() -> None:
+@pytest.mark.parametrize("layers", [LAYERS, 2])
+def test_a_probe_fills_the_buffer_as_plain_reuse_does(layers: int) -> None:
     prompt, stack = Prompt(), FakeStack()
     fused = prompt.laid(WatchedKV(stack, TOKENS))
-    run(probe_question(stack, prompt.ids, fused, prompt.candidates, TOKENS - 4))
+    probe = Probe(layers=[layers - 1])
+    run(probe_question(stack, prompt.ids, fused, prompt.candidates, TOKENS - 4, probe=probe))
     slow = Slow(Case.of(prompt, REUSE))
-    torch.testing.assert_close(fused.keys, slow.reference.keys, atol=1e-4, rtol=0)
+    torch.testing.assert_close(fused.keys[:layers], slow.reference.keys[:layers], atol=1e-4, rtol=0)
+    text = ~prompt.candidates.cached
+    assert bool(fused.keys[layers:, :, text].isnan().all()), "later layers are untouched"
 
 
-def test_heads_of_all_ranks_are_looked_at() -> None:
+@pytest.mark.parametrize(
+    ("probe", "how", "shape"),
+    [
+        (Probe(), "max", (2, TOKENS)),
+        (Probe(heads="sum"), "sum", (2, TOKENS)),
+        (Probe(heads="max", tokens="norm"), "max", (2, TOKENS)),
+        (Probe(heads="sum", tokens="norm"), "sum", (2, 4, TOKENS)),
+    ],
+)
+def test_heads_of_all_ranks_are_looked_at(probe: Probe, how: str, shape: tuple[int, ...]) -> None:
     asked: list[tuple[str, tuple[int, ...]]] = []
 
     def reduced(part: Tensor, how: str) -> Tensor:
         asked.append((how, tuple(part.shape)))
         return part * 2
 
-    alone, _ = probed(Prompt(), TOKENS - 4)
-    shared, _ = probed(Prompt(), TOKENS - 4, FakeStack(reduced=reduced))
-    assert asked == [("max", (2, TOKENS))], "two upper layers, each of its own"
+    alone, _ = probed(Prompt(), TOKENS - 4, probe=probe)
+    shared, _ = probed(Prompt(), TOKENS - 4, FakeStack(reduced=reduced), probe)
+    assert asked == [(how, shape)], "two upper layers, each of its own"
     torch.testing.assert_close(shared, alone * 2)
+
+
+def test_two_ranks_that_see_the_same_find_the_same() -> None:
+    probe = Probe(heads="sum", tokens="norm")
+    alone, _ = probed(Prompt(), TOKENS - 4, probe=probe)
+    both = Ranks().run(lambda _, stack: probed(Prompt(), TOKENS - 4, stack, probe)[0])
+    assert torch.equal(*both)
+    torch.testing.assert_close(both[0], alone * 2)
 
 
 def test_a_question_that_no_row_asks_attends_to_nothing() -> None:
     mass, work = probed(Prompt(), TOKENS)
     assert torch.equal(mass, torch.zeros(TOKENS))
     assert work > 0
+
+
+@pytest.mark.parametrize(
+    ("probe", "layers", "observed"),
+    [
+        (Probe(), 30, tuple(range(15, 30))),
+        (Probe(), 3, (1, 2)),
+        (Probe(), 1, (0,)),
+        (Probe(span=(0.0, 1.0)), 4, (0, 1, 2, 3)),
+        (Probe(span=(0.6, 0.75)), 40, (24, 25, 26, 27, 28, 29)),
+        (Probe(span=(0.6, 0.7)), 30, (18, 19, 20)),
+        (Probe(span=(0.4, 0.45)), 4, (1,)),
+        (Probe(span=[0.999, 1.0]), 2, (1,)),
+        (Probe(layers=[2, 5]), 6, (2, 5)),
+    ],
+)
+def test_a_span_is_a_share_of_the_depth(
+    probe: Probe, layers: int, observed: tuple[int, ...]
+) -> None:
+    assert probe.observed(layers) == observed
+    assert probe.depth(layers) == observed[-1] + 1
+
+
+def test_a_layer_that_the_model_lacks_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"layers=\[3, 4\] must be below the model's 4 layers"):
+        Probe(layers=[3, 4]).observed(4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"span": (0.5, 0.5)}, r"span=\(0.5, 0.5\) must be two rising fractions from 0 to 1"),
+        ({"span": (-0.1, 0.5)}, "span="),
+        ({"span": (0.5, 1.5)}, "span="),
+        ({"span": (0.5,)}, "span="),
+        ({"span": ("a", 1.0)}, "span="),
+        ({"span": 0.5}, "span=0.5 must be two rising fractions"),
+        ({"layers": []}, r"layers=\[\] must be rising layer indices, at least one"),
+        ({"layers": [2, 2]}, "layers="),
+        ({"layers": [-1]}, "layers="),
+        ({"layers": [0.5]}, "layers="),
+        ({"layers": "12"}, "layers="),
+        ({"heads": "mean"}, "heads='mean' must be one of sum, max"),
+        ({"tokens": "last"}, "tokens='last' must be one of sum, norm"),
+        ({"draft": 1.5}, "draft=1.5 must be a number from 0 to 1"),
+        ({"draft": True}, "draft=True must be a number"),
+        ({"draft": "1"}, "draft='1' must be a number"),
+    ],
+)
+def test_an_option_out_of_range_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Probe(**options)

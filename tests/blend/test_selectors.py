@@ -17,6 +17,8 @@ from cacheblend_rag.blend.selectors import SELECTORS, Evidence, make_selector
 from cacheblend_rag.errors import ConfigError
 
 TOKENS = 12
+POSITIONS = torch.tensor([2, 3, 4, 5, 6, 9, 10, 11, 12, 13, 15, 16])
+"""Of five tokens of a chunk, five of another and the first two of a third."""
 
 
 def evidence() -> Evidence:
@@ -33,6 +35,7 @@ def evidence() -> Evidence:
         fresh_values=kv(),
         cached_keys=kv(),
         cached_values=kv(),
+        positions=POSITIONS,
     )
 
 

@@ -167,7 +167,7 @@ def test_made_up_kv_is_like_real_kv_component_by_component() -> None:
         inputs = stack.position_inputs(positions)
         real = probe_layer(stack, layer, stack.embed(tokens()[None]), inputs)
         for kv, own in ((fused.keys, real.key[0]), (fused.values, real.value[0])):
-            spread = own.std(1) * (trial._even_spread(real) if kv is fused.keys else 1.0)
+            spread = own.std(1) * (trial.even_spread(real) if kv is fused.keys else 1.0)
             torch.testing.assert_close(kv[layer].std(1), spread, atol=0, rtol=0.05)
             error = (kv[layer].mean(1) - own.mean(1)).abs()
             assert bool((error <= 0.08 * spread).all())
@@ -436,7 +436,7 @@ def test_a_large_residual_hides_nothing() -> None:
 def whole(stack: FakeStack, layer: int, hidden: Tensor, rows: Rows, fused: FusedKV) -> Tensor:
     """A layer of all rows at once, with attention written out in float32."""
     inputs = stack.position_inputs(rows.device[None])
-    noise = rounding._attend
+    noise = rounding.attend_unfused
 
     def attend(call: AttentionCall) -> Tensor:
         fused.write(layer, rows, call.key, call.value)
@@ -582,7 +582,7 @@ def test_keys_may_be_off_by_the_rounding_of_far_positions(dtype: torch.dtype) ->
     keys = torch.ones(1, dtype=dtype)
     least = 5 * 2**-7 if dtype == torch.bfloat16 else 0.001
     for offset in (0, 100_000):
-        assert trial._turn_tolerance(keys, offset) == pytest.approx(least + offset * 2.4e-7)
+        assert trial.turn_tolerance(keys, offset) == pytest.approx(least + offset * 2.4e-7)
 
 
 def test_what_this_rank_cannot_turn_it_tells_the_others() -> None:

@@ -4,14 +4,23 @@ import json
 
 import pytest
 
+from cacheblend_rag import BlendConfig
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.questions import demo_dataset
 from cacheblend_rag.text.chunk import Document
 
 FIELDS = {
-    "setting", "lead_in", "selector", "ratio", "exact_match", "f1", "rouge_l", "ci95",
-    "recomputed_share", "compute_share",
+    "setting", "lead_in", "selector", "ratio", "default", "exact_match", "f1", "rouge_l", "ci95",
+    "holds_answer", "holds_answer_p", "recomputed_share", "compute_share", "kv_before",
 }  # fmt: skip
+FIDELITY = {
+    "kl_first", "kl_first_ci95", "kl", "kl_ci95", "top1", "top1_ci95", "same_answer",
+    "gold_logprob", "gold_logprob_mean", "gold_logprob_change", "gold_logprob_change_ci95",
+    "recovered_kl", "recovered_kl_ci95", "whole_kl_first", "whole_kl", "whole_kl_ci95",
+    "whole_top1", "whole_same_answer",
+}  # fmt: skip
+TTFT = {"ttft_seconds", "ttft_speedup", "ttft_speedup_ci95"}
+DEFAULT = ("document", "hkvd", BlendConfig().ratio)
 SETTINGS = ("adjacent", "fragments")
 DOCUMENTS = tuple(
     Document(name, (f"This note is about {name}.", "She plays the violin. " * 8, "She owns a cat."))
@@ -53,7 +62,9 @@ def test_rows_of_a_grid(evaluate, questions_file):
     )  # fmt: skip
     assert outcome.code == 0
     found = outcome.json
-    assert set(found) == {"dataset", "questions", "rows"}
+    about = {"dataset", "questions", "model", "dtype", "engine", "chat_template"}
+    assert set(found) == {*about, "rows"}
+    assert (found["dtype"], found["engine"]) == ("float32", "transformers")
     assert (found["dataset"], found["questions"]) == ("notes", 2)
     assert all(set(row) == FIELDS for row in found["rows"])
     expected = [
@@ -64,13 +75,14 @@ def test_rows_of_a_grid(evaluate, questions_file):
         ("document", "none", 0.0),
         ("document", "prior", 0.1),
         ("document", "hkvd", 0.1),
+        DEFAULT,
     ]
     for setting in SETTINGS:
         assert [key(r) for r in found["rows"] if r["setting"] == setting] == expected
 
 
 def test_shares_say_what_was_computed(evaluate, questions_file, slow_blends):
-    full, reuse, prior, hkvd = evaluate(
+    full, reuse, prior, hkvd, _ = evaluate(
         "--dataset", questions_file, "--settings", "adjacent", "--ratios", "0.2",
         "--selectors", "prior,hkvd", "--lead-ins", "instruction",
     ).json["rows"]  # fmt: skip
@@ -102,7 +114,8 @@ def test_passages_file(evaluate, tmp_path):
     outcome = evaluate("--dataset", path, "--questions", 2, "--passages", 3)
     assert (outcome.json["dataset"], outcome.json["questions"]) == ("notes", 2)
     assert {row["setting"] for row in outcome.json["rows"]} == {"retrieved"}
-    assert {row["lead_in"] for row in outcome.json["rows"]} == {"none", "instruction"}
+    asked = [row for row in outcome.json["rows"] if not row["default"]]
+    assert {row["lead_in"] for row in asked} == {"none", "instruction"}
 
 
 def test_prompt_too_long_for_the_model_is_one_line(evaluate, tmp_path):
@@ -141,3 +154,82 @@ def test_answers_are_greedy_whatever_the_model_says(evaluate, questions_file, dr
     assert outcome.code == 0
     assert len(drawn_with) >= 12
     assert all((said.temperature, said.repetition_penalty) == (0, 1) for said in drawn_with)
+
+
+def test_fidelity_and_times_are_fields_of_the_rows(evaluate, questions_file, tmp_path):
+    flags = (
+        "--dataset", questions_file, "--ratios", "0.2", "--selectors", "prior", "--lead-ins",
+        "instruction", "--questions", 1, "--fidelity", "--ttft", "--resume",
+        tmp_path / "results.jsonl",
+    )  # fmt: skip
+    found = evaluate(*flags).json
+    assert found["chat_template"] is True
+    for setting in SETTINGS:
+        rows = [row for row in found["rows"] if row["setting"] == setting]
+        assert [row["default"] for row in rows].count(True) == 1
+        (default,) = [row for row in rows if row["default"]]
+        assert key(default) == DEFAULT
+        cached = [row for row in rows if row["selector"] == "prefix_caching"]
+        assert set(cached[0]) == FIELDS | TTFT
+        assert all(set(row) == FIELDS | FIDELITY | TTFT for row in rows if row not in cached)
+        assert {key(row) for row in rows} >= {
+            ("none", "no_context", 1.0), ("instruction", "none", 0.0), ("document", "none", 0.0),
+            ("instruction", "random", 0.2), ("instruction", "prior", 0.2),
+        }  # fmt: skip
+    assert evaluate(*flags).json == found
+
+
+def test_fidelity_has_a_table_of_its_own(cli, small_model, questions_file):
+    outcome = cli(
+        "eval", "--model", small_model, "--dataset", questions_file, "--max-tokens", 1,
+        "--selectors", "random", "--ratios", "0.1", "--settings", "adjacent", "--fidelity",
+    )  # fmt: skip
+    assert outcome.code == 0
+    assert "notes, adjacent: 2 questions, fidelity to full prefill" in outcome.stdout
+    assert "no_context" in outcome.stdout
+    assert "hkvd*" in outcome.stdout
+
+
+def test_a_chat_template_can_be_left_out(evaluate, questions_file):
+    flags = ("--dataset", questions_file, "--settings", "adjacent", "--lead-ins", "instruction")
+    plain = evaluate(*flags, "--no-chat-template", "--ratios", "0.1", "--selectors", "prior")
+    assert plain.json["chat_template"] is False
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (("--fidelity", "--engine", "http://127.0.0.1:9"), "--fidelity: only the engine"),
+        (("--out", "a", "--resume", "b"), "give one of them"),
+        (("--chunk-tokens", 100), "do not apply to 'demo'"),
+        (("--out", __file__), "go on with --resume"),
+        (("--resume", __file__), "line 1 is not a result of this evaluation"),
+    ],
+)
+def test_wrong_uses_are_one_line(evaluate, flags, told):
+    outcome = evaluate(*flags)
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert told in " ".join(outcome.stderr.split())
+    assert outcome.stderr.count("\n") == 1
+
+
+def test_bounds_of_prompts_are_two_numbers(evaluate):
+    for text in ("100", "100,b", "1,2.5"):
+        outcome = evaluate("--prompt-tokens", text)
+        assert outcome.code == 2
+        assert "--prompt-tokens" in outcome.stderr
+
+
+def test_documents_are_cut_by_the_models_tokens(evaluate, tmp_path):
+    texts = [f"Ada lives in {place}. She owns a cat. " * 12 for place in ("Rome", "Oslo", "Bonn")]
+    item = {"question": "Where?", "answers": ["Oslo"], "ctxs": [{"text": t} for t in texts]}
+    path = tmp_path / "notes.json"
+    path.write_text(json.dumps([item]))
+    flags = ("--chunk-tokens", 30, "--settings", "adjacent,fragments", "--fidelity")
+    outcome = evaluate("--dataset", path, *flags, "--selectors", "random", "--ratios", "0.1")
+    assert outcome.code == 0, outcome.stderr
+    whole = {s: [] for s in ("adjacent", "fragments")}
+    for row in outcome.json["rows"]:
+        whole[row["setting"]].append(row["whole_kl"])
+    assert set(whole["adjacent"]) == {None}
+    assert None not in whole["fragments"]

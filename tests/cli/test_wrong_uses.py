@@ -83,6 +83,7 @@ WRONG = {
     ("eval", "--ratios", "some"): "--ratios",
     ("eval", "--lead-ins", "preface"): "lead_in='preface'",
     ("eval", "--settings", "upright"): "setting='upright'",
+    ("eval", "--check-layers", "0"): "check_layers=(0,) must be a list of one layer index or more",
     ("eval", "--check-layers", "99"): "check_layers=(99,) must be below",
     ("bench", "ttft", "--check-layers", "99"): "check_layers=(99,) must be below",
     ("eval", "--dataset", "{nothing}"): "cannot be read",

@@ -25,6 +25,8 @@ from cacheblend_rag import (
     Document,
     Engine,
     Generation,
+    GuardConfig,
+    GuardReport,
     LeadInConfig,
     SamplingParams,
 )
@@ -36,6 +38,7 @@ from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.tally import Stored, Tally
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.reason import ReasonCode
 from cacheblend_rag.text.encoder import PromptEncoder
@@ -903,6 +906,96 @@ class EngineContract:
         hits = engine.generate(texts.asking(*kept.to_chunks()), SHORT).report.chunks
         assert [chunk.hit for chunk in hits] == [True]
         assert engine.precompute([lost], progress=False).computed == 2
+
+    # The guard
+
+    @pytest.fixture
+    def guarded(self, engine: Engine) -> Iterator[Engine]:
+        """The engine, every blended answer of which is compared for the time of a test."""
+        assert engine.guard is None, "nothing is computed that nobody asked for"
+        engine.guard = GuardConfig(sample_share=1.0, window=256, ratios=(0.5,))
+        yield engine
+        engine.guard = None
+
+    @staticmethod
+    def _compared(engine: Engine) -> GuardReport:
+        """The guard's report once no sample waits."""
+        deadline = time.monotonic() + PATIENCE
+        while engine.guard_report().waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return engine.guard_report()
+
+    def test_blended_answers_are_compared(self, guarded: Engine, texts: Texts) -> None:
+        chunks = texts.chunks(40, 30)
+        guarded.precompute(chunks, progress=False)
+        answers = [guarded.generate(texts.asking(*chunks), SHORT) for _ in range(2)]
+        self._compared(guarded)
+        guarded.generate_full(texts.asking(*chunks), SHORT)
+        guarded.generate(texts.asking(*chunks), SHORT, config=ALL)
+        assert all(answer.report.blended for answer in answers)
+        report = self._compared(guarded)
+        assert (report.compared, report.unknown, report.dropped) == (2, 0, 0)
+        assert (report.ratio, report.stopped, report.raised) == (0.0, False, 0)
+
+    def test_the_guard_raises_the_ratio_then_stops_blending(
+        self, guarded: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        compared: list[Compared] = []
+
+        def bad(request: Request, asked: Compared) -> Generator[None, None, Comparison]:
+            compared.append(asked)
+            yield
+            return Comparison(3.0)
+
+        monkeypatch.setattr(guarded, "_compare", bad)
+        chunks = texts.chunks(40, 30)
+        guarded.precompute(chunks, progress=False)
+        told: list[tuple[bool, float, ReasonCode | None]] = []
+        while not told or told[-1][0]:
+            answer = guarded.generate(texts.asking(*chunks), SHORT)
+            report, why = answer.report, answer.report.reason or answer.report.ratio_reason
+            one = report.blended, report.recompute_ratio, why.code if why else None
+            told += [one] if one not in told else []
+            self._compared(guarded)
+            assert len(compared) < 100
+        raised, stopped = ReasonCode.GUARD_RAISED, ReasonCode.GUARD_STOPPED
+        assert told == [(True, 0.16, None), (True, 0.5, raised), (False, 1.0, stopped)]
+        assert [chunk.reason for chunk in report.chunks] == ["stopped by the guard"] * 2
+        assert (
+            guarded.generate_full(texts.asking(*chunks)).report.reason_code == "full_prefill_asked"
+        )
+        after = self._compared(guarded)
+        assert (after.stopped, after.ratio, after.raised, after.lowered) == (True, 1.0, 1, 0)
+        assert after.divergence == pytest.approx(3.0)
+        assert all(1 <= len(one.answer) <= SHORT.max_tokens for one in compared)
+        guarded.reset_guard()
+        assert guarded.generate(texts.asking(*chunks), SHORT).report.blended
+
+    def test_closing_ends_comparing(
+        self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        chunks = texts.chunks(20, 30)
+        engine.precompute(chunks, progress=False)
+        sibling = engine.sibling(lead_in=engine.lead_in)
+        sibling.guard, begun, ended = GuardConfig(sample_share=1.0), Event(), Event()
+
+        def endless(request: Request, asked: Compared) -> Generator[None, None, None]:
+            begun.set()
+            try:
+                while True:
+                    yield
+            finally:
+                ended.set()
+
+        monkeypatch.setattr(sibling, "_compare", endless)
+        sibling.register(chunks)
+        for _ in range(3):
+            assert sibling.generate(texts.asking(*chunks), SHORT).report.blended
+        assert begun.wait(PATIENCE)
+        sibling.close()
+        assert ended.is_set()
+        assert sibling.guard_report().waiting == 0
+        assert sibling.guard_report().dropped == 3
 
     # Filling what was missed
 

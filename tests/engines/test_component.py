@@ -13,6 +13,7 @@ from cacheblend_rag import (
     ConfigError,
     EngineComponent,
     EngineConfig,
+    GuardConfig,
     LeadInConfig,
     StoreConfig,
 )
@@ -95,7 +96,7 @@ def test_what_is_wrong_is_said_in_one_line_without_its_value(
 def test_an_engine_is_opened_by_all_that_is_told() -> None:
     made = Component(
         blend_config={"min_tokens": 3}, lead_in="bos", namespace="acme", host_bytes=0, kv_path="kv",
-        api_key="s3cret", fill_on_miss=True,
+        api_key="s3cret", fill_on_miss=True, guard=0.25,
     )  # fmt: skip
     config = made.opened_with()
     assert (config.engine, config.model, config.namespace) == ("transformers", "demo", "acme")
@@ -103,6 +104,11 @@ def test_an_engine_is_opened_by_all_that_is_told() -> None:
     assert config.lead_in == LeadInConfig(kind="bos")
     assert config.store == StoreConfig(host_bytes=0, kv_path="kv")
     assert config.fill_on_miss
+    assert config.guard == GuardConfig(sample_share=0.25)
+    assert Component(guard={"limit": 0.5}).opened_with().guard == GuardConfig(limit=0.5)
+    assert Component().opened_with().guard is None
+    with pytest.raises(ConfigError, match="guard=2 must be a share of answers, above 0 and up to"):
+        Component(guard=2)
     assert config.api_key is not None
     assert config.api_key.reveal() == "s3cret"
     assert Component().opened_with().blend == BlendConfig()

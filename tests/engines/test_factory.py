@@ -224,10 +224,10 @@ def test_auto_takes_vllm_where_it_runs_well_and_says_why(
     found = object() if vllm else None
     monkeypatch.setattr(factory, "find_spec", lambda name: found)
     monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
-    monkeypatch.setattr(factory, "_open_vllm", lambda *_, **__: Opened("vllm"))
+    monkeypatch.setattr(factory, "open_vllm", lambda *_, **__: Opened("vllm"))
     monkeypatch.setattr(
         factory,
-        "_open_transformers",
+        "open_transformers",
         lambda *_, **__: Opened("transformers"),
     )
     caplog.set_level("INFO", logger="cacheblend_rag")

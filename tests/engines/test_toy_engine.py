@@ -15,7 +15,7 @@ from tests.engines.contract import CONFIG, EngineContract
 from tests.engines.toy_engine import ToyEngine
 from tests.models import make_tokenizer
 
-MOST_LINES = 120
+MOST_LINES = 135
 
 
 class TestToyEngine(EngineContract):

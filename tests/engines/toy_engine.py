@@ -8,11 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
+from cacheblend_rag.engines.backend import STOPPED
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.report import PrefillReport
@@ -26,6 +28,7 @@ class ToyEngine(Engine):
     """Answers what follows from the KV of all tokens of the prompt, computed or reused."""
 
     name = "toy"
+    compares = True
     context_window = 1 << 15
     blend_refusal = None
 
@@ -69,6 +72,8 @@ class ToyEngine(Engine):
         kv = _computed(prepared.token_ids)
         if request.full or not prepared.placed:
             return kv, PrefillReport(FULL_PREFILL if request.full else NO_CHUNK)
+        if stopped := request.steering.refusal:
+            return kv, PrefillReport(stopped, chunks=[c.report(STOPPED) for c in prepared.placed])
         found = [(chunk, self._kv.get(chunk.key)) for chunk in prepared.placed]
         refused = too_little(sum(len(one or ()) for _, one in found), config.min_tokens)
         if refused:
@@ -83,6 +88,14 @@ class ToyEngine(Engine):
             chunks.append(replace(told, recomputed=fresh))
         trace = Trace(rows=(sum(told.recomputed for told in chunks),)) if config.trace else None
         return kv, PrefillReport(None, "first", ratio=ratio, chunks=chunks, trace=trace)
+
+    def _compare(
+        self, request: Request, compared: Compared
+    ) -> Generator[None, None, Comparison | None]:
+        yield
+        kv, report = self._prefilled(request)
+        fresh = _computed(compared.reference or compared.prompt)
+        return Comparison(float(kv[-len(fresh) :] != fresh[-len(kv) :])) if report.blended else None
 
     # The store's verbs
 

@@ -11,7 +11,7 @@ DOCUMENT = Document("clara", ("Clara Berg is a teacher. " * 8, "She plays the vi
 
 def test_only_a_document_lead_in_whose_context_is_whole_keeps_it():
     for lead_in, kept in (("document", True), ("instruction", False)):
-        config = BlendConfig(min_tokens=0)
+        config = BlendConfig(min_tokens=0, protect_context=1)
         engine = TransformersEngine(MODEL_FOLDER, config=config, lead_in=lead_in)
         engine.precompute([DOCUMENT])
         prompt = BlendPrompt.of(DOCUMENT.to_chunks()[1], "Question: What does she play?")

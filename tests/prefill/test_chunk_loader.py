@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag import BlendConfig, TieredKVStore
-from cacheblend_rag.blend import BlendPass, FusedKV
+from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.kv import HostTier, KVKey, codec
 from cacheblend_rag.kv.fetch import LayerSource
@@ -238,21 +237,23 @@ def test_loading_that_takes_less_than_computing_is_hidden(
     tier.fill({chunk.key: chunk_kv(stack, chunk) for chunk in placed()})
     last = NAMES["b"].key, spans_of(tier.objects[NAMES["b"].key], "b").span(depth - 1, depth)[0]
     ready: list[bool] = []
-    own_want, own_run = LayerSource.want, BlendPass._run
+    own_want, own_run, begun = LayerSource.want, FakeStack.run_layer, set[int]()
 
     def want(source: LayerSource, layer: int) -> None:
         own_want(source, layer)
         if source._handed < layer and len(ready) <= layer:
             ready.append(source.wait(0))
 
-    def slowly(work: BlendPass, layer: int) -> Iterator[None]:
-        time.sleep(0.02)
+    def slowly(stack: FakeStack, layer: int, *given: Any) -> Any:
+        if layer not in begun:
+            begun.add(layer)
+            time.sleep(0.02)
         if layer == depth // 2:
             halfway.set()
-        return own_run(work, layer)
+        return own_run(stack, layer, *given)
 
     monkeypatch.setattr(LayerSource, "want", want)
-    monkeypatch.setattr(BlendPass, "_run", slowly)
+    monkeypatch.setattr(FakeStack, "run_layer", slowly)
     monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 12)
     found, _ = over([tier], ring=ring, stack=stack, recompute_ratio=0.3, selector="prior")
     assert found.blended

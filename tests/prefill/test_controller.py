@@ -21,7 +21,7 @@ from cacheblend_rag.prefill.controller import (
     Controller,
     Rates,
     StoredPart,
-    _masks,
+    masks_of,
 )
 
 LAYERS, TOKENS = 10, 1000
@@ -73,7 +73,7 @@ def controller(
 def computing(ratio: float, parts: list[StoredPart] = PARTS) -> float:
     """Seconds of a pass, where a whole prompt takes one."""
     config = AUTO.with_ratio(ratio)
-    masks = _masks(TOKENS, parts, config)
+    masks = masks_of(TOKENS, parts)
     return Forecast(COSTS, *masks).work(plan_schedule(config, LAYERS)) / FULL
 
 
@@ -234,12 +234,17 @@ def test_a_slow_tier_is_given_another_try() -> None:
     assert made.decide(TOKENS, PARTS, PLAIN).load == tuple(PARTS)
 
 
-def test_protected_parts_are_not_recomputed() -> None:
-    protected = [replace(part, protected=True) for part in PARTS]
-    cached, eligible = _masks(TOKENS, protected, PLAIN)
+@pytest.mark.parametrize("protected", [0, 30, 200])
+def test_protected_tokens_are_not_recomputed(protected: int) -> None:
+    parts = [replace(part, protected=protected) for part in PARTS]
+    cached, eligible = masks_of(TOKENS, parts)
     assert cached.sum() == 800
-    assert not eligible.any()
-    assert _masks(TOKENS, protected, PLAIN.with_changes(protect_context=False))[1].sum() == 800
+    for part in parts:
+        here = eligible[part.start : part.end]
+        assert here.sum() == 200 - protected
+        halves = here[:100].sum(), here[100:].sum()
+        assert abs(int(halves[0]) - int(halves[1])) <= 1, "spread evenly"
+    assert eligible.sum() == 4 * (200 - protected)
 
 
 def test_rates_are_of_work_done_lately() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -63,24 +65,41 @@ def by_hand(
     stack, fused = FakeStack(), FusedKV(FakeStack().geometry, TOKENS)
     known = Candidates.none(TOKENS)
     known.eligible, known.prior = known.cached.clone(), torch.zeros(TOKENS)
-    for chunk, name in zip(placed(), SPANS, strict=True):
+    known.chunks = torch.full((TOKENS,), -1)
+    options = {"question_start": QUESTION, **options}
+    for index, (chunk, name) in enumerate(zip(placed(), SPANS, strict=True)):
         if name in hits:
             kv, here = chunk_kv(stack, chunk), slice(chunk.start + lost[0], chunk.end - lost[1])
             own = slice(lost[0], kv.tokens - lost[1])
             moved = rotated(kv.keys, stack.rotation(chunk.start - LEAD))
             fused.keys[:, :, here] = moved[:, :, own]
             fused.values[:, :, here] = kv.values[:, :, own]
-            known.cached[here], known.eligible[here] = True, name not in protected
             assert kv.prior is not None
+            known.cached[here] = known.eligible[here] = True
+            known.chunks[here] = index
+            if name in protected and config.recompute_ratio != 1:
+                known.eligible[here] = free_by_hand(kv.prior[own].tolist(), config.protect_context)
             known.offsets[here], known.prior[here] = torch.arange(kv.tokens)[own], kv.prior[own]
     schedule, work = plan_schedule(config, LAYERS), 0.0
-    if schedule.selector.needs_question:
+    if schedule.selector.needs_question and schedule.chooses:
         ids = prompt_ids()
-        known.question_attention, work = run(probe_question(stack, ids, fused, known, QUESTION))
+        asked = schedule.selector.probe
+        known.question_attention, work = run(
+            probe_question(stack, ids, fused, known, QUESTION, probe=asked)
+        )
     done = BlendPass(stack, prompt_ids(), fused, known, schedule, **options)
     done.run()
     done.stats.work += work
     return done
+
+
+def free_by_hand(prior: list[float], share: float) -> torch.Tensor:
+    """Which tokens are left once the greatest priors that add up to a share are taken away."""
+    free, held = dict(enumerate(prior)), 0.0
+    while free and held < share * sum(prior):
+        best = max(free, key=lambda token: free[token])
+        held += free.pop(best)
+    return torch.tensor([token in free for token in range(len(prior))])
 
 
 @pytest.mark.parametrize("selector", SELECTORS)
@@ -103,6 +122,41 @@ def test_a_prompt_is_its_chunks_laid_down_and_one_pass(selector: str, hits: str)
         assert report.reason == (None if report.hit else "not stored")
         assert report.document_id == f"doc {name}"
         assert report.recomputed == int(wanted.stats.recomputed[start:end].sum())
+
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"selector": "prior", "chunk_budget": "equal"},
+    {"selector": "question", "chunk_budget": "mass", "chunk_min_rows": 1},
+    {"selector": "hkvd", "score_sigmas": 0.5},
+    {"selector": "question", "score_mass": 0.3},
+    {"selector": "prior", "key_repair": 1.0, "value_repair": 0.5},
+    {"selector": "random", "narrow_at": (0.3, 0.75), "narrow_to": (0.3, 0.1)},
+    {"selector": "hkvd", "narrow_at": (0.75,), "narrow_to": (0.1,), "key_repair": 0.5},
+    {"selector": "union", "selector_options": {"members": {"hkvd": 0.5, "question": 0.5}}},
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("protected", ["", "b"])
+@pytest.mark.parametrize("ratio", [0.4, 1.0])
+def test_what_a_request_asks_for_reaches_the_pass(
+    options: dict[str, Any], protected: str, ratio: float
+) -> None:
+    config = {"recompute_ratio": ratio, **options}
+    found = finished(prompt_pass(filled(placed()), placed(protected), **config))
+    wanted = by_hand(BlendConfig(**config), protected=protected)
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert torch.equal(found.fused.values, wanted.fused.values)
+    assert torch.equal(found.hidden, wanted.hidden)  # type: ignore[arg-type]
+    assert found.compute_share == wanted.compute_share
+    recomputed = [chunk.recomputed for chunk in found.chunks]
+    spans = SPANS.values()
+    assert recomputed == [int(wanted.stats.recomputed[a:b].sum()) for a, b in spans]
+    assert sum(recomputed) <= math.ceil(ratio * sum(b - a for a, b in spans))
+    if ratio == 1:
+        plain = by_hand(BlendConfig(recompute_ratio=1.0))
+        assert torch.equal(found.fused.keys, plain.fused.keys)
+        assert torch.equal(found.hidden, plain.hidden)  # type: ignore[arg-type]
 
 
 def cut(chunks: list[PlacedChunk], lost: tuple[int, int]) -> list[PlacedChunk]:
@@ -197,24 +251,42 @@ def test_only_the_first_tokens_are_computed_until_as_many_as_are_wanted() -> Non
 # What is known of chunks
 
 
-def test_protected_chunks_are_never_recomputed_unless_all_is() -> None:
+@pytest.mark.parametrize("selector", ["random", "hkvd", "prior", "question"])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9, 1.0])
+def test_of_a_protected_chunk_only_what_hardly_depends_on_its_document_is_recomputed(
+    selector: str, share: float
+) -> None:
     store, chunks = filled(placed()), placed(protected="b")
-    for config in ({"selector": "random"}, {"selector": "hkvd"}, {"selector": "prior"}):
-        found = finished(prompt_pass(store, chunks, recompute_ratio=0.6, **config))
-        wanted = by_hand(BlendConfig(recompute_ratio=0.6, **config), protected="b")
-        assert torch.equal(found.fused.keys, wanted.fused.keys)
-        assert [chunk.recomputed > 0 for chunk in found.chunks] == [True, False, True]
-    unprotected = finished(
-        prompt_pass(store, chunks, recompute_ratio=0.6, selector="random", protect_context=False)
-    )
-    assert unprotected.chunks[1].recomputed > 0
-    everything = finished(prompt_pass(store, chunks, recompute_ratio=1.0))
+    config = {"recompute_ratio": 0.9, "selector": selector, "protect_context": share}
+    found = finished(prompt_pass(store, chunks, **config))
+    wanted = by_hand(BlendConfig(**config), protected="b")
+    assert torch.equal(found.fused.keys, wanted.fused.keys)
+    assert [chunk.recomputed for chunk in found.chunks] == [
+        int(wanted.stats.recomputed[start:end].sum()) for start, end in SPANS.values()
+    ]
+    assert share < 1 or found.chunks[1].recomputed == 0
+
+
+def test_at_ratio_one_nothing_is_protected() -> None:
+    everything = finished(prompt_pass(filled(placed()), placed(protected="b"), recompute_ratio=1.0))
     assert [chunk.recomputed for chunk in everything.chunks] == [7, 6, 8]
     assert everything.selector == "hkvd"
 
 
-def test_where_every_chunk_knows_its_document_nothing_is_recomputed() -> None:
-    found = finished(prompt_pass(filled(placed()), placed(protected="abc"), selector="hkvd"))
+@pytest.mark.parametrize(("share", "recomputed"), [(0.1, [7, 0, 8]), (0.0, [7, 6, 8])])
+def test_a_chunk_without_a_prior_is_protected_whole(share: float, recomputed: list[int]) -> None:
+    chunks = placed(protected="b")
+    store = filled(chunks)
+    store.put(chunks[1].key, chunk_kv(FakeStack(), chunks[1], prior=False))
+    config = {"selector": "random", "recompute_ratio": 0.999, "protect_context": share}
+    found = finished(prompt_pass(store, chunks, **config))
+    assert [chunk.recomputed for chunk in found.chunks] == recomputed
+
+
+def test_where_every_token_is_protected_nothing_is_recomputed() -> None:
+    found = finished(
+        prompt_pass(filled(placed()), placed(protected="abc"), selector="hkvd", protect_context=1.0)
+    )
     wanted = by_hand(BlendConfig(recompute_ratio=0.0))
     assert torch.equal(found.fused.keys, wanted.fused.keys)
     assert (found.selector, found.selector_reason) == ("none", CONTEXT_KEPT)
@@ -254,6 +326,32 @@ def test_a_question_is_what_follows_the_last_chunk_or_the_last_token() -> None:
     found = finished(prompt_pass(filled(placed(names="ab")), chunks, stack, selector="question"))
     assert found.selector == "question"
     assert found.chunks[2].reason == "not stored"
+
+
+@pytest.mark.parametrize(("reserve", "placings"), [(0, [3, 3, 3, 3]), (None, [6, 6, 6, 3])])
+def test_a_probe_that_ends_midway_loads_no_more(
+    reserve: int | None, placings: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ring is loaded again from layer 0 on, a whole buffer goes on where the probe ended."""
+    placed_at: list[tuple[int, int]] = []
+    place = FusedKV.place
+    stack = FakeStack()
+
+    def noted(self: FusedKV, layer: int, *args: Any) -> None:
+        placed_at.append((layer, len(stack.log)))
+        place(self, layer, *args)
+
+    monkeypatch.setattr(FusedKV, "place", noted)
+    options = {"reserve": reserve}
+    found = finished(
+        prompt_pass(filled(placed()), placed(), stack, options, selector="question_mid")
+    )
+    ran = [layer for layer, _ in groupby(event.layer for event in stack.log)]
+    assert ran == [0, 1, 2, 0, 1, 2, 3]
+    assert [sum(layer == one for one, _ in placed_at) for layer in range(LAYERS)] == placings
+    last = [ran_before for layer, ran_before in placed_at if layer == LAYERS - 1]
+    assert last == [6] * len(SPANS), "after three layers of the probe and three of the pass"
+    assert found.selector == "question_mid"
 
 
 # Steps
@@ -486,7 +584,11 @@ def test_a_controller_knows_which_chunks_are_not_recomputed() -> None:
     controller = Decides()
     finished(prompt_pass(filled(placed()), placed(protected="b"), None, {"controller": controller}))
     told = [(part.start, part.end, part.protected) for part in controller.parts]
-    assert told == [(*SPANS[name], name == "b") for name in "abc"]
+    prior = chunk_kv(FakeStack(), placed()[1]).prior
+    assert prior is not None
+    kept = int((~free_by_hand(prior.tolist(), BlendConfig().protect_context)).sum())
+    assert told == [(*SPANS[name], kept if name == "b" else 0) for name in "abc"]
+    assert 0 < kept < len(prior)
 
 
 def test_a_ratio_that_was_left_open_is_the_controllers() -> None:

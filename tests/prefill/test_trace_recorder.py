@@ -24,9 +24,9 @@ from tests.prefill.prompts import Ranks, filled, finished, placed, prompt_pass
 
 CHECKS: tuple[dict[str, Any], ...] = (
     {"selector": "hkvd", "check_layers": (1,)},
-    {"selector": "hkvd", "selector_options": {"deviation": "k"}, "check_layers": (0,)},
+    {"selector": "hkvd", "selector_options": {"deviation": "k"}, "check_layers": (2,)},
     {"selector": "hkvd", "check_layers": (LAYERS - 1,)},
-    {"selector": "hkvd", "check_layers": (0, 2), "recompute_ratios": (0.6, 0.25)},
+    {"selector": "hkvd", "check_layers": (1, 3), "recompute_ratios": (0.6, 0.25)},
 )
 BEFORE: tuple[dict[str, Any], ...] = tuple(
     {"selector": name} for name, kind in SELECTORS.items() if not kind.needs_fresh_kv

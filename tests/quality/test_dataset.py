@@ -1,16 +1,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from cacheblend_rag.errors import DatasetError
-from cacheblend_rag.quality.dataset import (
-    EvalDataset,
-    EvalQuestion,
-    lead_text,
-    load_dataset,
-)
+from cacheblend_rag.quality.data import load_dataset
+from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion, lead_text
 from cacheblend_rag.text.chunk import Document
 
 PASSAGES = [
@@ -21,6 +18,7 @@ PASSAGES = [
     },
     {"question": "When?", "answers": ["1843"], "ctxs": [{"text": "In 1843."}]},
 ]
+THIRD = Document("c", ("Five.",))
 FIRST, SECOND = Document("a", ("One.", "Two.", "Three.")), Document("b", ("Four.",), " ")
 
 
@@ -69,8 +67,23 @@ def test_passages_can_be_cut_to_the_first_ones():
     assert [p.text for p in question().first_passages(2).passages] == ["Two.", "Four."]
 
 
+def test_gold_passages_are_kept_among_the_first_ones():
+    a, _ = FIRST.to_chunks(), SECOND.to_chunks()
+    marked = replace(question(), gold=(a[2],))
+    assert [p.text for p in marked.first_passages(2).passages] == ["Two.", "Three."]
+    assert marked.first_passages(3) == marked
+
+
+def test_whole_documents_are_all_chunks_of_the_retrieved_ones():
+    a, b = FIRST.to_chunks(), SECOND.to_chunks()
+    asked = replace(question(), passages=(b[0], a[2], a[1]), documents=(FIRST, SECOND, THIRD))
+    assert asked.whole_documents().passages == (*b, *a)
+    assert asked.whole_documents().documents == asked.documents
+
+
 def test_saved_dataset_comes_back_equal(tmp_path):
-    data = EvalDataset("mine", (question("adjacent"), question("shuffled")), "Do it, Zoë.")
+    marked = replace(question("adjacent"), gold=(FIRST.to_chunks()[2],))
+    data = EvalDataset("mine", (marked, question("shuffled")), "Do it, Zoë.")
     data.save(tmp_path / "mine.json")
     assert load_dataset(tmp_path / "mine.json") == data
     assert data.of_setting("shuffled") == (question("shuffled"),)
@@ -114,7 +127,9 @@ def own(**changes):
         ([{**PASSAGES[0], "answers": [1843]}], r"answers\[0\] must be a non-empty string"),
         ([{**PASSAGES[0], "ctxs": [{"title": "T"}]}], r"ctxs\[0\]: text is missing"),
         ([{**PASSAGES[0], "ctxs": "x"}], "ctxs must be a list"),
-        ("text", "must be an object"),
+        ("text", "must be an object or a list of questions"),
+        ([{"question": "Which?"}], "the form is not recognised; it must be one of: this project's"),
+        ({"questions": []}, "the form is not recognised"),
         ({"format": "other", "version": 1}, "format and version"),
         ({"format": "cacheblend-rag/eval"}, "version is missing"),
         (own(passages=[[1, 0]]), r"passages\[0\]\[0\] must be an index from 0 to 0"),
@@ -124,6 +139,7 @@ def own(**changes):
         (own(passages=[[True, 0]]), "an integer"),
         (own(documents=[{"id": "a", "chunks": []}]), "chunks must be a list of at least 1"),
         (own(documents=[{"id": "a", "chunks": ["One."]}] * 2), "different ids"),
+        (own(gold=[[0, 1]]), r"gold\[0\]\[1\] must be an index from 0 to 0"),
         (own(setting=""), "setting must be a non-empty string"),
     ],
 )

@@ -10,9 +10,11 @@ from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
-from cacheblend_rag.quality.evaluator import Evaluator, Rule, evaluate_settings, used_lead_ins
+from cacheblend_rag.quality.evaluator import Evaluator, evaluate_settings, used_lead_ins
+from cacheblend_rag.quality.frame import PromptFrame
+from cacheblend_rag.quality.rules import Rule
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds
+from cacheblend_rag.report import BlendReport, ChunkReport, PhaseSeconds, PrecomputeReport
 from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.text.chunk import Document
 
@@ -25,19 +27,24 @@ PRIOR = Rule("instruction", "prior", 0.25)
 REUSE = Rule.reuse("document")
 
 
+FRAME = PromptFrame("Do.\n\n")
 SHORT = Reason(ReasonCode.TOO_SHORT, "too short")
 
 
 class RoteEngine:
     """Answers 'red', or 'blue' to the first question of a selector; records its calls."""
 
-    def __init__(self, blended: bool = True) -> None:
+    name, model_name, dtype, fingerprint = "rote", "rote", "float32", "f"
+
+    def __init__(self, blended: bool = True, skipped: int = 0) -> None:
+        self.skipped = skipped
         self.calls: list[object] = []
         self.configs: list[BlendConfig] = []
         self.blended = blended
 
     def precompute(self, items, *, progress=True):
         self.calls.append(("precompute", [d.document_id for d in items]))
+        return PrecomputeReport(skipped=self.skipped)
 
     def evict_document(self, document_id):
         self.calls.append(("evict", document_id))
@@ -65,7 +72,7 @@ class RoteEngine:
 
 
 def evaluator(**engines):
-    return Evaluator(engines, "Do.", BlendConfig(min_tokens=0), SamplingParams(max_tokens=4))
+    return Evaluator(engines, FRAME, BlendConfig(min_tokens=0), SamplingParams(max_tokens=4))
 
 
 def test_full_prefill_comes_first_and_scores_are_means():
@@ -95,13 +102,13 @@ def test_each_question_is_precomputed_once_a_lead_in_and_evicted():
 def test_rules_are_laid_over_the_base_config_with_their_options():
     engine = RoteEngine()
     base = BlendConfig(min_tokens=0, check_layers=(2, 3), recompute_ratios=(0.4, 0.2))
-    options = {"prior": {"weight": 2}}
-    Evaluator({"instruction": engine}, "", base, SamplingParams(), options).run(
-        QUESTIONS[:1], [PRIOR, Rule("instruction", "hkvd", 0.1)]
+    options = {"random": {"seed": 2}}
+    Evaluator({"instruction": engine}, FRAME, base, SamplingParams(), options).run(
+        QUESTIONS[:1], [Rule("instruction", "random", 0.25), Rule("instruction", "hkvd", 0.1)]
     )
-    prior, hkvd = engine.configs
-    assert (prior.recompute_ratio, prior.selector, prior.min_tokens) == (0.25, "prior", 0)
-    assert (prior.selector_options, prior.recompute_ratios) == ({"weight": 2}, None)
+    drawn, hkvd = engine.configs
+    assert (drawn.recompute_ratio, drawn.selector, drawn.min_tokens) == (0.25, "random", 0)
+    assert (drawn.selector_options, drawn.recompute_ratios) == ({"seed": 2}, None)
     assert (hkvd.selector_options, hkvd.check_layers) == ({}, (2, 3))
 
 
@@ -134,20 +141,14 @@ def test_each_setting_is_evaluated_by_its_own_rules():
     assert used_lead_ins(plans) == ["document", "instruction"]
     engines = {"instruction": RoteEngine(), "document": RoteEngine()}
     told = []
+    base = BlendConfig(min_tokens=0)
+    whole = Evaluator(engines, FRAME, base, SamplingParams())
     found = evaluate_settings(
-        data,
-        plans,
-        engines,
-        base=BlendConfig(min_tokens=0),
-        sampling=SamplingParams(),
-        on_setting=lambda setting, questions: lambda: told.append((setting, questions)),
+        data, plans, whole, lambda setting, questions: lambda: told.append((setting, questions))
     )
     alone = {
         setting: Evaluator(
-            {rule.lead_in: RoteEngine() for rule in rules},
-            data.instruction,
-            BlendConfig(min_tokens=0),
-            SamplingParams(),
+            {rule.lead_in: RoteEngine() for rule in rules}, FRAME, base, SamplingParams()
         ).run(data.of_setting(setting), rules)
         for setting, rules in plans.items()
     }

@@ -3,8 +3,10 @@ from __future__ import annotations
 import pytest
 
 from cacheblend_rag.errors import ConfigError
-from cacheblend_rag.quality.grids import default_rules, grid_rules
+from cacheblend_rag.quality.grids import complete, default_rules, grid_rules
 from cacheblend_rag.quality.questions import demo_dataset
+from cacheblend_rag.quality.rules import Rule
+from cacheblend_rag.settings import BlendConfig
 
 
 def test_default_plan_fits_each_setting():
@@ -49,3 +51,37 @@ def test_grids_refuse_unknown_names(options, message):
 
 def test_no_option_is_no_grid():
     assert grid_rules(None, None, None) is None
+
+
+BASE = BlendConfig(min_tokens=0)
+DEFAULT = Rule.default()
+ASKED = [Rule("instruction", "prior", 0.1), Rule("instruction", "hkvd", 0.2)]
+
+
+def test_the_engines_defaults_are_always_among_the_rules():
+    assert complete(ASKED, BASE, {}, fidelity=False) == [*ASKED, DEFAULT]
+    same = Rule(DEFAULT.lead_in, DEFAULT.selector, DEFAULT.ratio)
+    assert complete([same, *ASKED], BASE, {}, fidelity=False) == [DEFAULT, *ASKED]
+
+
+@pytest.mark.parametrize(
+    ("base", "options"),
+    [(BASE, {DEFAULT.selector: {"deviation": "k"}}), (BASE.with_changes(check_layers=(2,)), {})],
+)
+def test_a_rule_with_other_settings_is_not_the_default(base, options):
+    same = Rule(DEFAULT.lead_in, DEFAULT.selector, DEFAULT.ratio)
+    assert complete([same], base, options, fidelity=False) == [same, DEFAULT]
+
+
+def test_fidelity_is_held_against_reuse_and_random_rows():
+    rules = complete(ASKED, BASE, {}, fidelity=True)
+    assert rules == [
+        Rule.reuse("instruction"),
+        Rule.reuse("document"),
+        Rule("instruction", "random", 0.1),
+        Rule("instruction", "random", 0.2),
+        Rule("document", "random", DEFAULT.ratio),
+        *ASKED,
+        DEFAULT,
+    ]
+    assert complete(rules, BASE, {}, fidelity=True) == rules

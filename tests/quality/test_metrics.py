@@ -1,17 +1,21 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 
 import numpy as np
 import pytest
 
 from cacheblend_rag.errors import MissingExtraError
 from cacheblend_rag.quality.metrics import (
-    _rouge_scorer,
     bootstrap_interval,
     exact_match,
+    mcnemar,
     normalize_answer,
+    paired_interval,
+    ratio_interval,
     rouge_l,
+    rouge_scorer,
     token_f1,
 )
 
@@ -102,6 +106,55 @@ def test_interval_refuses_bad_input(scores, level):
 
 def test_rouge_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    _rouge_scorer.cache_clear()
+    rouge_scorer.cache_clear()
     with pytest.raises(MissingExtraError, match=r"pip install 'cacheblend-rag\[eval\]'"):
         rouge_l("red", ["red"])
+
+
+FIRST, SECOND = (0.1, 0.5, 0.4, 0.9), (0.2, 0.1, 0.3, 0.5)
+
+
+def all_draws(figure):
+    """A figure of all prompts that can be drawn with replacement, each draw once."""
+    draws = product(range(len(FIRST)), repeat=len(FIRST))
+    return [figure([FIRST[i] for i in d], [SECOND[i] for i in d]) for d in draws]
+
+
+@pytest.mark.parametrize(
+    ("interval", "figure"),
+    [
+        (paired_interval, lambda a, b: (sum(a) - sum(b)) / len(a)),
+        (ratio_interval, lambda a, b: sum(a) / sum(b)),
+    ],
+)
+def test_paired_intervals_are_those_of_all_draws(interval, figure):
+    wanted = np.quantile(all_draws(figure), [0.1, 0.9])
+    found = interval(FIRST, SECOND, level=0.8, resamples=20_000)
+    assert found == pytest.approx(wanted, abs=0.03)
+    assert found == interval(FIRST, SECOND, level=0.8, resamples=20_000)
+
+
+def test_pairs_that_differ_by_the_same_have_an_interval_of_no_width():
+    assert paired_interval([3, 5], [1, 3]) == (2.0, 2.0)
+    assert ratio_interval([2, 6], [1, 3]) == (2.0, 2.0)
+    assert ratio_interval([1, 1], [0, 1]) is None
+
+
+@pytest.mark.parametrize(("first", "second"), [([], []), ([1.0], [1.0, 2.0])])
+def test_pairs_must_be_pairs(first, second):
+    with pytest.raises(ValueError, match="as many"):
+        paired_interval(first, second)
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 3, 6])
+def test_mcnemar_counts_all_ways_to_be_ahead(ahead):
+    odd = 6
+    first = [True] * ahead + [False] * (odd - ahead) + [True, False]
+    second = [False] * ahead + [True] * (odd - ahead) + [True, False]
+    lead = abs(2 * ahead - odd)
+    as_far = sum(abs(sum(signs)) >= lead for signs in product((-1, 1), repeat=odd))
+    assert mcnemar(first, second) == pytest.approx(as_far / 2**odd)
+
+
+def test_mcnemar_of_the_same_answers_is_one():
+    assert mcnemar([True, False], [True, False]) == 1.0

@@ -4,7 +4,7 @@ import pytest
 
 from cacheblend_rag.demo.corpus import held_out_names
 from cacheblend_rag.errors import ConfigError, DatasetError
-from cacheblend_rag.quality.dataset import load_dataset
+from cacheblend_rag.quality.data import load_dataset
 from cacheblend_rag.quality.questions import choose_questions, demo_dataset
 
 

@@ -13,8 +13,8 @@ from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.settings.tier_url import TierUrl, read_tiers
 
-SECRET = "hun/ter#2"
-WITH_PASSWORD = "redis://reader:hun%2Fter%232@cache:6380/2?ttl=1h&prefix=a:"
+SECRET = "qun/ter#2"
+WITH_PASSWORD = "redis://reader:qun%2Fter%232@cache:6380/2?ttl=1h&prefix=a:"
 
 
 def test_a_url_says_where_and_how():
@@ -116,7 +116,7 @@ def test_a_password_is_shown_nowhere_and_handed_on_by_the_environment():
         json.dumps(settings.to_transfer_config()), repr(command), repr(copy.deepcopy(store)),
     ]  # fmt: skip
     for text in shown:
-        assert "hun" not in text
+        assert "qun" not in text
         assert "ter" not in text.replace("tiers", "").replace("filter", "").replace("register", "")
     for kept in (store, store.with_changes(kv_path="x"), settings.store, engine.store, command):
         assert kept.environment() == {"CACHEBLEND_REDIS_PASSWORD": SECRET}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cacheblend_rag.errors import PromptError
 from cacheblend_rag.text import encoder as encoder_module
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import PromptEncoder, _opening_tokens, encode_plainly
+from cacheblend_rag.text.encoder import PromptEncoder, encode_plainly, opening_tokens
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
 from cacheblend_rag.text.special_tokens import Markers, special_tokens
@@ -339,7 +339,7 @@ def test_markers_are_cut_where_they_reach_into_a_chunk_and_only_there(kind: str)
     encoder, text, long = encoder_of(kind), f"{END}er{END}", len(END)
 
     def pieces(start: int, stop: int) -> list[str]:
-        return list(encoder._pieces(text, [(start, stop)]))
+        return list(encoder.pieces(text, [(start, stop)]))
 
     assert pieces(long, long + 2) == [text]
     assert pieces(long - 1, long + 2) == [text[0], text[1:]]
@@ -359,11 +359,11 @@ def test_a_chunk_that_no_anchor_can_be_cut_from_is_encoded_alone() -> None:
 def test_a_text_broken_up_holds_no_special_token_and_reads_the_same(kind: str) -> None:
     encoder = encoder_of(kind)
     for text in (f"lamp{END}ships", END, "The lamp", "x"):
-        broken = encoder._broken(text)
+        broken = encoder.broken_up(text)
         assert encoder.special_ids.isdisjoint(broken)
         if kind in SPELLS_EVERYTHING:
             assert says(kind, broken).replace(" ", "") == text.replace(" ", "")
-    assert encoder._broken("The lamp") == encoder.chunk("The lamp")
+    assert encoder.broken_up("The lamp") == encoder.chunk("The lamp")
 
 
 def test_a_special_token_of_two_characters_is_broken_up() -> None:
@@ -372,7 +372,7 @@ def test_a_special_token_of_two_characters_is_broken_up() -> None:
     encoder = PromptEncoder(tokenizer)
     whole, *halves = (encode_plainly(tokenizer, text) for text in ("|>", "|", ">"))
     assert not encoder.special_ids.isdisjoint(whole)
-    assert encoder._broken("|>") == halves[0] + halves[1]
+    assert encoder.broken_up("|>") == halves[0] + halves[1]
 
 
 class Stub:
@@ -386,7 +386,7 @@ def test_a_tokenizer_that_encodes_a_prompt_otherwise_opens_with_nothing() -> Non
     def encode(text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]:
         return [1, 2, 3] if add_special_tokens else [9]
 
-    assert _opening_tokens(Stub(encode=encode)) == ()  # type: ignore[arg-type]
+    assert opening_tokens(Stub(encode=encode)) == ()  # type: ignore[arg-type]
 
 
 def test_added_tokens_are_special_where_they_look_so_or_the_template_names_them() -> None:

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from cacheblend_rag.blend.selectors.probe import Probe
+
 
 def _alone(part: Tensor) -> Tensor:
     return part
@@ -23,6 +25,7 @@ class Evidence:
     fresh_keys, fresh_values, cached_keys, cached_values: (kv_heads, tokens, head_dim) at a check
         layer, keys at prompt positions; None before layer 0.
     total: sums a tensor over tensor-parallel ranks; a rule that sums over heads must call it.
+    positions: (tokens,) int64, each token's position in the prompt, rising, or None.
     """
 
     offsets: Tensor
@@ -33,6 +36,7 @@ class Evidence:
     cached_keys: Tensor | None = None
     cached_values: Tensor | None = None
     total: Callable[[Tensor], Tensor] = _alone
+    positions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,15 @@ class Selector:
     needs_question: ClassVar[bool] = False
     needs_prior: ClassVar[bool] = False
     fixed_ratio: ClassVar[float | None] = None
+
+    @property
+    def probe(self) -> Probe:
+        """What the probe pass observes, if ``needs_question``."""
+        return Probe()
+
+    def kv_before(self, layers: int) -> float:
+        """Return the share of a model's layers whose cached KV is read before layer 0 is run."""
+        return self.probe.depth(layers) / layers if self.needs_question else 0.0
 
     def score(self, evidence: Evidence) -> Tensor:
         """Return (tokens,) float32 scores; the highest are recomputed, -inf never is."""

@@ -7,16 +7,15 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from cacheblend_rag.blend.selectors.base import Evidence, Selector, given
+from cacheblend_rag.blend.selectors.base import Evidence, given
+from cacheblend_rag.blend.selectors.question import Question
 
 
 @dataclass(frozen=True)
-class QuestionPrior(Selector):
+class QuestionPrior(Question):
     """Question attention times prior. Source: this project's study."""
 
-    needs_question: ClassVar[bool] = True
     needs_prior: ClassVar[bool] = True
 
     def score(self, evidence: Evidence) -> Tensor:
-        attention = given(evidence.question_attention, "question_attention")
-        return attention * given(evidence.prior, "prior")
+        return super().score(evidence) * given(evidence.prior, "prior")

@@ -22,7 +22,7 @@ from cacheblend_rag.demo.corpus.prompt import (
     PromptFrame,
 )
 from cacheblend_rag.demo.corpus.sentences import vocabulary
-from cacheblend_rag.demo.corpus.settings import SETTINGS
+from cacheblend_rag.demo.corpus.settings import LEARNED_SETTINGS, SETTINGS
 from cacheblend_rag.demo.corpus.shape import EVALUATION_SHAPE, CorpusShape
 from cacheblend_rag.demo.corpus.subjects import FIRST_NAMES, held_out_names, names_and_values
 
@@ -33,6 +33,7 @@ __all__ = [
     "EVALUATION_SHAPE",
     "FIRST_NAMES",
     "INSTRUCTION",
+    "LEARNED_SETTINGS",
     "OTHER_FRAMES",
     "SETTINGS",
     "UNKNOWN",

@@ -150,3 +150,5 @@ DRAWS: dict[str, Callable[[random.Random, CorpusShape, bool], Draw]] = {
     "turns": draw_turns,
 }
 SETTINGS = tuple(DRAWS)
+LEARNED_SETTINGS = ("adjacent", "fragments", "shuffled")
+"""Those that the bundled weights were trained on."""

@@ -79,6 +79,10 @@ class _FusedLayer(DynamicLayer):  # type: ignore[misc] # base is untyped
             _extended(fused.values, self.layer, value_states, start, first),
         )
 
+    def crop(self, max_length: int) -> None:
+        """Forget the KV of all later tokens."""
+        self.length = min(self.length, max_length)
+
     def get_seq_length(self) -> int:
         return self.length
 

@@ -16,45 +16,43 @@ from torch import nn
 
 from cacheblend_rag.blend import plan_schedule
 from cacheblend_rag.blend.copy_stream import release_pinned
-from cacheblend_rag.blend.cost import prefill_cost
-from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
-from cacheblend_rag.engines.backend import UNSUPPORTED
+from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.answer import CANCELLED, Delta, FinishReason, Request
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.checked_config import engine_settings
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.parts import EngineSetup
+from cacheblend_rag.engines.prepare import PromptLike
+from cacheblend_rag.engines.question_time import Hints
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches
-from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream, eos_token_ids
 from cacheblend_rag.engines.transformers.model_steps import (
     in_idle_turns,
     in_turns,
     inference,
     lock_of,
-    run_steps,
 )
-from cacheblend_rag.engines.transformers.prefill import (
-    Prefilled,
-    PromptChunks,
-    blended_prefill,
-    ordinary_prefill,
-)
+from cacheblend_rag.engines.transformers.prefill import Prefilled
+from cacheblend_rag.engines.transformers.prefiller import Prefiller
 from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.engines.transformers.teacher_forcing import forced_log_probs
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
 from cacheblend_rag.engines.transformers.wrappers import model_in, without_compiling
-from cacheblend_rag.errors import ConfigError, OutOfMemoryError
+from cacheblend_rag.errors import ConfigError, OutOfMemoryError, PromptTooLongError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
-from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory, no_room
+from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
+from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
-from cacheblend_rag.prefill.policy import NO_CHUNK
 from cacheblend_rag.prefill.precompute import (
     ComputeAlone,
     Computed,
@@ -62,11 +60,9 @@ from cacheblend_rag.prefill.precompute import (
     compute_chunks,
     compute_one_by_one,
 )
-from cacheblend_rag.prefill.prompt_pass import NotWorthLoading
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.reason import Reason, ReasonCode
-from cacheblend_rag.report import PrefillReport
-from cacheblend_rag.settings import BlendConfig, LeadInConfig
+from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
@@ -79,7 +75,7 @@ NOT_COMPUTED = Reason(ReasonCode.NO_ROOM, NO_ROOM)
 """The reason for chunks that were not computed for lack of memory."""
 
 
-class TransformersEngine(Engine):
+class TransformersEngine(Engine, ScoringEngine):
     """The embedded engine.
 
     Requests take turns, one layer or decode step at a time, including those of other engines around
@@ -91,6 +87,7 @@ class TransformersEngine(Engine):
     """
 
     name = "transformers"
+    compares = True
 
     def __init__(
         self,
@@ -104,6 +101,7 @@ class TransformersEngine(Engine):
         namespace: str = "default",
         lead_in: LeadInConfig | str | None = None,
         fill_on_miss: bool = False,
+        guard: GuardConfig | None = None,
         device: str | None = None,
         dtype: str | torch.dtype | None = None,
     ) -> None:
@@ -126,6 +124,7 @@ class TransformersEngine(Engine):
             fill_on_miss: whether registered chunks whose KV a request missed are computed and
                 stored when no request wants the model: also between calls, so with a loaded model
                 that nothing else uses.
+            guard: how the quality of blended answers is watched; None is not at all.
             device: where a model given by name is loaded.
             dtype: in what precision it is loaded.
 
@@ -170,14 +169,15 @@ class TransformersEngine(Engine):
                 instruction=instruction,
                 namespace=namespace,
                 fill_on_miss=fill_on_miss,
+                guard=guard,
             )
         )
 
     def _take(self, tried: TriedModel) -> None:
-        """Use the stack, the ordinary prefill and the controller of a tested model."""
+        """Use the stack and the ordinary prefill of a tested model."""
         self._tried = tried
-        self._stack, self._blend_refusal = tried.stack, tried.refusal
-        self._ordinary, self._controller = tried.ordinary, tried.controller
+        self._stack, self._ordinary = tried.stack, tried.ordinary
+        self._prefiller = Prefiller(tried, self.store, self._priority_lock)
 
     def _refresh(self) -> None:
         """Detect changes of the model's weights and adapters."""
@@ -203,7 +203,7 @@ class TransformersEngine(Engine):
     @property
     def blend_refusal(self) -> Reason | None:
         """Why the model cannot be blended, or None."""
-        return self._blend_refusal
+        return self._tried.refusal
 
     @property
     def model_sampling(self) -> ModelSampling:
@@ -246,8 +246,12 @@ class TransformersEngine(Engine):
         else:
             return
         # After the handler: the error's traceback kept the request's KV.
+        raise self._out_of_memory(request, lack)
+
+    def _out_of_memory(self, request: Request, lack: str) -> OutOfMemoryError:
+        """Free memory that nothing uses any more, and return the error to raise."""
         give_back_unused()
-        raise OutOfMemoryError(
+        return OutOfMemoryError(
             f"no memory on {self.model.device} to answer a prompt of "
             f"{len(request.prepared.token_ids):,} tokens: shorten it or lower max_tokens, or free "
             f"memory (engine.release() frees chunk KV): {lack}"
@@ -258,7 +262,7 @@ class TransformersEngine(Engine):
         request = self._renewed(request)
         text = TextStream(self.tokenizer, request.sampling.stop)
         tell = partial(self._answered, request)
-        prefilled = self._prefilled(request)
+        prefilled = self._prefiller.run(request)
         if prefilled is None:
             yield tell("", (), "cancelled", CANCELLED)
             return
@@ -282,6 +286,53 @@ class TransformersEngine(Engine):
         rest = piece + text.finish()
         yield Delta(rest, tell(text.text, text.token_ids, reason, prefilled.report).generation)
 
+    def score_each(
+        self,
+        prompt: PromptLike,
+        continuations: Sequence[Sequence[int]],
+        *,
+        config: BlendConfig | None = None,
+        hints: Hints = (),
+        full: bool = False,
+    ) -> tuple[ContinuationScore, ...]:
+        """Return the scores of several given answers after one prefill."""
+        if not all(continuations):
+            raise ConfigError("continuation is empty: give at least one token to score")
+        longest = max(map(len, continuations), default=1)
+        sampling = SamplingParams.greedy(max_tokens=longest)
+        request = self._questions.request(prompt, sampling, config, hints, steered=False, full=full)
+        if request.sampling.max_tokens < longest:
+            tokens = len(request.prepared.token_ids) + longest
+            raise PromptTooLongError(tokens, self.context_window)
+        try:
+            return tuple(self._score(self._renewed(request), continuations))
+        except Exception as error:
+            lack = lack_of_memory(error)
+            if lack is None:
+                raise
+        raise self._out_of_memory(request, lack)
+
+    def _score(
+        self, request: Request, continuations: Sequence[Sequence[int]]
+    ) -> Iterator[ContinuationScore]:
+        prefilled = self._prefiller.run(request)
+        if prefilled is None:  # closed meanwhile
+            self._lifetime.check()
+            raise ConfigError("the engine was closed")
+        ids = request.prepared.token_ids
+        report = self._questions.report(request, prefilled.report)
+        for answer in continuations:
+            with working(), self._priority_lock.taken(), inference():
+                found = forced_log_probs(self._ordinary, prefilled, ids, answer)
+            yield ContinuationScore(found, report)
+
+    def _compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
+        """As every engine; None also if adapters or weights change meanwhile."""
+        request, prefiller = self._renewed(request), self._prefiller
+        done = yield from prefiller.compare(request, compared)
+        self._refresh()
+        return done if prefiller is self._prefiller else None
+
     def _renewed(self, request: Request) -> Request:
         """Return a request with its chunks' keys for the model's current state.
 
@@ -296,67 +347,6 @@ class TransformersEngine(Engine):
             for chunk in prepared.placed
         )
         return replace(request, prepared=replace(prepared, placed=placed))
-
-    def _prefilled(self, request: Request) -> Prefilled | None:
-        """Prefill, blended if there is something to reuse; None if cancelled meanwhile.
-
-        Other requests may use the model while this one waits for the store.
-        """
-        chunks = PromptChunks(request.prepared, self.store)
-        reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
-        if self._stack is None or request.full or not chunks.placed:
-            return self._ordinarily(request, reserve, self._told_unasked(request))
-        blended = self._blended(self._stack, request, chunks, reserve)
-        if not isinstance(blended, NotWorthLoading):
-            return blended
-        told = PrefillReport(blended.why, chunks=blended.chunks)
-        return self._ordinarily(request, reserve, told)
-
-    def _blended(
-        self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
-    ) -> Prefilled | NotWorthLoading | None:
-        """Prefill by a blend pass; one that runs out of memory is abandoned and freed."""
-        try:
-            return self._run_pass(stack, request, chunks, reserve)
-        except Exception as error:
-            lack = lack_of_memory(error)
-            if lack is None:
-                raise
-        # After the handler: the error's traceback kept the pass, and so would a logged one.
-        give_back_unused()
-        logger.warning(
-            "a prompt of %d tokens is not blended: %s (%s)", len(chunks.token_ids), NO_ROOM, lack
-        )
-        return NotWorthLoading(no_room(lack), chunks.missed(NO_ROOM))
-
-    def _run_pass(
-        self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
-    ) -> Prefilled | NotWorthLoading | None:
-        with chunks.source(stack, request.config) as source:
-            steps = blended_prefill(
-                stack, chunks, source, request.config, reserve, controller=self._controller
-            )
-            return run_steps(self._priority_lock, steps, request.cancel, source)
-
-    def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
-        """Serve a prompt by the model's own prefill, and record its duration."""
-        ids = request.prepared.token_ids
-        steps = ordinary_prefill(self._ordinary, ids, reserve, told)
-        done = run_steps(self._priority_lock, steps, request.cancel)
-        if done is not None and self._controller is not None:
-            work = prefill_cost(self._controller.costs, len(ids))
-            self._controller.rates.record("prefill", work, done.seconds["recompute"])
-        return done
-
-    def _told_unasked(self, request: Request) -> PrefillReport:
-        """Return the report of a prompt that is not blended, without asking the store."""
-        placed, refusal = request.prepared.placed, self._blend_refusal
-        if request.full:
-            return PrefillReport(FULL_PREFILL)
-        if not placed or refusal is None:
-            return PrefillReport(NO_CHUNK)
-        why = Reason(refusal.code, f"{UNSUPPORTED}: {refusal}")
-        return PrefillReport(why, chunks=[chunk.report(UNSUPPORTED) for chunk in placed])
 
     def _tokens(self, request: Request, prefilled: Prefilled) -> Iterator[int]:
         """Sample at most max_tokens tokens, one per decode step."""

@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cacheblend_rag.engines.generation_file import REFUSED, repaired_generation_config
 from cacheblend_rag.engines.identity import weights_in_files
@@ -72,6 +72,19 @@ def load_model(
     except (OSError, KeyError, ImportError, RuntimeError, *REFUSED) as error:
         raise ModelLoadError(f"{unloaded('model', name)}: {first_line(error)}") from error
     return prepare(model.to(device))
+
+
+def checkpoint_dtype(name: str | Path) -> torch.dtype | None:
+    """Return the dtype that a model's config states for its weights, None if it states none.
+
+    Raises ModelLoadError when the config cannot be read.
+    """
+    try:
+        config = AutoConfig.from_pretrained(resolve(name))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"{unloaded('config', name)}: {first_line(error)}") from error
+    stated = config.dtype or config.get_text_config().dtype
+    return getattr(torch, stated, None) if isinstance(stated, str) else stated
 
 
 def prepare(model: PreTrainedModel) -> PreTrainedModel:

@@ -73,6 +73,19 @@ def in_turns(lock: PriorityLock, steps: Iterator[T]) -> Iterator[T]:
         yield item
 
 
+def run_when_idle(lock: PriorityLock, steps: Steps[T]) -> Steps[T]:
+    """Run each step under the lock while no request wants the model; yields in between."""
+    while True:
+        with lock.left_over(PATIENCE_SECONDS) as is_mine:
+            if is_mine:
+                with working(), inference():
+                    try:
+                        next(steps)
+                    except StopIteration as done:
+                        return cast(T, done.value)
+        yield
+
+
 def in_idle_turns(lock: PriorityLock, steps: Iterator[T | None]) -> Iterator[T | None]:
     """Run each step under the lock while no request wants the model; None while one does."""
     while True:

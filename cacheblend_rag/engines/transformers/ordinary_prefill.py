@@ -71,7 +71,17 @@ class OrdinaryPrefill:
         """Return the logits after ``token_ids``; ``cache`` holds all of them but the last."""
         if cache is None:
             return self._run(token_ids, None)[:, -1]
-        return self._run(token_ids[-1:], cache, start=len(token_ids) - 1)[:, -1]
+        return self.continued(cache, token_ids, 1)
+
+    def continued(self, cache: Cache | None, token_ids: Sequence[int], count: int) -> Tensor:
+        """Return the logits after each of the last tokens, (count, vocabulary) float32.
+
+        cache: holds all but those, and gets them, too.
+        """
+        if cache is None:
+            return self.last_logits(token_ids, count)
+        start = len(token_ids) - count
+        return self._run(token_ids[start:], cache, start=start, keep=count)[0]
 
     def last_logits(self, token_ids: Sequence[int], count: int) -> Tensor:
         """Return the logits after each of the last tokens, (count, vocabulary) float32.

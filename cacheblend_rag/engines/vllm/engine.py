@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 import uuid
@@ -10,6 +11,7 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
+    Coroutine,
     Generator,
     Iterator,
     Mapping,
@@ -18,9 +20,10 @@ from collections.abc import (
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from cacheblend_rag.engines.answer import CANCELLED, FULL_PREFILL, Delta, FinishReason, Request
+from cacheblend_rag.engines.backend import STOPPED
 from cacheblend_rag.engines.base import Engine
 from cacheblend_rag.engines.checked_config import engine_settings
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
@@ -30,6 +33,7 @@ from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, stored_by
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
+    CompareResult,
     Late,
     Result,
     SentChunk,
@@ -41,15 +45,18 @@ from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
 from cacheblend_rag.kv.put_result import READ_ONLY
+from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
 from cacheblend_rag.reason import Reason
-from cacheblend_rag.settings import BlendConfig, LeadInConfig
+from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig, Profile
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CANCEL_SECONDS = 0.05
 JOBS_AT_ONCE = 8
@@ -64,7 +71,7 @@ class VLLMEngine(Engine):
     """
 
     part_chunks = 512
-    fills_last = True
+    fills_last = compares = True
 
     def __init__(
         self,
@@ -77,19 +84,23 @@ class VLLMEngine(Engine):
         namespace: str = "default",
         lead_in: LeadInConfig | str | None = None,
         fill_on_miss: bool = False,
+        guard: GuardConfig | None = None,
     ) -> None:
         """Ask vLLM for its status; the transport closes with the engine, also on failure.
 
         Args:
             transport: InProcessVLLM or VLLMServer.
             tokenizer: the model's own by default.
-            config: the default for requests without one.
+            config: the default for requests without one; what it does not set is the server's
+                profile's, as for the lead-in.
             registry: known chunks; several engines may share one.
             instruction: the text of prompts before their first chunk.
             namespace: the one that vLLM was started with.
             lead_in: the text that chunks are computed after, as settings or by its kind's name.
             fill_on_miss: whether registered chunks whose KV a request missed are computed and
                 stored while vLLM does nothing else.
+            guard: how the quality of blended answers is watched; None is as the server was started
+                (``serve --guard``), by default not at all.
 
         Raises:
             ConfigError: when a setting is wrong, or namespace or vocabulary are not vLLM's.
@@ -107,6 +118,9 @@ class VLLMEngine(Engine):
                     f"namespace={namespace!r} is not the server's: give the one it was started "
                     "with (cacheblend-rag serve --namespace)"
                 )
+            if self.status.profile:
+                profile = Profile.of(json.loads(self.status.profile))
+                config, lead_in = profile.blended(config), profile.led_in(lead_in)
             self._own_sampling = self._find_sampling()
             super().__init__(
                 EngineSetup(
@@ -119,11 +133,16 @@ class VLLMEngine(Engine):
                     instruction=instruction,
                     namespace=namespace,
                     fill_on_miss=fill_on_miss,
+                    guard=guard or self._guard_of_server(),
                 )
             )
         except BaseException:
             transport.close()
             raise
+
+    def _guard_of_server(self) -> GuardConfig | None:
+        share = self.status.guard
+        return GuardConfig(sample_share=share) if 0 < share <= 1 else None
 
     def _settle(self, setup: EngineSetup) -> None:
         super()._settle(setup)
@@ -188,6 +207,8 @@ class VLLMEngine(Engine):
         placed = tuple(chunk for chunk in request.prepared.placed if chunk.end < len(tokens))
         if not placed:
             return Sent(plain, reason=NO_CHUNK)
+        if (stopped := request.steering.refusal) is not None:
+            return Sent(plain, placed, stopped, STOPPED)
         known = sum(chunk.end - chunk.start for chunk in placed)
         if refused := too_little(known, request.config.min_tokens):
             return Sent(plain, placed, *refused)
@@ -211,7 +232,7 @@ class VLLMEngine(Engine):
         ids: list[int] = []
         pieces = self.transport.send(sent.request, stream=request.streamed)
         async with aclosing(cast("AsyncGenerator[Piece]", pieces)):
-            while piece := await _next(pieces, request.cancel):
+            while piece := await next_piece(pieces, request.cancel):
                 ended = time.perf_counter() - started
                 first = first or ended
                 text, last = text + piece.text, piece
@@ -240,6 +261,21 @@ class VLLMEngine(Engine):
         ):
             return await self._jobs.late_result(sent.request.job.report_id)
         return result
+
+    def _compare(
+        self, request: Request, compared: Compared
+    ) -> Generator[None, None, Comparison | None]:
+        """The work is done by a worker, while vLLM does nothing else."""
+        tokens = len(compared.prompt)
+        chunks = tuple(_sent_chunk(one) for one in request.prepared.placed if one.end < tokens)
+        cancel = Cancellation(is_over=lambda: not self.is_open)
+        asked = _until_over(self._jobs.compare(chunks, compared, request.config), cancel)
+        found: Comparison | None = None
+        for result in PushedStream(asked, cancel, self.transport.background):
+            if isinstance(result, CompareResult):
+                found = Comparison(result.divergence, result.prefill_divergence)
+            yield
+        return found
 
     # The store's operations: jobs that any two tokens carry
 
@@ -322,6 +358,18 @@ class VLLMEngine(Engine):
         self.transport.close()
 
 
+async def _until_over(work: Coroutine[Any, Any, T], cancel: Cancellation) -> AsyncIterator[T]:
+    """Yield a result once it is there, or nothing if the work is cancelled before."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not cancel.is_set():
+            if (await asyncio.wait([task], timeout=CANCEL_SECONDS))[0]:
+                yield task.result()
+                return
+    finally:
+        task.cancel()
+
+
 def _sent_chunk(chunk: PlacedChunk) -> SentChunk:
     return SentChunk(
         chunk.start,
@@ -339,7 +387,7 @@ def _finish_reason(told: str | None) -> FinishReason:
     return cast(FinishReason, {"abort": "cancelled", "length": "length"}.get(told or "", "stop"))
 
 
-async def _next(pieces: AsyncIterator[Piece], cancel: Cancellation) -> Piece | None:
+async def next_piece(pieces: AsyncIterator[Piece], cancel: Cancellation) -> Piece | None:
     """Return the next piece, or None if there is none or the request is cancelled.
 
     Cancellation is polled. The piece is awaited in this task itself: a separate task could be left

@@ -31,8 +31,10 @@ from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR
 from cacheblend_rag.engines.vllm.transport import Transport, VLLMRequest
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.comparing import Compared
 from cacheblend_rag.prefill.precompute import DocumentPlan
 from cacheblend_rag.reason import Reason
+from cacheblend_rag.settings import BlendConfig
 
 T = TypeVar("T")
 
@@ -60,6 +62,22 @@ class JobClient:
         tokens = tuple(work.tokens)
         job = BlendJob("precompute", self._lead_in, chunks, tokens=tokens, idle=idle)
         return await self._carry_out(carrier(job), everywhere=not self.status.shared)
+
+    async def compare(
+        self, chunks: tuple[SentChunk, ...], compared: Compared, config: BlendConfig
+    ) -> Result:
+        """Compare a prompt with full prefill while vLLM does nothing else."""
+        job = BlendJob(
+            "compare",
+            self._lead_in,
+            chunks,
+            tokens=tuple(compared.prompt),
+            config=config,
+            idle=True,
+            answer=tuple(compared.answer),
+            reference=tuple(compared.reference or ()),
+        )
+        return await self._carry_out(carrier(job), everywhere=False)
 
     async def verify(self, keys: Sequence[KVKey]) -> Mapping[KVKey, Reason]:
         """Check stored KV on all replicas; returns unreadable keys with reasons.

@@ -1,43 +1,26 @@
-"""The base class of tiers: counters, pins, admission, and failures as misses."""
+"""The base class of tiers: the methods that the store calls, built on what a tier implements."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence, Set
 
-from cacheblend_rag.errors import (
-    BadSignatureError,
-    DamagedChunkError,
-    ForeignChunkError,
-    StoreError,
-)
+from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.mac import CHECKSUM, Mac
 from cacheblend_rag.kv.packed_kv import LayerKV
-from cacheblend_rag.kv.put_result import PutResult, told
-from cacheblend_rag.kv.reader import ChunkReader, WholeReader
+from cacheblend_rag.kv.put_result import PutResult
+from cacheblend_rag.kv.reader import ChunkReader
 from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
-from cacheblend_rag.kv.tiers.access import Access
-from cacheblend_rag.kv.tiers.admission import Admission, RefusedError, RejectedError, Resident
-from cacheblend_rag.kv.tiers.breaker import OutError
-from cacheblend_rag.kv.tiers.contract import TierContract, Usage
-from cacheblend_rag.kv.tiers.counters import Counters
+from cacheblend_rag.kv.tiers.contract import TierContract
+from cacheblend_rag.kv.tiers.parts import TierParts
 from cacheblend_rag.kv.tiers.policy import TierPolicy
-from cacheblend_rag.kv.write_queue import WriteQueue
-
-logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Tier(TierContract):
     """One place where chunk KV is kept; counts, pins, admission and failures are the same for all.
 
     Unless its docstring says so, no method raises because the storage fails: that is a miss or a
-    failed put. If one request for many chunks is cheaper than many requests, a tier overrides
-    ``_entry_many`` and ``_load_many``, too.
+    failed put.
 
     access: wraps each use of the storage, and skips it while it fails.
     """
@@ -51,13 +34,10 @@ class Tier(TierContract):
         writable = not self.policy.read_only
         self.keeps_found = type(self).keeps_found and self.policy.promote and writable
         self.takes_puts = type(self).takes_puts and self.policy.write != "none" and writable
-        self.mac = CHECKSUM
-        self.ttl_seconds = self.policy.ttl_seconds
-        self._counts = Counters()
-        self.access = Access(self, self._counts)
-        self._queue = WriteQueue(self._put, name) if self.policy.write == "behind" else None
-        self._admission = Admission(self.policy)
+        self.mac, self.ttl_seconds = CHECKSUM, self.policy.ttl_seconds
         self._pinned: set[KVKey] = set()
+        self._parts = TierParts(self)
+        self.access, self._capacity = self._parts.access, self._parts.capacity
 
     def join(self, mac: Mac, ttl_seconds: float | None) -> None:
         """Join a store with this MAC and time to live, unless the policy's is lower."""
@@ -69,8 +49,6 @@ class Tier(TierContract):
     def is_failing(self) -> bool:
         """Whether the last read failed."""
         return self.access.reading.is_failing
-
-    # Looking chunks up
 
     def contains(self, key: KVKey) -> bool:
         """Whether a chunk is stored here."""
@@ -85,48 +63,16 @@ class Tier(TierContract):
 
     def entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
         """As entry, for many chunks, in their order."""
-        queued = self._not_written(keys)
-        rest = [key for key in keys if key not in queued]
-        stored = iter(self._stored_entries(rest) if rest else ())
-        return [queued[key].entry if key in queued else next(stored) for key in keys]
+        return self._parts.lookups.entry_many(keys)
 
     def queued(self) -> list[tuple[KVKey, Entry]]:
         """Return the chunks that are not written yet; to be asked for before ``entries``."""
-        keys = [] if self._queue is None else self._queue.keys()
-        return [(key, chunk.entry) for key, chunk in self._not_written(keys).items()]
+        return self._parts.lookups.queued()
 
     def all_entries(self) -> Iterator[tuple[KVKey, Entry]]:
         """Yield all chunks, queued ones first, since they may be written meanwhile."""
         yield from self.queued()
         yield from self.entries()
-
-    def _stored_entries(self, keys: Sequence[KVKey]) -> list[Entry | None]:
-        try:
-            with self.access.to_read(keys[0], timed=False):
-                return self._entry_many(keys)
-        except OSError as error:
-            self.access.could_not_read("look up %s", keys[0], error)
-            return [None] * len(keys)
-
-    def _entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None]:
-        """As ``_entry``, for many chunks, in their order. Raises OSError."""
-        return _side_by_side(self._entry_or_none, keys, self.entries_at_once)
-
-    def _entry_or_none(self, key: KVKey) -> Entry | None:
-        try:
-            with self.access.to_read(key):
-                return self._entry(key)
-        except OSError as error:
-            self.access.could_not_read("look up %s", key, error)
-            return None
-
-    def _not_written(self, keys: Sequence[KVKey]) -> dict[KVKey, StoredChunk]:
-        if self._queue is None:
-            return {}
-        found = {key: self._queue.get(key) for key in keys}
-        return {key: chunk for key, chunk in found.items() if chunk is not None}
-
-    # Reading
 
     def get(self, key: KVKey) -> StoredChunk | None:
         """Read a chunk; None when absent.
@@ -134,90 +80,25 @@ class Tier(TierContract):
         Raises DamagedChunkError or ForeignChunkError once it is quarantined, StoreError when the
         tier cannot be read.
         """
-        (read,) = self.get_many([key])
-        if isinstance(read, StoreError):
-            raise read
-        return read
+        return self._parts.reads.get(key)
 
     def get_many(self, keys: Sequence[KVKey]) -> list[Read]:
         """As get, for many chunks, in their order; an error stands in its chunk's place."""
-        queued = self._not_written(keys)
-        self._counts.add("hits", len(queued))
-        rest = [key for key in keys if key not in queued]
-        stored = iter(self._get_stored(rest) if rest else ())
-        return [queued[key] if key in queued else next(stored) for key in keys]
+        return self._parts.reads.get_many(keys)
 
     def open(self, key: KVKey) -> ChunkReader | StoreError | None:
         """As get, but for the chunk's layers, which ``read_layers`` reads; an error is returned."""
-        opened: ChunkReader | StoreError | OSError | None
-        if queued := self._not_written([key]):
-            opened = WholeReader(queued[key].kv, queued[key].written_at)
-        else:
-            try:
-                with self.access.to_read(key):
-                    opened = self._open(key)
-            except (StoreError, OSError) as error:
-                opened = error
-        self._counts.add("hits" if isinstance(opened, ChunkReader) else "misses")
-        return opened if isinstance(opened, ChunkReader) else self._failed(key, opened)
+        return self._parts.reads.open(key)
 
     def read_layers(
         self, key: KVKey, reader: ChunkReader, first: int, last: int
     ) -> Sequence[LayerKV]:
         """Read layers ``first`` to ``last - 1`` of a chunk that was opened here; raises as get."""
-        try:
-            with self.access.to_read(key):
-                return reader.read(first, last)
-        except (StoreError, OSError) as error:
-            failed = self._failed(key, error)
-            raise failed or error from error
+        return self._parts.reads.layers(key, reader, first, last)
 
     def see(self, keys: Iterable[KVKey]) -> None:
         """Count accesses of chunks in any tier: often accessed chunks are kept."""
-        self._admission.see(keys)
-
-    def _get_stored(self, keys: Sequence[KVKey]) -> list[Read]:
-        loaded: list[Read | OSError]
-        try:
-            with self.access.to_read(keys[0], timed=False) as permit:
-                loaded = self._load_many(keys)
-                if self.fails_whole and any(isinstance(one, OSError) for one in loaded):
-                    self.access.reading.failed(permit)
-        except OSError as error:
-            loaded = [error] * len(keys)
-        return [self._settled(key, found) for key, found in zip(keys, loaded, strict=True)]
-
-    def _load_many(self, keys: Sequence[KVKey]) -> list[Read | OSError]:
-        """As ``_load``, for many chunks, in their order; an error stands in its chunk's place."""
-        return _side_by_side(self._loaded, keys, self.reads_at_once)
-
-    def _loaded(self, key: KVKey) -> Read | OSError:
-        try:
-            with self.access.to_read(key):
-                return self._load(key)
-        except (StoreError, OSError) as error:
-            return error
-
-    def _settled(self, key: KVKey, found: Read | OSError) -> Read:
-        """Count the result of a read, and quarantine an unusable chunk."""
-        self._counts.add("hits" if isinstance(found, StoredChunk) else "misses")
-        return found if isinstance(found, StoredChunk) else self._failed(key, found)
-
-    def _failed(self, key: KVKey, found: StoreError | OSError | None) -> StoreError | None:
-        """Quarantine an unusable chunk; returns the error to report, if any."""
-        if isinstance(found, BadSignatureError) and not self.mac.by_key:
-            # It is valid for holders of the key, who may remove it.
-            logger.warning("%s tier: %s is not read: %s", self.name, key, found)
-        elif isinstance(found, DamagedChunkError | ForeignChunkError):
-            self.quarantine(key, str(found))
-        if not isinstance(found, OSError):
-            return found
-        self.access.could_not_read("read %s", key, found)
-        unread = StoreError(f"{self.name} tier: could not read {key}: {found}")
-        unread.__cause__ = found
-        return unread
-
-    # Storing and removing
+        self._capacity.see(keys)
 
     def put(self, key: KVKey, chunk: StoredChunk) -> PutResult:
         """Store or replace a chunk; if the tier did not take it, returns and logs the reason.
@@ -225,38 +106,19 @@ class Tier(TierContract):
         If the tier is written behind, the chunk is queued and found at once. Raises NotFiniteError
         if the tier checked the chunk's numbers.
         """
-        if self.policy.read_only:
-            return PutResult(False)
-        if self._queue is None:
-            return self._put(key, chunk)
-        chunk.check()
-        refusal = self._queue.add(key, chunk)
-        if refusal is None:
-            return PutResult(True)
-        self._counts.add("dropped")
-        logger.warning("%s tier: %s is not stored: %s", self.name, key, refusal)
-        return PutResult(False, f"{self.name} tier: {refusal}")
+        return self._parts.writes.put(key, chunk)
 
     def evict(self, key: KVKey) -> bool:
         """Remove a chunk, pinned or not; returns whether it was there."""
-        return self._remove(key, "evictions")
+        return self._parts.writes.evict(key)
 
     def expire(self, key: KVKey) -> bool:
         """As evict, counted as the end of the chunk's time to live."""
-        return self._remove(key, "expired")
+        return self._parts.writes.expire(key)
 
     def quarantine(self, key: KVKey, reason: str) -> None:
         """Move an unusable chunk out of use and count it; a read-only tier leaves it in place."""
-        if self.policy.read_only:
-            logger.warning("%s tier: %s cannot be used: %s", self.name, key, reason)
-            return
-        logger.warning("%s tier: %s quarantined: %s", self.name, key, reason)
-        self._counts.add("quarantined")
-        try:
-            with self.access.to_write(key):
-                self._set_aside(key, reason)
-        except OSError as error:
-            self.access.could_not_write("set %s aside", key, error)
+        self._parts.quarantine.add(key, reason)
 
     def pin(self, *keys: KVKey) -> None:
         """Exempt chunks from eviction by capacity and age, stored yet or not.
@@ -277,117 +139,20 @@ class Tier(TierContract):
         """Whether a chunk is exempt from eviction by capacity and by age."""
         return key in self.pinned()
 
-    def _put(self, key: KVKey, chunk: StoredChunk) -> PutResult:
-        try:
-            with self.access.to_write(key):
-                self._save(key, chunk)
-        except RejectedError as rejection:
-            self._counts.add("rejected")
-            logger.debug("%s tier rejected %s: %s", self.name, key, rejection)
-            return PutResult(False)
-        except RefusedError as refusal:
-            # One warning per tier: a capacity below one chunk would otherwise fill the log.
-            first = self._counts.add("refused") == 1
-            level = logging.WARNING if first else logging.DEBUG
-            logger.log(level, "%s tier refused %s: %s", self.name, key, refusal)
-            return PutResult(False)
-        except OSError as error:
-            self.access.could_not_write("store %s", key, error)
-            cause = self.access.last_failure if isinstance(error, OutError) else told(error)
-            return PutResult(False, f"{self.name} tier: {cause}")
-        return PutResult(True)
-
-    def _remove(self, key: KVKey, counter: str) -> bool:
-        if self.policy.read_only:
-            return False
-        taken_back = self._queue is not None and self._queue.take_back(key)
-        try:
-            with self.access.to_write(key):
-                removed = self._drop(key) or taken_back
-        except OSError as error:
-            self.access.could_not_write("remove %s", key, error)
-            return taken_back
-        if removed:
-            self._counts.add(counter)
-            self._admission.forget_rejections()
-        return removed
-
-    def _check_fits(self, nbytes: int) -> None:
-        """Raise RefusedError for a chunk that is larger than the tier's capacity."""
-        if self.capacity_bytes is not None and nbytes > self.capacity_bytes:
-            raise RefusedError(f"{nbytes} bytes, capacity is {self.capacity_bytes}")
-
-    def _let_go(
-        self, key: KVKey, by_last_use: Iterable[Resident], *, excess: int, held: int, spare: int = 0
-    ) -> list[KVKey]:
-        """Return and count the chunks to evict so that a chunk fits.
-
-        by_last_use: chunks that are not pinned and not this one, least recently used first. excess:
-        bytes too many. held: chunks in the tier. spare: least number of further bytes to evict.
-        Raises RefusedError before anything is evicted in vain.
-        """
-        if excess <= 0:
-            return []
-        spare = max(spare, int((self.capacity_bytes or 0) * (1 - self.policy.watermark)))
-        gone = self._admission.victims(key, by_last_use, excess=excess, spare=spare, held=held)
-        self._counts.add("admitted")
-        self._counts.add("evictions", len(gone))
-        return [one.key for one in gone]
-
-    # Its life
-
     def stats(self) -> dict[str, int | None]:
         """Return entries, bytes, capacity_bytes, and this process's counters.
 
         Entries and bytes are None if the tier cannot be asked.
         """
-        usage = self._usage_or_none()
-        counts = self._counts.all()
-        counts["queued"] = 0 if self._queue is None else len(self._queue)
-        return {
-            "entries": None if usage is None else usage.entries,
-            "bytes": None if usage is None else usage.nbytes,
-            "capacity_bytes": self.capacity_bytes,
-            **counts,
-        }
+        return self._parts.stats.all()
 
     def drain(self) -> None:
         """Accept no more puts, and write the queue for at most a minute; the rest is lost."""
-        chunks, nbytes = (0, 0) if self._queue is None else self._queue.close()
-        if chunks:
-            self._counts.add("dropped", chunks)
-            logger.warning(
-                "%s tier: %d chunks (%d bytes) are lost: closed before they were written",
-                self.name,
-                chunks,
-                nbytes,
-            )
+        self._parts.writes.drain()
 
     def after_fork(self) -> None:
         """Reset locks and threads in a forked process, which has none of its parent's threads.
 
         Locks held by those threads would stay locked for ever; the parent writes queued chunks.
         """
-        self._counts.after_fork()
-        self.access.after_fork()
-        self._admission.after_fork()
-        if self._queue is not None:
-            self._queue = WriteQueue(self._put, self.name)
-
-    def _usage_or_none(self) -> Usage | None:
-        try:
-            with self.access.to_write():  # which may take a lock, as this does
-                return self.usage()
-        except OSError as error:
-            level = logging.DEBUG if isinstance(error, OutError) else logging.WARNING
-            logger.log(level, "%s tier: could not count what is stored: %s", self.name, error)
-            return None
-
-
-def _side_by_side(do: Callable[[KVKey], T], keys: Sequence[KVKey], at_once: int) -> list[T]:
-    """Return the results of ``do`` for all keys, computed with so many threads."""
-    threads = min(at_once, len(keys))
-    if threads <= 1:
-        return [do(key) for key in keys]
-    with ThreadPoolExecutor(threads, thread_name_prefix="kv-tier") as pool:
-        return list(pool.map(do, keys))
+        self._parts.after_fork()

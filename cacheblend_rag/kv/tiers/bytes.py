@@ -91,7 +91,7 @@ class BytesTier(Tier):
         # The signed time counts: without the key, a chunk cannot be made younger.
         written_at = chunk.written_at if self.mac.by_key else None
         data = codec.EncodedChunk(key, chunk.kv, self.mac, check=chunk.check, written_at=written_at)
-        self._check_fits(data.nbytes)
+        self._capacity.check_fits(data.nbytes)
         self._write(key, data, chunk.written_at)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,7 +11,7 @@ from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.mac import Mac
 from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import PARTS_AT_ONCE
-from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk
+from cacheblend_rag.kv.stored_chunk import Entry, Read, StoredChunk
 from cacheblend_rag.kv.tiers.policy import TierPolicy
 
 
@@ -77,7 +77,7 @@ class TierContract(ABC):
 
     @abstractmethod
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        """Store or replace a chunk, evicting others.
+        """Store or replace a chunk, evicting those that the tier's ``_capacity`` names.
 
         Raises RefusedError, and the errors of its check.
         """
@@ -94,6 +94,18 @@ class TierContract(ABC):
         """
         found = self._load(key)
         return None if found is None else WholeReader(found.kv, found.written_at)
+
+    def _entry_many(self, keys: Sequence[KVKey]) -> list[Entry | None] | None:
+        """As ``_entry``, for many chunks, in their order.
+
+        A tier overrides this if one request for all chunks is cheaper. By default, which is None,
+        they are looked up one by one, on several threads.
+        """
+        return None
+
+    def _load_many(self, keys: Sequence[KVKey]) -> list[Read | OSError] | None:
+        """As ``_entry_many``, for ``_load``; an error stands in its chunk's place."""
+        return None
 
     def _set_aside(self, key: KVKey, reason: str) -> None:
         """Keep the bytes for inspection if possible; by default they are dropped."""

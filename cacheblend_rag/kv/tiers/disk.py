@@ -236,7 +236,7 @@ class DiskTier(BytesTier):
 
     def _write(self, key: KVKey, data: EncodedChunk, written_at: float) -> None:
         path = self._file(key)
-        if self._admission.would_reject(key) and not os.path.exists(path):
+        if self._capacity.would_reject(key) and not os.path.exists(path):
             raise RejectedError("another chunk requested as often was rejected just now")
         self._make_folders(path)
         temporary = f"{path}.{uuid4().hex}{TEMPORARY_SUFFIX}"
@@ -379,7 +379,7 @@ class DiskTier(BytesTier):
         # The files themselves are the truth: a killed writer or a bare `rm` leaves `usage` high.
         others = [file for file in self._files() if file.key != key]
         stored = sum(file.entry.nbytes for file in others)
-        victims = self._let_go(
+        victims = self._capacity.evicted_for(
             key,
             self._oldest_first(others),
             excess=stored + nbytes - self.capacity_bytes,

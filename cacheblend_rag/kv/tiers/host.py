@@ -13,7 +13,7 @@ import torch
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.compact import compact
 from cacheblend_rag.kv.stored_chunk import Entry, StoredChunk
-from cacheblend_rag.kv.tiers.admission import RefusedError, Resident
+from cacheblend_rag.kv.tiers.admission import Resident
 from cacheblend_rag.kv.tiers.base import Tier
 from cacheblend_rag.kv.tiers.contract import Usage
 from cacheblend_rag.kv.tiers.policy import TierPolicy
@@ -72,8 +72,7 @@ class HostTier(Tier):
             for key in gone:
                 self._discard(key)
             freed = before - self._nbytes
-        self._counts.add("evictions", len(gone))
-        self._admission.forget_rejections()
+        self._capacity.freed("evictions", len(gone))
         return freed
 
     def after_fork(self) -> None:
@@ -110,7 +109,7 @@ class HostTier(Tier):
             return chunk
 
     def _save(self, key: KVKey, chunk: StoredChunk) -> None:
-        self._check_fits(chunk.kv.nbytes)  # before copying, so that a refusal costs nothing
+        self._capacity.check_fits(chunk.kv.nbytes)  # before copying: a refusal costs nothing
         chunk.check()
         kept = StoredChunk(compact(chunk.kv, self.device), chunk.written_at)
         with self._lock:
@@ -139,32 +138,20 @@ class HostTier(Tier):
     def would_take(self, key: KVKey, nbytes: int) -> bool:
         """As for any tier: it fits, or is requested more often than those it would displace."""
         with self._lock:
-            try:
-                self._admission.victims(
-                    key,
-                    self._evictable(key),
-                    excess=self._excess(key, nbytes),
-                    spare=0,
-                    held=len(self._chunks),
-                )
-            except RefusedError:
-                return False
-        return True
+            excess, held = self._excess(key, nbytes), len(self._chunks)
+            return self._capacity.would_take(key, self._evictable(key), excess=excess, held=held)
 
     def _make_room(self, key: KVKey, nbytes: int) -> None:
         """Evict until ``nbytes`` more fit in place of ``key``; refuse before evicting in vain."""
-        excess = self._excess(key, nbytes)
-        for victim in self._let_go(
-            key, self._evictable(key), excess=excess, held=len(self._chunks)
-        ):
+        excess, held = self._excess(key, nbytes), len(self._chunks)
+        order = self._evictable(key)
+        for victim in self._capacity.evicted_for(key, order, excess=excess, held=held):
             self._discard(victim)
 
     def _excess(self, key: KVKey, nbytes: int) -> int:
         """Return the bytes over capacity once ``nbytes`` replace ``key``."""
-        if self.capacity_bytes is None:
-            return 0
-        own = self._chunks[key].kv.nbytes if key in self._chunks else 0
-        return self._nbytes - own + nbytes - self.capacity_bytes
+        own = self._chunks.get(key)
+        return self._capacity.excess(self._nbytes - (own.kv.nbytes if own else 0) + nbytes)
 
     def _evictable(self, key: KVKey) -> Iterator[Resident]:
         for other, chunk in self._chunks.items():

@@ -210,7 +210,7 @@ class ObjectTier(BytesTier):
             return
         excess = self._held(key) + nbytes - self.capacity_bytes
         order = self._oldest_first(key, entries)
-        for victim in self._let_go(key, order, excess=excess, held=len(entries)):
+        for victim in self._capacity.evicted_for(key, order, excess=excess, held=len(entries)):
             self._drop(victim)
 
     def _listed(self, key: KVKey, nbytes: int) -> dict[KVKey, Entry] | None:
@@ -218,7 +218,7 @@ class ObjectTier(BytesTier):
         fits = self._held(key) + nbytes <= (self.capacity_bytes or 0)
         if fits and time.monotonic() - self._listed_at < LISTED_SECONDS:
             return None
-        if not fits and key not in self._sizes and self._admission.would_reject(key):
+        if not fits and key not in self._sizes and self._capacity.would_reject(key):
             raise RejectedError("another chunk requested as often was rejected just now")
         entries = dict(self.entries())
         self._sizes = {other: entry.nbytes for other, entry in entries.items()}

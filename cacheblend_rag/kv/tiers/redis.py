@@ -284,10 +284,10 @@ class RedisTier(BytesTier):
         if total_of(total) is None or held.nbytes > self.capacity_bytes or is_old:
             held = self._recount()
         excess = held.nbytes - (own.nbytes if own else 0) + nbytes - self.capacity_bytes
-        if excess > 0 and own is None and self._admission.would_reject(key):
+        if excess > 0 and own is None and self._capacity.would_reject(key):
             raise RejectedError("another chunk requested as often was rejected just now")
         order = self._oldest_first(key)
-        victims = self._let_go(key, order, excess=excess, held=held.entries)
+        victims = self._capacity.evicted_for(key, order, excess=excess, held=held.entries)
         for first in range(0, len(victims), LISTED):
             self._drop_all([str(victim) for victim in victims[first : first + LISTED]])
 

@@ -92,7 +92,7 @@ def schedules() -> Iterator[Any]:
     for name, kind in SELECTORS.items():
         checks: list[dict[str, Any]] = [{}]
         if kind.needs_fresh_kv:
-            gradual = {"check_layers": (0, 2), "recompute_ratios": (0.6, 0.2)}
+            gradual = {"check_layers": (1, 2), "recompute_ratios": (0.6, 0.2)}
             checks += [{"check_layers": (2,)}, {"check_layers": (3,)}, gradual]
         for settings in checks:
             for ratio in (0.0, 0.3, 1.0) if kind.fixed_ratio is None and not settings else (0.3,):

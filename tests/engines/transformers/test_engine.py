@@ -203,7 +203,7 @@ def test_a_selector_without_its_prior_falls_back_and_says_so(make_engine: Engine
 def test_each_selector_recomputes_its_share(make_engine: EngineFactory, selector: str) -> None:
     from cacheblend_rag import Document
 
-    engine = make_engine(selector=selector, recompute_ratio=0.1, protect_context=False)
+    engine = make_engine(selector=selector, recompute_ratio=0.1, protect_context=0.0)
     engine.precompute([Document("d", tuple(c.text for c in CHUNKS))], progress=False)
     report = engine.generate(TEXT, SHORT).report
     assert (report.selector, report.selector_reason) == (selector, None)

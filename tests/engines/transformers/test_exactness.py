@@ -13,6 +13,7 @@ from cacheblend_rag import BlendConfig, Chunk, SamplingParams, TransformersEngin
 from cacheblend_rag.blend import BlendPass, FusedKV, plan_schedule
 from cacheblend_rag.blend.passes import Candidates
 from cacheblend_rag.blend.question_probe import REUSE_ONLY
+from cacheblend_rag.blend.repair import KVRepair
 from cacheblend_rag.blend.rotary import rotated
 from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.transformers.compatibility import open_stack
@@ -76,8 +77,14 @@ class Case:
         schedule = plan_schedule(config, self.stack.geometry.layers)
         eligible = cached & (torch.arange(self.ids.numel()) < (eligible_before or self.ids.numel()))
         prior = torch.rand(self.ids.shape, generator=torch.Generator().manual_seed(5))
-        candidates = Candidates(cached, eligible, offsets, prior)
-        run = BlendPass(self.stack, self.ids, fused, candidates, schedule, row_block=37)
+        chunks = torch.full_like(self.ids, -1)
+        for index, (start, end) in enumerate(self.spans):
+            chunks[start:end] = index
+        candidates = Candidates(cached, eligible, offsets, prior, chunks=chunks)
+        run = BlendPass(
+            self.stack, self.ids, fused, candidates, schedule,
+            row_block=37, question_start=self.ids.numel() - QUESTION,
+        )  # fmt: skip
         run.run()
         return run
 
@@ -214,8 +221,9 @@ def test_ratio_one_is_exact_with_chunks_missing_anywhere(
         {"selector": "chunk_head"},
         {"selector": "random"},
         {"selector": "prior"},
+        {"selector": "prior", "key_repair": 1.0, "value_repair": 1.0},
     ],
-    ids=["hkvd", "hkvd-gradual", "chunk_head", "random", "prior"],
+    ids=["hkvd", "hkvd-gradual", "chunk_head", "random", "prior", "prior-repaired"],
 )
 def test_a_kept_row_does_not_see_later_tokens(model: PreTrainedModel, settings: dict) -> None:
     """Everything after the second chunk changes; the rows kept before it must not."""
@@ -250,6 +258,39 @@ def test_re_rotated_keys_equal_keys_computed_in_place(model: PreTrainedModel, of
         )
         moved = rotated(near, by.of(layer))
         assert (moved - far).abs().max() <= 1e-3
+
+
+def test_repair_rotates_each_key_by_its_own_offset(model: PreTrainedModel) -> None:
+    stack = open_stack(model)
+    every = torch.arange(3).numpy(), torch.ones(3, dtype=torch.bool).numpy()
+    repair = KVRepair(stack, *every, keys=1.0, values=0.0)
+    geometry = stack.geometry
+    keys = torch.randn(geometry.kv_heads, 3, geometry.head_dim)
+    offsets = (0, -3, 700)
+    for layer in range(geometry.layers):
+        found = repair.turned(layer, keys, torch.tensor(offsets).float())
+        for index, offset in enumerate(offsets):
+            by = stack.rotation(offset).of(layer)
+            wanted = rotated(keys[None, :, index : index + 1], by)[0, :, 0]
+            torch.testing.assert_close(found[:, index], wanted, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"selector": "prior", "narrow_at": (0.5,), "narrow_to": (0.1,)},
+        {"selector": "hkvd", "narrow_at": (0.75,), "narrow_to": (0.1,), "key_repair": 0.5},
+        {"selector": "prior", "chunk_budget": "equal", "score_sigmas": 0.0},
+    ],
+    ids=["narrow", "narrow-repair", "budget"],
+)
+def test_ratio_one_is_exact_with_every_option(model: PreTrainedModel, settings: dict) -> None:
+    case = Case(model)
+    exact = case.run(1.0, **settings)
+    assert (case.logits(exact) - ordinary_logits(case.model, case.ids)).abs().max() <= 1e-4
+    some = case.run(0.4, **settings)
+    assert 0 < int(some.stats.recomputed.sum()) <= (12 if "narrow_at" in settings else 48)
+    assert case.logits(some).isfinite().all()
 
 
 def test_a_step_runs_one_block_of_rows_through_one_layer() -> None:

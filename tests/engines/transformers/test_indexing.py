@@ -292,7 +292,7 @@ def test_long_documents_are_computed_within_a_window(
 
 
 def test_context_that_the_prompt_lacks_is_protected(make_engine: EngineFactory) -> None:
-    engine = make_engine(selector="chunk_head", recompute_ratio=0.5)
+    engine = make_engine(selector="chunk_head", recompute_ratio=0.5, protect_context=1)
     engine.precompute([DOCUMENT], progress=False)
     lone = engine.generate(f"w3 {PIECES[1]} w4", SHORT).report
     assert lone.recomputed_tokens == 0

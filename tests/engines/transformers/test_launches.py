@@ -7,6 +7,7 @@ one raises. So every operation counted here is one that an accelerator is launch
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,8 @@ TOKENS, CHUNK = 400, 300
 META = torch.device("meta")
 MOST_A_BLOCK = {"llama": 45, "mistral-sliding": 47, "qwen3": 64}
 """Launches of one layer over one block of rows, the model's own included; they may only fall."""
+MOST_OF_REPAIR = 60
+"""Launches of repairing one layer's keys and values."""
 
 
 def on_meta(family: str) -> TransformersStack:
@@ -34,12 +37,18 @@ def on_meta(family: str) -> TransformersStack:
     return stack
 
 
-def launches(family: str, ratio: float, row_block: int) -> list[tuple[list[int], Operations]]:
-    """Run a pass whose rows are chosen before layer 0; each step's finished layers and launches."""
+def launches(
+    family: str, ratio: float, row_block: int, until: int = 99, **settings: Any
+) -> list[tuple[list[int], Operations]]:
+    """Run a pass whose rows are chosen before layer 0; each step's finished layers and launches.
+
+    until: stop after this layer.
+    """
     stack = on_meta(family)
     known = Candidates.none(TOKENS)
     known.cached[:CHUNK] = known.eligible[:CHUNK] = True
-    config = BlendConfig(selector="random", recompute_ratio=ratio)
+    known.chunks = torch.where(known.cached, 0, -1)
+    config = BlendConfig(selector="random", recompute_ratio=ratio, **settings)
     finished: list[int] = []
     run = BlendPass(
         stack,
@@ -48,6 +57,7 @@ def launches(family: str, ratio: float, row_block: int) -> list[tuple[list[int],
         known,
         plan_schedule(config, stack.geometry.layers),
         row_block=row_block,
+        question_start=CHUNK,
         on_layer=lambda layer, _: finished.append(layer),
     )
     steps = []
@@ -59,6 +69,8 @@ def launches(family: str, ratio: float, row_block: int) -> list[tuple[list[int],
             except StopIteration:
                 return steps
         steps.append((finished.copy(), seen))
+        if until in finished:
+            return steps
         finished.clear()
 
 
@@ -70,6 +82,29 @@ def test_no_layer_asks_the_device_for_anything(family: str, ratio: float) -> Non
     assert [layer for layers, _ in steps for layer in layers] == [0, 1, 2, 3]
     assert [seen.reads for _, seen in steps] == [[]] * len(steps)
     assert all(seen.launched for _, seen in steps)
+
+
+@pytest.mark.parametrize("family", MOST_A_BLOCK)
+def test_repairing_asks_the_device_for_nothing(family: str) -> None:
+    with torch.inference_mode():
+        plain = launches(family, 0.3, row_block=1000)
+        steps = launches(family, 0.3, row_block=1000, key_repair=1.0, value_repair=1.0)
+    assert [seen.reads for _, seen in steps] == [[]] * len(steps)
+    more = [
+        seen.launched.total() - without.launched.total()
+        for (_, seen), (_, without) in zip(steps[1:], plain[1:], strict=True)
+    ]
+    assert 0 < max(more) <= MOST_OF_REPAIR
+
+
+def test_the_questions_attention_is_read_only_where_rows_are_narrowed() -> None:
+    narrow = {"narrow_at": (0.75,), "narrow_to": (0.1,)}
+    with torch.inference_mode():
+        steps = launches("llama", 0.3, 64, until=2, **narrow)
+        assert [layer for layers, _ in steps for layer in layers] == [0, 1, 2]
+        assert [seen.reads for _, seen in steps] == [[]] * len(steps)
+        with pytest.raises(NotImplementedError, match="meta"):
+            launches("llama", 0.3, 64, until=3, **narrow)
 
 
 @pytest.mark.parametrize("family", MOST_A_BLOCK)

@@ -24,7 +24,7 @@ from cacheblend_rag import (
     memory,
 )
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.engines.transformers import engine as engine_module
+from cacheblend_rag.engines.transformers import prefiller as prefiller_module
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import blended_prefill
 from cacheblend_rag.kv.tiers import disk
@@ -86,11 +86,11 @@ def no_collection() -> Iterator[None]:
 
 def refuse(monkeypatch: pytest.MonkeyPatch, device: RefusingDevice) -> None:
     """Have blend passes run on such a device."""
-    monkeypatch.setattr(engine_module, "blended_prefill", on_device(device, blended_prefill))
+    monkeypatch.setattr(prefiller_module, "blended_prefill", on_device(device, blended_prefill))
 
 
 def plainly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "blended_prefill", blended_prefill)
+    monkeypatch.setattr(prefiller_module, "blended_prefill", blended_prefill)
 
 
 @pytest.mark.parametrize(("selector", "step"), [("hkvd", 1), ("question", 9)])
@@ -181,7 +181,7 @@ def test_decoding_without_memory_is_one_line(
 ) -> None:
     """Growing the KV needs memory, too; the text that came before it was handed out."""
     reserve = 16
-    monkeypatch.setattr(engine_module, "GROWTH_TOKENS", reserve)
+    monkeypatch.setattr(prefiller_module, "GROWTH_TOKENS", reserve)
     many = SamplingParams(max_tokens=3 * reserve)
     whole = engine.generate_full("w5 w6", many).text
     pieces: list[str] = []

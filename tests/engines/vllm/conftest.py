@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -19,6 +19,9 @@ from tests.engines.vllm.opening import vllm_in_process
 from tests.models import make_tokenizer, save_model
 from tests.servers import redis, s3  # noqa: F401 - fixtures
 
+if TYPE_CHECKING:
+    from tests.engines.vllm.inprocess import InProcessEngine
+
 WITHOUT_VLLM = {
     "connector/test_settings.py",
     "protocol/test_job.py",
@@ -27,9 +30,9 @@ WITHOUT_VLLM = {
     "middleware/test_access.py",
     "test_serve.py",
 }
+HERE = Path(__file__).parent
 if find_spec("vllm") is None:
-    here = Path(__file__).parent
-    tests = (path.relative_to(here).as_posix() for path in here.rglob("test_*.py"))
+    tests = (path.relative_to(HERE).as_posix() for path in HERE.rglob("test_*.py"))
     collect_ignore = [test for test in tests if test not in WITHOUT_VLLM]
 else:
     fork_engines()
@@ -40,6 +43,39 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 EngineFactory = Callable[..., VLLMEngine]
 ServerFactory = Callable[..., RunningServer]
 SERVER_FLAGS = ("--dtype", "float32", "--enforce-eager")
+SHARED = ("few_blocks", "short_steps", "llama")
+"""Fixtures whose vLLM is shared by all tests that follow one another."""
+SHARING = ("test_attacks.py", "test_engine.py", "test_load.py")
+"""Files that share them, beside those of the folder connector."""
+IN_ORDER = (*SHARED, "of_one_rank")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Have tests that share a vLLM follow one another."""
+    ours = [item for item in items if HERE in item.path.parents]
+    in_order = iter(sorted(ours, key=_turn))
+    items[:] = [next(in_order) if HERE in item.path.parents else item for item in items]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`, have files that share vLLMs and start few others in one process."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Sharing(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(super()._split_scope(nodeid))
+            shares = HERE.name in file.parts and (
+                file.parent.name == "connector" or file.name in SHARING
+            )
+            return "vLLMs that are shared" if shares else str(file)
+
+    return Sharing(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def _turn(item: pytest.Item) -> int:
+    used = getattr(item, "fixturenames", ())
+    return next((i for i, name in enumerate(IN_ORDER) if name in used), len(IN_ORDER))
 
 
 @pytest.fixture(scope="session")
@@ -55,6 +91,52 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return folder
 
     return save
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _end_shared() -> Iterator[None]:
+    yield
+    if find_spec("vllm") is not None:
+        from tests.engines.vllm.inprocess import LockstepVLLM
+
+        LockstepVLLM.end_shared()
+
+
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    """The settings of engines over a shared vLLM; a module may have its own."""
+    return BlendConfig(min_tokens=0, selector="hkvd")
+
+
+@pytest.fixture
+def llama(
+    model_folder: Callable[[str], Path], blend_config: BlendConfig
+) -> Iterator[InProcessEngine]:
+    """An empty engine over the one vLLM that most tests share."""
+    yield from _over_shared("llama", model_folder("llama"), blend_config)
+
+
+@pytest.fixture
+def few_blocks(
+    model_folder: Callable[[str], Path], blend_config: BlendConfig
+) -> Iterator[InProcessEngine]:
+    """An empty engine whose blocks are few: each has held another request's KV."""
+    yield from _over_shared("few_blocks", model_folder("llama"), blend_config)
+
+
+@pytest.fixture
+def short_steps(
+    model_folder: Callable[[str], Path], blend_config: BlendConfig
+) -> Iterator[InProcessEngine]:
+    """An empty engine with few tokens in a step, and small blocks in its kernels."""
+    yield from _over_shared("short_steps", model_folder("llama"), blend_config)
+
+
+def _over_shared(name: str, folder: Path, config: BlendConfig) -> Iterator[InProcessEngine]:
+    from tests.engines.vllm.shared import shared_engine
+
+    with shared_engine(name, folder, config) as engine:
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -90,9 +172,3 @@ def start_server() -> Iterator[ServerFactory]:
             return running.enter_context(server)
 
         yield start
-
-
-@pytest.fixture(scope="module")
-def engine(open_vllm: EngineFactory) -> VLLMEngine:
-    """The engine most tests of a module share."""
-    return open_vllm()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
@@ -33,13 +33,21 @@ class LockstepVLLM(Transport):
     """vLLM's synchronous engine; requests advance together, step by step.
 
     settings: of the connector. options: further arguments of vLLM's EngineArgs.
+    vLLM's process-wide state serves one at a time: shut one down before starting another.
     """
 
     name = address = "vllm"
+    running: ClassVar[LockstepVLLM | None] = None
+    """The one in this process."""
+    shared_as = ""
+    """The name that tests share it under; it then outlives their engines."""
 
     def __init__(
         self, folder: Path, settings: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
+        LockstepVLLM.end_shared()
+        assert LockstepVLLM.running is None, "another vLLM runs in this process"
+        LockstepVLLM.running = self
         transfer = KVTransferConfig(**ConnectorSettings().to_transfer_config())
         transfer.kv_connector_extra_config.update(settings or {})
         defaults = {"dtype": "float32", "enforce_eager": True, "max_model_len": 2048}
@@ -56,6 +64,22 @@ class LockstepVLLM(Transport):
         self.background = BackgroundLoop("in-process")
         self.model_name = folder.name
         self.context_window = int(self.core.model_config.max_model_len)
+
+    @classmethod
+    def shared(cls, name: str, start: Callable[[], Self]) -> Self:
+        """Return the one that tests share under this name, started unless it runs already."""
+        running = cls.running
+        if running is None or running.shared_as != name:
+            running = start()
+            running.shared_as = name
+        assert isinstance(running, cls)
+        return running
+
+    @classmethod
+    def end_shared(cls) -> None:
+        """Make room for another vLLM, or for processes that are forked from this one."""
+        if cls.running is not None and cls.running.shared_as:
+            cls.running.shut_down()
 
     def load_tokenizer(self) -> Any:
         return make_tokenizer()
@@ -98,29 +122,40 @@ class LockstepVLLM(Transport):
                 params = step.kv_transfer_params
                 yield Piece(out.text, tuple(out.token_ids), out.finish_reason, params=params)
 
+    def close(self) -> None:
+        if not self.shared_as:
+            self.shut_down()
+
+    def shut_down(self) -> None:
+        """End vLLM, in the thread that started it."""
+        super().close()
+        self.core.engine_core.shutdown()
+        del self.core
+        ensure_kv_transfer_shutdown()
+        cleanup_dist_env_and_memory()
+        LockstepVLLM.running = None
+
     async def _stop(self) -> None:
-        """The core is shut down by who closes the engine, in the thread that made it."""
+        """The core is shut down elsewhere; see ``shut_down``."""
 
 
 class InProcessEngine(VLLMEngine):
-    """As VLLMEngine, over vLLM's synchronous engine.
+    """As VLLMEngine, over vLLM's synchronous engine."""
 
-    vLLM's process-wide state serves one at a time: close one before opening another.
-    """
+    def __init__(self, vllm: LockstepVLLM, config: BlendConfig) -> None:
+        self.vllm = vllm
+        super().__init__(vllm, config=config)
 
-    is_in_use = False
-
-    def __init__(
-        self,
+    @classmethod
+    def open(
+        cls,
         folder: Path,
         config: BlendConfig,
         settings: Mapping[str, Any] | None = None,
         **options: Any,
-    ) -> None:
-        assert not InProcessEngine.is_in_use, "another engine is open in this process"
-        InProcessEngine.is_in_use = True
-        self.vllm = LockstepVLLM(folder, settings, **options)
-        super().__init__(self.vllm, config=config)
+    ) -> Self:
+        """Open an engine over a vLLM of its own, which closes with it."""
+        return cls(LockstepVLLM(folder, settings, **options), config)
 
     @property
     def core(self) -> Any:
@@ -168,11 +203,3 @@ class InProcessEngine(VLLMEngine):
         self.free_blocks()
         assert self.core.reset_prefix_cache()
         self.scheduler_connector.asynchronous = asynchronous
-
-    def close(self) -> None:
-        super().close()
-        self.core.engine_core.shutdown()
-        del self.vllm.core
-        ensure_kv_transfer_shutdown()
-        cleanup_dist_env_and_memory()
-        InProcessEngine.is_in_use = False

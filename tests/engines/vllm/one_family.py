@@ -40,7 +40,9 @@ def try_family(name: str, folder: Path) -> dict[str, Any]:
     from tests.engines.vllm.inprocess import InProcessEngine
     from tests.engines.vllm.test_exactness import DOCUMENTS, difference, retrieved
 
-    engine = InProcessEngine(save_family(name, folder), BlendConfig(min_tokens=0, selector="hkvd"))
+    engine = InProcessEngine.open(
+        save_family(name, folder), BlendConfig(min_tokens=0, selector="hkvd")
+    )
     found: dict[str, Any] = {"name": name, "refusal": engine.status.refusal or None}
     if engine.status.active:
         engine.precompute(DOCUMENTS, progress=False)

@@ -26,7 +26,9 @@ def vllm_server(url: str, **arguments: Any) -> VLLMEngine:
 def vllm_in_process(model: str | Path, **arguments: Any) -> VLLMEngine:
     """An engine over a vLLM of its own; arguments: of InProcessVLLM and of VLLMEngine."""
     from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
+    from tests.engines.vllm.inprocess import LockstepVLLM
 
+    LockstepVLLM.end_shared()  # its processes are forked from this one
     own = {name: arguments.pop(name) for name in OF_ENGINE if name in arguments}
     return VLLMEngine(InProcessVLLM(model, **arguments), **own)
 

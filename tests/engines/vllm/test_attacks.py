@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -26,19 +25,15 @@ from tests.models import make_tokenizer, prompt_of, words
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 
 
-@pytest.fixture(scope="module")
-def shared(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    """An engine whose blocks are few, so that each has held another request's KV."""
-    few = {"num_gpu_blocks_override": 12, "max_model_len": 1024}
-    engine = InProcessEngine(model_folder("llama"), CONFIG, **few)
-    yield engine
-    engine.close()
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return CONFIG
 
 
-@pytest.fixture(scope="module", params=["asynchronous", "synchronous"])
-def engine(request: pytest.FixtureRequest, shared: InProcessEngine) -> InProcessEngine:
-    shared.begin_anew(asynchronous=request.param == "asynchronous")
-    return shared
+@pytest.fixture(params=["asynchronous", "synchronous"])
+def engine(request: pytest.FixtureRequest, few_blocks: InProcessEngine) -> InProcessEngine:
+    few_blocks.scheduler_connector.asynchronous = request.param == "asynchronous"
+    return few_blocks
 
 
 # What strangers send

@@ -373,7 +373,7 @@ def test_the_key_may_come_from_the_environment(
     caplog.set_level("DEBUG", "cacheblend_rag")
     engine = connect(api_key=None)
     engine.generate(PROMPT, FOUR)
-    assert KEY not in repr(engine) + repr(engine.transport._connection) + caplog.text
+    assert KEY not in repr(engine) + repr(vars(engine.transport)) + caplog.text
 
 
 def test_the_key_is_in_no_traceback_and_no_pickle(canned: CannedServer) -> None:

@@ -8,19 +8,16 @@ from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
-from typing import cast
 
 import pytest
 
-from cacheblend_rag import BlendConfig, SamplingParams, open_engine
+from cacheblend_rag import BlendConfig, open_engine
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
-from cacheblend_rag.engines.vllm.engine import VLLMEngine, _next
-from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
+from cacheblend_rag.engines.vllm.engine import next_piece
 from cacheblend_rag.engines.vllm.transport import Piece
-from cacheblend_rag.engines.vllm.versions import memory_share
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from tests.engines.vllm.conftest import EngineFactory
+from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of, share_cores, vllm_in_process
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, logprobs, retrieved
 from tests.engines.vllm.test_protocol import mixed_prompts, same_tokens
@@ -50,7 +47,7 @@ class Pieces:
     async def read(self) -> list[Piece]:
         read = []
         async with aclosing(self.send()) as pieces:
-            while piece := await _next(pieces, Cancellation(self.cancel)):
+            while piece := await next_piece(pieces, Cancellation(self.cancel)):
                 read.append(piece)
                 asyncio.get_running_loop().call_later(0.02, self.cancel.set)
         return read
@@ -91,48 +88,30 @@ def test_an_error_of_the_transport_is_told() -> None:
 
     async def main() -> None:
         pieces = failing()
-        assert await _next(pieces, Cancellation()) == Piece("one", (1,))
+        assert await next_piece(pieces, Cancellation()) == Piece("one", (1,))
         with pytest.raises(TimeoutError, match="its own"):
-            await _next(pieces, Cancellation())
-        assert await _next(pieces, Cancellation()) is None
+            await next_piece(pieces, Cancellation())
+        assert await next_piece(pieces, Cancellation()) is None
 
     asyncio.run(main())
 
 
-def test_synchronous_blending_gives_the_same_answers(
-    engine: VLLMEngine, open_vllm: EngineFactory
-) -> None:
-    waiting = open_vllm(settings=ConnectorSettings(asynchronous=False))
-    for one in (engine, waiting):
-        one.precompute(DOCUMENTS, progress=False)
-    prompts = mixed_prompts(8)
-    assert same_tokens(
-        engine.generate_batch(prompts, SHORT), waiting.generate_batch(prompts, SHORT)
-    )
-    report = waiting.generate(prompts[1], SHORT).report
-    assert report.blended
+def test_synchronous_blending_gives_the_same_answers(llama: InProcessEngine) -> None:
+    prompts, answers = mixed_prompts(8), []
+    for asynchronous in (True, False):
+        llama.begin_anew(asynchronous=asynchronous)
+        llama.precompute(DOCUMENTS, progress=False)
+        answers.append(llama.generate_batch(prompts, SHORT))
+        assert answers[-1][1].report.blended
+    assert same_tokens(*answers)
 
 
-def test_vllm_in_process_leaves_memory_to_others(engine: VLLMEngine) -> None:
-    transport = cast(InProcessVLLM, engine.transport)
-    assert transport.vllm.vllm_config.cache_config.gpu_memory_utilization == memory_share()
-
-
-def test_a_tiny_cache_preempts_and_answers_stay_right(open_vllm: EngineFactory) -> None:
-    engine = open_vllm(num_gpu_blocks_override=24, max_num_seqs=8)
-    engine.precompute(DOCUMENTS, progress=False)
-    prompts = mixed_prompts(8)
-    long = SamplingParams(max_tokens=100)
-    alone = [engine.generate(prompt, long) for prompt in prompts]
-    assert same_tokens(alone, engine.generate_batch(prompts, long))
-
-
-def test_a_request_without_its_salt_is_not_blended(engine: VLLMEngine) -> None:
-    engine.precompute(DOCUMENTS, progress=False)
-    asked = request_of(engine, retrieved(), SHORT, REUSE)
+def test_a_request_without_its_salt_is_not_blended(llama: InProcessEngine) -> None:
+    llama.precompute(DOCUMENTS, progress=False)
+    asked = request_of(llama, retrieved(), SHORT, REUSE)
     unsalted = replace(asked, salt="any")
     reference = replace(asked, salt="other", job=None)
-    assert logprobs(engine, unsalted) == logprobs(engine, reference)
+    assert logprobs(llama, unsalted) == logprobs(llama, reference)
 
 
 def test_every_replica_has_the_chunks_and_answers_for_its_reports(

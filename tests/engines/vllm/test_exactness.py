@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,10 @@ from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill import prompt_pass
-from tests.engines.vllm.fp8_attention import fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.one_family import save_family
 from tests.engines.vllm.opening import request_of
+from tests.engines.vllm.shared import STEP_TOKENS
 from tests.models import FAMILIES, make_tokenizer, prompt_of, words
 
 DOCUMENTS = (
@@ -38,25 +39,38 @@ SOME = 0.3
 HAS_FP8 = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
 
 COMPILED = ("llama", "gemma3", "qwen3-moe")
-"""Compiling takes a minute each; these have all that is compiled for the layers alone."""
-TRIED = (
-    "cohere2", "ernie4_5", "exaone4", "exaone_moe", "glm4", "gpt_neox", "granite", "hyperclovax",
-    "olmo2", "olmo3", "phi", "qwen2_moe", "seed_oss", "smollm3", "stablelm", "starcoder2",
-)  # fmt: skip
-"""Families that only a trial tells how to drive: multipliers, rotary layouts, no residual, other
-windows and those that vLLM runs on its Transformers backend."""
+"""Compiling takes a minute each; these have all that is compiled for the layers alone, and two of
+them what no other family here has: two rotary tables, and experts alone."""
+KINDS = {
+    "llama-yarn": "a rotary table that scales keys",
+    "gemma2": "windows in some layers, capped logits, a scale of its own",
+    "qwen2_moe": "experts that are given other blocks of rows here than there",
+    "cohere2": "rotary pairs side by side, layers without rotary, LayerNorm",
+    "exaone_moe": "experts, shared ones too, beside windows",
+    "glm4": "a part of each head turned, in pairs side by side",
+    "granite": "layers that pass on a bare state, multipliers",
+    "stablelm": "layers that return two values and have no residual",
+    "gpt_neox": "vLLM's Transformers backend, a part of each head turned, LayerNorm",
+    "olmo3": "the same backend with windows in some layers",
+    "smollm3": "the same backend with layers without rotary",
+}
+"""Families, and what each alone has of what the connector treats in its own way: how layers are
+called and what they return, rotary layouts and tables, windows, scales, caps, experts. To the
+connector qwen2, qwen3, phi3, ernie4_5 and others are like one of these, or like llama; all of them
+are tried by `python -m tests.families --vllm`."""
 
 OpenFamily = Callable[..., InProcessEngine]
 
 
-def retrieved(count: int = 3, seed: int = 9) -> BlendPrompt:
+def retrieved(count: int = 3, seed: int = 9, opening: int = 50) -> BlendPrompt:
     """A prompt over chunks out of order: one document whole, the other without its beginning.
 
-    seed: of the question; vLLM knows a prompt it has seen already.
+    seed: of the question; vLLM knows a prompt it has seen already. opening: seed of the words
+    before the chunks; with another, vLLM's prefix cache has nothing of the prompt.
     """
     first, second = (document.to_chunks() for document in DOCUMENTS)
     chosen = (second[1], *first)[:count]
-    parts: list[Any] = [words(9, 50)]
+    parts: list[Any] = [words(9, opening)]
     for chunk in chosen:
         parts += [chunk, " w7 "]
     return prompt_of(*parts, words(23, seed))
@@ -102,26 +116,21 @@ def difference(engine: VLLMEngine, prompt: BlendPrompt, ratio: float) -> float:
 @pytest.fixture
 def open_family(model_folder: Callable[[str], Path]) -> Iterator[OpenFamily]:
     """Open an engine over a family with the documents indexed; it is closed after the test."""
-    opened: list[InProcessEngine] = []
+    with ExitStack() as opened:
 
-    def open_engine(family: str | Path = "llama", **options: Any) -> InProcessEngine:
-        config = BlendConfig(min_tokens=0, selector="hkvd")
-        folder = family if isinstance(family, Path) else model_folder(family)
-        opened.append(InProcessEngine(folder, config, **options))
-        report = opened[-1].precompute(DOCUMENTS, progress=False)
-        assert (report.computed, report.refused) == (4, {})
-        return opened[-1]
+        def open_engine(family: str | Path = "llama", **options: Any) -> InProcessEngine:
+            config = BlendConfig(min_tokens=0, selector="hkvd")
+            folder = family if isinstance(family, Path) else model_folder(family)
+            engine = opened.enter_context(closing(InProcessEngine.open(folder, config, **options)))
+            index(engine)
+            return engine
 
-    yield open_engine
-    for engine in opened:
-        engine.close()
+        yield open_engine
 
 
-@pytest.fixture(scope="module")
-def llama(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(model_folder("llama"), BlendConfig(min_tokens=0, selector="hkvd"))
-    yield engine
-    engine.close()
+def index(engine: InProcessEngine) -> None:
+    report = engine.precompute(DOCUMENTS, progress=False)
+    assert (report.computed, report.refused) == (4, {})
 
 
 def check_exact(engine: InProcessEngine, seed: int = 9, rounding: float = 0.0) -> None:
@@ -136,27 +145,33 @@ def check_exact(engine: InProcessEngine, seed: int = 9, rounding: float = 0.0) -
     assert some.report.recomputed_tokens > 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_ratio_1_equals_ordinary_prefill(open_family: OpenFamily, family: str) -> None:
-    engine = open_family(family)
-    check_exact(engine)
-    # One engine does for both ways, since starting one is what takes time.
-    engine.scheduler_connector.asynchronous = False
-    check_exact(engine, seed=10)
+def check_exact_both_ways(engine: InProcessEngine, rounding: float = 0.0) -> None:
+    """One vLLM does for both, since starting one is what takes time."""
+    for seed, asynchronous in ((9, True), (10, False)):
+        engine.scheduler_connector.asynchronous = asynchronous
+        check_exact(engine, seed, rounding)
 
 
-@pytest.mark.parametrize("family", TRIED)
-def test_a_family_is_blended_for_what_its_trial_shows(
+def test_ratio_1_equals_ordinary_prefill(llama: InProcessEngine) -> None:
+    index(llama)
+    check_exact_both_ways(llama)
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_ratio_1_equals_ordinary_prefill_in_other_families(
     open_family: OpenFamily, tmp_path: Path, family: str
 ) -> None:
     # Experts are given all rows of a step at once, here in other blocks than there.
     rounding = 5e-6 if family == "qwen2_moe" else 0.0
-    check_exact(open_family(save_family(family, tmp_path)), rounding=rounding)
+    folder = family if family in FAMILIES else save_family(family, tmp_path)
+    check_exact_both_ways(open_family(folder), rounding)
 
 
 def test_a_window_in_all_layers_is_always_blended_asynchronously(open_family: OpenFamily) -> None:
     engine = open_family("mistral-sliding", settings={"asynchronous": False})
+    assert engine.scheduler_connector.asynchronous
     check_exact(engine)
+    check_exact(engine, seed=10)
     unstored = engine.config.with_changes(min_tokens=10_000)
     asked = request_of(engine, retrieved(seed=11), SHORT, engine.config)
     assert asked.job is not None
@@ -165,32 +180,18 @@ def test_a_window_in_all_layers_is_always_blended_asynchronously(open_family: Op
     assert logprobs(engine, refused) == logprobs(engine, plain)
 
 
-def check_exact_with_fp8(open_family: OpenFamily) -> None:
-    engine = open_family("llama", kv_cache_dtype="fp8", settings={"attention": "native"})
-    assert {a.kv_cache.itemsize for a in engine.worker_connector.blender.stack.attention} == {1}
-    check_exact(engine)
-    engine.scheduler_connector.asynchronous = False
-    check_exact(engine, seed=10)
-
-
 @pytest.mark.skipif(not HAS_FP8, reason="vLLM's CPU build needs AVX-512 or AMX for it")
 def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache(open_family: OpenFamily) -> None:
-    check_exact_with_fp8(open_family)
-
-
-def test_ratio_1_equals_ordinary_prefill_with_an_fp8_cache_of_another_backend(
-    open_family: OpenFamily,
-) -> None:
-    with fp8_backend():
-        check_exact_with_fp8(open_family)
+    """Of vLLM's own backend; of others in connector/test_fp8.py and test_on_gpus.py."""
+    engine = open_family("llama", kv_cache_dtype="fp8", settings={"attention": "native"})
+    assert {a.kv_cache.itemsize for a in engine.worker_connector.blender.stack.attention} == {1}
+    check_exact_both_ways(engine)
 
 
 @pytest.mark.parametrize("family", COMPILED)
 def test_a_compiled_model_is_exact_too(open_family: OpenFamily, family: str) -> None:
     engine = open_family(family, enforce_eager=False)
-    check_exact(engine)
-    engine.scheduler_connector.asynchronous = False
-    check_exact(engine, seed=10)
+    check_exact_both_ways(engine)
     check_single_rows(engine)
 
 
@@ -215,19 +216,25 @@ def check_single_rows(engine: InProcessEngine) -> None:
         assert torch.equal(together, torch.cat(alone, 2))
 
 
-def test_rows_beyond_one_block_are_run_in_several(open_family: OpenFamily) -> None:
-    engine = open_family(
-        max_num_batched_tokens=128, max_num_seqs=8, settings={"attention": "native"}
-    )
-    assert difference(engine, retrieved(), 1.0) == 0.0
+def test_rows_beyond_one_block_are_run_in_several(
+    short_steps: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index(short_steps)
+    blender = short_steps.worker_connector.blender
+    monkeypatch.setattr(blender.jobs, "mode", "native")
+    assert blender.stack.row_block == STEP_TOKENS < len(short_steps.tokenize(retrieved().text))
+    assert difference(short_steps, retrieved(), 1.0) == 0.0
 
 
 @pytest.mark.parametrize("attention", PLAIN)
 def test_pytorchs_attention_is_ordinary_prefill_but_for_rounding(
-    open_family: OpenFamily, attention: str
+    llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch, attention: str
 ) -> None:
-    engine = open_family(settings={"attention": attention})
-    assert difference(engine, retrieved(), 1.0) < 1e-4
+    index(llama)
+    blender = llama.worker_connector.blender
+    replace(blender.trial, mode=attention).run()  # as when vLLM starts with it
+    monkeypatch.setattr(blender.jobs, "mode", attention)
+    assert difference(llama, retrieved(), 1.0) < 1e-4
 
 
 @pytest.mark.parametrize("selector", ["hkvd", "prior"])
@@ -276,12 +283,20 @@ def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -
     assert found["sdpa"] != found["native"], "they round differently"
 
 
-@pytest.mark.parametrize("selector", sorted(SELECTORS))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"selector": name} for name in sorted(SELECTORS)),
+        {"selector": "prior", "key_repair": 1.0, "value_repair": 1.0},
+        {"selector": "random", "chunk_budget": "equal", "protect_context": 0.0},
+    ],
+    ids=str,
+)
 def test_both_engines_choose_the_same_rows_and_tokens(
     llama: InProcessEngine,
     model_folder: Callable[[str], Path],
     monkeypatch: pytest.MonkeyPatch,
-    selector: str,
+    settings: dict[str, Any],
 ) -> None:
     passes: list[prompt_pass.BlendPass] = []
 
@@ -291,7 +306,7 @@ def test_both_engines_choose_the_same_rows_and_tokens(
             passes.append(self)
 
     monkeypatch.setattr(prompt_pass, "BlendPass", Seen)
-    config = llama.config.with_changes(selector=selector, recompute_ratio=SOME)
+    config = llama.config.with_changes(recompute_ratio=SOME, **settings)
     embedded = TransformersEngine(model_folder("llama"), tokenizer=make_tokenizer(), config=config)
     answers = []
     for engine in (llama, embedded):
@@ -299,9 +314,22 @@ def test_both_engines_choose_the_same_rows_and_tokens(
         answers.append(engine.generate(retrieved(), SHORT, config=config))
     here, there = (run.stats.recomputed.nonzero()[0].tolist() for run in passes)
     assert here == there
-    assert bool(here) == (selector != "none")
+    assert bool(here) == (config.selector != "none")
     assert answers[0].token_ids == answers[1].token_ids
     assert answers[0].report.recomputed_tokens == len(here)
+
+
+def test_without_the_question_in_the_pass_the_first_scores_narrow(llama: InProcessEngine) -> None:
+    """A pass ends with the last chunk here: vLLM itself computes the question."""
+    llama.precompute(DOCUMENTS, progress=False)
+    config = llama.config.with_changes(selector="prior", recompute_ratio=SOME)
+    narrow = config.with_changes(narrow_at=(0.5,), narrow_to=(0.1,))
+    least = config.with_ratio(0.1)
+    counts = [
+        llama.generate(retrieved(seed=seed), SHORT, config=one).report.recomputed_tokens
+        for seed, one in ((31, narrow), (32, least))
+    ]
+    assert counts[0] == counts[1] > 0
 
 
 def test_a_plain_request_is_not_served_from_blended_blocks(llama: InProcessEngine) -> None:

@@ -6,17 +6,17 @@ import asyncio
 import random
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 from vllm.v1.request import RequestStatus
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Chunk
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams
 from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.vllm.connector.pace import Slices
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
@@ -24,16 +24,12 @@ from cacheblend_rag.kv.reading import FETCHED_AHEAD
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
 from tests.engines.vllm.test_exactness import DOCUMENTS
+from tests.engines.vllm.test_protocol import mixed_prompts, same_tokens
 from tests.kv.samples import until
 from tests.models import prompt_of, words
 
 REQUESTS = 200
 AT_ONCE = 24
-TINY_CACHE: dict[str, Any] = {
-    "max_model_len": 640,
-    "num_gpu_blocks_override": 15,
-    "max_num_seqs": 8,
-}
 DECODED_BEFORE_ABORT = 3
 
 Fate = Literal["done", "aborted while loading", "aborted while decoding"]
@@ -97,24 +93,22 @@ async def abort(engine: InProcessEngine, request: VLLMRequest, fate: Fate) -> Fa
     return "done"
 
 
-@pytest.fixture(scope="module")
-def shared(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(
-        model_folder("llama"),
-        BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.2),
-        # The shortest slice there is: each job is spread over many steps.
-        {"slice_seconds": 1e-9, "step_tokens": 500},
-        **TINY_CACHE,
-    )
-    yield engine
-    engine.close()
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.2)
 
 
 @pytest.fixture(params=[True, False], ids=["async", "sync"])
-def engine(request: pytest.FixtureRequest, shared: InProcessEngine) -> InProcessEngine:
-    shared.begin_anew(asynchronous=request.param)
-    shared.precompute(DOCUMENTS, progress=False)
-    return shared
+def engine(
+    request: pytest.FixtureRequest, few_blocks: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> InProcessEngine:
+    few_blocks.scheduler_connector.asynchronous = request.param
+    monkeypatch.setattr(few_blocks.scheduler_connector, "step_tokens", 500)
+    # The shortest slice there is: each job is spread over many steps.
+    blender = few_blocks.worker_connector.blender
+    monkeypatch.setattr(blender, "slices", Slices.of(torch.device("cpu"), 1e-9))
+    few_blocks.precompute(DOCUMENTS, progress=False)
+    return few_blocks
 
 
 def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
@@ -172,3 +166,11 @@ def test_a_mixed_load_is_answered_right_and_leaves_nothing_behind(
     # What was blended meanwhile is in no ordinary request's way.
     again = [engine.transport.run(answer(engine, request)) for request in distinct]
     assert again == references
+
+
+def test_preempted_answers_are_those_of_prompts_alone(few_blocks: InProcessEngine) -> None:
+    few_blocks.precompute(DOCUMENTS, progress=False)
+    prompts = mixed_prompts(8)
+    long = SamplingParams(max_tokens=100)
+    alone = [few_blocks.generate(prompt, long) for prompt in prompts]
+    assert same_tokens(alone, few_blocks.generate_batch(prompts, long))

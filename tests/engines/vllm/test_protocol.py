@@ -20,8 +20,10 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import InProcessVLLM
-from cacheblend_rag.engines.vllm.protocol import PrefetchResult
+from cacheblend_rag.engines.vllm.job_client import carrier, params_of_last
+from cacheblend_rag.engines.vllm.protocol import BlendJob, PrefetchResult, result_of
 from cacheblend_rag.engines.vllm.serve import RunningServer, running_server
+from cacheblend_rag.engines.vllm.versions import memory_share
 from tests.engines import contract
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.opening import request_of, vllm_in_process, vllm_server
@@ -123,10 +125,12 @@ def test_index_ask_and_evict(filled: VLLMEngine) -> None:
     assert (again.computed, again.skipped) == (0, 4)
     filled.prefetch(["a", DOCUMENTS[1].to_chunks()[0]])
     chunks = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
-    jobs, keys = filled._jobs, [filled.key(chunk) for chunk in chunks]
-    for request in jobs._by_keys("prefetch", keys):
-        result = filled.transport.run(jobs._carry_out(request, everywhere=True))
-        assert isinstance(result, PrefetchResult)
+    named = tuple((key.chunk_id, key.context_id) for key in map(filled.key, chunks))
+    asked = request_of(filled, retrieved(), SHORT, REUSE).job
+    assert asked is not None
+    order = carrier(BlendJob("prefetch", asked.lead_in, keys=named))
+    params = filled.transport.run(params_of_last(filled.transport, order))
+    assert isinstance(result_of(params), PrefetchResult)
 
     prompt = retrieved().text
     answer = filled.generate(prompt, SHORT, config=REUSE)
@@ -239,6 +243,12 @@ def test_many_at_once_answer_as_one_after_another(filled: VLLMEngine) -> None:
         return await asyncio.gather(*map(last, prompts))
 
     assert same_tokens(alone, asyncio.run(stream_all()))
+
+
+def test_vllm_in_process_leaves_memory_to_others(in_process: VLLMEngine) -> None:
+    assert isinstance(in_process.transport, InProcessVLLM)
+    config = in_process.transport.vllm.vllm_config
+    assert config.cache_config.gpu_memory_utilization == memory_share()
 
 
 class TestInProcess(contract.EngineContract):

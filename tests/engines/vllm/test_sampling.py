@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(folder, ALL)
+    engine = InProcessEngine.open(folder, ALL)
     engine.precompute(CHUNKS, progress=False)
     yield engine
     engine.close()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 
 import pytest
@@ -23,30 +22,51 @@ from cacheblend_rag.prefill.controller import Controller, Decision
 from cacheblend_rag.reason import Reason, ReasonCode
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.failing import TOLD, FailingConnector
-from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of, share_cores
+from tests.engines.vllm.shared import shared_engine
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, difference, logprobs, retrieved
 from tests.local_servers import Server
 from tests.models import words
 from tests.servers import redis_place, tier_at
 
-SELECTORS = ("hkvd", "prior", "question", "question_prior", "chunk_head", "random")
+SELECTORS = (
+    "hkvd", "prior", "question", "question_mid", "question_prior", "infoflow", "chunk_head",
+    "random",
+)  # fmt: skip
 ENDS_WITHIN_SECONDS = 20.0
 BY_SHARE = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 WEIGHED = Reason(ReasonCode.SLOW, "weighed")
 
 
+GIVEN_UP_BY = {0: 0.1, 1: 0.2}
+"""The ratio at which each rank alone would rather prefill."""
+DECIDE = Controller.decide
+
 Answers = dict[str, tuple[Generation, list[float]]]
+
+
+@dataclass(frozen=True)
+class TwoRanks:
+    """An engine over two ranks. place: of their one tier, a URL. fails: makes the second fail."""
+
+    engine: VLLMEngine
+    place: str
+    fails: Path
 
 
 @pytest.fixture(scope="module")
 def of_one_rank(model_folder: Callable[[str], Path]) -> Answers:
     """What one rank answers, by selector; it is closed before others are forked from here."""
-    engine = InProcessEngine(model_folder("llama"), BY_SHARE)
-    engine.precompute(DOCUMENTS, progress=False)
-    answers = {selector: answered(engine, selector) for selector in SELECTORS}
-    engine.close()
-    return answers
+    with shared_engine("llama", model_folder("llama"), BY_SHARE) as engine:
+        engine.precompute(DOCUMENTS, progress=False)
+        return {selector: answered(engine, selector) for selector in SELECTORS}
+
+
+def decide_by_rank(self: Controller, *given: Any) -> Decision:
+    """Each rank gives up at a ratio of its own."""
+    decided = DECIDE(self, *given)
+    gives_up = given[-1].ratio == GIVEN_UP_BY[get_tensor_model_parallel_rank()]
+    return replace(decided, load=(), why=WEIGHED) if gives_up else decided
 
 
 @pytest.fixture(scope="module", params=["async", "sync", "compiled"])
@@ -54,23 +74,31 @@ def two_ranks(
     request: pytest.FixtureRequest,
     open_vllm: EngineFactory,
     tmp_path_factory: pytest.TempPathFactory,
+    redis: Server,
     of_one_rank: Answers,
-) -> Iterator[tuple[VLLMEngine, Path]]:
-    folder = tmp_path_factory.mktemp("kv")
-    with pytest.MonkeyPatch.context() as environment:
-        share_cores(environment)
+) -> Iterator[TwoRanks]:
+    """The synchronous ones share a Redis, the others a folder."""
+    way, folder = request.param, tmp_path_factory.mktemp("ranks")
+    place = redis_place(redis) if way == "sync" else f"disk://{folder / 'kv'}"
+    transfer = ConnectorSettings(
+        store=StoreConfig(tiers=[place]), asynchronous=way != "sync"
+    ).to_transfer_config()
+    transfer["kv_connector"] = FailingConnector.__name__
+    transfer["kv_connector_module_path"] = FailingConnector.__module__
+    with pytest.MonkeyPatch.context() as patch:
+        share_cores(patch)
+        patch.setenv(TOLD, str(folder / "fail"))
+        patch.setattr(Controller, "decide", decide_by_rank)
         engine = open_vllm(
             tensor_parallel_size=2,
-            enforce_eager=request.param != "compiled",
+            enforce_eager=way != "compiled",
             config=BY_SHARE,
-            settings=ConnectorSettings(
-                store=StoreConfig(kv_path=folder, host_bytes=0),
-                asynchronous=request.param != "sync",
-            ),
+            kv_transfer_config=KVTransferConfig(**transfer),
         )
     engine.precompute(DOCUMENTS, progress=False)
-    yield engine, folder
-    engine.close()
+    yield TwoRanks(engine, place, folder / "fail")
+    if engine.is_open:
+        engine.close()
 
 
 def rows(generation: Generation) -> list[tuple[bool, int]]:
@@ -85,9 +113,9 @@ def answered(engine: Any, selector: str) -> tuple[Generation, list[float]]:
 
 @pytest.mark.parametrize("selector", SELECTORS)
 def test_two_ranks_choose_the_rows_of_one(
-    two_ranks: tuple[VLLMEngine, Path], of_one_rank: Answers, selector: str
+    two_ranks: TwoRanks, of_one_rank: Answers, selector: str
 ) -> None:
-    there, said_there = answered(two_ranks[0], selector)
+    there, said_there = answered(two_ranks.engine, selector)
     here, said_here = of_one_rank[selector]
     assert sum(count for _, count in rows(here)) > 0
     assert rows(there) == rows(here)
@@ -97,98 +125,58 @@ def test_two_ranks_choose_the_rows_of_one(
     assert said_there == pytest.approx(said_here, abs=1e-4)
 
 
-def test_ratio_1_is_ordinary_prefill(two_ranks: tuple[VLLMEngine, Path]) -> None:
-    engine, _ = two_ranks
+def test_ratio_1_is_ordinary_prefill(two_ranks: TwoRanks) -> None:
+    engine = two_ranks.engine
     assert difference(engine, retrieved(), 1.0) == 0.0
     assert difference(engine, retrieved(), 0.0) > 1e-4
 
 
-def test_many_at_once_answer_as_one_after_another(two_ranks: tuple[VLLMEngine, Path]) -> None:
-    engine, _ = two_ranks
+def test_many_at_once_answer_as_one_after_another(two_ranks: TwoRanks) -> None:
+    engine = two_ranks.engine
     prompts = [f"{retrieved(1 + i % 3).text} {words(5, i)}" for i in range(6)]
     alone = [engine.generate(prompt, SHORT).token_ids for prompt in prompts]
     assert [g.token_ids for g in engine.generate_batch(prompts, SHORT)] == alone
 
 
-def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: tuple[VLLMEngine, Path]) -> None:
-    engine, folder = two_ranks
-    chunk = DOCUMENTS[0].to_chunks()[0]
-    own = engine.key(chunk).chunk_id
-    first = sorted(path for path in folder.rglob(f"*{own}*.safetensors"))
-    assert len(first) == 2, "each rank stores its half"
-    kept = first[1].read_bytes()
-    first[1].unlink()
+def test_a_chunk_that_one_rank_lost_is_a_miss_on_both(two_ranks: TwoRanks) -> None:
+    engine, tier = two_ranks.engine, tier_at(two_ranks.place)
+    chunks = engine.generate(f"{retrieved().text} w4", SHORT).report.chunks
+    assert [chunk.tier for chunk in chunks] == [tier.name] * 3
+    own = engine.key(DOCUMENTS[0].to_chunks()[0]).chunk_id
+    parts = [key for key, _ in tier.entries() if key.chunk_id == own]
+    assert len(parts) == 2, "each rank stores its half"
+    assert tier.evict(parts[1])
     report = engine.generate(f"{retrieved().text} w5", SHORT).report
     assert [c.hit for c in report.chunks] == [True, False, True]
     again = engine.precompute(DOCUMENTS, progress=False)
     assert (again.computed, again.skipped) == (1, 3)
-    assert first[1].read_bytes()[:8] == kept[:8]
+    assert tier.contains(parts[1])
     report = engine.generate(f"{retrieved().text} w6", SHORT).report
     assert [c.hit for c in report.chunks] == [True] * 3
-    rmtree(folder / "quarantine", ignore_errors=True)
 
 
-def test_the_first_rank_weighs_for_all(
-    open_vllm: EngineFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share_cores(monkeypatch)
-    given_up_by, decide = {0: 0.1, 1: 0.2}, Controller.decide
-
-    def by_rank(self: Controller, *given: Any) -> Decision:
-        decided = decide(self, *given)
-        gives_up = given[-1].ratio == given_up_by[get_tensor_model_parallel_rank()]
-        return replace(decided, load=(), why=WEIGHED) if gives_up else decided
-
-    monkeypatch.setattr(Controller, "decide", by_rank)
-    engine = open_vllm(tensor_parallel_size=2, config=BY_SHARE)
-    engine.precompute(DOCUMENTS, progress=False)
+def test_the_first_rank_weighs_for_all(two_ranks: TwoRanks) -> None:
+    engine = two_ranks.engine
     prompt, plain = retrieved(seed=41), engine.generate_full(retrieved(seed=41), SHORT)
     first, second = (
         engine.generate(prompt, SHORT, config=BY_SHARE.with_ratio(ratio))
-        for ratio in given_up_by.values()
+        for ratio in GIVEN_UP_BY.values()
     )
     assert first.report.reason == WEIGHED
     assert first.report.reason_code is WEIGHED.code
     assert [chunk.reason for chunk in first.report.chunks] == ["slow"] * 3
     assert first.token_ids == plain.token_ids
     assert second.report.blended
-    engine.close()
 
 
-def test_two_ranks_share_one_redis(
-    open_vllm: EngineFactory, redis: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    share_cores(monkeypatch)
-    url = redis_place(redis)
-    settings = ConnectorSettings(store=StoreConfig(tiers=[url]))
-    engine = open_vllm(tensor_parallel_size=2, config=BY_SHARE, settings=settings)
-    assert engine.precompute(DOCUMENTS, progress=False).computed == 4
-    chunks = engine.generate(retrieved(), SHORT).report.chunks
-    assert [chunk.tier for chunk in chunks] == ["redis"] * 3
-    assert difference(engine, retrieved(), 1.0) == 0.0
-    tier, own = tier_at(url), engine.key(DOCUMENTS[0].to_chunks()[0]).chunk_id
-    parts = [key for key, _ in tier.entries() if key.chunk_id == own]
-    assert len(parts) == 2, "each rank stores its half"
-    assert tier.evict(parts[1])
-    chunks = engine.generate(f"{retrieved().text} w5", SHORT).report.chunks
-    assert [chunk.hit for chunk in chunks] == [True, False, True]
-    engine.close()
-
-
+@pytest.mark.parametrize("two_ranks", ["async"], indirect=True)
 def test_a_rank_that_fails_in_a_layer_does_not_leave_the_others_waiting(
-    open_vllm: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two_ranks: TwoRanks,
 ) -> None:
-    share_cores(monkeypatch)
-    monkeypatch.setenv(TOLD, str(tmp_path / "fail"))
-    transfer = ConnectorSettings().to_transfer_config()
-    transfer["kv_connector"] = FailingConnector.__name__
-    transfer["kv_connector_module_path"] = FailingConnector.__module__
-    engine = open_vllm(
-        tensor_parallel_size=2, config=BY_SHARE, kv_transfer_config=KVTransferConfig(**transfer)
-    )
-    engine.precompute(DOCUMENTS, progress=False)
-    assert engine.generate(retrieved(), SHORT).report.blended
-    (tmp_path / "fail").touch()
+    """Last of those on it: it ends the engine."""
+    engine = two_ranks.engine
+    assert engine.generate(f"{retrieved().text} w2", SHORT).report.blended
+    two_ranks.fails.touch()
     started = time.monotonic()
     with pytest.raises(EngineUnavailableError, match="has ended"):
         engine.generate(f"{retrieved().text} w3", SHORT)

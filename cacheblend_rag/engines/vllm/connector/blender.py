@@ -83,7 +83,7 @@ class Blender:
         self.slices = Slices.of(self.stack.geometry.device, slice_seconds)
         self.at_work: dict[str, Work] = {}
         self.sources: dict[str, LayerSource] = {}
-        self._allotted: dict[str, Allotted] = {}
+        self.allotted: dict[str, Allotted] = {}
         self._worked: dict[str, float] = {}
         self._together: set[str] = set()
         self._idle: set[str] = set()
@@ -105,7 +105,7 @@ class Blender:
     def start(self, allotted: Allotted) -> None:
         """Accept a job, and begin to read the chunks to blend; ``advance`` runs it."""
         self._leave(allotted.request_id)
-        self._allotted[allotted.request_id] = allotted
+        self.allotted[allotted.request_id] = allotted
         source = self.jobs.source(allotted)
         self.sources[allotted.request_id] = source
         self.at_work[allotted.request_id] = self.jobs.work(allotted, source)
@@ -122,7 +122,7 @@ class Blender:
     def _leave(self, request_id: str) -> None:
         """Free the resources of a finished job: chunks that it did not take."""
         self._together.discard(request_id)
-        self._allotted.pop(request_id, None)
+        self.allotted.pop(request_id, None)
         self._idle.discard(request_id)
         if (source := self.sources.pop(request_id, None)) is not None:
             source.close()
@@ -174,7 +174,7 @@ class Blender:
     def _given_up(self, request_id: str, lack: str) -> WorkResult:
         """Free the resources of a job that ran out of memory, after its error, and log it."""
         give_back_unused()
-        allotted = self._allotted[request_id]
+        allotted = self.allotted[request_id]
         logger.warning("a %s job is abandoned: %s (%s)", allotted.job.kind, NO_ROOM, lack)
         return self.jobs.no_room(allotted, lack)
 

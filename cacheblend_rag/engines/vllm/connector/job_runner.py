@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.copy_stream import release_pinned
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
@@ -23,6 +24,7 @@ from cacheblend_rag.engines.vllm.connector.stack import VLLMStack
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
+    CompareResult,
     Declined,
     EvictResult,
     Failed,
@@ -39,6 +41,7 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, no_room
 from cacheblend_rag.prefill.chunk_loader import begin_reading
+from cacheblend_rag.prefill.comparing import Compared, compare
 from cacheblend_rag.prefill.controller import Controller, Rates
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import threshold
@@ -55,6 +58,7 @@ from cacheblend_rag.reason import Reason
 
 WorkResult = (
     BlendResult
+    | CompareResult
     | PrecomputeResult
     | VerifyResult
     | EvictResult
@@ -91,7 +95,7 @@ class JobRunner:
 
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job blends."""
-        placed = self._placed(allotted) if allotted.job.kind == "blend" else []
+        placed = self._placed(allotted) if allotted.job.kind in {"blend", "compare"} else []
         worth = threshold(placed, allotted.job.config.min_tokens)
         return begin_reading(self.store, (c.key for c in placed), self.stack, threshold=worth)
 
@@ -112,6 +116,8 @@ class JobRunner:
             return self._release()
         if job.kind == "precompute":
             return (yield from self._precompute(allotted))
+        if job.kind == "compare":
+            return (yield from self._compare(allotted, source))
         return (yield from self._blend(allotted, source))
 
     def no_room(self, allotted: Allotted, lack: str) -> Declined | Failed:
@@ -181,12 +187,37 @@ class JobRunner:
             lack_of_room=partial(self._lack_of_room, len(allotted.tokens), checks=bool(checks)),
         )
 
-    def _lack_of_room(self, tokens: int, *, checks: bool = False) -> str | None:
+    def _compare(self, allotted: Allotted, source: LayerSource) -> Work:
+        """Compare a prompt that is blended again, in a buffer of its own, with full prefill."""
+        job, device = allotted.job, self.stack.geometry.device
+        compared = Compared(job.tokens, job.answer, job.reference or None)
+        checks = plan_schedule(job.config, self.stack.geometry.layers).checks
+        if lack := self._lack_of_room(compared.longest, checks=bool(checks), whole=True):
+            return Failed(no_room(lack))
+        blended = PromptPass(
+            self.stack,
+            torch.tensor(job.tokens, device=device),
+            self._placed(allotted),
+            source,
+            job.config,
+            reserve=len(job.answer) - 1,
+            needs_hidden=False,
+        )
+        done = yield from compare(self.stack, self.stack.logits, compared, blended)
+        if isinstance(done, NotWorthLoading):
+            return Declined(done.why, tuple(done.chunks))
+        return CompareResult(done.blend, done.prefill)
+
+    def _lack_of_room(
+        self, tokens: int, *, checks: bool = False, whole: bool = False
+    ) -> str | None:
         """Return why a pass over so many tokens does not fit beside vLLM on some rank, or None.
 
         vLLM has profiled its own needs only, and its own out-of-memory error would end the server.
+        whole: whether the pass keeps all layers' KV.
         """
         needed = self.stack.pass_bytes(tokens, checks=checks)
+        needed += FusedKV.bytes_for(self.stack.geometry, tokens) if whole else 0
         free = free_bytes(self.stack.geometry.device)
         if all(on_all_ranks(self.stack, [free is None or needed <= free])):
             return None

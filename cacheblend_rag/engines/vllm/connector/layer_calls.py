@@ -77,6 +77,22 @@ class LayerCalls:
         """Return the input of the first layer for tokens (rows,)."""
         return self._hidden_in(self._record_first(input_ids=token_ids))
 
+    def output_of(self, hidden: Tensor) -> Tensor:
+        """Return the model's output (rows, hidden) for its last layer's (1, rows, hidden)."""
+        names = self._convention
+        states = hidden if names.batched else hidden[0]
+        parts = (states,) if names.residual is None else states.chunk(2, -1)
+        rows = torch.zeros(hidden.shape[1], dtype=torch.long, device=hidden.device)
+
+        def done(*_: Any, **__: Any) -> Any:
+            copies = tuple(part.clone() for part in parts)
+            more = (copies[0],) * (names.answers - len(copies))
+            return (*copies, *more) if names.answers else copies[0]
+
+        every = dict.fromkeys(range(len(self._layers)), done)
+        with self._replaced(every), self._stand_ins.context(skip_compiled=True):
+            return cast(Tensor, self.call_model(rows, rows))
+
     def position_inputs(self, positions: Tensor) -> PositionInputs:
         """Return the layers' arguments that depend on positions (rows,)."""
         arguments = self._constant or self.arguments(positions, self._geometry.dtype)
@@ -145,11 +161,11 @@ class LayerCalls:
 
     def call_model(
         self, input_ids: Tensor | None, positions: Tensor, embeds: Tensor | None = None
-    ) -> None:
-        """Call the model itself, in the current forward context."""
+    ) -> Any:
+        """Call the model itself, in the current forward context; returns its output."""
         if self._config.model_config.uses_mrope:  # of text, the three positions are the same
             positions = positions.expand(3, -1)
-        self._model.forward(
+        return self._model.forward(
             input_ids=input_ids,
             positions=positions,
             intermediate_tensors=None,

@@ -12,7 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from cacheblend_rag.engines.vllm.protocol import BlendResult, Declined, Failed, Result
+from cacheblend_rag.engines.vllm.protocol import (
+    BlendResult,
+    CompareResult,
+    Declined,
+    Failed,
+    Result,
+)
 from cacheblend_rag.prefill.policy import NOT_STORED
 from cacheblend_rag.reason import ReasonCode
 from cacheblend_rag.report import reused_and_recomputed
@@ -24,6 +30,8 @@ COUNTERS = {
     "recomputed_tokens": "Prompt tokens that had stored KV and were computed afresh.",
     "blended_requests": "Requests answered with stored KV.",
     "blend_seconds": "Seconds of work on blended requests.",
+    "guard_samples": "Blended answers that were compared with full prefill.",
+    "guard_divergence": "Sum of their divergences from it, in nats per token.",
 }
 COUNTERS_BY_REASON = {
     "chunk_misses": "Chunks of prompts whose KV was not stored, or not usable, by reason code.",
@@ -44,7 +52,11 @@ class BlendStats(KVConnectorStats):
             _add(self.data, name, value)
 
     def record(self, result: Result) -> None:
-        """Count the result of one request with a blend job."""
+        """Count the result of one request with a blend job, or of one comparison."""
+        if isinstance(result, CompareResult):
+            _add(self.data, "guard_samples", 1)
+            _add(self.data, "guard_divergence", result.divergence)
+            return
         chunks = (result.chunks or ()) if isinstance(result, BlendResult | Declined) else ()
         seconds = getattr(result, "work_seconds", None) or 0.0
         hits = sum(chunk.hit for chunk in chunks)

@@ -134,7 +134,7 @@ class PagedKV:
         given = np.asarray(self.block_ids)[np.arange(self.first, self.tokens) // size] != NULL_BLOCK
         skipped = int(given.argmax()) if given.any() else self.tokens - self.first
         self._given = slice(self.first + skipped, self.tokens)
-        self._slots = self._slots_in(blocks)
+        self.slots = self._slots_in(blocks)
         self._own: Tensor | None = None
         if NULL_BLOCK in self.block_ids[: -(-self.tokens // size)] and self.mode not in PLAIN:
             count = -(-self.tokens // self.cache.kernel_block_size)
@@ -171,7 +171,7 @@ class PagedKV:
         """
         if self._own is not None or layer not in self._in_cache:
             cache = self.cache.attention[layer].kv_cache
-            self._write(layer, fused, self._given, cache, self._slots)
+            self._write(layer, fused, self._given, cache, self.slots)
 
     def forget(self) -> None:
         """Write all layers whole again, since the pass starts again."""
@@ -179,7 +179,7 @@ class PagedKV:
 
     def run(self, rows: Rows) -> tuple[Any, Tensor]:
         """Return the backend's metadata for rows that are one run, and the slots of their KV."""
-        ((_, common),) = self._common(rows)
+        ((_, common),) = self.common(rows)
         return self._build(common), self._native_slots[rows.device]
 
     def is_native(self, rows: Rows) -> bool:
@@ -199,7 +199,7 @@ class PagedKV:
         output = torch.empty_like(query)
         if getattr(layer, "query_quant", None) is not None:  # such a kernel takes it quantized
             query = layer.query_quant(query.flatten(1), layer._q_scale)[0].view_as(query)
-        for here, common in self._common(rows):
+        for here, common in self.common(rows):
             metadata = self._build(common)
             parts = (query[here], key[here], value[here])
             layer.impl.forward(layer, *parts, cache, metadata, output=output[here])
@@ -215,7 +215,7 @@ class PagedKV:
             self._built = (common, self.cache.builder.build(0, common, fast_build=fast))
         return self._built[1]
 
-    def _common(self, rows: Rows) -> list[tuple[slice, CommonAttentionMetadata]]:
+    def common(self, rows: Rows) -> list[tuple[slice, CommonAttentionMetadata]]:
         """Return vLLM's common metadata for parts of the rows, each as one batch of sequences."""
         if id(rows) not in self._runs:
             edges = _edges(rows.host)

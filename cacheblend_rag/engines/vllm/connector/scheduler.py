@@ -21,6 +21,7 @@ from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
+    CompareResult,
     Declined,
     Late,
     Result,
@@ -78,11 +79,11 @@ class ConnectorScheduler:
     def __init__(
         self, model: ModelConfig, refusal: Reason | None, *, asynchronous: bool, step_tokens: int
     ) -> None:
-        self.asynchronous = asynchronous
+        self.asynchronous, self.step_tokens = asynchronous, step_tokens
         self.pending: dict[str, Pending] = {}
         self.late: dict[str, Pending] = {}
         self.reports: OrderedDict[str, Result] = OrderedDict()
-        self._model, self._refusal, self._step_tokens = model, refusal, step_tokens
+        self._model, self._refusal = model, refusal
         self._blended: OrderedDict[str, BlendResult] = OrderedDict()
         self._traced: deque[str] = deque()
         self._stats = BlendStats()
@@ -126,7 +127,7 @@ class ConnectorScheduler:
         """Whether so many more tokens are too much synchronous work for this step."""
         if self.asynchronous or not self._promised:
             return False
-        return self._promised + tokens > self._step_tokens
+        return self._promised + tokens > self.step_tokens
 
     def allot(self, request: Request, blocks: KVCacheBlocks, promised: int) -> None:
         """Queue the job of a request whose blocks were allocated."""
@@ -190,16 +191,16 @@ class ConnectorScheduler:
 
     def _conclude(self, pending: Pending, result: Result) -> None:
         """Count a finished request's result; keep it for a later ``report``, drop the oldest."""
-        if pending.blends and result != CANCELLED:
+        if isinstance(result, CompareResult) or (pending.blends and result != CANCELLED):
             self._stats.record(result)
         if pending.work and isinstance(result, BlendResult):
             _keep(self._blended, pending.work, replace(result, trace=None))
         if pending.report_id:
             _keep(self.reports, pending.report_id, result)
             if isinstance(result, BlendResult) and result.trace is not None:
-                self._note_traced(pending.report_id)
+                self.note_traced(pending.report_id)
 
-    def _note_traced(self, report_id: str) -> None:
+    def note_traced(self, report_id: str) -> None:
         """Record that a kept report has a trace, and drop the oldest trace if there are many."""
         self._traced.append(report_id)
         if len(self._traced) > KEPT_TRACES:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field
 
 from cacheblend_rag.settings import StoreConfig, names_of
-from cacheblend_rag.settings.base import Flag, Must, Positive, Settings
+from cacheblend_rag.settings.base import Flag, Must, Positive, Ratio, Settings
 from cacheblend_rag.settings.engine import Namespace
 from cacheblend_rag.settings.options import Arguments
+from cacheblend_rag.settings.profile import Profile, ProfileOption
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -20,6 +21,10 @@ AttentionMode = Literal["auto", "native", "sdpa", "flex"]
 
 CONNECTOR = "CacheBlendConnector"
 MODULE = "cacheblend_rag.engines.vllm.connector"
+
+
+def _profile(value: Any) -> Profile | None:
+    return None if value is None else Profile.of(value)
 
 
 class ConnectorSettings(Settings):
@@ -49,6 +54,11 @@ class ConnectorSettings(Settings):
     for the next step."""
     attention: Annotated[AttentionMode, Must.choose(AttentionMode)] = "auto"
     """Attention of recomputed rows: ``auto``, ``native`` (vLLM's own), ``sdpa`` or ``flex``."""
+    profile: Annotated[ProfileOption, BeforeValidator(_profile)] = None
+    """What clients use where they give no settings of their own."""
+    guard: Annotated[Ratio, Must("a number from 0 to 1")] = 0.0
+    """Share of blended answers that clients' engines have compared with full prefill while vLLM is
+    idle, unless they bring settings of their own; 0 is none."""
     replicas: Positive = 1
     """Number of engines behind one address (data parallelism); it must be given, since they do not
     know of each other."""

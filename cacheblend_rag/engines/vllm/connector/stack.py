@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,19 @@ class VLLMStack:
         with self._stand_ins.answering(layer, attend), self._compiled.within(layer):
             done = self.layers[layer](**given)
         return self._calls.hidden_of(done)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits (rows, vocabulary) of final hidden states (1, rows, hidden).
+
+        Raises UnsupportedModelError when this rank does not get them.
+        """
+        if hidden.shape[1] == 1:  # run as two, as layers are
+            return self.logits(hidden.repeat(1, 2, 1))[:1]
+        self.met = True
+        logits = self.model.compute_logits(self._calls.output_of(hidden))
+        if logits is None:
+            raise UnsupportedModelError("vLLM gathers logits on one rank only")
+        return cast(Tensor, logits)
 
     def rotation(self, offset: int) -> Rotation:
         return self._rotation(offset)

@@ -6,6 +6,7 @@ reports results, finished requests and unfilled blocks.
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -211,6 +212,8 @@ class ConnectorWorker:
             read_only=settings.store.read_only,
             store=_stored(blender.store) if blender else StoredKV(),
             sampling=self._sampling,
+            profile=json.dumps(settings.profile.to_dict()) if settings.profile else "",
+            guard=settings.guard,
         )
 
     def take_done(self) -> set[str] | None:

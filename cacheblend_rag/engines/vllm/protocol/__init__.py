@@ -6,6 +6,7 @@ A job is sent with a request, a result comes back with the request's last output
 from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
+    CompareResult,
     Declined,
     EvictResult,
     Failed,
@@ -24,6 +25,7 @@ from cacheblend_rag.engines.vllm.protocol.status import ConnectorStatus
 __all__ = [
     "BlendJob",
     "BlendResult",
+    "CompareResult",
     "ConnectorStatus",
     "Declined",
     "EvictResult",

@@ -27,7 +27,9 @@ MOST_KEYS = 4096
 """Most keys in one job; clients split longer lists."""
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
 
-Kind = Literal["blend", "precompute", "verify", "evict", "prefetch", "release", "status", "report"]
+Kind = Literal[
+    "blend", "precompute", "compare", "verify", "evict", "prefetch", "release", "status", "report"
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ASKS = ("status", "report")
 """Kinds that only read: they are answered for any model."""
@@ -87,10 +89,12 @@ class BlendJob:
     Two kinds only ask: ``status`` for the state of the connector, ``report`` for the result of the
     finished request that had the same ``report_id``.
 
-    tokens: lead-in and document to be computed (precompute only).
+    tokens: lead-in and document to be computed (precompute), or the prompt to be blended again
+    (compare). answer, reference: what it is compared on and with, see Compared (compare only);
+    without a reference it is the prompt.
     keys: (chunk id, context id) of chunks to verify, evict or prefetch. report_id: 32 hex digits
     under which the result is kept for a later ``report``, or "". idle: only to be worked on while
-    nothing else is (precompute only).
+    nothing else is (precompute; compare always is).
     """
 
     kind: Kind
@@ -101,6 +105,8 @@ class BlendJob:
     config: BlendConfig = field(default_factory=BlendConfig)
     report_id: str = ""
     idle: bool = False
+    answer: tuple[int, ...] = ()
+    reference: tuple[int, ...] = ()
 
     def to_params(self) -> dict[str, Any]:
         """Return plain JSON values for ``kv_transfer_params``."""
@@ -115,6 +121,8 @@ class BlendJob:
                 "config": self.config.to_dict(),
                 "report_id": self.report_id,
                 "idle": self.idle,
+                "answer": list(self.answer),
+                "reference": list(self.reference),
             }
         }
 
@@ -137,6 +145,8 @@ class BlendJob:
         after a different text, which would be reused for the other's questions. longest: the
         model's context window. vocabulary: its number of tokens.
         """
+        if self.kind == "compare":
+            self._check_compared(longest, vocabulary)
         if self.kind != "precompute":
             return
         tokens = self.tokens
@@ -158,6 +168,11 @@ class BlendJob:
         if contexts != [chunk.context_id for chunk in self.chunks]:
             raise ConfigError(f"{PARAMETER}.chunks: a context_id is not that of its tokens")
 
+    def _check_compared(self, longest: int, vocabulary: int) -> None:
+        most = max(len(self.tokens), len(self.reference)) + len(self.answer)
+        if most > longest or max(*self.tokens, *self.answer, *self.reference) >= vocabulary:
+            raise ConfigError(f"{PARAMETER}.tokens exceed the model's context or vocabulary")
+
     @classmethod
     def from_params(cls, params: Mapping[str, Any] | None, tokens: int) -> BlendJob | None:
         """Read a job for a prompt of ``tokens`` tokens; None if there is none.
@@ -175,17 +190,24 @@ class BlendJob:
         config = sent.get("config", {})
         if not isinstance(config, Mapping):
             raise ConfigError(f"{PARAMETER}.config must be an object")
-        own = _tokens(sent.get("tokens"), needed=kind == "precompute")
-        room = tokens if kind == "blend" else len(own) + 1  # a prompt's last token is vLLM's
+        own = _tokens(sent.get("tokens"), needed=kind in {"compare", "precompute"})
+        has_reference = bool(sent.get("reference"))
+        rooms = {"blend": tokens, "compare": len(own)}  # a prompt's last token is in no chunk
         return cls(
             kind,
             _lead_in(sent.get("lead_in")),
-            _chunks(sent.get("chunks"), room, needed=kind in {"blend", "precompute"}),
+            _chunks(
+                sent.get("chunks"),
+                rooms.get(kind, len(own) + 1),
+                needed=kind in {"blend", "compare", "precompute"},
+            ),
             own,
             _keys(sent.get("keys", ())),
             BlendConfig.of(config),
             _report_id(sent.get("report_id", ""), required=kind == "report"),
-            kind == "precompute" and sent.get("idle") is True,
+            kind == "compare" or (kind == "precompute" and sent.get("idle") is True),
+            _tokens(sent.get("answer"), needed=kind == "compare"),
+            _tokens(sent.get("reference"), needed=kind == "compare" and has_reference),
         )
 
 

@@ -80,6 +80,15 @@ class EvictResult:
 
 
 @dataclass(frozen=True)
+class CompareResult:
+    """The result of compare: divergences in nats per token, as in Comparison."""
+
+    divergence: float
+    prefill_divergence: float = 0.0
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class ReleaseResult:
     """The result of release: how many bytes were freed, on all ranks."""
 
@@ -124,6 +133,7 @@ class Late:
 Result: TypeAlias = (
     BlendResult
     | PrecomputeResult
+    | CompareResult
     | VerifyResult
     | EvictResult
     | ReleaseResult
@@ -137,13 +147,14 @@ Result: TypeAlias = (
 CANCELLED = Failed(Reason(ReasonCode.CANCELLED, "cancelled"))
 NO_REPORT = Declined(Reason(ReasonCode.NO_ANSWER, "no such report"))
 """The answer to a ``report`` job with an unknown id."""
-_TOLD_BY: Mapping[str, type[Any]] = {
+TOLD_BY: Mapping[str, type[Any]] = {
     "late": Late,
     "active": ConnectorStatus,
     "error": Failed,
     "reason": Declined,
     "chunks": BlendResult,
     "computed": PrecomputeResult,
+    "divergence": CompareResult,
     "verified": VerifyResult,
     "evicted": EvictResult,
     "released": ReleaseResult,
@@ -185,7 +196,7 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
     sent = params.get(PARAMETER) if isinstance(params, Mapping) else None
     if not isinstance(sent, Mapping):
         return None
-    kind = next((kind for name, kind in _TOLD_BY.items() if name in sent), PrefetchResult)
+    kind = next((kind for name, kind in TOLD_BY.items() if name in sent), PrefetchResult)
     try:
         read: Result = _read(kind, sent)
     except (TypeError, ValueError, OverflowError) as error:

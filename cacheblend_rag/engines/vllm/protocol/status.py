@@ -31,7 +31,9 @@ class ConnectorStatus:
     and shard. wire: version of the job format. replicas: engines behind one address, each with its
     own memory. shared: whether they also keep chunk KV in one folder. namespace: its hash.
     read_only: whether its store is read-only. sampling: the model's own sampling settings; None
-    from an older connector.
+    from an older connector. profile: the one for clients without settings of their own, as JSON;
+    "" is none. guard: the share of blended answers that engines compare with full prefill unless
+    they are told otherwise; 0 is none.
 
     Raises ValueError when there is no replica.
     """
@@ -51,6 +53,8 @@ class ConnectorStatus:
     read_only: bool = False
     store: StoredKV = field(default_factory=StoredKV)
     sampling: ModelSampling | None = None
+    profile: str = ""
+    guard: float = 0.0
 
     @property
     def problem(self) -> Reason | None:

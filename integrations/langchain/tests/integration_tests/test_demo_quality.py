@@ -10,11 +10,13 @@ import os
 import pytest
 from cacheblend_rag import BlendConfig, SamplingParams, TransformersEngine
 from cacheblend_rag.demo import MODEL_FOLDER
-from cacheblend_rag.demo.corpus import INSTRUCTION, SETTINGS
+from cacheblend_rag.demo.corpus import INSTRUCTION, LEARNED_SETTINGS
 from cacheblend_rag.quality.dataset import EvalQuestion, lead_text
-from cacheblend_rag.quality.evaluator import Evaluator, Rule
+from cacheblend_rag.quality.evaluator import Evaluator
+from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.quality.metrics import exact_match
 from cacheblend_rag.quality.questions import demo_dataset
+from cacheblend_rag.quality.rules import Rule
 from langchain_core.documents import Document
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import RunnableLambda
@@ -34,7 +36,9 @@ def evaluated(questions: tuple[EvalQuestion, ...]) -> tuple[float, float]:
     """Shares of right answers by full prefill and by the rule, as the command ``eval`` counts."""
     engine = TransformersEngine(MODEL_FOLDER, config=CONFIG, instruction=lead_text(INSTRUCTION))
     sampling = SamplingParams(max_tokens=16, stop=("\n",))
-    evaluator = Evaluator({"document": engine}, INSTRUCTION, CONFIG, sampling)
+    evaluator = Evaluator(
+        {"document": engine}, PromptFrame(lead_text(INSTRUCTION)), CONFIG, sampling
+    )
     full, blended = evaluator.run(questions, [RULE]).rows
     engine.close()
     return full.exact_match, blended.exact_match
@@ -67,7 +71,7 @@ def through_langchain(questions: tuple[EvalQuestion, ...]) -> float:
     return right / len(questions)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", LEARNED_SETTINGS)
 def test_answers_are_as_good_as_the_evaluations(setting: str) -> None:
     questions = demo_dataset([setting], QUESTIONS, SEED).questions
     full, blended = evaluated(questions)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,28 +28,17 @@ from tests.models import words
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 REPORT_ID = "0123456789abcdef" * 2
 
-Open = Callable[..., InProcessEngine]
+
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return CONFIG
 
 
 @pytest.fixture
-def open_core(model_folder: Callable[[str], Path]) -> Iterator[Open]:
-    opened: list[InProcessEngine] = []
-
-    def open_engine(family: str = "llama", **options: Any) -> InProcessEngine:
-        opened.append(InProcessEngine(model_folder(family), CONFIG, **options))
-        return opened[-1]
-
-    yield open_engine
-    for engine in opened:
-        engine.close()
-
-
-@pytest.fixture(scope="module")
-def core(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(model_folder("llama"), CONFIG)
-    engine.precompute(DOCUMENTS, progress=False)
-    yield engine
-    engine.close()
+def core(llama: InProcessEngine) -> InProcessEngine:
+    llama.precompute(DOCUMENTS, progress=False)
+    llama.scheduler_connector.reports.clear()
+    return llama
 
 
 def params_of(engine: InProcessEngine, request: VLLMRequest) -> Mapping[str, Any]:
@@ -97,9 +87,14 @@ def check_refused(engine: InProcessEngine, said: str) -> None:
     assert said in sentence
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_refused_model_is_served_by_ordinary_prefill(open_core: Open, asynchronous: bool) -> None:
-    check_refused(open_core("gpt2", settings={"asynchronous": asynchronous}), "learned positions")
+def test_a_refused_model_is_served_by_ordinary_prefill(
+    model_folder: Callable[[str], Path],
+) -> None:
+    with closing(InProcessEngine.open(model_folder("gpt2"), CONFIG)) as engine:
+        for asynchronous in (True, False):
+            engine.scheduler_connector.asynchronous = asynchronous
+            assert engine.core.reset_prefix_cache()
+            check_refused(engine, "learned positions")
 
 
 # How much is promised
@@ -107,38 +102,37 @@ def test_a_refused_model_is_served_by_ordinary_prefill(open_core: Open, asynchro
 
 @pytest.mark.parametrize(("step_tokens", "most"), [(400, {1}), (100_000, {2, 3, 4})])
 def test_synchronous_work_is_capped_in_each_step(
-    open_core: Open, step_tokens: int, most: set[int]
+    core: InProcessEngine, monkeypatch: pytest.MonkeyPatch, step_tokens: int, most: set[int]
 ) -> None:
-    engine = open_core(settings={"asynchronous": False, "step_tokens": step_tokens})
-    engine.precompute(DOCUMENTS, progress=False)
+    core.scheduler_connector.asynchronous = False
+    monkeypatch.setattr(core.scheduler_connector, "step_tokens", step_tokens)
     jobs: list[int] = []
-    build = engine.scheduler.connector.build_connector_meta
+    build = core.scheduler.connector.build_connector_meta
 
     def counted(output: Any) -> Any:
         meta = build(output)
         jobs.append(len(meta.jobs))
         return meta
 
-    engine.scheduler.connector.build_connector_meta = counted
+    monkeypatch.setattr(core.scheduler.connector, "build_connector_meta", counted)
     # They differ from the start, else the second would find the first in vLLM's prefix cache.
     prompts = [f"{words(3, i)} {retrieved().text}" for i in range(4)]
-    answers = engine.generate_batch(prompts, SHORT)
+    answers = core.generate_batch(prompts, SHORT)
     assert sum(jobs) == 4
     assert max(jobs) in most, "the first may have begun before the others were sent"
     assert all(answer.report.blended for answer in answers)
 
 
-def test_a_report_too_late_for_its_answer_is_kept(open_core: Open) -> None:
-    engine = open_core(settings={"asynchronous": False})
-    engine.precompute(DOCUMENTS, progress=False)
-    request = asked(engine, report_id=REPORT_ID)
+def test_a_report_too_late_for_its_answer_is_kept(core: InProcessEngine) -> None:
+    core.scheduler_connector.asynchronous = False
+    request = asked(core, report_id=REPORT_ID)
     one = replace(request, sampling=replace(request.sampling, max_tokens=1))
-    assert params_of(engine, one) == {"late": True}
-    told = params_of(engine, report_order(REPORT_ID))
+    assert params_of(core, one) == {"late": True}
+    told = params_of(core, report_order(REPORT_ID))
     assert [chunk["hit"] for chunk in told["chunks"]] == [True] * 3
 
 
-# Reports and counts, of one engine: tests with engines of their own stand before these
+# Reports and counts
 
 
 def test_fewer_stored_tokens_than_wanted_are_left_alone(core: InProcessEngine) -> None:
@@ -193,7 +187,7 @@ def test_only_so_many_traces_are_kept(core: InProcessEngine) -> None:
     kept = connector.reports[REPORT_ID]
     for index in range(KEPT_TRACES):
         connector.reports[f"{index:032x}"] = kept
-        connector._note_traced(f"{index:032x}")
+        connector.note_traced(f"{index:032x}")
     assert params_of(core, report_order(REPORT_ID)).items() <= told.items()
     assert connector.reports[f"{0:032x}"].trace is not None
     connector.reports[REPORT_ID] = kept
@@ -229,6 +223,8 @@ def test_metrics_count_what_reports_say(core: InProcessEngine) -> None:
         "recomputed_tokens": sum(report.recomputed_tokens for report in reports),
         "blended_requests": 3,
         "fallbacks": 1,
+        "guard_samples": 0,
+        "guard_divergence": 0,
     }
 
 

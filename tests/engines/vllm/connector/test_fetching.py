@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -20,12 +18,14 @@ SHORT = SamplingParams(max_tokens=4)
 
 
 @pytest.fixture
-def engine(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    config = BlendConfig(min_tokens=0, selector="random", recompute_ratio=0.5)
-    engine = InProcessEngine(model_folder("llama"), config)
-    engine.precompute(CHUNKS, progress=False)
-    yield engine
-    engine.close()
+def blend_config() -> BlendConfig:
+    return BlendConfig(min_tokens=0, selector="random", recompute_ratio=0.5)
+
+
+@pytest.fixture
+def engine(llama: InProcessEngine) -> InProcessEngine:
+    llama.precompute(CHUNKS, progress=False)
+    return llama
 
 
 def test_chunks_are_read_at_once_and_once_each(engine: InProcessEngine) -> None:

@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
-from pathlib import Path
+from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, Document, SamplingParams
 from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.vllm.job_client import JobClient
 from cacheblend_rag.engines.vllm.protocol import PrecomputeResult
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill.precompute import document_plans
 from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.opening import request_of
 from tests.kv.samples import until
 from tests.models import prompt_of, words
 
 CONFIG = BlendConfig(min_tokens=0, selector="hkvd", recompute_ratio=0.3)
 
 
-@pytest.fixture(scope="module")
-def shared(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(model_folder("llama"), CONFIG)
-    yield engine
-    engine.close()
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return CONFIG
 
 
 @pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
-def core(request: pytest.FixtureRequest, shared: InProcessEngine) -> InProcessEngine:
-    shared.begin_anew(asynchronous=request.param)
-    return shared
+def core(request: pytest.FixtureRequest, llama: InProcessEngine) -> InProcessEngine:
+    llama.scheduler_connector.asynchronous = request.param
+    return llama
 
 
 def finished(engine: InProcessEngine, *work: tuple[str, Coroutine[Any, Any, Any]]) -> list[str]:
@@ -59,11 +58,15 @@ async def asked(engine: InProcessEngine, tokens: int) -> None:
 
 
 def test_a_fill_is_done_when_nobody_decodes(core: InProcessEngine) -> None:
+    blend = request_of(core, prompt_of(Chunk(words(30, 5)), words(5, 6)), None, None).job
+    assert blend is not None
+    jobs = JobClient(core.transport, blend.lead_in, core.status)
+
     def stored(seed: int, *, idle: bool) -> Coroutine[Any, Any, Any]:
         texts = tuple(words(60 + i, seed + i) for i in range(3))
         chunks = Document(f"d{seed}", texts, separator=" w77 ").to_chunks()
         (run,) = document_plans(core._led.resolve(chunk) for chunk in chunks)
-        return core._jobs.precompute(run, idle=idle)
+        return jobs.precompute(run, idle=idle)
 
     ordinary = finished(core, ("fill", stored(1, idle=False)), ("answer", asked(core, 60)))
     assert ordinary == ["fill", "answer"]

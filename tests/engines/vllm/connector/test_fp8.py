@@ -41,7 +41,7 @@ def engine(folder: Path) -> Iterator[InProcessEngine]:
     settings = {"attention": "native", "precision": "fp8"}
     config = BlendConfig(min_tokens=0, recompute_ratio=0.0)
     with fp8_backend():
-        engine = InProcessEngine(folder, config, kv_cache_dtype="fp8", settings=settings)
+        engine = InProcessEngine.open(folder, config, kv_cache_dtype="fp8", settings=settings)
         assert engine.status.active, engine.status.refusal
         assert engine.precompute(DOCUMENTS, progress=False).computed == 4
         yield engine
@@ -65,7 +65,7 @@ def pages(monkeypatch: pytest.MonkeyPatch) -> list[PagedKV]:
 def in_cache(paged: PagedKV, layer: int, start: int, tokens: int) -> tuple[Tensor, Tensor]:
     """Keys and values of some tokens, each (kv_heads, tokens, head_dim), as vLLM reads them."""
     cache = paged.cache.attention[layer].kv_cache
-    slots, size = paged._slots[start : start + tokens], cache.shape[2]
+    slots, size = paged.slots[start : start + tokens], cache.shape[2]
     held = cache[slots // size, :, slots % size].view(FP8).float().transpose(0, 1)
     keys, values = held.chunk(2, -1)
     return keys, values

@@ -39,7 +39,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessEngine
     LlamaForCausalLM(config).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
     of_requests = BlendConfig(min_tokens=0, recompute_ratio=0.05)
-    engine = InProcessEngine(folder, of_requests, max_model_len=MOST * CHUNK + 256)
+    engine = InProcessEngine.open(folder, of_requests, max_model_len=MOST * CHUNK + 256)
     assert engine.precompute(CHUNKS, progress=False).computed == MOST
     yield engine
     engine.close()
@@ -47,17 +47,23 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcessEngine
 
 def blended(engine: InProcessEngine, tokens: int, selector: str) -> tuple[BlendReport, int]:
     """Answer over so many tokens of chunks; the report, and the most bytes that the pass held."""
-    blender, memory = engine.worker_connector.blender, PeakBytes()
-    step = blender._next_result
+    jobs, memory = engine.worker_connector.blender.jobs, PeakBytes()
+    work = jobs.work
 
     def watched(*given: Any) -> Any:
-        with memory:
-            return step(*given)
+        steps = work(*given)
+        while True:
+            try:
+                with memory:
+                    next(steps)
+            except StopIteration as ended:
+                return ended.value
+            yield
 
     prompt = prompt_of(words(7, tokens), *CHUNKS[: tokens // CHUNK], words(9, len(selector)))
     config = engine.config.with_changes(selector=selector)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(blender, "_next_result", watched)
+        patch.setattr(jobs, "work", watched)
         return engine.generate(prompt, ONE, config=config).report, memory.peak
 
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.config import VllmConfig
 
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
-from cacheblend_rag.engines.vllm.protocol import BlendResult, Declined, Failed
+from cacheblend_rag.engines.vllm.protocol import BlendResult, CompareResult, Declined, Failed
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
 
@@ -26,6 +26,8 @@ def counted() -> BlendStats:
     stats.record(TOO_FEW)
     stats.record(FAILED)
     stats.record(BlendResult((DAMAGED,)))
+    stats.record(CompareResult(0.5))
+    stats.record(CompareResult(0.25, 0.1))
     return stats
 
 
@@ -36,6 +38,8 @@ def test_a_result_is_counted_chunk_by_chunk_and_code_by_code() -> None:
         "recomputed_tokens": 10,
         "blended_requests": 1,
         "blend_seconds": 0.75,
+        "guard_samples": 2,
+        "guard_divergence": 0.75,
         "chunk_misses": 3,
         "chunk_misses_not_stored": 2,
         "chunk_misses_damaged": 1,

@@ -5,8 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,18 +28,16 @@ FAULTS = 24
 """Places in a pass where memory is refused, spread over all of it."""
 
 
-@pytest.fixture(scope="module")
-def shared(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(model_folder("llama"), CONFIG)
-    yield engine
-    engine.close()
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return CONFIG
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["asynchronous", "synchronous"])
-def engine(request: pytest.FixtureRequest, shared: InProcessEngine) -> InProcessEngine:
-    shared.begin_anew(asynchronous=request.param)
-    assert shared.precompute(DOCUMENTS, progress=False).computed == 4
-    return shared
+@pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
+def engine(request: pytest.FixtureRequest, llama: InProcessEngine) -> InProcessEngine:
+    llama.scheduler_connector.asynchronous = request.param
+    assert llama.precompute(DOCUMENTS, progress=False).computed == 4
+    return llama
 
 
 def asked(number: int) -> dict[str, Any]:
@@ -96,7 +92,7 @@ def test_wherever_a_pass_finds_no_memory_vllm_answers(
     monkeypatch.setattr(PromptPass, "steps", STEPS)
     assert engine.generate(**asked(FAULTS + 1)).report.blended
     blender = engine.worker_connector.blender
-    assert (blender.at_work, blender.sources, blender._allotted) == ({}, {}, {})
+    assert (blender.at_work, blender.sources, blender.allotted) == ({}, {}, {})
 
 
 def test_an_accelerators_own_error_for_it_does_not_end_vllm(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from vllm.forward_context import get_forward_context, set_forward_context
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.flex_attention import FlexAttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_prefills_and_extends
 
@@ -29,6 +29,7 @@ from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
 from tests.engines.vllm.fp8_attention import QuantizedQueryBackend, fp8_backend
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import request_of
+from tests.engines.vllm.shared import KERNEL_BLOCK
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, check_exact, difference, retrieved
 from tests.memory import PeakBytes
 from tests.models import words
@@ -39,60 +40,44 @@ CUDA = torch.device("cuda")
 
 
 @pytest.fixture
-def open_engine(model_folder: Callable[[str], Path]) -> Iterator[Callable[..., InProcessEngine]]:
-    opened: list[InProcessEngine] = []
-
-    def open_one(**options: Any) -> InProcessEngine:
-        opened.append(InProcessEngine(model_folder("llama"), CONFIG, **options))
-        return opened[-1]
-
-    yield open_one
-    for engine in opened:
-        engine.close()
+def blender(llama: InProcessEngine) -> Any:
+    return llama.worker_connector.blender
 
 
-@pytest.fixture(scope="module")
-def engine(model_folder: Callable[[str], Path]) -> Iterator[InProcessEngine]:
-    engine = InProcessEngine(model_folder("llama"), CONFIG)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def blender(engine: InProcessEngine) -> Any:
-    return engine.worker_connector.blender
-
-
-# One vLLM is open in this process at a time: tests with one of their own stand first
-
-
-@pytest.mark.parametrize("attention", ["native", "sdpa"])
 def test_a_query_that_vllm_quantizes_with_an_fp8_cache(
-    open_engine: Callable[..., InProcessEngine], attention: str
+    model_folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with fp8_backend(QuantizedQueryBackend):
-        engine = open_engine(kv_cache_dtype="fp8", settings={"attention": attention})
+    opened = {"kv_cache_dtype": "fp8", "settings": {"attention": "native"}}
+    with (
+        fp8_backend(QuantizedQueryBackend),
+        closing(InProcessEngine.open(model_folder("llama"), CONFIG, **opened)) as engine,
+    ):
         assert engine.status.active, engine.status.refusal
         assert engine.precompute(DOCUMENTS, progress=False).computed == 4
-        if attention == "native":
-            check_exact(engine)
-        else:  # over KV that is not rounded: near, by the trial, but not bit for bit
-            assert math.isfinite(difference(engine, retrieved(), 1.0))
-            assert engine.generate(retrieved(seed=3), SHORT).report.blended
+        blender = engine.worker_connector.blender
+        assert {a.kv_cache.itemsize for a in blender.stack.attention} == {1}
+        check_exact(engine)
+        engine.scheduler_connector.asynchronous = False
+        check_exact(engine, seed=10)
+        # by PyTorch over KV that is not rounded: near, by the trial, but not bit for bit
+        engine.scheduler_connector.asynchronous = True
+        replace(blender.trial, mode="sdpa").run()
+        monkeypatch.setattr(blender.jobs, "mode", "sdpa")
+        assert math.isfinite(difference(engine, retrieved(seed=11), 1.0))
+        assert engine.generate(retrieved(seed=3), SHORT).report.blended
 
 
 def test_kernels_may_see_smaller_blocks_than_vllm_hands_out(
-    open_engine: Callable[..., InProcessEngine], monkeypatch: pytest.MonkeyPatch
+    short_steps: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes = staticmethod(lambda spec=None: [32])
-    monkeypatch.setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", sizes)
-    engine = open_engine(block_size=128, settings={"attention": "native"})
-    cache = engine.worker_connector.blender.cache
-    assert (cache.block_size, cache.kernel_block_size) == (128, 32)
-    assert cache.attention[0].kv_cache.shape[2] == 32
-    assert cache.builder.kv_cache_spec.block_size == 32
-    engine.precompute(DOCUMENTS, progress=False)
-    check_exact(engine)
+    blender = short_steps.worker_connector.blender
+    monkeypatch.setattr(blender.jobs, "mode", "native")
+    cache = blender.cache
+    assert (cache.block_size, cache.kernel_block_size) == (128, KERNEL_BLOCK)
+    assert cache.attention[0].kv_cache.shape[2] == KERNEL_BLOCK
+    assert cache.builder.kv_cache_spec.block_size == KERNEL_BLOCK
+    short_steps.precompute(DOCUMENTS, progress=False)
+    check_exact(short_steps)
 
 
 class OneBuffer:
@@ -200,7 +185,7 @@ def test_metadata_are_built_of_what_the_host_knows(
     """Builders of GPU backends ask the device for what they are not told, and wait for it."""
     paged = PagedKV(blender.cache, range(1, 12), 0, TOKENS, "native")
     rows = Rows.at(np.r_[3:9, 20, 40:90, 100:TOKENS], torch.device("cpu"))
-    ((_, common),) = paged._common(rows)
+    ((_, common),) = paged.common(rows)
     lengths = [9, 21, 90, TOKENS]
     assert common.seq_lens.tolist() == lengths
     assert common.seq_lens_cpu_upper_bound is not None
@@ -221,12 +206,12 @@ def test_metadata_are_built_of_what_the_host_knows(
 
 
 def test_a_layer_that_is_driven_sees_nothing_of_the_step_under_way(
-    engine: InProcessEngine, blender: Any
+    llama: InProcessEngine, blender: Any
 ) -> None:
     seen: list[Any] = []
     stack = blender.stack
     hook = stack.layers[1].register_forward_pre_hook(lambda *_: seen.append(get_forward_context()))
-    config = engine.core.vllm_config
+    config = llama.core.vllm_config
     under_way = torch.tensor([True])
     with torch.inference_mode(), set_forward_context(None, config, is_padding=under_way):
         outer = get_forward_context()
@@ -241,9 +226,9 @@ def test_a_layer_that_is_driven_sees_nothing_of_the_step_under_way(
     assert (inner.attn_metadata, inner.slot_mapping, inner.all_moe_layers) == (None, {}, None)
 
 
-def test_a_preempted_request_keeps_its_output(engine: InProcessEngine) -> None:
-    assert engine.scheduler.connector.requires_kv_delivery is False
-    assert engine.scheduler.requires_kv_delivery is False
+def test_a_preempted_request_keeps_its_output(llama: InProcessEngine) -> None:
+    assert llama.scheduler.connector.requires_kv_delivery is False
+    assert llama.scheduler.requires_kv_delivery is False
 
 
 # Memory
@@ -265,30 +250,30 @@ def peak_of(engine: InProcessEngine, prompt: str) -> tuple[int, int]:
     return memory.peak, len(request.token_ids)
 
 
-def test_a_pass_takes_no_more_memory_than_is_asked_for_beforehand(engine: InProcessEngine) -> None:
-    engine.precompute(DOCUMENTS, progress=False)
-    stack = engine.worker_connector.blender.stack
+def test_a_pass_takes_no_more_memory_than_is_asked_for_beforehand(llama: InProcessEngine) -> None:
+    llama.precompute(DOCUMENTS, progress=False)
+    stack = llama.worker_connector.blender.stack
     more = " ".join(document.chunks[0] for document in DOCUMENTS)
     for count in (1, 6):
-        peak, tokens = peak_of(engine, " ".join([retrieved().text, *[more] * count]))
+        peak, tokens = peak_of(llama, " ".join([retrieved().text, *[more] * count]))
         bound = stack.pass_bytes(tokens, checks=True)
         # Most of it is what rows and attention take at most, now that two layers of KV are held.
         assert 0.15 * bound < peak <= bound
 
 
 def test_too_little_memory_is_a_miss_with_a_reason(
-    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+    llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine.precompute(DOCUMENTS, progress=False)
+    llama.precompute(DOCUMENTS, progress=False)
     monkeypatch.setattr(job_runner, "free_bytes", lambda _: 1 << 20)
     config = CONFIG.with_changes(recompute_ratio=0.5)
-    answer = engine.generate(retrieved(), SHORT, config=config)
+    answer = llama.generate(retrieved(), SHORT, config=config)
     assert not answer.report.blended
     said = r"needs \d MiB of device memory beside vLLM's, there is 1 MiB: serve with a smaller"
     assert re.search(said, str(answer.report.reason))
     assert {chunk.reason for chunk in answer.report.chunks} == {"no room"}
-    assert answer.token_ids == engine.generate_full(retrieved(), SHORT).token_ids
-    refused = engine.precompute([Document("c", (words(300, 77),))], progress=False).refused
+    assert answer.token_ids == llama.generate_full(retrieved(), SHORT).token_ids
+    refused = llama.precompute([Document("c", (words(300, 77),))], progress=False).refused
     assert sum(refused.values()) == 1
     assert "MiB of device memory" in next(iter(refused))
 

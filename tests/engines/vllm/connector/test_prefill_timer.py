@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, StoreConfig
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TieredKVStore
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.engines.vllm.connector.pace import Slices
 from cacheblend_rag.engines.vllm.connector.prefill_timer import PrefillTimer
@@ -19,12 +19,13 @@ from cacheblend_rag.prefill import controller
 from cacheblend_rag.prefill.controller import Rates
 from tests.engines.contract import check_prefilled_instead
 from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.shared import STEP_TOKENS
 from tests.models import prompt_of, words
 
 COSTS = (LayerCost(1e6, 2e5, 10.0), LayerCost(1e6, 2e5, 10.0, window=300))
 CHUNKS = [Chunk(words(200, 3)), Chunk(words(150, 4))]
 SHORT = SamplingParams(max_tokens=6, ignore_eos=True)
-STEP_TOKENS, SLOW_SECONDS = 300, 0.2
+SLOW_SECONDS = 0.2
 
 
 class Recorded(Rates):
@@ -83,29 +84,29 @@ def test_what_jobs_take_is_not_prefill(model_runs: str) -> None:
     assert len(rates.told) == 1, "a step without a prompt tells nothing"
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["asynchronous", "synchronous"])
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return BlendConfig(min_tokens=0, selector="random", recompute_ratio=0.2)
+
+
+@pytest.fixture(params=[True, False], ids=["asynchronous", "synchronous"])
 def engine(
     request: pytest.FixtureRequest,
-    model_folder: Callable[[str], Path],
-    tmp_path_factory: pytest.TempPathFactory,
+    short_steps: InProcessEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[InProcessEngine]:
-    folder = tmp_path_factory.mktemp("kv")
-    settings = {
-        "asynchronous": request.param,
-        **StoreConfig(kv_path=folder, host_bytes=0).to_dict(),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        # So small a chunk would be read at once, and the passes of so small a model are slow.
-        patch.setattr(DiskTier, "whole_bytes", 0)
-        patch.setattr(codec, "HEAD_BYTES", 1024)
-        patch.setattr(controller, "MARGIN", 1000.0)
-        config = BlendConfig(min_tokens=0, selector="random", recompute_ratio=0.2)
-        engine = InProcessEngine(
-            model_folder("llama"), config, settings, max_num_batched_tokens=STEP_TOKENS
-        )
-        engine.precompute(CHUNKS, progress=False)
-        yield engine
-        engine.close()
+    # So small a chunk would be read at once, and the passes of so small a model are slow.
+    monkeypatch.setattr(DiskTier, "whole_bytes", 0)
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1024)
+    monkeypatch.setattr(controller, "MARGIN", 1000.0)
+    short_steps.scheduler_connector.asynchronous = request.param
+    jobs = short_steps.worker_connector.blender.jobs
+    with TieredKVStore.open(host_bytes=0, kv_path=tmp_path) as store:
+        monkeypatch.setattr(jobs, "store", store)
+        short_steps.precompute(CHUNKS, progress=False)
+        yield short_steps
+        monkeypatch.undo()
 
 
 def asked(seed: int) -> BlendPrompt:

@@ -11,6 +11,7 @@ import pytest
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.vllm.protocol import (
     BlendResult,
+    CompareResult,
     ConnectorStatus,
     Declined,
     EvictResult,
@@ -24,7 +25,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     result_of,
     status_of,
 )
-from cacheblend_rag.engines.vllm.protocol.result import _TOLD_BY, CANCELLED, NO_REPORT
+from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, NO_REPORT, TOLD_BY
 from cacheblend_rag.engines.vllm.protocol.status import NO_CONNECTOR, StoredKV
 from cacheblend_rag.reason import Reason, ReasonCode
 from cacheblend_rag.report import ChunkReport
@@ -57,6 +58,7 @@ RESULTS: tuple[Result, ...] = (
     PrecomputeResult(2, refused={FULL: 4, DISK: 3}, failed={DISK: 3}),
     VerifyResult(2, {"0/1": DISK}),
     EvictResult(3, 0.5),
+    CompareResult(0.25, 0.5, 0.75),
     PrefetchResult(),
     PrefetchResult(0.5),
     NO_REPORT,
@@ -171,6 +173,8 @@ def test_a_statuss_names_on_the_wire_are_settled() -> None:
         "read_only": False,
         "store": {"chunks": 3, "bytes": 1 << 40},
         "sampling": {**QWEN_SAMPLING, "min_p": 0.0},
+        "profile": "",
+        "guard": 0.0,
     }
 
 
@@ -239,10 +243,10 @@ def test_whatever_a_server_says_is_read_or_refused() -> None:
         assert len(status_of(params).refusal or "") < 200_000
         if read is not None:
             assert isinstance(read, Result)
-    assert len(kinds) == 10, "each kind, and none"
+    assert len(kinds) == 11, "each kind, and none"
 
 
-@pytest.mark.parametrize("name", [*sorted(_TOLD_BY), "other"])
+@pytest.mark.parametrize("name", [*sorted(TOLD_BY), "other"])
 def test_no_value_is_too_odd(name: str) -> None:
     for value in HOSTILE:
         assert result_of({"cacheblend": {name: value}}) is not None

@@ -1,0 +1,5 @@
+"""``python -m cacheblend_rag``: the command line."""
+
+from cacheblend_rag.cli.main import app
+
+app()

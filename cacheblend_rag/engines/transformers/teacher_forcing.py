@@ -1,0 +1,39 @@
+"""Runs given answers behind a prompt's KV, one after another, each as if it were alone."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from cacheblend_rag.engines.transformers.cache import FusedCache
+from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.prefill import Prefilled
+
+
+def forced_log_probs(
+    ordinary: OrdinaryPrefill,
+    prefilled: Prefilled,
+    token_ids: Sequence[int],
+    answer: Sequence[int],
+) -> Tensor:
+    """Return the log-probabilities at each step of an answer, (tokens, vocabulary) float32.
+
+    token_ids: the prompt's. The prompt's KV is as before afterwards.
+    """
+    logits, more = prefilled.logits, len(answer) - 1
+    if more:
+        cache = _reusable(prefilled.cache)
+        later = ordinary.continued(cache, (*token_ids, *answer[:-1]), more)
+        if isinstance(cache, FusedCache):
+            cache.crop(len(token_ids))
+        logits = torch.cat([logits, later])
+    return logits.log_softmax(-1).cpu()
+
+
+def _reusable(cache: Cache | None) -> Cache | None:
+    """Return a cache that may be written to; only ours can be cut back, whatever the layers."""
+    return cache if isinstance(cache, FusedCache) else copy.deepcopy(cache)

@@ -1,0 +1,191 @@
+"""Fidelity: how near a blend's predictions are to those of full prefill, on one prompt.
+
+The answer that is looked at is full prefill's own: its greedy answer of at most so many tokens, its
+end token included if it ends before, so at least one. Both ways predict each of its tokens after
+the ones before it (teacher forcing). Log-probabilities are float32; sums are in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.prepare import PromptLike
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.scoring import ScoringEngine
+from cacheblend_rag.settings import BlendConfig
+
+TOKENS = 16
+PLACE_OF_END = 0
+"""Stands for the end token while its place is scored; any token would do there."""
+
+
+class MeasuredEngine(ScoringEngine, Protocol):
+    """What fidelity needs of an engine; the embedded one has it."""
+
+    def generate_full(
+        self, prompt: PromptLike, sampling: SamplingParams | None = None
+    ) -> Generation:
+        """Return the answer by ordinary prefill."""
+        ...
+
+    def tokenize(self, text: str) -> tuple[int, ...]:
+        """Return the tokens of a text, without special tokens."""
+        ...
+
+
+@dataclass(frozen=True)
+class PromptFidelity:
+    """One prompt's predictions by one setting, compared with those of full prefill.
+
+    kl_first: KL(full prefill || setting) of the answer's first token, in nats. kl: the mean over
+    the answer's tokens. top1: share of its tokens that are the setting's most likely ones, too.
+    same_answer: whether all are, so that the setting's own greedy answer is the same. gold_logprob:
+    the natural logarithm of the best gold answer's probability by the setting; None without gold
+    answers. gold_tokens: how many tokens that answer has.
+    """
+
+    kl_first: float
+    kl: float
+    top1: float
+    same_answer: bool
+    gold_logprob: float | None = None
+    gold_tokens: int = 0
+
+    @property
+    def gold_logprob_mean(self) -> float | None:
+        """``gold_logprob`` per token."""
+        return None if self.gold_logprob is None else self.gold_logprob / self.gold_tokens
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Full prefill's answer to a prompt, which settings are compared with.
+
+    answer: its tokens, the end token included. log_probs: (tokens, vocabulary) float32, its
+    predictions. gold: tokens of the gold answer that it finds most likely; empty without gold
+    answers. gold_logprob: of that. generation: the answer as the engine gave it.
+    """
+
+    answer: tuple[int, ...]
+    log_probs: Tensor
+    gold: tuple[int, ...]
+    gold_logprob: float | None
+    generation: Generation
+
+    @property
+    def of_itself(self) -> PromptFidelity:
+        """Full prefill's own figures: no divergence, and the gold answer's probability."""
+        return PromptFidelity(0.0, 0.0, 1.0, True, self.gold_logprob, len(self.gold))
+
+
+def reference(
+    engine: MeasuredEngine,
+    prompt: PromptLike,
+    golds: Sequence[str] = (),
+    tokens: int = TOKENS,
+    *,
+    generation: Generation | None = None,
+) -> Reference:
+    """Answer a prompt by full prefill, and keep its predictions.
+
+    golds: gold answers, each tried with and without a space before it, as templates differ. tokens:
+    most tokens of the answer that is compared. generation: full prefill's greedy answer, without
+    stop strings, if there is one already. Raises the errors of ScoringEngine.score.
+    """
+    told = generation or engine.generate_full(prompt, SamplingParams.greedy(tokens))
+    begun = told.token_ids[:tokens]
+    ended = told.finish_reason == "stop" and len(begun) < tokens
+    forced = (*begun, PLACE_OF_END) if ended else begun
+    tried = _gold_tokens(engine, golds)
+    found, *of_golds = engine.score_each(prompt, [forced, *tried], full=True)
+    # The end token is what full prefill finds most likely where the answer ends.
+    answer = (*begun, int(found.log_probs[-1].argmax())) if ended else begun
+    scored = [
+        (_log_prob(score.log_probs, gold), gold)
+        for score, gold in zip(of_golds, tried, strict=True)
+    ]
+    likely, gold = max(scored, default=(None, ()))
+    return Reference(answer, found.log_probs, gold, likely, told)
+
+
+def compare(
+    reference: Reference,
+    engine: ScoringEngine,
+    prompt: PromptLike,
+    config: BlendConfig | None = None,
+    *,
+    full: bool = False,
+) -> PromptFidelity:
+    """Compare a setting's predictions with a reference, which may be of another prompt.
+
+    config: how KV is blended. full: compare full prefill of ``prompt`` instead. Raises the errors
+    of ScoringEngine.score.
+    """
+    return compare_each([reference], engine, prompt, config, full=full)[0]
+
+
+def compare_each(
+    references: Sequence[Reference],
+    engine: ScoringEngine,
+    prompt: PromptLike,
+    config: BlendConfig | None = None,
+    *,
+    full: bool = False,
+) -> tuple[PromptFidelity, ...]:
+    """Compare one setting's predictions with several references, after one prefill."""
+    return tuple(_compared(references, engine, prompt, config, full))
+
+
+def divergences(wanted: Tensor, found: Tensor) -> Tensor:
+    """Return KL(wanted || found) of each token, (tokens,) float64, in nats.
+
+    wanted, found: (tokens, vocabulary) log-probabilities.
+    """
+    exact, other = wanted.double(), found.double()
+    terms = exact.exp() * (exact - other)
+    return terms.where(exact > -torch.inf, 0.0).sum(-1).clamp(min=0.0)
+
+
+def _compared(
+    references: Sequence[Reference],
+    engine: ScoringEngine,
+    prompt: PromptLike,
+    config: BlendConfig | None,
+    full: bool,
+) -> Iterator[PromptFidelity]:
+    answers = [reference.answer for reference in references]
+    golds = list(dict.fromkeys(one.gold for one in references if one.gold))
+    scores = engine.score_each(prompt, [*answers, *golds], config=config, full=full)
+    likely = {
+        gold: _log_prob(score.log_probs, gold)
+        for gold, score in zip(golds, scores[len(answers) :], strict=True)
+    }
+    for reference, score in zip(references, scores, strict=False):
+        kl = divergences(reference.log_probs, score.log_probs)
+        same = reference.log_probs.argmax(-1) == score.log_probs.argmax(-1)
+        yield PromptFidelity(
+            kl_first=float(kl[0]),
+            kl=float(kl.mean()),
+            top1=float(same.double().mean()),
+            same_answer=bool(same.all()),
+            gold_logprob=likely.get(reference.gold),
+            gold_tokens=len(reference.gold),
+        )
+
+
+def _gold_tokens(engine: MeasuredEngine, golds: Sequence[str]) -> list[tuple[int, ...]]:
+    """Return the different ways in which the gold answers are tokenized."""
+    texts = [f"{before}{gold}" for gold in golds for before in (" ", "")]
+    return [tokens for tokens in dict.fromkeys(map(engine.tokenize, texts)) if tokens]
+
+
+def _log_prob(log_probs: Tensor, answer: Sequence[int]) -> float:
+    """Return the log-probability of a whole answer, given those of every token at its steps."""
+    chosen = torch.tensor(answer)[:, None]
+    return float(log_probs.double().gather(1, chosen).sum())

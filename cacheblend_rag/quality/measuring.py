@@ -1,0 +1,231 @@
+"""Measures rules on one question: answers, fidelity to full prefill, and time to first token."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any, cast
+
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.base import Engine
+from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.quality.dataset import EvalQuestion
+from cacheblend_rag.quality.fidelity import (
+    TOKENS,
+    MeasuredEngine,
+    PromptFidelity,
+    Reference,
+    compare_each,
+    reference,
+)
+from cacheblend_rag.quality.frame import OPENING, PromptFrame
+from cacheblend_rag.quality.records import PromptRecord
+from cacheblend_rag.quality.rules import ALWAYS, BASELINES, FULL, NO_CONTEXT, PREFIX_CACHING, Rule
+from cacheblend_rag.settings import EMBEDDED, BlendConfig, LeadInConfig, LeadInKind
+from cacheblend_rag.text.prompt import BlendPrompt
+
+ONE_TOKEN = SamplingParams.greedy(max_tokens=1)
+Configs = Mapping[Rule, BlendConfig]
+
+
+@dataclass(frozen=True)
+class Measures:
+    """What is measured beside answers.
+
+    fidelity: to full prefill's predictions; only the embedded engine can score them. ttft: the time
+    to first token.
+    """
+
+    fidelity: bool = False
+    ttft: bool = False
+
+
+ANSWERS_ONLY = Measures()
+
+
+@dataclass
+class QuestionMeasurer:
+    """Measures questions one by one, all rules of a question in turn.
+
+    engines: one per lead-in, around one model. sampling: of answers, greedy. owns_store: whether
+    nobody else's chunks are in the store; otherwise chunks of a question are left there if any was
+    there before.
+
+    Time to first token is that of the requests that give the answers: of full prefill, of each rule
+    with the chunks' KV in the store (memory, by default), and of prefix caching, whose cache holds
+    what this prompt shares with the previous one, the text before the first passage. vLLM's own
+    prefix cache is used as it is. The embedded engine has none, so the KV of that text is kept as a
+    chunk at the beginning of the prompt and everything behind it is computed, which is the work of
+    prefix caching, less what a pass saves in the last layer. The first question is answered once by
+    each rule, untimed, before.
+    """
+
+    engines: Mapping[LeadInKind, Engine]
+    frame: PromptFrame
+    sampling: SamplingParams
+    measures: Measures = ANSWERS_ONLY
+    owns_store: bool = True
+    _salt: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _is_warm: bool = False
+
+    def measure(
+        self, question: EvalQuestion, rules: Configs
+    ) -> Iterator[tuple[Rule, PromptRecord]]:
+        """Yield the results of the wanted rules; see Evaluator for errors.
+
+        rules: with their settings; those of BASELINES are not read.
+        """
+        prompt = self.frame.prompt(question)
+        if self.measures.ttft and not self._is_warm:
+            self._first.generate_full(prompt, ONE_TOKEN)
+        full = self._first.generate_full(prompt, replace(self.sampling, stop=()))
+        references = self._references(question, prompt, full)
+        told = partial(self._record, question)
+        if FULL in rules:
+            yield FULL, told(full, cut=True, **self._of_itself(references, prompt))
+        if NO_CONTEXT in rules:
+            bare = self.frame.without_passages(question)
+            answer = self._first.generate_full(bare, self.sampling)
+            record = told(answer, **self._fidelity(references, self._first, bare))
+            share = answer.prompt_tokens / full.prompt_tokens
+            yield NO_CONTEXT, replace(record, compute_share=share)
+        if PREFIX_CACHING in rules:
+            cached = replace(told(full, cut=True), **self._prefix_cached(question))
+            yield PREFIX_CACHING, cached
+        for lead_in, engine in self.engines.items():
+            own = {r: c for r, c in rules.items() if r not in BASELINES and r.lead_in == lead_in}
+            with self._indexed(engine, question):
+                yield from self._blended(engine, question, prompt, references, own)
+        self._is_warm = True
+
+    def _blended(
+        self,
+        engine: Engine,
+        question: EvalQuestion,
+        prompt: BlendPrompt,
+        references: list[Reference],
+        rules: Configs,
+    ) -> Iterator[tuple[Rule, PromptRecord]]:
+        if self.measures.ttft and not self._is_warm:
+            for config in rules.values():
+                engine.generate(prompt, ONE_TOKEN, config=config)
+        for rule, config in rules.items():
+            answer = engine.generate(prompt, self.sampling, config=config)
+            reason = answer.report.reason or "no reason given"
+            why = None if answer.report.blended else str(reason)
+            fidelity = self._fidelity(references, engine, prompt, config)
+            yield rule, self._record(question, answer, not_blended=why, **fidelity)
+
+    @property
+    def _first(self) -> Engine:
+        return next(iter(self.engines.values()))
+
+    def _references(
+        self, question: EvalQuestion, prompt: BlendPrompt, full: Generation
+    ) -> list[Reference]:
+        """Return full prefill's predictions on this prompt and, if it differs, the whole one."""
+        if not self.measures.fidelity:
+            return []
+        engine, tokens = _measured(self._first), min(TOKENS, self.sampling.max_tokens)
+        found = [reference(engine, prompt, question.answers, tokens, generation=full)]
+        whole = self.frame.prompt(question.whole_documents())
+        if whole != prompt:
+            found.append(reference(engine, whole, question.answers, tokens))
+        return found
+
+    def _of_itself(self, references: list[Reference], prompt: BlendPrompt) -> dict[str, Any]:
+        """Return full prefill's own fidelity."""
+        if not references:
+            return {}
+        own, *whole = references
+        others = compare_each(whole, _measured(self._first), prompt, full=True) if whole else ()
+        return _named((own.of_itself, *others))
+
+    def _fidelity(
+        self,
+        references: list[Reference],
+        engine: Engine,
+        prompt: BlendPrompt,
+        config: BlendConfig | None = None,
+    ) -> dict[str, Any]:
+        """Return the fidelity of a rule; without ``config``, of full prefill of ``prompt``."""
+        if not references:
+            return {}
+        scorer = _measured(engine)
+        return _named(compare_each(references, scorer, prompt, config, full=config is None))
+
+    def _record(
+        self, question: EvalQuestion, answer: Generation, *, cut: bool = False, **measured: Any
+    ) -> PromptRecord:
+        """Score an answer. cut: it was drawn without stop strings, and is cut at them now."""
+        text = _cut(answer.text, self.sampling.stop) if cut else answer.text
+        if self.measures.ttft:
+            measured = {"ttft_seconds": _seconds(answer), **measured}
+        return PromptRecord.of(answer, text, question.answers, **measured)
+
+    @contextmanager
+    def _indexed(self, engine: Engine, question: EvalQuestion) -> Iterator[None]:
+        """Keep a question's chunks in the store meanwhile."""
+        report = engine.precompute(question.documents, progress=False)
+        try:
+            yield
+        finally:
+            if self.owns_store or not report.skipped:
+                for document in question.documents:
+                    engine.evict_document(document.document_id)
+
+    # Prefix caching
+
+    def _prefix_cached(self, question: EvalQuestion) -> dict[str, Any]:
+        """Return the time and the work of prefix caching."""
+        if self._first.name != EMBEDDED:
+            prompt = self.frame.prompt(question)
+            if not self._is_warm:
+                self._salted(self.frame.without_passages(question))
+            return _timed(self._salted(prompt))
+        opening, prompt = self.frame.opening_alone(question)
+        if not opening.text:
+            return _timed(self._first.generate_full(prompt, ONE_TOKEN))
+        engine = self._prefix_engine
+        report = engine.precompute([opening], progress=False)
+        config = BlendConfig(selector="none", recompute_ratio=0.0, **ALWAYS)
+        ask: Callable[[], Generation] = partial(engine.generate, prompt, ONE_TOKEN, config=config)
+        if not self._is_warm:
+            ask()
+        found = _timed(ask())
+        if self.owns_store or not report.skipped:
+            engine.evict_document(OPENING)
+        return found
+
+    def _salted(self, prompt: BlendPrompt) -> Generation:
+        return self._first.generate_full(prompt, ONE_TOKEN, cache_salt=self._salt)
+
+    @cached_property
+    def _prefix_engine(self) -> Engine:
+        """An engine whose chunk may be the beginning of a prompt, special tokens and all."""
+        kind: LeadInKind = "none" if self.frame.is_rendered else "bos"
+        return self._first.sibling(lead_in=LeadInConfig(kind=kind, split_special_tokens=False))
+
+
+def _measured(engine: Engine) -> MeasuredEngine:
+    return cast(MeasuredEngine, engine)
+
+
+def _named(found: tuple[PromptFidelity, ...]) -> dict[str, Any]:
+    return dict(zip(("fidelity", "whole"), found, strict=False))
+
+
+def _timed(answer: Generation) -> dict[str, Any]:
+    return {"ttft_seconds": _seconds(answer), "compute_share": answer.report.compute_share}
+
+
+def _seconds(answer: Generation) -> float:
+    return answer.report.seconds.time_to_first_token
+
+
+def _cut(text: str, stop: tuple[str, ...]) -> str:
+    """Return a text up to the first of some strings."""
+    return min((text.partition(one)[0] for one in stop), key=len, default=text)

@@ -1,0 +1,115 @@
+"""Successive halving: cheap settings go on to more prompts as long as they may hold the bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from statistics import mean
+
+from cacheblend_rag.quality.records import PromptRecord
+from cacheblend_rag.quality.tuning.bar import Bar, Kept
+from cacheblend_rag.quality.tuning.candidates import Candidate
+
+AT_ONCE = 4
+"""Dropped candidates that are measured together, so that they share full prefill's pass."""
+
+Measure = Callable[[Sequence[Candidate], int], None]
+"""Measures some candidates on the first so many prompts."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A candidate's figures on the prompts that it was measured on.
+
+    kept: what it keeps of full prefill's quality. ttft_seconds, full_ttft_seconds: means of its
+    time to first token, and of full prefill's on the same prompts. compute_share: as in
+    BlendReport. holds: whether it was measured on all prompts and holds the bar.
+    """
+
+    candidate: Candidate
+    prompts: int
+    kept: Kept
+    ttft_seconds: float
+    full_ttft_seconds: float
+    compute_share: float
+    holds: bool
+
+    @property
+    def ttft_share(self) -> float:
+        """Time to first token as a share of full prefill's."""
+        return self.ttft_seconds / self.full_ttft_seconds
+
+
+@dataclass
+class Ladder:
+    """Candidates and their results.
+
+    full: full prefill's results by prompt. results: each candidate's, of the first prompts.
+    """
+
+    candidates: Sequence[Candidate]
+    bar: Bar
+    full: list[PromptRecord] = field(default_factory=list)
+    results: dict[Candidate, list[PromptRecord]] = field(default_factory=dict)
+
+    def climb(self, sizes: Sequence[int], measure: Measure) -> Candidate | None:
+        """Return the cheapest candidate that holds the bar on all prompts, or None.
+
+        sizes: prompts of each round. In each, candidates that can no longer hold the bar are
+        dropped, then the dearer half of the others. If none of the last ones holds it, the dropped
+        dearer ones get their turn, a few at once, the cheapest first.
+        """
+        left = list(self.candidates)
+        *early, last = sizes
+        for size in early:
+            measure(left, size)
+            left = self._cheaper_half([one for one in left if self._may_hold(one)])
+            if not left:
+                break
+        if left:
+            measure(left, last)
+        waiting = [one for one in self._by_cost() if self._may_hold(one) and one not in left]
+        while waiting and self.best(last) is None:
+            measure(waiting[:AT_ONCE], last)
+            waiting = waiting[AT_ONCE:]
+        return self.best(last)
+
+    def best(self, prompts: int) -> Candidate | None:
+        """Return the cheapest candidate that was measured on all prompts and holds the bar."""
+        standing = (self.standing(one, prompts) for one in self._by_cost())
+        return next((one.candidate for one in standing if one.holds), None)
+
+    def standing(self, candidate: Candidate, prompts: int) -> Standing:
+        """Return a candidate's figures; prompts: of the last round."""
+        found = self.results[candidate]
+        full = self.full[: len(found)]
+        kept = self.bar.kept(found, full)
+        return Standing(
+            candidate=candidate,
+            prompts=len(found),
+            kept=kept,
+            ttft_seconds=_ttft(found),
+            full_ttft_seconds=_ttft(full),
+            compute_share=mean(one.compute_share for one in found),
+            holds=len(found) == prompts and self.bar.holds(kept) and _is_sooner(found, full),
+        )
+
+    def _may_hold(self, candidate: Candidate) -> bool:
+        found = self.results[candidate]
+        return self.bar.may_hold(self.bar.kept(found, self.full[: len(found)]))
+
+    def _cheaper_half(self, left: Sequence[Candidate]) -> list[Candidate]:
+        return [one for one in self._by_cost() if one in left][: ceil(len(left) / 2)]
+
+    def _by_cost(self) -> list[Candidate]:
+        """Return all candidates by their time to first token over full prefill's."""
+        return sorted(self.results, key=lambda one: self.standing(one, 0).ttft_share)
+
+
+def _ttft(records: Sequence[PromptRecord]) -> float:
+    return mean(one.ttft_seconds or 0.0 for one in records)
+
+
+def _is_sooner(found: Sequence[PromptRecord], full: Sequence[PromptRecord]) -> bool:
+    return _ttft(found) < _ttft(full)

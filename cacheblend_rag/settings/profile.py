@@ -1,0 +1,137 @@
+"""Profile: settings of requests and of the lead-in under one name, packaged or in a TOML file."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.settings.base import Must, Settings
+from cacheblend_rag.settings.choices import PROFILES
+from cacheblend_rag.settings.lead_in import LeadInConfig
+from cacheblend_rag.settings.request import BlendConfig
+
+VARIABLE = "CACHEBLEND_PROFILE"
+"""Names the profile, or its file, where no ``profile`` is given."""
+FOLDER = Path(__file__).parent / "profiles"
+
+
+class Profile(Settings):
+    """Settings under one name; `tune` writes one.
+
+    A setting that is given beside a profile overrides the profile's, which overrides the default.
+
+    Raises:
+        ConfigError: when a field is out of range.
+    """
+
+    _noun: ClassVar[str] = "entry of a profile"
+
+    name: Annotated[str, Field(min_length=1), Must("a name")] = "own"
+    """What reports call it."""
+    model: str = ""
+    """The public name of the model that it was tuned on; "" suits any."""
+    blend: Annotated[BlendConfig, BeforeValidator(BlendConfig.of)] = Field(
+        default_factory=BlendConfig
+    )
+    """How KV is blended; only the fields that are given count."""
+    lead_in: Annotated[LeadInConfig, BeforeValidator(LeadInConfig.of)] = Field(
+        default_factory=LeadInConfig
+    )
+    """The text that chunks are computed after; only the fields that are given count."""
+    measured: Annotated[dict[str, Any], Field(strict=False), Must("a table of figures")] = Field(
+        default_factory=dict
+    )
+    """What was measured with these settings, and where. Not read."""
+
+    @classmethod
+    def of(cls, value: Profile | Mapping[str, Any] | str | Path | None) -> Self:
+        """As for all settings; a text or a path is the name of a packaged profile, or a file.
+
+        Raises:
+            ConfigError: when there is none, or it is no profile.
+        """
+        return cls.load(value) if isinstance(value, str | Path) else super().of(value)  # type: ignore[arg-type]
+
+    @classmethod
+    def chosen(cls, value: Profile | Mapping[str, Any] | str | Path | None) -> Self | None:
+        """Return a given profile, or the one that the environment names, or None.
+
+        Raises:
+            ConfigError: as ``of``.
+        """
+        found = value or os.environ.get(VARIABLE)
+        return cls.of(found) if found else None
+
+    @classmethod
+    def load(cls, name: str | Path) -> Self:
+        """Return a packaged profile, or the one in a TOML file.
+
+        Raises:
+            ConfigError: when there is none, or it is no profile.
+        """
+        path = FOLDER / f"{name}.toml" if str(name) in PROFILES else Path(name).expanduser()
+        try:
+            plain = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            known = ", ".join(PROFILES)
+            raise ConfigError(
+                f"profile={str(name)!r} must be {known} or a TOML file: {error.strerror}"
+            ) from error
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise ConfigError(f"profile={str(name)!r} is not TOML: {error}") from error
+        try:
+            return cls(**plain)
+        except ConfigError as error:
+            raise ConfigError(f"profile={str(name)!r}: {error}") from error
+
+    def save(self, path: Path) -> None:
+        """Write it as TOML; ``load`` reads it.
+
+        Raises:
+            ConfigError: when the file cannot be written.
+        """
+        import tomli_w
+
+        try:
+            path.write_text(tomli_w.dumps(self.to_dict()), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values; of the settings, those that are given and not None."""
+        given = {"blend": _given(self.blend), "lead_in": _given(self.lead_in)}
+        plain = {"name": self.name, "model": self.model, **given, "measured": self.measured}
+        return {name: value for name, value in plain.items() if value}
+
+    def blended(self, config: BlendConfig) -> BlendConfig:
+        """Return a request's settings over the profile's."""
+        return BlendConfig(**{**_set(self.blend), **_set(config)})
+
+    def led_in(self, lead_in: LeadInConfig) -> LeadInConfig:
+        """Return the settings of a lead-in over the profile's."""
+        return LeadInConfig(**{**_set(self.lead_in), **_set(lead_in)})
+
+
+def _plain(profile: Profile | None) -> dict[str, Any] | None:
+    return None if profile is None else profile.to_dict()
+
+
+ProfileOption = Annotated[Profile | None, PlainSerializer(_plain)]
+"""A profile or none; of its settings, only the given ones are serialized."""
+
+
+def _set(settings: Settings) -> dict[str, Any]:
+    """Return the fields that were given."""
+    return {name: getattr(settings, name) for name in settings.model_fields_set}
+
+
+def _given(settings: Settings) -> dict[str, Any]:
+    """Return the fields that were given, as plain JSON values; TOML has no null."""
+    plain = settings.to_dict()
+    return {n: plain[n] for n in plain if n in settings.model_fields_set and plain[n] is not None}

@@ -1,0 +1,65 @@
+"""``tune``: a table, a profile, a picture; errors of one line before anything is loaded."""
+
+from __future__ import annotations
+
+import pytest
+
+from cacheblend_rag import Profile
+from cacheblend_rag.quality.questions import demo_dataset
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    demo_dataset(("adjacent",), 2, 13).save(tmp_path / "questions.json")
+    return tmp_path / "questions.json"
+
+
+def test_a_profile_is_written_and_says_where_it_was_measured(cli, dataset, tmp_path):
+    arguments = (
+        "tune", "demo", "--dataset", dataset, "--selectors", "none", "--bar", "fidelity",
+        "--out", tmp_path / "mine.toml", "--resume", tmp_path / "results.jsonl",
+    )  # fmt: skip
+    plot = tmp_path / "mine.svg"
+    first = cli(*arguments, "--plot", plot, "--least", 0.01, "--json")
+    assert first.code == 0
+    assert first.json["outcome"] == "plain reuse"
+    assert len(first.json["candidates"]) == 2
+    profile = Profile.load(tmp_path / "mine.toml")
+    assert (profile.name, profile.model) == ("mine", "demo")
+    assert profile.measured["prompts"] == 2
+    assert plot.read_text().startswith("<svg")
+    told = (tmp_path / "results.jsonl").read_text()
+    page = cli(*arguments, "--least", 0.01)
+    assert (tmp_path / "results.jsonl").read_text() == told
+    assert "plain reuse is enough" in page.stdout
+    assert f"--profile {tmp_path / 'mine.toml'}" in page.stdout.replace("\n", "")
+
+
+def test_it_refuses_and_writes_nothing(cli, dataset, tmp_path):
+    outcome = cli(
+        "tune", "demo", "--dataset", dataset, "--selectors", "none", "--lead-ins", "instruction",
+        "--bar", "fidelity", "--out", tmp_path / "none.toml",
+    )  # fmt: skip
+    assert outcome.code == 1
+    assert "do not blend this model on such questions" in outcome.stdout
+    assert not (tmp_path / "none.toml").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "told"),
+    [
+        ("--selectors", "best", "selector='best'"),
+        ("--ratios", "1.5", "recompute_ratio=1.5"),
+        ("--lead-ins", "poem", "lead_in='poem'"),
+        ("--check-layers", "99", "99"),
+        ("--least", "0", "0"),
+        ("--dataset", "/nowhere.json", "cannot be read"),
+    ],
+)
+def test_wrong_options_are_one_line(cli, dataset, tmp_path, option, value, told):
+    given = {"--dataset": dataset, option: value}
+    words = [word for pair in given.items() for word in pair]
+    outcome = cli("tune", "demo", *words, "--out", tmp_path / "x.toml")
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert told in outcome.stderr
+    assert len(outcome.stderr.strip().splitlines()) == 1

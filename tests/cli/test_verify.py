@@ -1,0 +1,77 @@
+"""``verify``: one page, or JSON, and an exit code; ``serve --verify`` runs it before vLLM."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from cacheblend_rag.cli import serve
+from cacheblend_rag.engines.vllm import serve as vllm_serve
+from cacheblend_rag.quality.questions import demo_dataset
+
+CHECKS = {
+    "template", "tokenizer", "seams", "blending", "precision", "positions", "exactness",
+    "stored KV", "fidelity",
+}  # fmt: skip
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    demo_dataset(("adjacent",), 2, 5).save(tmp_path / "questions.json")
+    return tmp_path / "questions.json"
+
+
+def test_a_sound_model_passes(cli, dataset):
+    outcome = cli("verify", "demo", "--dataset", dataset, "--json")
+    assert outcome.code == 0
+    assert {check["name"] for check in outcome.json["checks"]} == CHECKS
+    assert {check["status"] for check in outcome.json["checks"]} == {"ok"}
+    assert outcome.json["checks"][-1]["measured"]["prompts"] == 2
+
+
+def test_a_profile_that_loses_too_much_fails_on_one_page(cli, dataset, tmp_path):
+    (tmp_path / "reuse.toml").write_text(
+        '[blend]\nselector = "none"\nrecompute_ratio = 0.0\n[lead_in]\nkind = "instruction"\n'
+    )
+    outcome = cli(
+        "verify", "demo", "--dataset", dataset, "--questions", 1,
+        "--profile", tmp_path / "reuse.toml",
+    )  # fmt: skip
+    assert outcome.code == 1
+    assert "do not blend this model: it failed fidelity" in outcome.stdout
+    assert all(name in outcome.stdout for name in CHECKS)
+
+
+def test_a_missing_model_is_one_line(cli):
+    outcome = cli("verify", "/nowhere")
+    assert (outcome.code, outcome.stdout) == (2, "")
+    assert "no such folder" in outcome.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize(("flags", "dtype"), [((), "float32"), (("--dtype", "half"), "float16")])
+def test_serve_verifies_before_it_starts(cli, monkeypatch, code, flags, dtype):
+    ran, started = [], []
+
+    class Ended:
+        returncode = code
+
+    monkeypatch.setattr(vllm_serve, "installed_version", lambda: "0.32.0")
+    monkeypatch.setattr(serve.os, "execve", lambda *given: started.append(given))
+    monkeypatch.setattr(
+        serve.subprocess, "run", lambda command, **_: ran.append(command) or Ended()
+    )
+    outcome = cli("serve", "demo", "--verify", *flags)
+    begun = [sys.executable, "-m", "cacheblend_rag", "verify", "demo", "--dtype", dtype]
+    assert ran == [begun]
+    assert (outcome.code, len(started)) == (code, 1 - code)
+    assert ("not started" in outcome.stderr) == bool(code)
+
+
+def test_serve_takes_a_profile_for_its_clients(cli, monkeypatch):
+    started = []
+    monkeypatch.setattr(vllm_serve, "installed_version", lambda: "0.32.0")
+    monkeypatch.setattr(serve.os, "execve", lambda _, command, __: started.append(command))
+    assert cli("serve", "demo", "--profile", "speed").code == 0
+    assert '"name": "speed"' in " ".join(started[0])

@@ -1,0 +1,91 @@
+"""A guard's steps: up, down with hysteresis, stopped; and never where raising is no remedy."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from cacheblend_rag.engines import guard_state
+from cacheblend_rag.engines.guard_state import GuardState, Step, bounded
+from cacheblend_rag.settings import GuardConfig
+
+CONFIG = GuardConfig(window=256, ratios=(0.1, 0.3, 0.5))
+OWN = 0.16
+
+
+@pytest.fixture(autouse=True)
+def few_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard_state, "GRID", 1)
+
+
+def taken(state: GuardState, blend: float, prefill: float = 0.0, most: int = 2000) -> Step | None:
+    """The next step under samples that spread around these divergences; None without one."""
+    draw = np.random.default_rng(state.steps)
+    for factor in draw.exponential(size=most):
+        if step := state.observe(blend * factor, prefill * factor):
+            return step
+    return None
+
+
+def test_the_ratio_rises_then_blending_stops_for_good() -> None:
+    state = GuardState(CONFIG, OWN)
+    assert state.ratio == 0.0
+    steps = [taken(state, 0.4), state.ratio, taken(state, 0.4), state.ratio, taken(state, 0.4)]
+    assert steps == ["up", 0.3, "up", 0.5, "stop"], "0.1 is no remedy for 0.16"
+    assert (state.is_stopped, state.ratio) == (True, 1.0)
+    assert taken(state, 0.0) is None
+    assert state.is_stopped
+
+
+def test_it_falls_only_well_below_the_limit_and_not_at_once() -> None:
+    state = GuardState(CONFIG, OWN)
+    assert taken(state, 0.4) == "up"
+    assert taken(state, 0.7 * CONFIG.limit) is None, "between: it stays"
+    state = GuardState(CONFIG, OWN)
+    assert taken(state, 0.4) == "up"
+    assert taken(state, 0.01, most=CONFIG.window - 1) is None
+    assert taken(state, 0.01) == "down"
+    assert state.ratio == 0.0
+
+
+def test_a_fall_that_failed_is_not_tried_again_soon() -> None:
+    state, waits = GuardState(CONFIG, OWN), []
+    for _ in range(3):
+        assert taken(state, 0.4) == "up"
+        found = (state.observe(0.001) for _ in range(8 * CONFIG.window))
+        waits.append(next(count for count, step in enumerate(found, start=1) if step == "down"))
+    assert waits[0] >= CONFIG.window
+    assert waits[1] >= 2 * CONFIG.window
+    assert waits[2] >= 4 * CONFIG.window
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_contextual_kv_that_is_nearer_to_its_documents_is_left_alone(seed: int) -> None:
+    """Both diverge by far more than the limit, ordinary prefill by more: it is no remedy."""
+    state, draw = GuardState(CONFIG, OWN), np.random.default_rng(seed)
+    for blend, prefill in zip(
+        draw.exponential(0.4, 1500), draw.exponential(0.8, 1500), strict=True
+    ):
+        assert state.observe(blend, prefill) is None
+    assert state.ratio == 0.0
+    assert state.mean < 0
+
+
+def test_contextual_kv_that_is_worse_than_prefill_is_not() -> None:
+    assert taken(GuardState(CONFIG, OWN), 0.8, 0.2) == "up"
+
+
+def test_what_is_said_of_its_reaction_holds() -> None:
+    for seed in range(20):
+        state, draw = GuardState(GuardConfig(), OWN), np.random.default_rng(seed)
+        said = state.reacts_within
+        mean = bounded(0.15)
+        samples = draw.beta(1.0, (1 - mean) / mean, said)
+        assert "up" in {state.observe(float(-np.log1p(-one))) for one in samples}
+
+
+def test_no_sample_outweighs_the_others() -> None:
+    state = GuardState(CONFIG, OWN)
+    assert state.observe(float("inf")) is None
+    assert bounded(float("inf")) == 1.0
+    assert bounded(-1.0) == 0.0

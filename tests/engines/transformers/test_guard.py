@@ -1,0 +1,281 @@
+"""The guard on the embedded engine: what it compares with what, and when it does."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cacheblend_rag import BlendPrompt, Chunk, Document, SamplingParams, TransformersEngine
+from cacheblend_rag.demo.corpus import INSTRUCTION
+from cacheblend_rag.engines.guard_reference import reference_of
+from cacheblend_rag.engines.transformers import prefiller
+from cacheblend_rag.engines.transformers.model_steps import lock_of
+from cacheblend_rag.quality.dataset import lead_text
+from cacheblend_rag.quality.questions import demo_dataset
+from cacheblend_rag.report import GuardReport
+from cacheblend_rag.settings import BlendConfig, GuardConfig
+from tests.engines.transformers.conftest import EngineFactory
+from tests.kv.samples import until
+from tests.models import make_model, make_tokenizer, prompt_of, words
+
+GREEDY = SamplingParams.greedy(max_tokens=6, ignore_eos=True)
+EVERY = GuardConfig(sample_share=1.0)
+PATIENCE = 60.0
+SEPARATOR = " w77 "
+
+
+@pytest.fixture
+def make_guarded(make_engine: EngineFactory) -> Iterator[EngineFactory]:
+    """As make_engine, with every answer compared; ended with the test."""
+    made: list[TransformersEngine] = []
+
+    def make(guard: GuardConfig = EVERY, **arguments: object) -> TransformersEngine:
+        made.append(make_engine(**arguments))
+        made[-1].guard = guard
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def asking(*chunks: Chunk, seed: int = 90) -> BlendPrompt:
+    return prompt_of(words(5, seed), *(part for chunk in chunks for part in (chunk, "w7")), "w9")
+
+
+def settled(engine: TransformersEngine) -> GuardReport:
+    """The report once no sample waits."""
+    assert until(lambda: not engine.guard_report().waiting, PATIENCE)
+    return engine.guard_report()
+
+
+def divergence(wanted: torch.Tensor, found: torch.Tensor) -> float:
+    """The mean KL divergence over tokens, by PyTorch."""
+    return float(torch.nn.functional.kl_div(found, wanted, reduction="batchmean", log_target=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_alone_chunks_are_compared_with_the_prompt(family: str) -> None:
+    chunks = [Chunk(words(40, seed)) for seed in (1, 2, 3)]
+    config = BlendConfig(recompute_ratio=0.2, min_tokens=0, cost_model=False)
+    engine = TransformersEngine(
+        make_model(family),
+        tokenizer=make_tokenizer(),
+        config=config,
+        lead_in="instruction",
+        guard=GuardConfig(sample_share=1.0, answer_tokens=4),
+    )
+    engine.precompute(chunks, progress=False)
+    prompt = asking(*chunks)
+    answer = engine.generate(prompt, GREEDY)
+    report = settled(engine)
+    first = answer.token_ids[:4]
+    full, blended = engine.score(prompt, first, full=True), engine.score(prompt, first)
+    assert report.compared == 1
+    assert report.prefill_divergence == 0
+    assert report.divergence == pytest.approx(
+        divergence(full.log_probs, blended.log_probs), rel=1e-3, abs=1e-6
+    )
+    assert report.divergence > 1e-3
+    engine.close()
+
+
+def test_contextual_chunks_are_compared_with_their_documents(make_guarded: EngineFactory) -> None:
+    document = Document("d", tuple(words(20 + i, i) for i in range(4)), separator=SEPARATOR)
+    chunks = document.to_chunks()
+    engine = make_guarded(lead_in="document")
+    engine.precompute([document], progress=False)
+    prompt = asking(chunks[2])
+    answer = engine.generate(prompt, GREEDY)
+    report = settled(engine)
+    before = words(5, 90), chunks[0].text, "w77", chunks[1].text, "w77", chunks[2].text, "w7 w9"
+    engine.guard = None
+    reference = engine.score(" ".join(before), answer.token_ids, full=True)
+    plain = engine.score(prompt, answer.token_ids, full=True)
+    blended = engine.score(prompt, answer.token_ids)
+    assert report.compared == 1
+    wanted = divergence(reference.log_probs, blended.log_probs)
+    assert report.divergence == pytest.approx(wanted, rel=1e-3)
+    wanted = divergence(reference.log_probs, plain.log_probs)
+    assert report.prefill_divergence == pytest.approx(wanted, rel=1e-3)
+    assert wanted > 1e-3
+
+
+def test_a_reference_holds_each_piece_once(make_guarded: EngineFactory) -> None:
+    document = Document("d", tuple(words(9, i) for i in range(5)), separator=SEPARATOR)
+    c = document.to_chunks()
+    engine = make_guarded(lead_in="document")
+    engine.precompute([document, alone := Chunk(words(8, 70))], progress=False)
+
+    def wanted(*parts: str) -> tuple[int, ...]:
+        return tuple(engine.tokenize(" ".join(parts)))
+
+    def found(prompt: BlendPrompt, most: int = 1000) -> tuple[int, ...] | None:
+        return reference_of(engine.prepare(prompt), engine._led, most)
+
+    t = [chunk.text for chunk in c]
+    skipping = prompt_of("w5", c[1], "w7", alone, "w7", c[3], "w9")
+    assert found(skipping) == wanted(
+        "w5", t[0], "w77", t[1], "w7", alone.text, "w7", "w77", t[2], "w77", t[3], "w9"
+    )
+    backwards = prompt_of("w5", c[2], "w7", c[1], "w9")
+    assert found(backwards) == wanted("w5", t[0], "w77", t[1], "w77", t[2], "w7", t[1], "w9")
+    spaced = Document("e", tuple(words(9, i) for i in range(60, 62)), separator="\n\n")
+    engine.precompute([spaced], progress=False)
+    in_order = prompt_of("w5", spaced.to_chunks()[0], "w7", spaced.to_chunks()[1], "w9")
+    assert found(in_order) == engine.prepare(in_order).token_ids
+    assert found(skipping, most=40) is None
+
+
+def test_without_a_reference_nothing_is_concluded(make_guarded: EngineFactory) -> None:
+    document = Document("d", tuple(words(20, i) for i in range(4)), separator=SEPARATOR)
+    engine = make_guarded(GuardConfig(sample_share=1.0, most_tokens=60), lead_in="document")
+    engine.precompute([document], progress=False)
+    assert engine.generate(asking(document.to_chunks()[3]), GREEDY).report.blended
+    report = settled(engine)
+    assert (report.unknown, report.compared, report.excess) == (1, 0, 0.0)
+
+
+def test_nothing_is_compared_while_a_request_has_the_model(make_guarded: EngineFactory) -> None:
+    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
+    engine.precompute(chunks, progress=False)
+    with lock_of(engine.model).taken():
+        engine.generate(asking(*chunks), GREEDY)
+        time.sleep(0.2)
+        assert (engine.guard_report().waiting, engine.guard_report().compared) == (1, 0)
+    assert settled(engine).compared == 1
+
+
+def test_waiting_prompts_are_bounded_and_go_with_the_engine(make_guarded: EngineFactory) -> None:
+    config = GuardConfig(sample_share=1.0, most_waiting=2, most_tokens=100)
+    engine, chunks = make_guarded(config), [Chunk(words(40, 3))]
+    engine.precompute(chunks, progress=False)
+    with lock_of(engine.model).taken():
+        for seed in range(5):
+            engine.generate(asking(*chunks, seed=seed), GREEDY)
+        time.sleep(0.1)
+        assert 2 <= engine.guard_report().waiting <= 3
+        assert engine.guard_report().dropped >= 2
+        engine.close()
+    assert engine.guard_report().waiting == 0
+    assert engine.guard_report().compared == 0
+
+
+def test_long_prompts_are_not_kept(make_guarded: EngineFactory) -> None:
+    engine, chunks = (
+        make_guarded(GuardConfig(sample_share=1.0, most_tokens=30)),
+        [Chunk(words(40, 3))],
+    )
+    engine.precompute(chunks, progress=False)
+    engine.generate(asking(*chunks), GREEDY)
+    assert (engine.guard_report().dropped, engine.guard_report().waiting) == (1, 0)
+
+
+def test_evicted_chunks_are_dropped_and_other_work_is_not_sampled(
+    make_guarded: EngineFactory,
+) -> None:
+    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
+    engine.precompute(chunks, progress=False)
+    with lock_of(engine.model).taken():
+        engine.generate(asking(*chunks), GREEDY)
+        engine.generate_full(asking(*chunks), GREEDY)
+        engine.generate(asking(*chunks), GREEDY, config=engine.config.with_ratio(1.0))
+        engine.generate("w4 w5 w6", GREEDY)
+        engine.store.evict(engine.key(chunks[0]))
+    report = settled(engine)
+    assert (report.compared, report.dropped) == (0, 1)
+
+
+def test_changed_weights_void_a_comparison(make_guarded: EngineFactory) -> None:
+    engine, chunks = make_guarded(with_model=make_model("llama")), [Chunk(words(40, 3))]
+    engine.precompute(chunks, progress=False)
+    with lock_of(engine.model).taken():
+        engine.generate(asking(*chunks), GREEDY)
+        with torch.no_grad():
+            next(engine.model.parameters()).mul_(1.5)
+    report = settled(engine)
+    assert report.compared == 0, "its chunks' KV belongs to other weights"
+
+
+def test_steps_are_reported_and_logged_without_texts(
+    make_guarded: EngineFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = GuardConfig(sample_share=1.0, limit=1e-6, ratios=(0.5,), answer_tokens=1)
+    engine = make_guarded(config, recompute_ratio=0.1, lead_in="instruction", cost_model=False)
+    chunks = [Chunk(words(40, seed)) for seed in (1, 2)]
+    engine.precompute(chunks, progress=False)
+    seen: list[str] = []
+    with caplog.at_level(logging.DEBUG):
+        for seed in range(400):
+            report = engine.generate(asking(*chunks, seed=seed), GREEDY).report
+            settled(engine)
+            code = report.reason_code or (report.ratio_reason and report.ratio_reason.code)
+            if not seen or seen[-1] != str(code):
+                seen.append(str(code))
+            if not report.blended:
+                break
+    assert seen == ["None", "guard_raised", "guard_stopped"]
+    told = engine.guard_report()
+    assert (told.raised, told.stopped, told.ratio) == (1, True, 1.0)
+    assert {chunk.reason for chunk in report.chunks} == {"stopped by the guard"}
+    said = [one.getMessage() for one in caplog.records if "guard" in one.name]
+    assert len(said) == 2
+    every_word = {word for one in caplog.records for word in one.getMessage().split()}
+    assert not every_word & set(chunks[0].text.split())
+    engine.reset_guard()
+    assert engine.generate(asking(*chunks), GREEDY).report.blended
+    assert not engine.guard_report().stopped
+
+
+def told_of_the_toy(lead_in: str, setting: str, questions: int) -> GuardReport:
+    """What the guard of an engine that recomputes nothing says of the toy model's questions."""
+    engine = TransformersEngine(
+        "demo",
+        config=BlendConfig(recompute_ratio=0.0, min_tokens=0, cost_model=False),
+        lead_in=lead_in,
+        instruction=lead_text(INSTRUCTION),
+        guard=GuardConfig(sample_share=1.0, answer_tokens=4),
+    )
+    for question in demo_dataset([setting], questions, seed=5).questions:
+        engine.precompute(question.documents, progress=False)
+        engine.generate(question.prompt(INSTRUCTION), SamplingParams.greedy(max_tokens=4))
+        report = settled(engine)
+        if report.raised:
+            break
+    engine.close()
+    return report
+
+
+def test_plain_reuse_that_answers_wrongly_is_noticed() -> None:
+    report = told_of_the_toy("instruction", "adjacent", 30)
+    assert (report.raised, report.ratio, report.stopped) == (1, 0.3, False)
+    assert report.compared < report.reacts_within
+    assert report.divergence > 10 * GuardConfig().limit
+
+
+def test_contextual_kv_of_fragments_is_nearer_to_their_documents() -> None:
+    """Ordinary prefill does not know who is meant, so raising the ratio would do harm."""
+    report = told_of_the_toy("document", "fragments", 4)
+    assert (report.compared, report.raised, report.ratio) == (4, 0, 0.0)
+    assert report.divergence < GuardConfig().limit < report.prefill_divergence
+    assert report.excess < -0.2
+
+
+def test_a_comparison_without_memory_is_dropped(
+    make_guarded: EngineFactory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, chunks = make_guarded(), [Chunk(words(40, 3))]
+    engine.precompute(chunks, progress=False)
+
+    def lacking(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(prefiller, "compare", lacking)
+    engine.generate(asking(*chunks), GREEDY)
+    assert settled(engine).dropped == 1
+    assert "is not compared" in caplog.text
+    assert engine.generate(asking(*chunks), GREEDY).report.blended

@@ -1,0 +1,91 @@
+"""Scores of a given answer are those of the whole text, and take no part in what is recomputed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag.errors import ConfigError, PromptError
+from tests.models import (
+    FAMILIES,
+    GPT2_CONFIG,
+    VOCABULARY,
+    make_model,
+    make_tokenizer,
+    prompt_of,
+    words,
+)
+
+ANSWER = tuple(range(40, 52))
+CHUNKS = [Chunk(words(40, seed=seed)) for seed in (1, 2, 3)]
+ALL = BlendConfig(recompute_ratio=1.0, min_tokens=0, cost_model=False)
+SOME = BlendConfig(recompute_ratio=0.3, min_tokens=0, cost_model=False)
+
+
+def make_engine(family: str) -> TransformersEngine:
+    return TransformersEngine(make_model(family), tokenizer=make_tokenizer())
+
+
+def prompt() -> BlendPrompt:
+    return prompt_of("lead", *CHUNKS, "question")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_the_whole_text(family: str) -> None:
+    engine = make_engine(family)
+    engine.precompute(CHUNKS, progress=False)
+    ids = [*engine.prepare(prompt()).token_ids, *ANSWER]
+    with torch.no_grad():
+        logits = engine.model(torch.tensor([ids])).logits[0, -len(ANSWER) - 1 : -1]
+    wanted = logits.float().log_softmax(-1)
+    full = engine.score(prompt(), ANSWER, full=True)
+    blended = engine.score(prompt(), ANSWER, config=ALL)
+    assert full.log_probs.shape == (len(ANSWER), VOCABULARY)
+    assert not full.report.blended
+    assert blended.report.blended
+    torch.testing.assert_close(full.log_probs, wanted, atol=2e-4, rtol=2e-4)
+    torch.testing.assert_close(blended.log_probs, wanted, atol=2e-4, rtol=2e-4)
+    first = engine.score(prompt(), ANSWER[:1], config=ALL)
+    torch.testing.assert_close(first.log_probs, wanted[:1], atol=2e-4, rtol=2e-4)
+
+
+def test_a_blend_is_scored_as_it_is_decoded() -> None:
+    engine = make_engine("llama")
+    engine.precompute(CHUNKS, progress=False)
+    greedy = SamplingParams.greedy(max_tokens=10, ignore_eos=True)
+    answer = engine.generate(prompt(), greedy, config=SOME)
+    found = engine.score(prompt(), answer.token_ids, config=SOME)
+    assert found.log_probs.argmax(-1).tolist() == list(answer.token_ids)
+    assert found.report.recomputed_tokens == answer.report.recomputed_tokens > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_several_answers_are_scored_as_if_each_were_alone(family: str) -> None:
+    engine = make_engine(family)
+    engine.precompute(CHUNKS, progress=False)
+    answers = [ANSWER, ANSWER[:1], ANSWER[3:9]]
+    for way in ({"full": True}, {"config": SOME}):
+        alone = [engine.score(prompt(), answer, **way) for answer in answers]
+        for one, found in zip(alone, engine.score_each(prompt(), answers, **way), strict=True):
+            torch.testing.assert_close(found.log_probs, one.log_probs)
+            assert found.report.recomputed_tokens == one.report.recomputed_tokens
+
+
+def test_a_model_with_another_cache_scores_several_answers() -> None:
+    engine = TransformersEngine(
+        AutoModelForCausalLM.from_config(GPT2_CONFIG).eval(), tokenizer=make_tokenizer()
+    )
+    answers = [ANSWER, ANSWER[3:9]]
+    alone = [engine.score(prompt(), answer) for answer in answers]
+    for one, found in zip(alone, engine.score_each(prompt(), answers), strict=True):
+        torch.testing.assert_close(found.log_probs, one.log_probs)
+
+
+def test_bad_input_is_one_line() -> None:
+    engine = make_engine("llama")
+    with pytest.raises(ConfigError, match="continuation is empty: give at least one token"):
+        engine.score("one two", ())
+    with pytest.raises(PromptError, match="context window"):
+        engine.score("one two", (3,) * engine.context_window)

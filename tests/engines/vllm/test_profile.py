@@ -1,0 +1,51 @@
+"""A server's profile is what its clients use, but for what they set themselves."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import BlendConfig, LeadInConfig, Profile, load_tokenizer
+from cacheblend_rag.engines.model_sampling import ModelSampling
+from cacheblend_rag.engines.vllm import engine as vllm_engine
+from cacheblend_rag.engines.vllm.engine import VLLMEngine
+from cacheblend_rag.engines.vllm.protocol.status import ConnectorStatus
+
+SERVED = Profile(
+    name="served", blend={"selector": "prior", "recompute_ratio": 0.2}, lead_in={"kind": "bos"}
+)
+
+
+class Nowhere:
+    """A transport that sends nothing."""
+
+    name = model_name = "nowhere"
+    context_window = 1024
+
+    def load_tokenizer(self) -> Any:
+        return load_tokenizer("demo")
+
+    def check_tokenizer(self, tokenizer: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("profile", [None, SERVED])
+def test_a_servers_profile_is_its_clients(
+    monkeypatch: pytest.MonkeyPatch, profile: Profile | None
+) -> None:
+    status = ConnectorStatus(
+        active=True,
+        sampling=ModelSampling(),
+        profile=json.dumps(profile.to_dict()) if profile else "",
+    )
+    monkeypatch.setattr(vllm_engine, "ask_status", lambda _: status)
+    engine = VLLMEngine(Nowhere(), config=BlendConfig(recompute_ratio=0.5))
+    assert engine.config.ratio == 0.5
+    assert engine.config.selector == ("prior" if profile else BlendConfig().selector)
+    assert engine.lead_in.kind == ("bos" if profile else LeadInConfig().kind)
+    own = VLLMEngine(Nowhere(), lead_in="document")
+    assert own.lead_in.kind == "document"
+    assert own.config.ratio == (0.2 if profile else BlendConfig().ratio)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from cacheblend_rag.errors import ConfigError, DatasetError
+from cacheblend_rag.quality.data.cutting import Cutting, cut
+from cacheblend_rag.quality.data.reading import over_passages
+from cacheblend_rag.quality.data.retrieval import CUT_SETTINGS
+from cacheblend_rag.quality.data.sentences import cut_text, estimate_tokens, split_sentences
+from cacheblend_rag.quality.dataset import EvalDataset
+from cacheblend_rag.text.chunk import Document
+
+
+def words(text: str) -> int:
+    return len(text.split())
+
+
+def sentence(*names) -> str:
+    return " ".join(["The", *map(str, names), "stood", "there", "all", "day."])
+
+
+def document(number: int, sentences: int, told: str = "", at: int = 0) -> Document:
+    texts = [sentence(f"thing{number}", place) for place in range(sentences)]
+    if told:
+        texts[at] = sentence(f"thing{number}", told)
+    return Document(f"d{number}", (" ".join(texts),))
+
+
+def dataset(sentences: int = 12, at: int = 9, count: int = 6) -> EvalDataset:
+    """Questions over two documents each; the second one holds the answer, in sentence ``at``."""
+    questions = []
+    for i in range(count):
+        documents = [document(10 * i, sentences), document(10 * i + 1, sentences, f"gold{i}", at)]
+        questions.append(over_passages(f"Which {i}?", (f"gold{i}",), documents, gold=[1]))
+    return EvalDataset("made", tuple(questions))
+
+
+CUTTING = Cutting(chunk_tokens=28, count_tokens=words)
+LONGER = replace(CUTTING, prompt_tokens=(300, 400))
+
+
+@pytest.mark.parametrize("cutting", [CUTTING, LONGER])
+def test_adjacent_holds_all_chunks_in_order(cutting):
+    for question in cut(dataset(), setting="adjacent", cutting=cutting).questions:
+        assert list(question.passages) == [c for d in question.documents for c in d.to_chunks()]
+        assert all(len(d.chunks) >= 2 for d in question.documents)
+        assert question.whole_documents() == question
+        assert question.setting == "adjacent"
+
+
+@pytest.mark.parametrize("cutting", [CUTTING, LONGER])
+@pytest.mark.parametrize("sentences", [4, 12])
+def test_fragments_never_hold_a_first_chunk_and_keep_the_gold_one(cutting, sentences):
+    data = dataset(sentences, at=sentences - 1)
+    cutting = replace(cutting, chunk_tokens=sentences * 7 // 3)
+    found = cut(data, setting="fragments", cutting=cutting, seed=3).questions
+    assert len(found) == len(data.questions)
+    for question in found:
+        assert all(passage.context for passage in question.passages)
+        assert any(question.answers[0] in passage.text for passage in question.passages)
+        names = [passage.document_id for passage in question.passages]
+        assert set(names) == {d.document_id for d in question.documents}
+        assert len(question.whole_documents().passages) > len(question.passages)
+        order = [c for d in question.documents for c in d.to_chunks() if c in question.passages]
+        assert order == list(question.passages)
+
+
+def test_fragments_leave_some_later_chunks_out():
+    found = cut(dataset(30, at=29), setting="fragments", cutting=CUTTING).questions
+    later = [sum(len(d.chunks) - 1 for d in question.documents) for question in found]
+    assert any(len(q.passages) < most for q, most in zip(found, later, strict=True))
+
+
+def test_questions_answered_by_a_first_chunk_are_left_out_of_fragments():
+    mixed = (*dataset(at=0, count=3).questions, *dataset(at=9).questions[3:])
+    data = EvalDataset("made", mixed)
+    found = cut(data, setting="fragments", cutting=CUTTING).questions
+    assert [q.question for q in found] == ["Which 3?", "Which 4?", "Which 5?"]
+    with pytest.raises(DatasetError, match="no question fits setting='fragments'"):
+        cut(dataset(at=0), setting="fragments", cutting=CUTTING)
+
+
+def test_shuffled_holds_all_chunks_in_another_order():
+    found = cut(dataset(), setting="shuffled", cutting=CUTTING).questions
+    for question in found:
+        chunks = [c for d in question.documents for c in d.to_chunks()]
+        assert sorted(map(chunks.index, question.passages)) == list(range(len(chunks)))
+    assert any(q.passages != q.whole_documents().passages for q in found)
+
+
+@pytest.mark.parametrize("setting", CUT_SETTINGS)
+def test_the_same_seed_gives_the_same_data_and_settings_share_documents(setting):
+    drawn = [cut(dataset(), setting=setting, cutting=LONGER, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    other = cut(dataset(), setting="adjacent", cutting=LONGER, seed=1)
+    assert [q.documents for q in drawn[0].questions] == [q.documents for q in other.questions]
+
+
+@pytest.mark.parametrize("sentences", [3, 12, 80])
+def test_prompts_have_the_wished_length(sentences):
+    data = dataset(sentences, at=1, count=60)
+    found = cut(data, setting="adjacent", cutting=LONGER).questions
+    assert len(found) == 60
+    lengths = [sum(words(p.text) for p in question.passages) for question in found]
+    assert all(300 <= length <= 400 for length in lengths)
+    assert len(set(lengths)) > 1 or sentences == 80
+    for question in found:
+        (gold,) = question.gold
+        assert question.answers[0] in gold.text.split()
+        others = [p for p in question.passages if p != gold]
+        assert not any(question.answers[0] in passage.text.split() for passage in others)
+
+
+def test_short_documents_are_lengthened_and_text_without_gold_is_searched_for_the_answer():
+    data = dataset(3, at=1)
+    unmarked = tuple(replace(question, gold=()) for question in data.questions)
+    found = cut(replace(data, questions=unmarked), setting="adjacent", cutting=CUTTING).questions
+    for number, question in enumerate(found):
+        assert [len(d.chunks) for d in question.documents] == [2, 2]
+        assert [chunk.text for chunk in question.gold] == [question.documents[1].chunks[0]]
+        assert f"gold{number}" in question.gold[0].text
+
+
+def test_at_most_so_many_questions_are_cut():
+    found = cut(dataset(), setting="adjacent", cutting=CUTTING, questions=2)
+    assert found.questions == cut(dataset(), setting="adjacent", cutting=CUTTING).questions[:2]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"chunk_tokens": 0}, "chunk_tokens=0"),
+        ({"prompt_tokens": (0, 900)}, "prompt_tokens"),
+        ({"prompt_tokens": (500, 600)}, r"prompt_tokens=\(500, 600\) .* 2 chunks of 100"),
+    ],
+)
+def test_cutting_refuses_wrong_numbers(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        Cutting(**wrong)
+
+
+def test_cut_refuses_an_unknown_setting_and_a_prompt_longer_than_the_data():
+    with pytest.raises(ConfigError, match="setting='upright'"):
+        cut(dataset(), setting="upright")
+    long = replace(CUTTING, prompt_tokens=(10_000, 12_000))
+    with pytest.raises(DatasetError, match="no question fits"):
+        cut(dataset(), setting="adjacent", cutting=long)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One is. Two are! Three?", ["One is.", "Two are!", "Three?"]),
+        ("dr. no met j. doe. he left.", ["dr. no met j. doe.", "he left."]),
+        ("It is 4. 5 km. It was 1900. Then.", ["It is 4. 5 km.", "It was 1900.", "Then."]),
+        ('He said "No." She left.', ['He said "No."', "She left."]),
+        ("Title\nOne.\n\nTwo", ["Title\nOne.", "Two"]),
+        ("", []),
+    ],
+)
+def test_sentences(text, sentences):
+    assert split_sentences(text) == sentences
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 20, 50, 1000])
+def test_chunks_end_with_sentences_and_are_about_as_long_as_asked(chunk_tokens):
+    text = " ".join(sentence("a", place) for place in range(40))
+    chunks = cut_text(text, chunk_tokens, words)
+    assert " ".join(chunks) == text
+    assert all(chunk.endswith("day.") for chunk in chunks)
+    assert all(words(chunk) <= chunk_tokens + 7 for chunk in chunks)
+    assert len(chunks) == pytest.approx(280 / min(chunk_tokens, 280), abs=1)
+
+
+def test_estimated_tokens_are_words_and_marks_and_a_fifth():
+    assert estimate_tokens("Ten words are here, or so it seems, are they?") == round(1.2 * 13)

@@ -1,0 +1,66 @@
+"""The frame of an evaluation's prompts is the one that `ask` renders."""
+
+from __future__ import annotations
+
+import pytest
+
+from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.demo.corpus import DEFAULT_FRAME, INSTRUCTION
+from cacheblend_rag.engines.tokenizer import load_tokenizer
+from cacheblend_rag.quality.dataset import EvalQuestion, lead_text
+from cacheblend_rag.quality.frame import PromptFrame
+from cacheblend_rag.rag.prompt import RagPrompt, Turn
+from cacheblend_rag.text.chunk import Document
+
+DOCUMENTS = (Document("a", ("One.", "Two.")), Document("b", ("Three.",)))
+CHUNKS = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
+QUESTION = EvalQuestion("Who?", ("red",), (CHUNKS[2], CHUNKS[1]), DOCUMENTS)
+
+
+class Templated:
+    """A tokenizer with a chat template like SmolLM2's."""
+
+    chat_template = "yes"
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt):
+        told = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        return f"{told}<|im_start|>assistant\n"
+
+
+class Plain:
+    chat_template = None
+
+
+@pytest.mark.parametrize("tokenizer", [Templated(), Plain(), load_tokenizer(MODEL_FOLDER)])
+def test_prompts_are_those_of_ask(tokenizer):
+    frame = PromptFrame.of(tokenizer, "Be brief.")
+    ask = RagPrompt(tokenizer, "Be brief.")
+    texts = tuple(passage.text for passage in QUESTION.passages)
+    prompt = frame.prompt(QUESTION)
+    assert prompt.text == ask.render([Turn("Who?", texts)])
+    assert frame.without_passages(QUESTION).text == ask.render([Turn("Who?", ())])
+    assert (frame.opening, prompt.is_rendered) == (ask.lead_in, bool(tokenizer.chat_template))
+    assert [s.chunk for s in prompt.segments if s.chunk] == list(QUESTION.passages)
+
+
+def test_a_template_is_used_unless_it_is_turned_off():
+    rendered = PromptFrame.of(Templated(), "Be brief.")
+    assert rendered.opening == ("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n")
+    assert rendered.stop == ()
+    plain = PromptFrame.of(Templated(), "Be brief.", chat_template=False)
+    assert plain == PromptFrame.of(Plain(), "Be brief.") == PromptFrame(lead_text("Be brief."))
+    assert plain.stop == ("\n",)
+    assert plain.prompt(QUESTION) == QUESTION.prompt("Be brief.")
+
+
+def test_the_toy_keeps_its_training_frame():
+    frame = PromptFrame.of(load_tokenizer(MODEL_FOLDER), INSTRUCTION)
+    assert frame.opening == f"<bos>{DEFAULT_FRAME.head}"
+
+
+@pytest.mark.parametrize("tokenizer", [Templated(), Plain()])
+def test_the_opening_alone_is_a_chunk_of_the_same_text(tokenizer):
+    frame = PromptFrame.of(tokenizer, "Be brief.")
+    opening, prompt = frame.opening_alone(QUESTION)
+    assert (opening.text, prompt.text) == (frame.opening, frame.prompt(QUESTION).text)
+    assert [segment.chunk for segment in prompt.segments if segment.chunk] == [opening]

@@ -1,0 +1,164 @@
+"""`tune` on the bundled model: it finds what is known of it, goes on, and can refuse."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cacheblend_rag import TieredKVStore, load_tokenizer
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.quality.dataset import EvalDataset
+from cacheblend_rag.quality.engines import opened_engines
+from cacheblend_rag.quality.frame import PromptFrame
+from cacheblend_rag.quality.measuring import QuestionMeasurer
+from cacheblend_rag.quality.questions import demo_dataset
+from cacheblend_rag.quality.records import RecordLog
+from cacheblend_rag.quality.tuning.candidates import Candidate
+from cacheblend_rag.quality.tuning.plot import pareto, plot
+from cacheblend_rag.quality.tuning.tune import Tuned, mixed, tune
+from cacheblend_rag.settings import EMBEDDED, BlendConfig, Profile
+
+DATA = demo_dataset(("adjacent",), 3, 13)
+REUSE = Candidate("document", "none", 0.0)
+BAD = Candidate("instruction", "none", 0.0)
+FEW = Candidate("instruction", "random", 0.05)
+
+
+@contextmanager
+def engines() -> Iterator[Any]:
+    frame = PromptFrame.of(load_tokenizer("demo"), DATA.instruction)
+    with opened_engines(
+        EMBEDDED, "demo", ["instruction", "document"], instruction=frame.opening
+    ) as opened:
+        yield opened, frame
+
+
+def tuned_on(data: EvalDataset, *tried: Candidate, **options: Any) -> Tuned:
+    with engines() as (opened, frame):
+        return tune(opened, frame, data, tried, **options)
+
+
+@pytest.fixture(autouse=True)
+def _full_prefill_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is found does not depend on the machine's load: times are the work that was done."""
+    measure = QuestionMeasurer.measure
+
+    def timed(self: QuestionMeasurer, *given: Any) -> Iterator[Any]:
+        for rule, record in measure(self, *given):
+            yield rule, replace(record, ttft_seconds=record.compute_share)
+
+    monkeypatch.setattr(QuestionMeasurer, "measure", timed)
+
+
+@pytest.mark.parametrize("bar", ["score", "fidelity"])
+def test_plain_reuse_of_contextual_kv_is_found_to_be_enough(bar: Any, tmp_path: Path) -> None:
+    rounds: list[str] = []
+
+    def on_round(name: str, steps: int) -> Any:
+        rounds.append(name)
+        return lambda: None
+
+    found = tuned_on(DATA, BAD, FEW, REUSE, bar=bar, on_round=on_round, name="mine")
+    assert found.outcome == "plain reuse"
+    assert found.advice.startswith("plain reuse is enough: document none 0, ")
+    assert rounds == ["3 settings, 3 prompts"]
+    held = {one.candidate for one in found.standings if one.holds}
+    assert REUSE in held
+    assert BAD not in held
+    assert found.profile is not None
+    found.profile.save(tmp_path / "mine.toml")
+    again = Profile.load(tmp_path / "mine.toml")
+    assert (again.name, again.model, again.lead_in.kind) == ("mine", "demo", "document")
+    assert again.blended(BlendConfig()).ratio == 0.0
+    assert again.measured["bar"] == bar
+    assert again.measured["prompts"] == 3
+    assert found.to_dict()["profile"] == again.to_dict()
+
+
+def test_a_model_that_blending_ruins_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = TieredKVStore.put_computed
+
+    def scrambled(store: TieredKVStore, key: Any, kv: Any) -> Any:
+        return put(store, key, replace(kv, values=kv.values.flip(2)))
+
+    monkeypatch.setattr(TieredKVStore, "put_computed", scrambled)
+    found = tuned_on(DATA, REUSE, Candidate("document", "prior", 0.25), bar="fidelity")
+    assert (found.outcome, found.profile) == ("do not blend", None)
+    assert found.advice.startswith("do not blend this model on such questions")
+    assert not any(one.holds for one in found.standings)
+    assert found.to_dict()["profile"] is None
+
+
+def test_it_goes_on_where_it_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, measure, asked = tmp_path / "results.jsonl", QuestionMeasurer.measure, []
+
+    def counted(self: QuestionMeasurer, question: Any, rules: Any) -> Iterator[Any]:
+        asked.append(question.question)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return measure(self, question, rules)
+
+    monkeypatch.setattr(QuestionMeasurer, "measure", counted)
+    with pytest.raises(KeyboardInterrupt):
+        tuned_on(DATA, REUSE, bar="fidelity", log=RecordLog.resumed(path))
+    first = tuned_on(DATA, REUSE, bar="fidelity", log=RecordLog.resumed(path))
+    assert len(asked) == 4  # the last question alone was asked again
+    again = tuned_on(DATA, REUSE, bar="fidelity", log=RecordLog.resumed(path))
+    assert len(asked) == 4
+    assert again.to_dict() == first.to_dict()
+
+
+def test_chunks_that_were_there_before_stay() -> None:
+    document = DATA.questions[0].documents[0]
+    with engines() as (opened, frame):
+        opened["document"].precompute([document], progress=False)
+        before = set(opened["document"].store.entries())
+        tune(opened, frame, replace(DATA, questions=DATA.questions[:1]), [REUSE], bar="fidelity")
+        assert before <= set(opened["document"].store.entries())
+
+
+def test_questions_without_answers_are_compared_by_fidelity() -> None:
+    bare = replace(DATA, questions=(replace(DATA.questions[0], answers=()),))
+    found = tuned_on(bare, REUSE)
+    assert (found.bar.kind, found.outcome) == ("fidelity", "plain reuse")
+
+
+def test_answers_that_the_model_never_gives_are_no_measure() -> None:
+    wrong = replace(DATA, questions=(replace(DATA.questions[0], answers=("zebra",)),))
+    with pytest.raises(ConfigError, match="full prefill answered none of 1 questions"):
+        tuned_on(wrong, REUSE)
+
+
+def test_bad_input_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="must be at least 1 each"):
+        tuned_on(replace(DATA, questions=()), REUSE)
+    with pytest.raises(ConfigError, match="lead_in='bos' has no engine"):
+        tuned_on(DATA, Candidate("bos", "none", 0.0))
+    with pytest.raises(ConfigError, match="least=2"):
+        tuned_on(DATA, REUSE, least=2)
+
+
+def test_the_picture_names_the_candidates_that_none_beats() -> None:
+    found = tuned_on(DATA, BAD, FEW, REUSE, bar="fidelity")
+    front = pareto(found.standings)
+    assert REUSE in [one.candidate for one in front]
+    assert FEW not in [one.candidate for one in front]
+    drawn = ET.fromstring(plot(found))  # noqa: S314
+    kinds = [element.tag.rpartition("}")[2] for element in drawn]
+    texts = [element.text for element in drawn if element.text]
+    assert kinds.count("circle") == 3
+    assert {one.candidate.label for one in front} <= set(texts)
+
+
+def test_questions_of_all_settings_take_turns() -> None:
+    both = demo_dataset(("adjacent", "shuffled"), 3, 11)
+    assert [one.setting for one in mixed(both, 4).questions] == ["adjacent", "shuffled"] * 2
+    assert len(mixed(both, 100).questions) == 6

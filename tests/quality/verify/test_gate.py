@@ -1,0 +1,184 @@
+"""The gate passes a sound model, and each planted fault fails the check that is there for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+
+from cacheblend_rag import BlendConfig, TieredKVStore, TransformersEngine, load_tokenizer
+from cacheblend_rag.demo import MODEL_FOLDER
+from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.quality.questions import demo_dataset
+from cacheblend_rag.quality.verify import samples
+from cacheblend_rag.quality.verify.check import Verdict
+from cacheblend_rag.quality.verify.gate import frame_of, verify_engine
+from cacheblend_rag.text import encoder
+from tests.models import GPT2_CONFIG
+
+DATA = demo_dataset(("adjacent",), 1, samples.SEED)
+SYSTEM_LAST = (
+    "{{ messages[-1].content }}\n"
+    "{% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+)
+DROPS_SYSTEM = "{% for m in messages if m.role != 'system' %}{{ m.content }}\n{% endfor %}"
+SHOUTS = "{% for m in messages %}{{ m.content | upper }}\n{% endfor %}"
+LAST_ALONE = "{{ messages[-2].content if messages | length == 2 }}{{ messages[-1].content }}"
+
+
+def opened(*, tokenizer: Any = None, model: Any = None, **settings: Any) -> TransformersEngine:
+    tokenizer = tokenizer or load_tokenizer("demo")
+    model = model or AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float32)
+    opening = frame_of(tokenizer, DATA).opening
+    return TransformersEngine(model, tokenizer=tokenizer, instruction=opening, **settings)
+
+
+def statuses(verdict: Verdict) -> dict[str, str]:
+    return {check.name: check.status for check in verdict.checks}
+
+
+def failed(verdict: Verdict) -> set[str]:
+    return {check.name for check in verdict.failed}
+
+
+def test_a_sound_model_passes_every_check() -> None:
+    seen: list[str] = []
+    verdict = verify_engine(opened(), DATA, on_check=lambda check: seen.append(check.name))
+    assert set(statuses(verdict).values()) == {"ok"}
+    assert seen == list(statuses(verdict))
+    assert (verdict.passed, verdict.advice) == (True, "blend this model")
+    plain = verdict.to_dict()
+    assert (plain["model"], plain["dtype"], plain["device"]) == ("demo", "float32", "cpu")
+    figures = {check["name"]: check["measured"] for check in plain["checks"]}
+    assert figures["positions"]["reused_tokens"] > 100
+    assert figures["fidelity"]["kl"] < 1e-3 < figures["fidelity"]["kl_plain_reuse"]
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (DROPS_SYSTEM, "drops the system message"),
+        (SYSTEM_LAST, "behind the passages"),
+        (SHOUTS, "changes or drops the text"),
+        (LAST_ALONE, "drops or reorders the turns"),
+    ],
+)
+def test_a_wrong_template_fails(template: str, told: str) -> None:
+    tokenizer = load_tokenizer("demo")
+    tokenizer.chat_template = template
+    verdict = verify_engine(opened(tokenizer=tokenizer), DATA)
+    (check,) = [check for check in verdict.checks if check.name == "template"]
+    assert check.status == "failed"
+    assert told in check.found
+    assert "put this right" in verdict.advice
+
+
+def test_a_tokenizer_without_a_template_is_skipped() -> None:
+    tokenizer = load_tokenizer("demo")
+    tokenizer.chat_template = None
+    verdict = verify_engine(opened(tokenizer=tokenizer), DATA)
+    assert statuses(verdict)["template"] == "skipped"
+    assert verdict.passed
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [(lambda text: text.replace("e", ""), "failed"), (str.lower, "ok")],
+    ids=["loses letters", "lower case"],
+)
+def test_a_tokenizer_must_give_texts_back(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[str], str], status: str
+) -> None:
+    engine = opened()
+    decode = engine.tokenizer.decode
+    monkeypatch.setattr(engine.tokenizer, "decode", lambda *a, **k: change(decode(*a, **k)))
+    assert statuses(verify_engine(engine, DATA))["tokenizer"] == status
+
+
+def test_inseparable_passages_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoder, "find_run", lambda *_: None)
+    verdict = verify_engine(opened(), DATA)
+    assert statuses(verdict)["seams"] == "failed"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rotary_embedding_that_is_off_by_one_fails(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=dtype)
+    engine, rotation = opened(model=model), TransformersStack.rotation
+    assert statuses(verify_engine(engine, DATA))["positions"] == "ok"
+    monkeypatch.setattr(TransformersStack, "rotation", lambda s, offset: rotation(s, offset + 1))
+    verdict = verify_engine(engine, DATA)
+    assert "positions" in failed(verdict)
+    assert verdict.advice.startswith("do not blend this model")
+
+
+def test_float16_is_no_home_for_bfloat16_weights() -> None:
+    model = AutoModelForCausalLM.from_pretrained(MODEL_FOLDER, dtype=torch.float16)
+    engine = opened(model=model)
+    verdict = verify_engine(engine, DATA, checkpoint=torch.bfloat16)
+    assert failed(verdict) == {"precision"}
+    assert verify_engine(engine, DATA, checkpoint=torch.float16).passed
+
+
+@pytest.mark.parametrize("noise", [0.5, float("nan")])
+def test_a_model_that_is_not_itself_twice_fails(noise: float) -> None:
+    engine = opened()
+    head = engine.model.get_output_embeddings()
+    head.register_forward_hook(lambda _, __, out: out + noise * torch.randn_like(out))
+    verdict = verify_engine(engine, DATA)
+    assert "precision" in failed(verdict)
+    if noise != noise:
+        assert statuses(verdict)["exactness"] == "skipped"
+
+
+def test_kv_that_is_stored_in_another_precision_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = TieredKVStore.put_computed
+
+    def coarse(store: TieredKVStore, key: Any, kv: Any) -> Any:
+        return put(store, key, replace(kv, keys=kv.keys.half(), values=kv.values.half()))
+
+    monkeypatch.setattr(TieredKVStore, "put_computed", coarse)
+    assert "precision" in failed(verify_engine(opened(), DATA))
+
+
+def test_a_blend_that_is_far_from_full_prefill_fails() -> None:
+    reuse = BlendConfig(selector="none", recompute_ratio=0.0)
+    verdict = verify_engine(opened(config=reuse, lead_in="instruction"), DATA)
+    assert failed(verdict) == {"fidelity"}
+    assert verdict.advice == "do not blend this model: it failed fidelity"
+
+
+def test_a_model_that_cannot_be_blended_fails_without_kv() -> None:
+    tokenizer = load_tokenizer("demo")
+    config = GPT2_CONFIG.__class__(**{**GPT2_CONFIG.to_dict(), "vocab_size": len(tokenizer)})
+    torch.manual_seed(3)
+    verdict = verify_engine(opened(tokenizer=tokenizer, model=GPT2LMHeadModel(config)), DATA)
+    assert failed(verdict) == {"blending"}
+    skipped = {name for name, status in statuses(verdict).items() if status == "skipped"}
+    assert skipped == {"positions", "exactness", "stored KV", "precision", "fidelity"}
+
+
+def test_questions_are_shortened_until_they_fit() -> None:
+    engine = opened()
+    frame, size = frame_of(engine.tokenizer, DATA), len(DATA.questions[0].passages)
+    whole = len(engine.prepare(frame.prompt(DATA.questions[0])).token_ids)
+    (fits,) = samples.fitting(DATA, frame, engine.encoder, whole + 16).questions
+    (less,) = samples.fitting(DATA, frame, engine.encoder, whole + 15).questions
+    assert len(fits.passages) == size
+    assert 0 < len(less.passages) < size
+    with pytest.raises(ValueError, match="does not fit the context window of 20 tokens"):
+        samples.fitting(DATA, frame, engine.encoder, 20)
+
+
+def test_the_packaged_questions_have_the_answer_last() -> None:
+    data = samples.sample_questions("smollm2")
+    assert len(data.questions) == samples.QUESTIONS
+    for question in data.questions:
+        assert len(question.passages) == samples.PASSAGES
+        assert any(answer in question.passages[-1].text for answer in question.answers)
