@@ -38,10 +38,8 @@ class Batch:
     """Contexts padded to one length, then each prompt's questions, all padded to one length.
 
     `target_kinds` tells what a position's target is; `subjects` is the first name of a value's or
-    a question's subject, else padding. In linked prompts it is that of another name's bearer, and
-    `late_subjects`, which a later layer tells, is that of a value. The biases are added to
-    attention scores: `context_bias` (query, key) among the context's tokens, `padding_bias` (key)
-    for questions.
+    a question's subject, else padding. The biases are added to attention scores:
+    `context_bias` (query, key) among the context's tokens, `padding_bias` (key) for questions.
     """
 
     ids: Tensor
@@ -49,7 +47,6 @@ class Batch:
     targets: Tensor
     target_kinds: Tensor
     subjects: Tensor
-    late_subjects: Tensor
     context_length: int
     question_length: int
     context_bias: Tensor
@@ -79,7 +76,6 @@ class _Example:
     context: list[int]
     owners: list[int]
     subjects: dict[int, int]
-    late_subjects: dict[int, int]
     questions: list[_Question]
 
 
@@ -108,7 +104,7 @@ def draw_batch(
         if examples and padded * (len(examples) + 1) > stage.batch_tokens:
             break
         examples.append(example)
-    separate = rng.random() < stage.separate and setting not in {"linked", *UNDECIDED}
+    separate = rng.random() < stage.separate and setting not in UNDECIDED
     return _collate(examples, setting, separate=separate)
 
 
@@ -123,7 +119,7 @@ def _draw_example(
     drawn = DRAWS[setting](rng, shape, False)
     if setting == "shuffled":
         rng.shuffle(drawn.retrieved)
-    asked = [*drawn.questions, *drawn.others]
+    asked = [*drawn.questions, *drawn.others[: len(drawn.questions)]]
 
     def encode(texts: Sequence[str]) -> list[list[int]]:
         return cast(
@@ -135,7 +131,6 @@ def _draw_example(
     answers = encode([f" {q.answer}" for q in asked])
     names = set(tokenizer.convert_tokens_to_ids([f"Ġ{name}" for name in FIRST_NAMES]))
     subjects: dict[int, int] = {}
-    late_subjects: dict[int, int] = {}
     encoded: list[_Question] = []
     for question, tail, answer in zip(asked, tails, answers, strict=True):
         kinds = [NAME if token in names else OTHER for token in tail]
@@ -143,18 +138,10 @@ def _draw_example(
         subject = next(token for token in tail if token in names)
         if question.answer != UNKNOWN and setting not in UNDECIDED:
             value = context.index(answer[0], owners.index(question.document))
-            if setting == "linked":
-                late_subjects[value] = subject
-                subjects |= {
-                    position: subject
-                    for position, owner in enumerate(owners)
-                    if owner == question.document and context[position] in names
-                }
-            else:
-                subjects[value] = subject
+            subjects[value] = subject
         ends = [END] * len(answer)
         encoded.append(_Question(tail + answer, [*kinds, *ends], subject, len(tail) - 1))
-    return _Example(context, owners, subjects, late_subjects, encoded[:questions])
+    return _Example(context, owners, subjects, encoded[:questions])
 
 
 def _encode_context(drawn: Draw, frame: PromptFrame, encode: Encode) -> tuple[list[int], list[int]]:
@@ -181,7 +168,7 @@ def _collate(examples: Sequence[_Example], setting: str, *, separate: bool) -> B
     size = (len(examples), context + question * count)
     ids, targets = torch.full(size, PAD_ID), torch.full(size, PAD_ID)
     kinds, positions = torch.full(size, OTHER), torch.zeros(size, dtype=torch.long)
-    subjects, late_subjects = torch.full(size, PAD_ID), torch.full(size, PAD_ID)
+    subjects = torch.full(size, PAD_ID)
     owners = torch.full((len(examples), context), -1)
     for row, example in enumerate(examples):
         n = len(example.context)
@@ -191,8 +178,6 @@ def _collate(examples: Sequence[_Example], setting: str, *, separate: bool) -> B
         owners[row, :n] = torch.tensor(example.owners)
         for position, subject in example.subjects.items():
             subjects[row, position] = subject
-        for position, subject in example.late_subjects.items():
-            late_subjects[row, position] = subject
         for number, asked in enumerate(example.questions):
             start = context + number * question
             span = slice(start, start + len(asked.ids))
@@ -212,7 +197,6 @@ def _collate(examples: Sequence[_Example], setting: str, *, separate: bool) -> B
         targets,
         kinds,
         subjects,
-        late_subjects,
         context,
         question,
         bias,
@@ -246,7 +230,6 @@ def draw_repeats(rng: random.Random, choices: Tensor, tokens: int, length: int =
         targets=torch.cat([ids[:, 1:], ids[:, :1]], 1),
         target_kinds=kinds,
         subjects=torch.full(size, PAD_ID),
-        late_subjects=torch.full(size, PAD_ID),
         context_length=length,
         question_length=0,
         context_bias=causal_bias(length, torch.bfloat16)[None, None],

@@ -70,35 +70,22 @@ CURRICULUM = (
     Stage(replace(EVALUATION_SHAPE, mixed=0.15)),
 )  # fmt: skip
 
-# What a trained model goes on with: every setting, in shorter prompts first, where linked names
-# are a few words apart. In `fragments` and
-# `shuffled` the prompt does not decide the answer; a model that never sees them would learn from
-# `unanswerable` to say so instead of guessing among the candidates.
+# What a trained model goes on with, in shorter prompts first. `linked` has the text of `adjacent`.
+# In `fragments` and `shuffled` the prompt does not decide the answer; a model that never sees them
+# would learn from `unanswerable` to say so instead of guessing among the candidates.
+_DECIDED = (("adjacent", 0.27), ("revised", 0.24), ("unanswerable", 0.27), ("turns", 0.12))
 EXTENSION = (
-    Stage(
-        _small(documents=(4, 5), names=(32, 48), referring_facts=(1, 3), wordings=2),
-        settings=(("linked", 0.7), ("revised", 0.1), ("turns", 0.1), ("adjacent", 0.1)),
-        until=0.25,
-        separate=0.0,
-        batch_tokens=4_000,
-    ),
     Stage(
         replace(
             EVALUATION_SHAPE, documents=(4, 5), total_chunks=(8, 12), context_tokens=(350, 600)
         ),
-        settings=(
-            ("adjacent", 0.2), ("linked", 0.35), ("revised", 0.2), ("unanswerable", 0.15),
-            ("turns", 0.1),
-        ),
-        until=0.6,
+        settings=_DECIDED,
+        until=0.4,
         batch_tokens=5_000,
     ),
     Stage(
         replace(EVALUATION_SHAPE, mixed=0.1),
-        settings=(
-            ("adjacent", 0.26), ("linked", 0.22), ("revised", 0.16), ("unanswerable", 0.16),
-            ("turns", 0.1), ("fragments", 0.05), ("shuffled", 0.05),
-        ),
+        settings=(*_DECIDED, ("fragments", 0.05), ("shuffled", 0.05)),
         batch_tokens=5_000,
     ),
-)  # fmt: skip
+)

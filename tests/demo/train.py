@@ -3,8 +3,8 @@
 Four things make so small a model learn to look a subject up in an earlier chunk. A warm-up on
 repeated stretches of random tokens forms content-based copying. A curriculum widens the name
 pools and lengthens the prompts whenever running accuracy allows. Each prompt asks many questions,
-hidden from each other by the mask and all placed right after the context. Linear probes on
-middle layers, thrown away afterwards, must tell at each value and at each question's end who the
+hidden from each other by the mask and all placed right after the context. A linear probe on a
+middle layer, thrown away afterwards, must tell at each value and at each question's end who the
 subject is. In a share of batches documents do not see each other, which is how a chunk's KV looks
 when computed in its own document.
 
@@ -109,12 +109,12 @@ class Trainer:
             config.architecture, config.model, len(self.tokenizer), config.seed
         )
         width = config.model.hidden
-        self.probes = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in "ab")
+        self.probe = torch.nn.Linear(width, width, bias=False)
         self.progress = Progress()
         self.before: Any = None
         words = sorted(names_and_values())
         self.copied = torch.tensor(self.tokenizer.convert_tokens_to_ids([f"Ġ{w}" for w in words]))
-        self.parameters = [*self.model.parameters(), *self.probes.parameters()]
+        self.parameters = [*self.model.parameters(), *self.probe.parameters()]
         matrices = [p for p in self.parameters if p.dim() > 1]
         vectors = [p for p in self.parameters if p.dim() <= 1]
         self.optimizer = torch.optim.AdamW(
@@ -186,14 +186,15 @@ class Trainer:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.config.bfloat16):
             middle, last = self.hidden(batch)
             logits = self.model.lm_head(last[wanted]).float()
-            named, subjects = self._probed(batch, middle)
+            told = batch.subjects != PAD_ID
+            named = self.model.lm_head(self.probe(middle[told])).float()
         losses = cross_entropy(logits, targets, reduction="none")
         answers = (kinds == DIRECT) | (kinds == REFERRING)
         self._record(losses.detach(), logits.detach().argmax(-1) == targets, kinds, batch.setting)
         loss = losses[answers].mean()
         if not repeats:
-            loss = loss + 0.5 * cross_entropy(named, subjects)
-            right = named.detach().argmax(-1) == subjects
+            loss = loss + 0.5 * cross_entropy(named, batch.subjects[told])
+            right = named.detach().argmax(-1) == batch.subjects[told]
             self.progress.subject += 0.05 * (right.float().mean().item() - self.progress.subject)
         for kind, weight in ((NAME, 0.5), (OTHER, 0.1), (END, 0.1)):
             chosen = kinds == kind
@@ -201,19 +202,8 @@ class Trainer:
                 loss = loss + weight * losses[chosen].mean()
         return loss
 
-    def _probed(self, batch: Batch, middle: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """Scores for the subjects that the probes tell from the middle layers, and the subjects."""
-        scores, subjects = [], []
-        for probe, states, wanted in zip(
-            self.probes, middle, (batch.subjects, batch.late_subjects), strict=True
-        ):
-            told = wanted != PAD_ID
-            scores.append(self.model.lm_head(probe(states[told])).float())
-            subjects.append(wanted[told])
-        return torch.cat(scores), torch.cat(subjects)
-
-    def hidden(self, batch: Batch) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """The hidden states of every token: at the probed layer, at the next, and at the end."""
+    def hidden(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The hidden states of every token of a batch, in the middle and at the end."""
         output = self.model.model(
             input_ids=batch.ids,
             position_ids=batch.positions,
@@ -221,9 +211,7 @@ class Trainer:
             use_cache=False,
             output_hidden_states=True,
         )
-        first = self.config.model.probe_layer
-        late = min(first + 1, self.config.model.layers)
-        return (output.hidden_states[first], output.hidden_states[late]), output.last_hidden_state
+        return output.hidden_states[self.config.model.probe_layer], output.last_hidden_state
 
     def _record(self, losses: Tensor, correct: Tensor, kinds: Tensor, setting: str) -> None:
         """Move the averages of what was right towards this batch; repeats have no setting."""
@@ -277,8 +265,7 @@ class Trainer:
             raise ValueError(f"the checkpoint in {directory} is of another configuration")
         self.progress = Progress(**state["progress"])
         weights = load_file(directory / "model.safetensors")
-        for number, probe in enumerate(self.probes):
-            probe.load_state_dict({"weight": weights.pop(f"probes.{number}.weight")})
+        self.probe.load_state_dict({"weight": weights.pop("probe.weight")})
         self.model.load_state_dict(weights, strict=False)
         moments: dict[int, dict[str, Tensor]] = {}
         for key, value in load_file(directory / "optimizer.safetensors").items():
@@ -308,13 +295,10 @@ class Trainer:
         (directory / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def _weights(self) -> dict[str, Tensor]:
-        """All weights and the probes', once; the tied output layer is the embedding."""
+        """All weights and the probe's, once; the tied output layer is the embedding."""
         state = self.model.state_dict()
         state.pop("lm_head.weight")
-        probes = {
-            f"probes.{n}.weight": probe.weight.detach() for n, probe in enumerate(self.probes)
-        }
-        return {**state, **probes}
+        return {**state, "probe.weight": self.probe.weight.detach()}
 
 
 def _halve(path: Path) -> None:

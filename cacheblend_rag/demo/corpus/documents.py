@@ -23,17 +23,13 @@ class Subject:
     """Whom a document is about.
 
     Attributes:
-        name: the name in the document.
+        name: first and last name.
         kind: type of subject.
-        asked_as: the name in questions.
-        always_named: every statement names the subject, none says "she".
         revises: the document revises two facts of an earlier one.
     """
 
     name: str
     kind: SubjectKind
-    asked_as: str
-    always_named: bool = False
     revises: bool = False
 
 
@@ -87,8 +83,7 @@ def draw_subjects(
         fresh = [pair for pair in pairs if pair[1] not in used]
         pair = rng.choice(fresh or pairs)
         used.update(pair)
-        name = " ".join(pair)
-        subjects.append(Subject(name, kind, name))
+        subjects.append(Subject(" ".join(pair), kind))
     return subjects
 
 
@@ -111,7 +106,7 @@ def write_documents(
         chunks = tuple(
             writer.chunk(part, position, chunk_tokens) for position, part in enumerate(plan)
         )
-        documents.append(DemoDocument(document_id(rng, subject.name), chunks))
+        documents.append(DemoDocument(f"{_slug(subject.name)}-{rng.randrange(16**6):06x}", chunks))
         for position, part in enumerate(plan):
             for fact in part:
                 text = writer.question(fact.attribute)
@@ -120,24 +115,6 @@ def write_documents(
                 questions.append(Asked(question, subject, fact))
     rng.shuffle(questions)
     return documents, questions
-
-
-def document_id(rng: random.Random, name: str) -> str:
-    """Return a readable name that no other document has."""
-    return f"{name.lower().replace(' ', '-')}-{rng.randrange(16**6):06x}"
-
-
-def fill_chunk(
-    rng: random.Random, opening: Sequence[str], sentences: Sequence[str], tokens: float
-) -> str:
-    """Write one passage of about so many tokens: the opening, then sentences between fillers."""
-    sentences = list(sentences)
-    length = sum(map(estimate_tokens, [*sentences, *opening]))
-    while length < tokens - 6:
-        filler = draw_filler(rng)
-        sentences.insert(rng.randint(0, len(sentences)), filler)
-        length += estimate_tokens(filler)
-    return " ".join([*opening, *sentences])
 
 
 def _draw_facts(
@@ -183,19 +160,24 @@ class _Writer:
     explicit: bool
 
     def question(self, attribute: Attribute) -> str:
-        name = self.subject.asked_as
+        name = self.subject.name
         if not self.shape.begun:
             return self._choose(attribute.questions).format(name=name)
         begun = self._choose(attribute.statements).partition(" {value}")[0]
         return begun.format(subject=name, possessive=f"{name}'s")
 
     def chunk(self, facts: Sequence[Fact], position: int, tokens: float) -> str:
-        """One passage: facts in the given order, the introduction first."""
+        """One passage: facts in the given order, fillers between, the introduction first."""
         sentences = [self._statement(fact, position) for fact in facts]
         opening: list[str] = []
         if position == 0:
             opening.append(self._introduction())
-        return fill_chunk(self.rng, opening, sentences, tokens)
+        length = sum(map(estimate_tokens, sentences + opening))
+        while length < tokens - 6:
+            filler = draw_filler(self.rng)
+            sentences.insert(self.rng.randint(0, len(sentences)), filler)
+            length += estimate_tokens(filler)
+        return " ".join(opening + sentences)
 
     def _introduction(self) -> str:
         wordings = REVISIONS if self.subject.revises else INTRODUCTIONS
@@ -204,7 +186,6 @@ class _Writer:
     def _statement(self, fact: Fact, position: int) -> str:
         rng, name, kind = self.rng, self.subject.name, self.subject.kind
         named = self.explicit if position else rng.random() < 0.5
-        named = named or self.subject.always_named
         sentence = self._choose(fact.attribute.statements).format(
             subject=name if named else kind.pronoun,
             possessive=f"{name}'s" if named else kind.possessive,
@@ -216,3 +197,7 @@ class _Writer:
 
     def _choose(self, wordings: tuple[str, ...]) -> str:
         return self.rng.choice(wordings[: self.shape.wordings])
+
+
+def _slug(name: str) -> str:
+    return name.lower().replace(" ", "-")

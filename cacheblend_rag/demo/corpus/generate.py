@@ -26,9 +26,9 @@ def generate_prompts(
     Args:
         setting: one of `SETTINGS`: `adjacent` (whole documents in order), `fragments` (only the
             chunks that refer back, and only questions about them), `shuffled` (all chunks in
-            random order), `linked` (a document before all others says who is meant in them),
-            `revised` (a document revises another one's facts), `unanswerable` (what is asked was
-            not retrieved) or `turns` (an earlier question says who is meant).
+            random order), `linked` (the document before says who is meant), `revised` (a
+            document revises an earlier one's facts), `unanswerable` (what is asked was not
+            retrieved) or `turns` (an earlier question says who is meant).
         count: how many prompts.
         seed: equal seeds give equal prompts.
         held_out: name only subjects that training never draws, or only ones it may draw.

@@ -22,8 +22,6 @@ REVISIONS = (
     "What follows changes the notes about {name}.",
     "This note changes the pages about {name}.",
 )
-DEFINITIONS = ("{name} is known as {alias}.", "People know {name} as {alias}.")
-ROSTERS = ("This note is about people.", "These pages describe people.")
 OPENINGS = (
     "According to the records,",
     "As far as we know,",

@@ -12,18 +12,13 @@ from dataclasses import dataclass, replace
 
 from cacheblend_rag.demo.corpus.documents import (
     Asked,
-    Subject,
-    document_id,
     draw_documents,
     draw_kinds,
     draw_subjects,
-    fill_chunk,
     write_documents,
 )
 from cacheblend_rag.demo.corpus.prompt import UNKNOWN, DemoDocument, DemoQuestion
-from cacheblend_rag.demo.corpus.sentences import DEFINITIONS, ROSTERS, estimate_tokens
 from cacheblend_rag.demo.corpus.shape import CorpusShape
-from cacheblend_rag.demo.corpus.subjects import COMPANY_NAMES, KINDS
 
 Place = tuple[int, int]
 
@@ -63,63 +58,37 @@ def draw_fragments(rng: random.Random, shape: CorpusShape, held_out: bool) -> Dr
 
 
 def draw_linked(rng: random.Random, shape: CorpusShape, held_out: bool) -> Draw:
-    """Draw documents that know people by another name only, after one that says whose it is.
+    """Draw documents in pairs: a short one names its subject, the next goes on with "she".
 
-    Questions ask by the people's own names.
+    Only what the second one says is asked, and only the document before it says about whom that is.
     """
-    kind = rng.choice([kind for kind in KINDS if kind.first_names != COMPANY_NAMES])
-    kinds = [kind] * (rng.randint(*shape.documents) - 1)
-    people = draw_subjects(rng, shape, kinds, held_out=held_out)
-    aliases = rng.sample(COMPANY_NAMES[: shape.names[0]], len(people))
-    (low, high), (shortest, longest) = shape.total_chunks, shape.context_tokens
-    smaller = replace(
-        shape,
-        total_chunks=(low - 2, high - 2),
-        context_tokens=(shortest * (low - 2) // max(low, 1), longest * (high - 2) // high),
-    )
-    subjects = [
-        Subject(alias, kind, person.name, always_named=True)
-        for person, alias in zip(people, aliases, strict=True)
+    drawn = draw_adjacent(rng, shape, held_out)
+    documents = [
+        part
+        for document in drawn.documents
+        for part in (
+            DemoDocument(document.document_id, document.chunks[:1]),
+            DemoDocument(f"{document.document_id}-continued", document.chunks[1:]),
+        )
     ]
-    documents, asked = write_documents(rng, smaller, subjects)
-    documents.insert(0, _roster(rng, subjects, documents))
     questions = [
-        replace(each.question, kind="referring", document=each.question.document + 1)
-        for each in asked
+        replace(question, document=2 * question.document + 1, chunk=question.chunk - 1)
+        for question in drawn.questions
+        if question.kind == "referring"
     ]
     return Draw(documents, _all_places(documents), questions, [])
-
-
-def _roster(
-    rng: random.Random, subjects: Sequence[Subject], documents: Sequence[DemoDocument]
-) -> DemoDocument:
-    """A document of two chunks as long as those of the others: who is known by which name."""
-    lengths = [estimate_tokens(chunk) for document in documents for chunk in document.chunks]
-    sentences = [
-        rng.choice(DEFINITIONS).format(name=subject.asked_as, alias=subject.name)
-        for subject in subjects
-    ]
-    rng.shuffle(sentences)
-    half, tokens = (len(sentences) + 1) // 2, sum(lengths) / len(lengths)
-    chunks = (
-        fill_chunk(rng, [rng.choice(ROSTERS)], sentences[:half], tokens),
-        fill_chunk(rng, [], sentences[half:], tokens),
-    )
-    return DemoDocument(document_id(rng, "people"), chunks)
 
 
 def draw_revised(rng: random.Random, shape: CorpusShape, held_out: bool) -> Draw:
     """Draw documents of which one or two revise facts of others; what is revised is asked.
 
-    A revision says so in its first chunk and may stand before what it revises.
+    A revision says so in its first chunk and stands after what it revises.
     """
     kinds = draw_kinds(rng, shape)
     revisions = 2 if len(kinds) > 4 else 1
     subjects = draw_subjects(rng, shape, kinds[revisions:], held_out=held_out)
     revised = [replace(subject, revises=True) for subject in rng.sample(subjects, revisions)]
-    order = [*subjects, *revised]
-    rng.shuffle(order)
-    documents, asked = write_documents(rng, shape, order)
+    documents, asked = write_documents(rng, shape, [*subjects, *revised])
     new = [each for each in asked if each.subject.revises]
     changed = {(each.subject.name, each.fact.attribute) for each in new}
     old = [each for each in asked if (each.subject.name, each.fact.attribute) not in changed]
