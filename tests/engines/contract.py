@@ -959,7 +959,11 @@ class EngineContract:
             self._compared(guarded)
             assert len(compared) < 100
         raised, stopped = ReasonCode.GUARD_RAISED, ReasonCode.GUARD_STOPPED
-        assert told == [(True, 0.16, None), (True, 0.5, raised), (False, 1.0, stopped)]
+        assert told == [
+            (True, BlendConfig().ratio, None),
+            (True, 0.5, raised),
+            (False, 1.0, stopped),
+        ]
         assert [chunk.reason for chunk in report.chunks] == ["stopped by the guard"] * 2
         assert (
             guarded.generate_full(texts.asking(*chunks)).report.reason_code == "full_prefill_asked"

@@ -57,8 +57,8 @@ def test_the_ratio_is_chosen_within_its_bounds(make_engine: EngineFactory, tmp_p
     engine.precompute(CHUNKS, progress=False)
     for _ in range(LEAST):
         unmeasured = engine.generate(PROMPT, SHORT).report
-        assert unmeasured.recompute_ratio == 0.16
-        assert unmeasured.ratio_reason == "ratio 0.16: nothing is measured yet"
+        assert unmeasured.recompute_ratio == 0.1
+        assert unmeasured.ratio_reason == "ratio 0.1: nothing is measured yet"
     for _ in range(60):
         engine.store.speeds.record("disk", 1 << 30, 1e-6)
     quick = engine.generate(PROMPT, SHORT).report

@@ -191,7 +191,7 @@ def test_a_config_that_does_not_suit_the_model_is_refused(
 
 
 def test_a_selector_without_its_prior_falls_back_and_says_so(make_engine: EngineFactory) -> None:
-    engine = make_engine(selector="prior")
+    engine = make_engine(selector="prior", recompute_ratio=0.16)
     engine.precompute(CHUNKS, progress=False)
     report = engine.generate(TEXT, SHORT).report
     assert report.selector == "chunk_head"
