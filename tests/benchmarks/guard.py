@@ -51,10 +51,8 @@ def measure_guard(plan: GuardPlan, _: Advance = lambda _: None) -> dict[str, obj
 def _measured(lead_in: str, ratio: float, questions: int) -> Iterator[dict[str, object]]:
     """Yield what an engine's guard says of each setting's questions."""
     for setting in LEARNED_SETTINGS:
-        config = BlendConfig(
-            selector="hkvd", recompute_ratio=ratio, key_repair=0.0, value_repair=0.0,
-            min_tokens=0, cost_model=False,
-        )  # fmt: skip
+        ratios = {"recompute_ratio": ratio, "min_tokens": 0, "cost_model": False}
+        config = BlendConfig(selector="hkvd", **ratios)
         guard = GuardConfig(sample_share=1.0, most_waiting=questions, limit=3.0)
         instruction = lead_text(INSTRUCTION)
         engine = open_engine(

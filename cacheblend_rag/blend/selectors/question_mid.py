@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cacheblend_rag.blend.selectors.probe import Heads
 from cacheblend_rag.blend.selectors.question import Question
@@ -17,5 +18,6 @@ class QuestionMid(Question):
     ``layers`` names such layers of a model.
     """
 
+    repair: ClassVar[float] = 0.5
     span: Sequence[float] = (0.4, 0.75)
     heads: Heads = "sum"

@@ -13,8 +13,8 @@ from cacheblend_rag.quality.rules import Options, Rule
 from cacheblend_rag.settings import BlendConfig, LeadInConfig, LeadInKind, Profile
 
 LEAD_INS: tuple[LeadInKind, ...] = ("instruction", "document")
-SELECTORS = ("none", "question", "hkvd")
-RATIOS = (0.05, 0.10, 0.16, 0.25)
+SELECTORS = ("none", "question_mid", "hkvd")
+RATIOS = (0.05, 0.08, 0.16, 0.25)
 BASE, NO_OPTIONS = BlendConfig(), MappingProxyType[str, Mapping[str, Any]]({})
 FIRST_RUNG, STEP = 8, 2
 """Prompts of the first rung, and the factor from one rung to the next."""

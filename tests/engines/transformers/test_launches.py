@@ -22,7 +22,7 @@ from tests.operations import Operations
 
 TOKENS, CHUNK = 400, 300
 META = torch.device("meta")
-PLAIN = BlendConfig(selector="random", key_repair=0.0, value_repair=0.0)
+PLAIN = BlendConfig(selector="random")
 MOST_A_BLOCK = {"llama": 45, "mistral-sliding": 47, "qwen3": 64}
 """Launches of one layer over one block of rows, the model's own included; they may only fall."""
 MOST_OF_REPAIR = 60
