@@ -6,6 +6,7 @@ rotated to the chunk's first token, and the mean to every token that it is added
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +18,9 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.rotary import Rotation, rotated
 from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.stack import DecoderStack
+
+BLOCK = 4096
+"""Tokens that are repaired at a time, which bounds the memory that it takes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,16 +42,15 @@ class RowsRepair:
     """What recomputed rows change beside them.
 
     picked: (recomputed,) int64, indices among the rows of those that belong to a chunk with other
-    tokens. means: (chunks, recomputed) float32, which averages them by chunk. slots: (others,)
-    int64, the chunk of each token to repair.
+    tokens. means: (chunks, recomputed) float32, which averages them by chunk. others: the tokens to
+    repair, in blocks, and the chunk of each, (block,) int64.
     """
 
     repair: KVRepair
     recomputed: _Tokens
     picked: Tensor
     means: Tensor
-    others: _Tokens
-    slots: Tensor
+    others: Sequence[tuple[_Tokens, Tensor]]
 
     def apply(self, fused: FusedKV, layer: int, keys: Tensor, values: Tensor) -> None:
         """Repair a layer, before the rows' fresh KV (1, kv_heads, rows, head_dim) is written."""
@@ -63,10 +66,11 @@ class RowsRepair:
             if turns:
                 change = repair.turned(layer, change, -self.recomputed.offsets)
             mean = torch.einsum("cn,hnd->hcd", self.means, change)
-            added = share * mean.index_select(1, self.slots)
-            if turns:
-                added = repair.turned(layer, added, self.others.offsets)
-            stored.index_add_(1, self.others.positions, added.to(stored.dtype))
+            for others, slots in self.others:
+                added = share * mean.index_select(1, slots)
+                if turns:
+                    added = repair.turned(layer, added, others.offsets)
+                stored.index_add_(1, others.positions, added.to(stored.dtype))
 
 
 class KVRepair:
@@ -106,8 +110,13 @@ class KVRepair:
             _Tokens.at(recomputed, self._offsets(recomputed), device),
             _sent(picked, device),
             _sent(means, device),
-            _Tokens.at(targets, self._offsets(targets), device),
-            _sent(np.searchsorted(chunks, self._chunks[targets]), device),
+            [
+                (
+                    _Tokens.at(block, self._offsets(block), device),
+                    _sent(np.searchsorted(chunks, self._chunks[block]), device),
+                )
+                for block in np.split(targets, range(BLOCK, len(targets), BLOCK))
+            ],
         )
 
     def _offsets(self, positions: Positions) -> Positions:

@@ -20,7 +20,7 @@ FIDELITY = {
     "whole_top1", "whole_same_answer",
 }  # fmt: skip
 TTFT = {"ttft_seconds", "ttft_speedup", "ttft_speedup_ci95"}
-DEFAULT = ("document", "hkvd", BlendConfig().ratio)
+DEFAULT = ("document", "question_mid", BlendConfig().ratio)
 SETTINGS = ("adjacent", "fragments")
 DOCUMENTS = tuple(
     Document(name, (f"This note is about {name}.", "She plays the violin. " * 8, "She owns a cat."))
@@ -187,7 +187,7 @@ def test_fidelity_has_a_table_of_its_own(cli, small_model, questions_file):
     assert outcome.code == 0
     assert "notes, adjacent: 2 questions, fidelity to full prefill" in outcome.stdout
     assert "no_context" in outcome.stdout
-    assert "hkvd*" in outcome.stdout
+    assert "question_mid*" in outcome.stdout
 
 
 def test_a_chat_template_can_be_left_out(evaluate, questions_file):
