@@ -23,7 +23,8 @@ RUN = {
     "rows": [
         row("none", "full", 1.0, 0.0),
         row("none", "no_context", 0.03, 5.0),
-        row("document", "hkvd", 0.4, 0.01, default=True),
+        row("document", "hkvd", 0.3, 0.015, default=True),
+        row("document", "hkvd", 0.4, 0.01),
         row("document", "hkvd", 0.2, 0.02),
         row("instruction", "none", 0.05, 0.3),
         {"setting": "adjacent", "lead_in": "none", "selector": "prefix_caching"},
@@ -33,7 +34,9 @@ RUN = {
 
 def test_a_line_joins_the_ratios_of_a_rule():
     lines = dict(lines_of(RUN, "adjacent"))
-    assert list(lines) == ["no passages", "document, hkvd", "instruction, none"]
+    assert list(lines) == [
+        "no passages", "default (document, hkvd)", "document, hkvd", "instruction, none",
+    ]  # fmt: skip
     assert [found["compute_share"] for found in lines["document, hkvd"]] == [0.2, 0.4]
 
 
@@ -44,7 +47,7 @@ def test_the_chart_names_models_settings_and_the_default():
     assert drawn == chart([RUN, more])
     for text in (
         "demo (float32), adjacent, 3 prompts",
-        "document, hkvd (default)",
+        "default (document, hkvd)",
         "demo (float32), shuffled",
     ):
         assert f"<!-- {text}" in drawn
