@@ -180,7 +180,7 @@ def evaluate_command(
             )
             rows = _collected(evaluations)
     if as_json:
-        count = min(len(data.of_setting(setting)) for setting in data.settings)
+        prompts = {setting: len(data.of_setting(setting)) for setting in data.settings}
         about = {
             "model": first.model_name,
             "dtype": first.dtype,
@@ -188,7 +188,8 @@ def evaluate_command(
             "chat_template": frame.is_rendered,
         }
         plain = [row.to_dict() for row in rows]
-        output.print_json({"dataset": data.name, "questions": count, **about, "rows": plain})
+        counts = {"questions": min(prompts.values()), "prompts": prompts}
+        output.print_json({"dataset": data.name, **counts, **about, "rows": plain})
     else:
         eval_tables.print_tables(data, rows)
 

@@ -105,7 +105,7 @@ def _draw(axes: Axes, run: dict[str, Any], setting: str) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlim(0, 1.05 * max(x for _, x, _, _ in labels))
     _label(axes, labels)
-    model, dtype, questions = run["model"], run["dtype"], run["questions"]
+    model, dtype, questions = run["model"], run["dtype"], run["prompts"][setting]
     axes.set_title(f"{model} ({dtype}), {setting}, {questions} prompts", loc="left")
     axes.set_xlabel("compute, share of full prefill")
     axes.set_ylabel("KL to full prefill, nats")

@@ -19,7 +19,7 @@ def row(lead_in, selector, compute, kl, *, default=False, setting="adjacent"):
 RUN = {
     "model": "demo",
     "dtype": "float32",
-    "questions": 3,
+    "prompts": {"adjacent": 3, "shuffled": 2},
     "rows": [
         row("none", "full", 1.0, 0.0),
         row("none", "no_context", 0.03, 5.0),

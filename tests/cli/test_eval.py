@@ -62,7 +62,7 @@ def test_rows_of_a_grid(evaluate, questions_file):
     )  # fmt: skip
     assert outcome.code == 0
     found = outcome.json
-    about = {"dataset", "questions", "model", "dtype", "engine", "chat_template"}
+    about = {"dataset", "questions", "prompts", "model", "dtype", "engine", "chat_template"}
     assert set(found) == {*about, "rows"}
     assert (found["dtype"], found["engine"]) == ("float32", "transformers")
     assert (found["dataset"], found["questions"]) == ("notes", 2)
