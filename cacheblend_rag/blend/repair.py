@@ -20,7 +20,7 @@ from cacheblend_rag.blend.rows import Mask, Positions, Rows
 from cacheblend_rag.blend.stack import DecoderStack
 
 BLOCK = 4096
-"""Tokens that are repaired at a time, which bounds the memory that it takes."""
+"""Most tokens whose KV is repaired in one operation: bounds the size of temporary tensors."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -114,7 +114,7 @@ def evaluate_command(
         )
         grid = _grid(ratios, selectors, lead_ins)
         checks.check_selector("hkvd", {"deviation": deviation})
-        checks.check_check_layers(base.with_changes(selector="hkvd"), model)
+        checks.check_check_layers(base, model)
         checks.check_placement(device, dtype)
         kept = options.collection_store(store) if store else None
         log = _log(out, resume)

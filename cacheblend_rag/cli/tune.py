@@ -97,9 +97,7 @@ def tune_command(
 
         at = options.layers(check_layers, "--check-layers") if check_layers else None
         if at:
-            checks.check_check_layers(
-                BlendConfig(selector="hkvd", check_layers=tuple(sorted(at))), model
-            )
+            checks.check_check_layers(BlendConfig(check_layers=tuple(sorted(at))), model)
         tried: dict[str, Any] = {
             "selectors": options.names(selectors) if selectors else candidates.SELECTORS,
             "ratios": options.numbers(ratios, "--ratios") if ratios else candidates.RATIOS,

@@ -102,7 +102,7 @@ class ScoringEngine(Protocol):
         hints: Hints = (),
         full: bool = False,
     ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
-        """Answer a prompt, and score given answers after the same prefill.
+        """Generate an answer, and score given answers by teacher forcing, after one prefill.
 
         Args:
             prompt: as for score.

@@ -89,7 +89,7 @@ def reference(
     sampling: SamplingParams | None = None,
     others: Sequence[Reference] = (),
 ) -> Reference:
-    """Answer a prompt by full prefill, and keep its predictions; one prefill.
+    """Answer a prompt by full prefill and keep the log-probabilities, in one prefill.
 
     golds: gold answers, each tried with and without a space before it, as templates differ. tokens:
     most tokens of the answer that is compared. sampling: of the answer, greedy and without stop
@@ -155,7 +155,7 @@ def answer_and_compare(
     *,
     full: bool = False,
 ) -> tuple[Generation, tuple[PromptFidelity, ...]]:
-    """As compare_each, with the setting's own answer after the same prefill."""
+    """As compare_each, and generate the setting's own answer too, all after one prefill."""
     asked = _asked(references)
     told, scores = engine.generate_and_score(
         prompt, sampling, lambda _: asked, config=config, full=full
@@ -174,13 +174,13 @@ def divergences(wanted: Tensor, found: Tensor) -> Tensor:
 
 
 def _asked(references: Sequence[Reference]) -> list[tuple[int, ...]]:
-    """Return what is scored to compare with references: their answers, then their gold answers."""
+    """Return the token sequences to score: the references' answers, then their gold answers."""
     golds = dict.fromkeys(one.gold for one in references if one.gold)
     return [*(one.answer for one in references), *golds]
 
 
 def _forced(told: Generation, tokens: int) -> tuple[int, ...]:
-    """Return the first tokens of an answer, with a place for its end token if it ends before."""
+    """Return an answer's first tokens; if it ends earlier, then a placeholder for EOS."""
     begun = told.token_ids[:tokens]
     ended = told.finish_reason == "stop" and len(begun) < tokens
     return (*begun, PLACE_OF_END) if ended else begun
@@ -191,7 +191,10 @@ def _compared(
     asked: Sequence[tuple[int, ...]],
     scores: Sequence[ContinuationScore],
 ) -> Iterator[PromptFidelity]:
-    """Yield the comparison with each reference, from the scores of what _asked names."""
+    """Yield the comparison with each reference.
+
+    asked: the sequences that ``_asked`` returned. scores: of each of them, in that order.
+    """
     count = len(references)
     likely = {
         gold: _log_prob(score.log_probs, gold)

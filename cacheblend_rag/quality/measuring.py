@@ -124,7 +124,7 @@ class QuestionMeasurer:
     def _full(
         self, question: EvalQuestion, prompt: BlendPrompt
     ) -> tuple[Generation, list[Reference]]:
-        """Return full prefill's answer, and its predictions on this prompt and the whole one."""
+        """Return full prefill's answer, and references: this prompt's, and the whole documents'."""
         sampling = replace(self.sampling, stop=())
         if not self.measures.fidelity:
             return self._first.generate_full(prompt, sampling), []
@@ -142,7 +142,7 @@ class QuestionMeasurer:
         prompt: BlendPrompt,
         config: BlendConfig | None = None,
     ) -> tuple[Generation, dict[str, Any]]:
-        """Return a rule's answer and fidelity; without ``config``, those of full prefill."""
+        """Return a rule's answer and its fidelity fields; with ``config`` None, full prefill's."""
         full = config is None
         if references:
             told, found = answer_and_compare(
@@ -211,7 +211,7 @@ def _measured(engine: Engine) -> MeasuredEngine:
 
 
 def _of_itself(references: list[Reference]) -> dict[str, Any]:
-    """Return full prefill's own fidelity."""
+    """Return full prefill's record fields: KL 0 to itself, and its KL to the whole documents'."""
     return _named((references[0].of_itself, *references[0].to_others)) if references else {}
 
 

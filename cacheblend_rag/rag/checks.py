@@ -121,4 +121,4 @@ def check_check_layers(config: BlendConfig, model: str) -> None:
     from cacheblend_rag.blend import plan_schedule
     from cacheblend_rag.rag.model_config import text_config
 
-    plan_schedule(config, text_config(model).num_hidden_layers)
+    plan_schedule(config.with_changes(selector="hkvd"), text_config(model).num_hidden_layers)

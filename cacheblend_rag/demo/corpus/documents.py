@@ -167,7 +167,7 @@ class _Writer:
         return begun.format(subject=name, possessive=f"{name}'s")
 
     def chunk(self, facts: Sequence[Fact], position: int, tokens: float) -> str:
-        """One passage: facts in the given order, fillers between, the introduction first."""
+        """Write one passage: the introduction, then facts in order, and fillers between."""
         sentences = [self._statement(fact, position) for fact in facts]
         opening: list[str] = []
         if position == 0:

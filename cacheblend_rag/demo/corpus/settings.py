@@ -58,7 +58,7 @@ def draw_fragments(rng: random.Random, shape: CorpusShape, held_out: bool) -> Dr
 
 
 def draw_linked(rng: random.Random, shape: CorpusShape, held_out: bool) -> Draw:
-    """Draw documents in pairs: a short one names its subject, the next goes on with "she".
+    """Draw pairs of documents: the first names its subject, the second says only "she" or "he".
 
     Only what the second one says is asked, and only the document before it says about whom that is.
     """

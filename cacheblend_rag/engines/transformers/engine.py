@@ -267,7 +267,7 @@ class TransformersEngine(Engine, ScoringEngine):
         yield from self._decoded(request, prefilled)
 
     def _decoded(self, request: Request, prefilled: Prefilled) -> Iterator[Delta]:
-        """Yield the text behind a prompt's KV as it becomes final."""
+        """Decode after a prefill; yield text as soon as no later token can change it."""
         text = TextStream(self.tokenizer, request.sampling.stop)
         tell = partial(self._answered, request)
         reason: FinishReason = "length"
@@ -300,7 +300,7 @@ class TransformersEngine(Engine, ScoringEngine):
         hints: Hints = (),
         full: bool = False,
     ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
-        """Answer a prompt, and score given answers after the same prefill."""
+        """Generate an answer, and score given answers by teacher forcing, after one prefill."""
         request = self._questions.request(prompt, sampling, config, hints, steered=False, full=full)
         try:
             return self._answered_and_scored(self._renewed(request), continuations)

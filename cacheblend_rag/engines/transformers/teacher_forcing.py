@@ -37,7 +37,9 @@ def forced_log_probs(
 
 
 def decodable(prefilled: Prefilled) -> Prefilled:
-    """Return a prompt's KV to decode behind, after which answers can still be scored."""
+    """Return a prefilled prompt whose KV cache decoding may extend, so that the original can still
+    be used to score answers.
+    """
     return replace(prefilled, cache=_reusable(prefilled.cache))
 
 
