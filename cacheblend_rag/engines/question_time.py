@@ -152,6 +152,18 @@ class QuestionTime:
         prefill: PrefillReport,
     ) -> Delta:
         """Return the last piece of a stream: the whole answer, after all hooks."""
+        told = self.told(request, text, token_ids, finish_reason, prefill)
+        return Delta("", self.after_answer.run(request, _generation(told)))
+
+    def told(
+        self,
+        request: Request,
+        text: str,
+        token_ids: Iterable[int],
+        finish_reason: FinishReason,
+        prefill: PrefillReport,
+    ) -> Delta:
+        """As ``answered``, without hooks."""
         self.lifetime.check()
         answer = Generation(
             text=text,
@@ -161,7 +173,7 @@ class QuestionTime:
             report=self.report(request, prefill),
             sampling=request.sampling,
         )
-        return Delta("", self.after_answer.run(request, answer))
+        return Delta("", answer)
 
     def report(self, request: Request, prefill: PrefillReport) -> BlendReport:
         """Return the report of a prompt and of its chunks."""

@@ -12,7 +12,7 @@ from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.errors import ConfigError, PromptTooLongError
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.settings import BlendConfig
 
@@ -85,12 +85,7 @@ class ScoringEngine(Protocol):
             ConfigError: as score.
             OutOfMemoryError: as score.
         """
-        if not all(continuations):
-            raise ConfigError("continuation is empty: give at least one token to score")
-        sampling = SamplingParams.greedy(max_tokens=1)
-        return self.generate_and_score(
-            prompt, sampling, lambda _: continuations, config=config, hints=hints, full=full
-        )[1]
+        ...
 
     def generate_and_score(
         self,
@@ -119,3 +114,18 @@ class ScoringEngine(Protocol):
             OutOfMemoryError: as score.
         """
         ...
+
+
+def check_scored(
+    prompt_tokens: int, continuations: Sequence[Sequence[int]], context_window: int
+) -> None:
+    """Check given answers before they are scored.
+
+    Raises ConfigError for one without tokens, and PromptTooLongError if the longest does not fit
+    behind the prompt.
+    """
+    if not all(continuations):
+        raise ConfigError("continuation is empty: give at least one token to score")
+    tokens = prompt_tokens + max(map(len, continuations), default=0)
+    if tokens > context_window:
+        raise PromptTooLongError(tokens, context_window)

@@ -55,6 +55,9 @@ class RoteEngine(ScoringEngine):
         asked = continuations(told)
         return told, tuple(ContinuationScore(one.repeat(len(c), 1), REPORT) for c in asked)
 
+    def score_each(self, prompt, continuations, **options):
+        return self.generate_and_score(prompt, None, lambda _: continuations, **options)[1]
+
 
 def test_divergence_of_known_distributions() -> None:
     wanted = torch.tensor([[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0]]).log()

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.question_time import Hints
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine
+from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine, check_scored
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
@@ -33,6 +33,7 @@ from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream, eos_token_ids
+from cacheblend_rag.engines.transformers.keeping import store_computed
 from cacheblend_rag.engines.transformers.model_steps import (
     in_idle_turns,
     in_turns,
@@ -42,37 +43,34 @@ from cacheblend_rag.engines.transformers.model_steps import (
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.engines.transformers.prefiller import Prefiller
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.engines.transformers.teacher_forcing import decodable, forced_log_probs
+from cacheblend_rag.engines.transformers.teacher_forcing import all_forced_log_probs, decodable
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
 from cacheblend_rag.engines.transformers.wrappers import model_in, without_compiling
-from cacheblend_rag.errors import ConfigError, OutOfMemoryError, PromptTooLongError
+from cacheblend_rag.errors import ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
-from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory
+from cacheblend_rag.memory import give_back_unused, lack_of_memory
 from cacheblend_rag.models import public_name
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.precompute import (
     ComputeAlone,
     Computed,
-    NoRoom,
     compute_chunks,
     compute_one_by_one,
 )
 from cacheblend_rag.prefill.stopwatch import Stopwatch
-from cacheblend_rag.reason import Reason, ReasonCode
+from cacheblend_rag.reason import Reason
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
 from cacheblend_rag.text.registry import ChunkRegistry
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 ASYNC_THREADS = 32
-MODEL_CHANGED = Reason(ReasonCode.MODEL_CHANGED, "the model changed meanwhile")
-"""The reason for chunks that were computed while adapters or weights were changed."""
-NOT_COMPUTED = Reason(ReasonCode.NO_ROOM, NO_ROOM)
-"""The reason for chunks that were not computed for lack of memory."""
 
 
 class TransformersEngine(Engine, ScoringEngine):
@@ -264,12 +262,13 @@ class TransformersEngine(Engine, ScoringEngine):
         if prefilled is None:
             yield self._answered(request, "", (), "cancelled", CANCELLED)
             return
-        yield from self._decoded(request, prefilled)
+        yield from self._decoded(request, prefilled, partial(self._answered, request))
 
-    def _decoded(self, request: Request, prefilled: Prefilled) -> Iterator[Delta]:
+    def _decoded(
+        self, request: Request, prefilled: Prefilled, tell: Callable[..., Delta]
+    ) -> Iterator[Delta]:
         """Decode after a prefill; yield text as soon as no later token can change it."""
         text = TextStream(self.tokenizer, request.sampling.stop)
-        tell = partial(self._answered, request)
         reason: FinishReason = "length"
         piece = ""
         for token in self._tokens(request, prefilled):
@@ -290,6 +289,22 @@ class TransformersEngine(Engine, ScoringEngine):
         rest = piece + text.finish()
         yield Delta(rest, tell(text.text, text.token_ids, reason, prefilled.report).generation)
 
+    def score_each(
+        self,
+        prompt: PromptLike,
+        continuations: Sequence[Sequence[int]],
+        *,
+        config: BlendConfig | None = None,
+        hints: Hints = (),
+        full: bool = False,
+    ) -> tuple[ContinuationScore, ...]:
+        """Return the scores of several given answers after one prefill."""
+        request = self._questions.request(prompt, None, config, hints, steered=False, full=full)
+        check_scored(len(request.prepared.token_ids), continuations, self.context_window)
+        return self._after_prefill(
+            request, lambda request, prefilled: self._scores(request, prefilled, continuations)
+        )
+
     def generate_and_score(
         self,
         prompt: PromptLike,
@@ -301,32 +316,41 @@ class TransformersEngine(Engine, ScoringEngine):
         full: bool = False,
     ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
         """Generate an answer, and score given answers by teacher forcing, after one prefill."""
+
+        def decode_and_score(
+            request: Request, prefilled: Prefilled
+        ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
+            tell = partial(self._questions.told, request)
+            *_, last = self._decoded(request, decodable(prefilled), tell)
+            told = cast(Generation, last.generation)
+            answers = continuations(told)
+            check_scored(told.prompt_tokens, answers, self.context_window)
+            return told, self._scores(request, prefilled, answers)
+
         request = self._questions.request(prompt, sampling, config, hints, steered=False, full=full)
+        return self._after_prefill(request, decode_and_score)
+
+    def _after_prefill(self, request: Request, work: Callable[[Request, Prefilled], T]) -> T:
+        """Prefill, then do some work in place of answering; no hooks run."""
         try:
-            return self._answered_and_scored(self._renewed(request), continuations)
+            request = self._renewed(request)
+            prefilled = self._prefiller.run(request)
+            if prefilled is None:  # closed meanwhile
+                self._lifetime.check()
+                raise ConfigError("the engine was closed")
+            return work(request, prefilled)
         except Exception as error:
             lack = lack_of_memory(error)
             if lack is None:
                 raise
         raise self._out_of_memory(request, lack)
 
-    def _answered_and_scored(
-        self, request: Request, continuations: Callable[[Generation], Sequence[Sequence[int]]]
-    ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
-        prefilled = self._prefiller.run(request)
-        if prefilled is None:  # closed meanwhile
-            self._lifetime.check()
-            raise ConfigError("the engine was closed")
-        *_, last = self._decoded(request, decodable(prefilled))
-        told, ids = cast(Generation, last.generation), request.prepared.token_ids
-        answers, scores = continuations(told), []
-        if (tokens := len(ids) + max(map(len, answers), default=0)) > self.context_window:
-            raise PromptTooLongError(tokens, self.context_window)
-        for answer in answers:
-            with working(), self._priority_lock.taken(), inference():
-                found = forced_log_probs(self._ordinary, prefilled, ids, answer)
-            scores.append(ContinuationScore(found, told.report))
-        return told, tuple(scores)
+    def _scores(
+        self, request: Request, prefilled: Prefilled, answers: Sequence[Sequence[int]]
+    ) -> tuple[ContinuationScore, ...]:
+        ids, report = request.prepared.token_ids, self._questions.report(request, prefilled.report)
+        found = all_forced_log_probs(self._ordinary, self._priority_lock, prefilled, ids, answers)
+        return tuple(ContinuationScore(one, report) for one in found)
 
     def _compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
         """As every engine; None also if adapters or weights change meanwhile."""
@@ -380,25 +404,11 @@ class TransformersEngine(Engine, ScoringEngine):
         return self._kept(plans, in_idle_turns(self._priority_lock, steps))
 
     def _kept(self, plans: Sequence[ChunkPlan], steps: Computed) -> Generator[Stored, None, None]:
-        """Store the chunks that the steps compute."""
-        yield Stored(skipped=sum(self.store.contains_many([plan.key for plan in plans])))
-        for computed in steps:
-            if computed is None:
-                yield Stored()
-                continue
-            if isinstance(computed, NoRoom):
-                logger.warning("%d chunks not computed: %s", len(computed.chunks), computed.lack)
-                yield Stored.failure(NOT_COMPUTED, len(computed.chunks))
-                continue
-            plan, kv = computed
-            with working():
-                self._refresh()
-                is_current = plan.key.fingerprint == self._led.fingerprint
-                put = self.store.put_computed(plan.key, kv) if is_current else None
-            if put is None:
-                yield Stored(refused={MODEL_CHANGED: 1})
-            else:
-                yield Stored.after_put(put, kv.tokens)
+        return store_computed(self.store, plans, steps, self._is_current)
+
+    def _is_current(self, key: KVKey) -> bool:
+        self._refresh()
+        return key.fingerprint == self._led.fingerprint
 
     def _compute(self, plans: Sequence[ChunkPlan], alone: ComputeAlone) -> Computed:
         """Compute the KV of chunks that are not stored, one layer or batch at a time."""

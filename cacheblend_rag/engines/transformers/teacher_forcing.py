@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.transformers.cache import FusedCache
+from cacheblend_rag.engines.transformers.model_steps import inference
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import Prefilled
+from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
+
+
+def all_forced_log_probs(
+    ordinary: OrdinaryPrefill,
+    lock: PriorityLock,
+    prefilled: Prefilled,
+    token_ids: Sequence[int],
+    answers: Sequence[Sequence[int]],
+) -> Iterator[Tensor]:
+    """Yield ``forced_log_probs`` of each answer, in turns with other users of the model."""
+    for answer in answers:
+        with working(), lock.taken(), inference():
+            found = forced_log_probs(ordinary, prefilled, token_ids, answer)
+        yield found
 
 
 def forced_log_probs(

@@ -7,6 +7,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.transformers.prefiller import Prefiller
 from cacheblend_rag.errors import ConfigError, PromptError
 from tests.models import (
     FAMILIES,
@@ -87,6 +89,18 @@ def test_an_answer_and_scores_share_a_prefill(family: str) -> None:
         torch.testing.assert_close(other.log_probs, alone.log_probs)
 
 
+def test_no_hook_runs_for_a_scored_prompt() -> None:
+    engine = make_engine("llama")
+    engine.precompute(CHUNKS, progress=False)
+    seen: list[Generation] = []
+    engine.after_answer(lambda _, answer: seen.append(answer))
+    engine.score(prompt(), ANSWER, config=SOME)
+    engine.generate_and_score(prompt(), SamplingParams.greedy(max_tokens=2), lambda _: [ANSWER])
+    assert not seen
+    engine.generate(prompt(), SamplingParams.greedy(max_tokens=2))
+    assert len(seen) == 1
+
+
 def test_a_model_with_another_cache_scores_several_answers() -> None:
     engine = TransformersEngine(
         AutoModelForCausalLM.from_config(GPT2_CONFIG).eval(), tokenizer=make_tokenizer()
@@ -97,8 +111,9 @@ def test_a_model_with_another_cache_scores_several_answers() -> None:
         torch.testing.assert_close(found.log_probs, one.log_probs)
 
 
-def test_bad_input_is_one_line() -> None:
+def test_bad_input_is_one_line_before_any_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine("llama")
+    monkeypatch.setattr(Prefiller, "run", lambda *_: pytest.fail("prefilled"))
     with pytest.raises(ConfigError, match="continuation is empty: give at least one token"):
         engine.score("one two", ())
     with pytest.raises(PromptError, match="context window"):
