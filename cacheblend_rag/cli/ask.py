@@ -34,6 +34,7 @@ def ask_command(
     seed: options.SeedOption = None,
     ratio: asking.RatioOption = None,
     selector: asking.SelectorOption = None,
+    profile: options.ProfileOption = None,
     order: asking.OrderOption = PassageOrder.SCORE,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also answer by full prefill, and compare.")
@@ -55,7 +56,7 @@ def ask_command(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    placement = Placement(device, options.collection_store(store))
+    placement = Placement(device, options.collection_store(store), profile=profile)
     with (
         output.stdout_reserved(as_json),
         asking.opened(folder, placement, engine, ratio, selector) as asker,

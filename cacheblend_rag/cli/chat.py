@@ -36,6 +36,7 @@ def chat_command(
     seed: options.SeedOption = None,
     ratio: asking.RatioOption = None,
     selector: asking.SelectorOption = None,
+    profile: options.ProfileOption = None,
     order: asking.OrderOption = PassageOrder.SCORE,
     engine: options.EngineOption = None,
     device: options.DeviceOption = None,
@@ -56,7 +57,9 @@ def chat_command(
         repetition_penalty=repetition_penalty,
         seed=seed,
     )
-    placement = Placement(device, options.collection_store(store), fill_on_miss=True)
+    placement = Placement(
+        device, options.collection_store(store), fill_on_miss=True, profile=profile
+    )
     with asking.opened(folder, placement, engine, ratio, selector) as asker:
         conversation = Conversation(asker, asker.stopping(asked), top_k, order)
         for line in _lines():

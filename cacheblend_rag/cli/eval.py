@@ -46,6 +46,10 @@ def evaluate_command(
     ] = None,
     chunk_tokens: options.ChunkTokensOption = None,
     prompt_tokens: options.PromptTokensOption = None,
+    unanswerable: Annotated[
+        bool,
+        typer.Option("--unanswerable", help="Keep a file's questions that have no answer, too."),
+    ] = False,
     seed: Annotated[int, typer.Option(help="Seed for whatever is drawn.")] = DEFAULT_SEED,
     ratios: Annotated[
         str | None, typer.Option(help="Recompute ratios, comma-separated.", metavar="R,R,...")
@@ -132,6 +136,7 @@ def evaluate_command(
         choice = DataChoice(
             chunk_tokens,
             options.token_bounds(prompt_tokens),
+            unanswerable,
             count_tokens=lambda text: len(loaded().tokenize(text)),
         )
         wanted = options.names(settings or "")

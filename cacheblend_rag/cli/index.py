@@ -112,6 +112,7 @@ def index_command(
         ),
     ] = None,
     engine: options.EngineOption = None,
+    profile: options.ProfileOption = None,
     device: options.DeviceOption = None,
     dtype: options.DtypeOption = None,
     store: options.StoreOption = None,
@@ -144,7 +145,7 @@ def index_command(
     asked = {name: value for name, value in given.items() if value is not None}
     choices = Choices(**asked)
     _check_choices(choices, device)
-    placement = Placement(device, options.collection_store(store))
+    placement = Placement(device, options.collection_store(store), profile=profile)
     with output.stdout_reserved(as_json):
         found = find_files(paths, leave_out=into)
         check_paths(paths, found, () if rebuild else known_paths(into))

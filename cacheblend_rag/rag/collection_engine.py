@@ -61,12 +61,14 @@ class Placement:
     """Settings of a collection's engine that each run chooses; they are not stored.
 
     device: None is the best one. store: how chunk KV is kept, without its folder.
-    fill_on_miss: see EngineConfig; useless for a process that asks once and ends.
+    fill_on_miss: see EngineConfig; useless for a process that asks once and ends. profile: see
+    EngineConfig; its name, or a file.
     """
 
     device: str | None = None
     store: StoreConfig = field(default_factory=_store)
     fill_on_miss: bool = False
+    profile: str | None = None
 
 
 def resolved_name(name: str) -> str:
@@ -143,6 +145,7 @@ def _open(folder: Path, settings: CollectionSettings, placement: Placement) -> E
             namespace=settings.namespace,
             store=placement.store.with_changes(kv_path=folder / KV_NAME),
             fill_on_miss=placement.fill_on_miss,
+            profile=placement.profile,
             device=placement.device,
             dtype=settings.dtype or None,
         )

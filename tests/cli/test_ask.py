@@ -137,6 +137,18 @@ def test_selector_and_ratio_reach_the_engine(ask, indexed):
     assert "selector='nonsense'" in outcome.stderr
 
 
+def test_a_profile_is_used_unless_options_say_otherwise(ask, indexed, tmp_path):
+    (tmp_path / "mine.toml").write_text('[blend]\nselector = "prior"\nrecompute_ratio = 0.5\n')
+    asked = indexed[1][0].question, "--profile", tmp_path / "mine.toml"
+    report = ask(*asked, "--json").json["report"]
+    assert (report["selector"], report["recompute_ratio"]) == ("prior", 0.5)
+    report = ask(*asked, "--ratio", 0.25, "--json").json["report"]
+    assert (report["selector"], report["recompute_ratio"]) == ("prior", 0.25)
+    outcome = ask(indexed[1][0].question, "--profile", tmp_path / "none.toml")
+    assert outcome.code == 2
+    assert "none.toml' must be quality, balanced, speed or a TOML file" in outcome.stderr
+
+
 def test_passages_that_do_not_name_their_subject_are_found_by_their_files_name(asker, indexed):
     found = asker.retrieve("What is the favourite food of Xaver Mason?", 2, PassageOrder.SCORE)
     assert {source.chunk.document_id[:17] for source in found} == {"notes/xaver-mason"}

@@ -118,6 +118,17 @@ def test_passages_file(evaluate, tmp_path):
     assert {row["lead_in"] for row in asked} == {"none", "instruction"}
 
 
+def test_questions_without_an_answer_are_kept_when_asked_for(evaluate, tmp_path):
+    paragraphs = [{"idx": 0, "title": "", "paragraph_text": "Ada wrote.", "is_supporting": True}]
+    item = {"id": "1", "question": "Who wrote?", "answer": "Ada", "answer_aliases": []}
+    items = [item, {**item, "question": "Who sang?", "answerable": False}]
+    lines = [json.dumps({"paragraphs": paragraphs, "answerable": True, **one}) for one in items]
+    path = tmp_path / "musique.jsonl"
+    path.write_text("\n".join(lines))
+    assert evaluate("--dataset", path).json["questions"] == 1
+    assert evaluate("--dataset", path, "--unanswerable").json["questions"] == 2
+
+
 def test_prompt_too_long_for_the_model_is_one_line(evaluate, tmp_path):
     item = {"question": "Who?", "answers": ["x"], "ctxs": [{"text": "word " * 9000}]}
     path = tmp_path / "long.json"
