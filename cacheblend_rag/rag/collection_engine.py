@@ -134,7 +134,7 @@ def open_known(folder: Path, settings: CollectionSettings, placement: Placement)
 
 
 def _open(folder: Path, settings: CollectionSettings, placement: Placement) -> Engine:
-    from cacheblend_rag.settings import EngineConfig
+    from cacheblend_rag.settings import EngineConfig, Profile
 
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     return open_engine(
@@ -145,7 +145,7 @@ def _open(folder: Path, settings: CollectionSettings, placement: Placement) -> E
             namespace=settings.namespace,
             store=placement.store.with_changes(kv_path=folder / KV_NAME),
             fill_on_miss=placement.fill_on_miss,
-            profile=placement.profile,
+            profile=Profile.chosen(placement.profile),
             device=placement.device,
             dtype=settings.dtype or None,
         )
