@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cacheblend_rag.settings import Precision, check_namespace
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 NAMESPACE_DIGITS = 32
 
 _HASH_32 = re.compile("[0-9a-f]{32}")

@@ -5,8 +5,9 @@ sliced into its chunks; its chunks that are stored already enter the pass as cac
 editing a document recomputes only what follows the edit. No pass holds more than two layers.
 
 The prior of a token is the squared deviation of its key in the first layer that depends on other
-tokens, between the chunk after its lead-in alone and the chunk in its document. The version that is
-not computed anyway is run up to that layer only.
+tokens, between the chunk after its lead-in alone and the chunk in its document, over the mean
+squared length of the chunk's keys there. The version that is not computed anyway is run up to that
+layer only.
 """
 
 from __future__ import annotations

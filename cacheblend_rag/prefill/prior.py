@@ -41,8 +41,12 @@ def keys_of_prior_layer(stack: DecoderStack, tokens: Sequence[int]) -> Steps[Ten
 def context_deviation(stack: DecoderStack, alone: Tensor, contextual: Tensor, by: int) -> Tensor:
     """Return the prior, (tokens,) float32: how much a chunk's document changes its keys.
 
+    It is the squared change of a token's key over the chunk's mean squared length of a key, so that
+    it can be compared between models: 1 is a change as large as a key.
     alone, contextual: keys (kv_heads, tokens, head_dim) of PRIOR_LAYER, computed after the lead-in
     only and in the document. by: offset of the chunk's position in the document.
     """
     moved = rotated(alone[None], stack.rotation(by).of(prior_layer(stack)))[0]
-    return stack.all_reduce((moved.float() - contextual.float()).square().sum((0, 2)), "sum")
+    change = stack.all_reduce((moved.float() - contextual.float()).square().sum((0, 2)), "sum")
+    length = stack.all_reduce(contextual.float().square().sum((0, 2)), "sum").mean()
+    return change / length.clamp_min(torch.finfo(torch.float32).tiny)

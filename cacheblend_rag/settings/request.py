@@ -130,8 +130,9 @@ class BlendConfig(Settings):
     protect_context: Annotated[Ratio, Must("a number from 0 to 1")] = PROTECTED_SHARE
     """In a contextual chunk whose own document context is absent from the prompt, never recompute
     the tokens that depend on that context most, since fresh KV would forget it: the fewest that
-    hold this share of the chunk's prior. 1 protects every token, 0 none; a chunk stored without a
-    prior is protected whole, unless this is 0. Off at ratio 1."""
+    hold this share of the chunk's prior, less those whose keys the context changed by less than
+    half their length. 1 protects every token, 0 none; a chunk stored without a prior is protected
+    whole, unless this is 0. Off at ratio 1."""
     cost_model: Flag = True
     """Compute a chunk, or the whole prompt, if that is measured to be faster than loading and
     blending. Off: stored chunks are blended however long that takes, so that quality comparisons

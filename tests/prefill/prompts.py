@@ -14,6 +14,7 @@ from cacheblend_rag.blend.stack import Reduction
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint
 from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.prompt_pass import FusedPrompt, PromptPass
+from cacheblend_rag.prefill.protection import LEAST_CHANGE
 from tests.blend.fake_stack import VOCABULARY, FakeStack, plain_kv
 
 T = TypeVar("T")
@@ -42,11 +43,11 @@ def placed(protected: str = "", names: str = "abc") -> list[PlacedChunk]:
 
 
 def chunk_kv(stack: FakeStack, chunk: PlacedChunk, *, prior: bool = True) -> ChunkKV:
-    """A chunk's KV behind two other tokens, and a prior that is drawn."""
+    """A chunk's KV behind two other tokens, and a prior that is drawn, of changed tokens."""
     own = prompt_ids()[chunk.start : chunk.end]
     keys, values, _ = plain_kv(stack, torch.cat((torch.tensor([1, 2]), own)))
     draw = torch.Generator().manual_seed(chunk.start)
-    scores = torch.rand(len(own), generator=draw) if prior else None
+    scores = LEAST_CHANGE + torch.rand(len(own), generator=draw) if prior else None
     return ChunkKV(keys[:, :, LEAD:].clone(), values[:, :, LEAD:].clone(), LEAD, scores)
 
 

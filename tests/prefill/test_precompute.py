@@ -63,7 +63,8 @@ def wanted(chunk: ChunkPlan, *, context: bool = True) -> ChunkKV:
 def wanted_prior(chunk: ChunkPlan) -> torch.Tensor:
     there, here = wanted(chunk), wanted(chunk, context=False)
     by = FakeStack().rotation(there.position - here.position).of(1)
-    return (rotated(here.keys[1][None], by)[0] - there.keys[1]).square().sum((0, 2))
+    change = (rotated(here.keys[1][None], by)[0] - there.keys[1]).square().sum((0, 2))
+    return change / there.keys[1].square().sum((0, 2)).mean()
 
 
 def check(chunk: ChunkPlan, found: ChunkKV, *, context: bool = True) -> None:
@@ -239,7 +240,7 @@ def test_a_chunk_that_one_rank_lacks_is_computed_by_both() -> None:
     assert [set(found) for found in both] == [{DOCUMENT[1].key, DOCUMENT[3].key}] * 2
     for found in both:  # each holds all heads here, so the sum over ranks is twice one's
         prior = found[DOCUMENT[1].key][1].prior
-        torch.testing.assert_close(prior, 2 * wanted_prior(DOCUMENT[1]), atol=1e-3, rtol=1e-4)
+        torch.testing.assert_close(prior, wanted_prior(DOCUMENT[1]), atol=1e-3, rtol=1e-4)
 
 
 def test_stored_kv_that_one_rank_cannot_read_is_computed_by_both() -> None:
@@ -280,7 +281,10 @@ def test_deviation_is_of_keys_turned_to_where_they_stand() -> None:
     assert context_deviation(stack, keys, there, 9).abs().max() < 1e-8
     there[1, 4, 3] += 2.0
     found = context_deviation(stack, keys, there, 9)
-    torch.testing.assert_close(found, torch.tensor([0.0, 0, 0, 0, 4, 0]), atol=1e-4, rtol=0)
+    length = there.square().sum((0, 2)).mean()
+    torch.testing.assert_close(
+        found, torch.tensor([0.0, 0, 0, 0, 4, 0]) / length, atol=1e-4, rtol=0
+    )
 
 
 def test_a_plan_takes_what_continues_it_and_no_other() -> None:

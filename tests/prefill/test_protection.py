@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cacheblend_rag.prefill.protection import free_tokens, protected_tokens
+from cacheblend_rag.prefill.protection import LEAST_CHANGE, free_tokens, protected_tokens
 
 PRIORS = st.lists(st.sampled_from([0.0, 0.25, 1.0, 3.0, 64.0]), min_size=1, max_size=20)
 
@@ -29,8 +29,11 @@ def test_the_whole_share_is_every_token_and_none_is_none(prior: list[float]) -> 
     assert not protected_tokens(torch.tensor(prior), 0.0).any()
 
 
-def test_tokens_that_no_document_changed_are_free() -> None:
+def test_tokens_that_their_document_hardly_changed_are_free() -> None:
     assert not protected_tokens(torch.zeros(5), 0.9).any()
+    assert not protected_tokens(torch.full((5,), LEAST_CHANGE * 0.99), 0.9).any()
+    mixed = torch.tensor([LEAST_CHANGE, LEAST_CHANGE * 0.9])
+    assert protected_tokens(mixed, 0.9).tolist() == [True, False]
 
 
 def test_without_a_prior_nothing_is_free_unless_nothing_is_protected() -> None:
