@@ -51,7 +51,12 @@ def measure_guard(plan: GuardPlan, _: Advance = lambda _: None) -> dict[str, obj
 def _measured(lead_in: str, ratio: float, questions: int) -> Iterator[dict[str, object]]:
     """Yield what an engine's guard says of each setting's questions."""
     for setting in LEARNED_SETTINGS:
-        ratios = {"recompute_ratio": ratio, "min_tokens": 0, "cost_model": False}
+        ratios = {
+            "recompute_ratio": ratio,
+            "min_tokens": 0,
+            "cost_model": False,
+            "reuse_prefix": False,
+        }
         config = BlendConfig(selector="hkvd", **ratios)
         guard = GuardConfig(sample_share=1.0, most_waiting=questions, limit=3.0)
         instruction = lead_text(INSTRUCTION)
