@@ -55,10 +55,20 @@ def opened(
     engine: str | None,
     ratio: float | None,
     selector: str | None,
+    *,
+    reuse_prefix: bool | None = None,
 ) -> Asker:
     """Open a collection, and show progress of loading; see Asker."""
     with output.progress_bar() as bar:
-        return Asker(folder, placement, engine, ratio=ratio, selector=selector, progress=bar)
+        return Asker(
+            folder,
+            placement,
+            engine,
+            ratio=ratio,
+            selector=selector,
+            reuse_prefix=reuse_prefix,
+            progress=bar,
+        )
 
 
 def written(deltas: Iterable[Delta]) -> Iterator[Delta]:

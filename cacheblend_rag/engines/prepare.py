@@ -66,6 +66,11 @@ class PreparedPrompt:
         """The prompt's tokens."""
         return self.encoded.token_ids
 
+    @property
+    def first_chunk(self) -> int | None:
+        """Index of the first token of a chunk, None without chunks."""
+        return self.placed[0].start if self.placed else None
+
     def with_fingerprint(self, fingerprint: str) -> PreparedPrompt:
         """Return the prompt with its chunks' keys for another state of the model."""
         if all(chunk.key.fingerprint == fingerprint for chunk in self.placed):

@@ -34,9 +34,8 @@ class Prefilled:
     """A prompt's KV, and the report of its prefill.
 
     cache: None if the model has none. logits: (1, vocabulary) float32 of the first new
-    token. seconds, starts: by phase, those of ``report``, to which decoding adds its own. exact:
-    how many of the first tokens have the KV of full prefill; None if all have, those of the answer,
-    too. answer: the tokens decoded so far.
+    token. seconds, starts: by phase, those of ``report``, to which decoding adds its own. answer:
+    the tokens decoded so far.
     """
 
     cache: Cache | None
@@ -44,13 +43,7 @@ class Prefilled:
     report: PrefillReport
     seconds: dict[str, float]
     starts: dict[str, float]
-    exact: int | None = None
     answer: list[int] = field(default_factory=list)
-
-    def exact_tokens(self, prompt: Sequence[int]) -> tuple[int, ...]:
-        """Return the first tokens of the prompt and its answer whose KV is here, and exact."""
-        held = 0 if self.cache is None else self.cache.get_seq_length()
-        return (*prompt, *self.answer)[: held if self.exact is None else self.exact]
 
 
 def ordinary_prefill(
@@ -91,15 +84,6 @@ class PromptChunks:
         worth = threshold(self.placed, config.min_tokens if self.placed else 0)
         worth = Threshold([*(0 for _ in self.blocks), *worth.tokens], worth.least)
         return begin_reading(self.store, keys, stack, threshold=worth)
-
-    def exact(self, reports: Sequence[ChunkReport]) -> int | None:
-        """Return how many of the first tokens have exact KV after a pass; see Prefilled.
-
-        reports: of the chunks. A chunk's KV is exact only if it is computed here.
-        """
-        if all(chunk.recomputed == chunk.tokens for chunk in reports if chunk.hit):
-            return None
-        return self.placed[0].start
 
     def missed(self, reason: MissReason) -> list[ChunkReport]:
         """Report every chunk as a miss; chunks that are not stored keep that reason."""
@@ -151,5 +135,4 @@ def blended_prefill(
         prefix_tokens=done.prefix_tokens,
     )
     cache = FusedCache(done.fused, ids.numel(), stack.windows)
-    exact = chunks.exact(done.chunks)
-    return Prefilled(cache, logits, report, done.seconds, work.watch.starts, exact)
+    return Prefilled(cache, logits, report, done.seconds, work.watch.starts)

@@ -68,17 +68,14 @@ class Prefiller:
         prompt, stack = request.prepared, self.tried.stack
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
         is_refused = request.full or request.steering.refusal is not None
-        told = None
+        prefix, told = self._stored_prefix(request), None
         if stack is not None and not is_refused and prompt.placed:
-            prefix = self._stored_prefix(request, prompt.placed[0].start)
             chunks = PromptChunks(prompt, self.store, prefix)
             blended = self._blended(stack, request, chunks, reserve)
             if not isinstance(blended, NotWorthLoading):
                 return blended
             told = PrefillReport(blended.why, chunks=blended.chunks)
         told = told or self._told_unasked(request)
-        # The last token is always computed: it yields the logits.
-        prefix = self._stored_prefix(request, len(prompt.token_ids) - 1)
         if stack and prefix and prefix.tokens >= max(1, LEAST_SHARE * len(prompt.token_ids)):
             chunks = PromptChunks(prompt, self.store, prefix, only_prefix=True)
             continued = self._blended(stack, request, chunks, reserve)
@@ -89,22 +86,29 @@ class Prefiller:
         return self._ordinarily(request, reserve, told)
 
     def keep_prefix(self, request: Request, prefilled: Prefilled, writer: PrefixWriter) -> None:
-        """Begin to store what a finished request began with, as far as its KV is exact."""
-        names = self._names(request)
-        if names is not None and isinstance(prefilled.cache, FusedCache):
-            exact = prefilled.exact_tokens(request.prepared.token_ids)
-            writer.put(names.blocks(exact), prefilled.cache.fused)
+        """Begin to store what a finished request began with, up to its first chunk.
+
+        Even if the chunks were computed: their text is stored as chunks, to be evicted by document,
+        and rarely begins another prompt in the same order. Without chunks the answer is stored,
+        too.
+        """
+        names, cache, prompt = self._names(request), prefilled.cache, request.prepared
+        if names is not None and isinstance(cache, FusedCache):
+            held = (*prompt.token_ids, *prefilled.answer)[: cache.get_seq_length()]
+            writer.put(names.blocks(held[: prompt.first_chunk]), cache.fused)
 
     def _names(self, request: Request) -> PrefixKeys | None:
         """Return the names of a request's blocks; None if it neither reuses nor stores any."""
         return None if request.full or not request.config.reuse_prefix else self._prefixes
 
-    def _stored_prefix(self, request: Request, end: int) -> StoredPrefix | None:
-        """Return the stored blocks that a prompt begins with, none beyond ``end``."""
-        names = self._names(request)
+    def _stored_prefix(self, request: Request) -> StoredPrefix | None:
+        """Return the stored blocks that a prompt begins with, up to its first chunk."""
+        names, prompt = self._names(request), request.prepared
         if names is None:
             return None
-        return StoredPrefix.find(self.store, names.blocks(request.prepared.token_ids[:end]))
+        # The last token is always computed: it yields the logits.
+        before = prompt.token_ids[:-1][: prompt.first_chunk]
+        return StoredPrefix.find(self.store, names.blocks(before))
 
     def compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
         """Compare a blended prompt with full prefill while no request wants the model.

@@ -22,7 +22,7 @@ from tests.engines.transformers.conftest import EngineFactory
 from tests.engines.transformers.test_faults import DAMAGES, on_disk
 from tests.models import FAMILIES, make_model, prompt_of, words
 
-CHUNKS = [Chunk(words(40, seed)) for seed in range(3)]
+CHUNKS = [Chunk(words(80, seed)) for seed in range(3)]
 INSTRUCTION = words(150, 90)
 QUESTIONS = [words(20, 91 + number) for number in range(8)]
 BLOCKS = 2
@@ -136,24 +136,21 @@ def test_recomputing_everything_is_still_ordinary_prefill(make_engine: EngineFac
     )
 
 
-def test_only_exact_kv_is_stored(make_engine: EngineFactory) -> None:
-    """Behind reused chunks nothing is exact; if all is recomputed, everything is."""
-    engine = make_engine(recompute_ratio=0.5)
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_chunks_are_not_stored_again_as_a_prefix(make_engine: EngineFactory, ratio: float) -> None:
+    engine = make_engine(recompute_ratio=ratio)
     engine.precompute(CHUNKS, progress=False)
-    asked(engine, with_chunks(QUESTIONS[0]))
+    assert asked(engine, with_chunks(QUESTIONS[0])).report.blended
     assert len(blocks(engine)) == BLOCKS
-    prompt = with_chunks(QUESTIONS[0])
-    asked(engine, prompt, config=engine.config.with_ratio(1.0))
-    whole = (len(engine.prepare(prompt).token_ids) + GREEDY.max_tokens - 1) // BLOCK_TOKENS
-    assert len(blocks(engine)) == whole > BLOCKS
-    text = engine.prepare(prompt).text
-    for chunk in CHUNKS:  # so that the same text is served by ordinary prefill
+    for chunk in CHUNKS:
         engine.store.evict(engine.key(chunk))
-    again = asked(engine, text + " " + QUESTIONS[1])
+    again = asked(engine, with_chunks(QUESTIONS[1]))
     assert again.report.reason == "no chunk of the prompt is stored"
     assert {chunk.reason for chunk in again.report.chunks} == {"not stored"}
-    assert again.report.prefix_tokens >= (whole - 1) * BLOCK_TOKENS
-    assert again.token_ids == engine.generate_full(text + " " + QUESTIONS[1], GREEDY).token_ids
+    assert again.report.prefix_tokens == again.report.reused_tokens == REUSED
+    full = engine.generate_full(with_chunks(QUESTIONS[1]), GREEDY)
+    assert again.token_ids == full.token_ids
+    assert len(blocks(engine)) == BLOCKS
 
 
 def test_a_conversation_goes_on_after_its_last_answer(make_engine: EngineFactory) -> None:
