@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from threading import BoundedSemaphore
+from contextlib import suppress
+from functools import partial
 
 from cacheblend_rag.blend import FusedKV
-from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.budget import Budget, Reservation
+from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.prefix import block_kv
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 4
-"""Answers whose prefixes wait to be stored, at most: each keeps its prompt's KV in memory."""
+MOST_WAITING_BYTES = 1 << 30
+"""KV of finished requests that waits to be stored, at most; of one request it may be more."""
 
 
 class PrefixWriter:
@@ -28,19 +30,19 @@ class PrefixWriter:
     def __init__(self, store: TieredKVStore) -> None:
         self._store = store
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-prefix")
-        self._places = BoundedSemaphore(MOST_WAITING)
+        self._room = Budget(MOST_WAITING_BYTES)
 
     def put(self, keys: Sequence[KVKey], fused: FusedKV) -> None:
         """Begin to store those of the first blocks of a prompt's KV that are not stored.
 
         fused: nobody writes to it any more.
         """
-        if not keys or not self._places.acquire(blocking=False):
+        nothing_waits = self._room.left >= MOST_WAITING_BYTES
+        room = self._room.take(fused.keys.nbytes + fused.values.nbytes, anyway=nothing_waits)
+        if not keys or room is None:
             return
-        try:
-            self._pool.submit(self._write, keys, [fused])
-        except RuntimeError:  # closed meanwhile
-            self._places.release()
+        with suppress(RuntimeError):  # closed meanwhile
+            self._pool.submit(self._write, keys, [fused], room)
 
     def drain(self) -> None:
         """Wait until everything has been stored that was put before."""
@@ -50,20 +52,23 @@ class PrefixWriter:
         """Store what waits, and end the thread."""
         self._pool.shutdown(wait=True)
 
-    def _write(self, keys: Sequence[KVKey], source: list[FusedKV]) -> None:
-        """Copy the missing blocks, let go of the prompt's KV, then store them, first ones first.
+    def _write(self, keys: Sequence[KVKey], source: list[FusedKV], room: Reservation) -> None:
+        """Copy the missing blocks and store them; only this frame holds the prompt's KV.
 
-        source: the KV alone; it is taken out, so that nothing else holds it.
+        Last ones first: if the store has no room for all, the first ones remain, without which no
+        prompt would find the others.
         """
         try:
             fused = source.pop()
             held = self._store.contains_many(keys)
-            missing = [index for index, is_held in enumerate(held) if not is_held]
-            copies = [(keys[index], block_kv(fused, index)) for index in missing]
+            missing = [index for index, is_held in enumerate(held) if not is_held][::-1]
+            copies: Iterable[ChunkKV] = map(partial(block_kv, fused), missing)
+            if fused.keys.device.type != "cpu":  # free the device's memory before a slow tier
+                copies = list(copies)
             del fused
-            for key, kv in copies:
-                self._store.put_computed(key, kv)
+            for index, kv in zip(missing, copies, strict=True):
+                self._store.put_computed(keys[index], kv)
         except Exception:
             logger.warning("what a prompt began with is not stored", exc_info=True)
         finally:
-            self._places.release()
+            room.give_back()

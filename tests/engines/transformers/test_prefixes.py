@@ -235,6 +235,15 @@ def test_it_takes_no_more_than_the_store_gives(make_engine: EngineFactory) -> No
     assert len(blocks(engine)) <= 3
 
 
+def test_of_a_long_prompt_the_first_blocks_stay(make_engine: EngineFactory) -> None:
+    probe, long = make_engine(), words(6 * BLOCK_TOKENS, 1)
+    asked(probe, long)
+    one_block = max(probe.store.nbytes(key) or 0 for key in blocks(probe))
+    engine = make_engine(store=TieredKVStore.open(host_bytes=3 * one_block))
+    asked(engine, long)
+    assert asked(engine, f"{long} w5").report.prefix_tokens == 3 * BLOCK_TOKENS
+
+
 def test_full_prefill_is_neither_helped_nor_kept(make_engine: EngineFactory) -> None:
     engine, prompt = make_engine(), without(QUESTIONS[0])
     engine.generate_full(prompt, GREEDY)
