@@ -99,8 +99,9 @@ def print_report(report: BlendReport) -> None:
 def report_lines(report: BlendReport) -> list[str]:
     """Return a line on tokens and time, one on the selector or reason, and one on the chunks."""
     seconds = report.seconds.time_to_first_token
+    exact = f" ({report.prefix_tokens:,} of an earlier prompt)" if report.prefix_tokens else ""
     lines = [
-        f"{report.prompt_tokens:,} tokens: {report.reused_tokens:,} reused, "
+        f"{report.prompt_tokens:,} tokens: {report.reused_tokens:,} reused{exact}, "
         f"{report.recomputed_tokens:,} recomputed, {report.computed_tokens:,} computed; "
         f"first token after {output.duration(seconds)}"
     ]
