@@ -298,10 +298,26 @@ def test_a_failing_store_fails_no_answer(
 
 
 def test_rounded_kv_is_not_exact(make_engine: EngineFactory) -> None:
-    engine = make_engine(store=TieredKVStore.open(precision="int8"))
-    for question in QUESTIONS[:2]:
-        assert asked(engine, without(question)).report.prefix_tokens == 0
-    assert blocks(engine) == []
+    rounds, keeps = (
+        make_engine(store=TieredKVStore.open(precision=precision))
+        for precision in ("int8", "native")
+    )
+    for engine in (rounds, keeps):
+        asked(engine, without(QUESTIONS[0]))
+    assert asked(rounds, without(QUESTIONS[1])).report.prefix_tokens == 0
+    assert asked(keeps, without(QUESTIONS[1])).report.prefix_tokens == REUSED
+    assert (len(blocks(rounds)), len(blocks(keeps))) == (0, BLOCKS)
+
+
+@pytest.mark.parametrize("length", [2 * BLOCK_TOKENS - 1, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 1])
+def test_the_last_token_is_computed_even_if_it_is_stored(
+    make_engine: EngineFactory, length: int
+) -> None:
+    engine, text = make_engine(), words(length, 8)
+    first, again = asked(engine, text), asked(engine, text)
+    assert again.token_ids == first.token_ids
+    assert again.report.prefix_tokens == (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert len(blocks(engine)) == 2, "the answer ends a block"
 
 
 def test_a_stream_that_is_closed_early_has_a_prefix_too(make_engine: EngineFactory) -> None:
