@@ -154,7 +154,7 @@ class PhaseStarts:
 class PrefillReport:
     """The report of a prompt's prefill.
 
-    reason: why nothing was reused, None if something was. chunks: of the prompt, in order. seconds:
+    reason: why no chunk was reused, None if one was. chunks: of the prompt, in order. seconds:
     by phase, as PhaseSeconds names them. starts: readings of ``time.perf_counter`` when phases
     began. was_run: False if it was cancelled before. The others are as in BlendReport.
     """
@@ -170,6 +170,7 @@ class PrefillReport:
     was_run: bool = True
     starts: Mapping[str, float] = field(default_factory=dict)
     trace: Trace | None = None
+    prefix_tokens: int = 0
 
     @property
     def blended(self) -> bool:
@@ -191,7 +192,7 @@ class BlendReport:
     Args:
         engine: the kind of engine that served it.
         blended: False when the prompt was served by ordinary prefill.
-        reason: why nothing was reused, None when something was.
+        reason: why no chunk was reused, None when one was.
         prompt_tokens: length of the prompt.
         reused_tokens: those that kept their cached KV.
         recomputed_tokens: chunk tokens that had cached KV but were recomputed.
@@ -212,6 +213,8 @@ class BlendReport:
         starts: when each phase began.
         trace: the chosen tokens and their scores; None unless ``BlendConfig(trace=True)`` requests
             it and the prompt was blended.
+        prefix_tokens: those of ``reused_tokens`` that an earlier prompt began with, too: their KV
+            is exact, equal to full prefill's but for rounding. Embedded engine only.
 
     Raises:
         TypeError: when a reason is a sentence without a code.
@@ -235,6 +238,7 @@ class BlendReport:
     request_id: str = ""
     starts: PhaseStarts = field(default_factory=PhaseStarts)
     trace: Trace | None = None
+    prefix_tokens: int = 0
 
     def __post_init__(self) -> None:
         for name in REASONS:
@@ -244,7 +248,7 @@ class BlendReport:
 
     @property
     def reason_code(self) -> ReasonCode | None:
-        """The code of ``reason``, None when something was reused."""
+        """The code of ``reason``, None when a chunk was reused."""
         return None if self.reason is None else self.reason.code
 
     def to_dict(self) -> dict[str, Any]:

@@ -44,6 +44,7 @@ class BlendPlan(ModelPlan):
             check_layers=self.check_layers,
             selector=self.selector,
             min_tokens=0,
+            reuse_prefix=False,
         )
         plan_schedule(config, self.model_shape.layers)
         return config

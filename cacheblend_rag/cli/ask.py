@@ -57,9 +57,11 @@ def ask_command(
         seed=seed,
     )
     placement = Placement(device, options.collection_store(store), profile=profile)
+    # Full prefill computes what the prompt begins with, so a comparison does both ways.
+    prefix = False if compare else None
     with (
         output.stdout_reserved(as_json),
-        asking.opened(folder, placement, engine, ratio, selector) as asker,
+        asking.opened(folder, placement, engine, ratio, selector, reuse_prefix=prefix) as asker,
     ):
         sampling = asker.stopping(asked)
         sources = asker.retrieve(text, top_k, order)

@@ -55,10 +55,20 @@ def opened(
     engine: str | None,
     ratio: float | None,
     selector: str | None,
+    *,
+    reuse_prefix: bool | None = None,
 ) -> Asker:
     """Open a collection, and show progress of loading; see Asker."""
     with output.progress_bar() as bar:
-        return Asker(folder, placement, engine, ratio=ratio, selector=selector, progress=bar)
+        return Asker(
+            folder,
+            placement,
+            engine,
+            ratio=ratio,
+            selector=selector,
+            reuse_prefix=reuse_prefix,
+            progress=bar,
+        )
 
 
 def written(deltas: Iterable[Delta]) -> Iterator[Delta]:
@@ -89,8 +99,9 @@ def print_report(report: BlendReport) -> None:
 def report_lines(report: BlendReport) -> list[str]:
     """Return a line on tokens and time, one on the selector or reason, and one on the chunks."""
     seconds = report.seconds.time_to_first_token
+    exact = f" ({report.prefix_tokens:,} of an earlier prompt)" if report.prefix_tokens else ""
     lines = [
-        f"{report.prompt_tokens:,} tokens: {report.reused_tokens:,} reused, "
+        f"{report.prompt_tokens:,} tokens: {report.reused_tokens:,} reused{exact}, "
         f"{report.recomputed_tokens:,} recomputed, {report.computed_tokens:,} computed; "
         f"first token after {output.duration(seconds)}"
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cacheblend_rag.errors import PromptError, PromptTooLongError
@@ -65,6 +65,20 @@ class PreparedPrompt:
     def token_ids(self) -> tuple[int, ...]:
         """The prompt's tokens."""
         return self.encoded.token_ids
+
+    @property
+    def first_chunk(self) -> int | None:
+        """Index of the first token of a chunk, None without chunks."""
+        return self.placed[0].start if self.placed else None
+
+    def with_fingerprint(self, fingerprint: str) -> PreparedPrompt:
+        """Return the prompt with its chunks' keys for another state of the model."""
+        if all(chunk.key.fingerprint == fingerprint for chunk in self.placed):
+            return self
+        placed = tuple(
+            replace(chunk, key=replace(chunk.key, fingerprint=fingerprint)) for chunk in self.placed
+        )
+        return replace(self, placed=placed)
 
 
 PromptLike = str | BlendPrompt | Sequence[Message] | PreparedPrompt

@@ -180,6 +180,7 @@ class QuestionTime:
         prepared = request.prepared
         tokens = len(prepared.token_ids)
         reused, recomputed = reused_and_recomputed(prefill.chunks)
+        reused += prefill.prefix_tokens
         return BlendReport(
             engine=self.backend.name,
             blended=prefill.blended,
@@ -200,6 +201,7 @@ class QuestionTime:
             request_id=request.request_id,
             starts=PhaseStarts.of(prefill.starts, request.made_at - prepared.seconds),
             trace=prefill.trace,
+            prefix_tokens=prefill.prefix_tokens,
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,7 +22,8 @@ from cacheblend_rag.memory import NO_ROOM, no_room
 from cacheblend_rag.prefill.chunk_loader import ChunkLoader, LoadedChunk, LostChunkError, Place
 from cacheblend_rag.prefill.controller import Controller, StoredPart
 from cacheblend_rag.prefill.lead_in import PlacedChunk
-from cacheblend_rag.prefill.policy import refusal
+from cacheblend_rag.prefill.policy import NOT_STORED, refusal
+from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.prefill.protection import free_tokens
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
@@ -45,7 +47,8 @@ class FusedPrompt:
     hidden: the last token's final hidden state (1, 1, hidden), None if it was not requested.
     selector: the rule that chose rows. selector_reason: why it is not the config's, if so. seconds:
     by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds. trace:
-    the chosen tokens and their scores, if the config requests it.
+    the chosen tokens and their scores, if the config requests it. prefix_tokens: tokens whose KV
+    is that of blocks of a prefix.
     """
 
     fused: FusedKV
@@ -58,6 +61,7 @@ class FusedPrompt:
     selector_reason: Reason | None = None
     ratio_reason: Reason | None = None
     trace: Trace | None = None
+    prefix_tokens: int = 0
 
     @property
     def blended(self) -> bool:
@@ -69,7 +73,7 @@ class FusedPrompt:
 class NotWorthLoading:
     """A prompt that is not blended: the reason, and the reports of its chunks.
 
-    Too little of it is stored, memory is short, or its chunks are computed faster than loaded.
+    Too little of it is stored, memory is short, or it is computed faster than loaded.
     """
 
     why: Reason
@@ -80,8 +84,9 @@ class NotWorthLoading:
 class PromptPass:
     """The pass over one prompt.
 
-    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order. source: reads their
-    KV in that order; the caller closes it. reserve: room in the buffer for tokens decoded later;
+    token_ids: (tokens,) int64, the whole prompt. placed: its chunks, in order; none if only a
+    prefix is reused. source: reads the KV of the prefix's blocks, then that of the chunks, in that
+    order; the caller closes it. reserve: room in the buffer for tokens decoded later;
     None if no layer is needed once it is final: the buffer is a ring. needs_hidden: whether the
     last token's hidden state is needed. until: compute only so many of the first tokens, at least
     all chunks; None is all. attention: see BlendPass. on_layer: called with each layer whose KV is
@@ -89,8 +94,9 @@ class PromptPass:
     decides by measured speeds what is loaded; without one everything is. own_seconds: a clock that
     stops while other requests run between the steps, for measuring the pass. observer: watches the
     pass; it sees the pass again from its start after a chunk was lost. lack_of_room: called once
-    chunks are found; returns why memory is too short for the pass, or None. found: the reports of
-    chunks by then, as if all found chunks were used.
+    chunks are found; returns why memory is too short for the pass, or None. prefix_blocks: how many
+    blocks of the tokens before the first chunk are read; those that are found stay as stored.
+    found: the reports of chunks by then, as if all found chunks were used.
     """
 
     stack: DecoderStack
@@ -108,6 +114,7 @@ class PromptPass:
     own_seconds: Callable[[], float] = time.perf_counter
     observer: Observer | None = None
     lack_of_room: Callable[[], str | None] | None = None
+    prefix_blocks: int = 0
     found: list[ChunkReport] = field(default_factory=list, init=False)
     watch: Stopwatch = field(init=False)
 
@@ -126,8 +133,7 @@ class PromptPass:
         waiting for a layer.
         """
         yield  # before anything is taken: the caller waits for it first
-        places = [Place(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
-        loader = ChunkLoader(self.stack, places, self.source)
+        loader = ChunkLoader(self.stack, self._places(), self.source)
         yield from loader.heads()
         self.watch.lap("load")
         if refused := self._refused(loader):
@@ -148,10 +154,26 @@ class PromptPass:
                 self._measure(done)
                 return done
 
+    def _places(self) -> list[Place]:
+        """Return the places of the prefix's blocks, then those of the chunks."""
+        ends = range(BLOCK_TOKENS, (self.prefix_blocks + 1) * BLOCK_TOKENS, BLOCK_TOKENS)
+        blocks = [Place(end - BLOCK_TOKENS, end) for end in ends]
+        chunks = [Place(p.start, p.end, len(p.before), len(p.after)) for p in self.placed]
+        return blocks + chunks
+
+    def _blocks(self, loader: ChunkLoader) -> list[LoadedChunk]:
+        """Return the blocks of the prefix that are used."""
+        return [block for block in loader.chunks[: self.prefix_blocks] if block.is_used]
+
+    def _chunks(self, loader: ChunkLoader) -> list[LoadedChunk]:
+        return loader.chunks[self.prefix_blocks :]
+
     def _refused(self, loader: ChunkLoader) -> NotWorthLoading | None:
         """Return why the prompt is not blended, or None; the same on all ranks."""
         self.found = self._reports(loader)
-        if refused := refusal(self.found, self.config.min_tokens):
+        if not self.placed and not self._blocks(loader):
+            return NotWorthLoading(NOT_STORED, [])
+        if self.placed and (refused := refusal(self.found, self.config.min_tokens)):
             return NotWorthLoading(*refused)
         if self.lack_of_room is not None and (lack := self.lack_of_room()) is not None:
             told = [placed.report(NO_ROOM) for placed in self.placed]
@@ -162,16 +184,17 @@ class PromptPass:
     def _decide(self, loader: ChunkLoader) -> Reason | None:
         """Choose by measured speeds what to load and recompute; returns why nothing is loaded.
 
-        None if something is. The first rank decides for all.
+        None if something is. The first rank decides for all. Blocks of a prefix count like chunks
+        of which nothing may be recomputed; they are no reason to blend if no chunk is loaded.
         """
         found = [chunk for chunk in loader.chunks if chunk.is_used]
         if self.controller is None or not found:
             return None
-        placed = [p for p, chunk in zip(self.placed, loader.chunks, strict=True) if chunk.is_used]
-        parts = [
-            _stored_part(p, chunk, self.config.protect_context)
-            for p, chunk in zip(placed, found, strict=True)
-        ]
+        blocks = [_stored_part(block) for block in self._blocks(loader)]
+        pairs = zip(self.placed, self._chunks(loader), strict=True)
+        share = self.config.protect_context
+        chunks = [_stored_part(chunk, p, share) for p, chunk in pairs if chunk.is_used]
+        parts = blocks + chunks
         decided = self.controller.decide(self.token_ids.numel(), parts, self.config)
         loaded = [part in decided.load for part in parts]
         ratio, *kept = self.stack.broadcast(
@@ -181,7 +204,8 @@ class PromptPass:
             self.config = self.config.with_ratio(ratio)
         self._ratio_reason = decided.why
         loader.leave_out([chunk for chunk, keep in zip(found, kept, strict=True) if not keep])
-        return None if any(kept) else decided.why or FASTER_WITHOUT
+        is_worth = any(kept[len(blocks) :] if self.placed else kept)
+        return None if is_worth else decided.why or FASTER_WITHOUT
 
     def _measure(self, done: FusedPrompt) -> None:
         """Record the times of reading and computing, without other requests' steps."""
@@ -206,7 +230,8 @@ class PromptPass:
         if schedule.selector.needs_question and schedule.chooses:
             candidates.question_attention = yield from self._probe(loader, candidates, schedule)
             self._charge(loader, "selection")
-        recorder = TraceRecorder(candidates.cached.numpy()) if self.config.trace else None
+        of_chunks = candidates.cached & (cast(Tensor, candidates.chunks) >= 0)
+        recorder = TraceRecorder(of_chunks.numpy()) if self.config.trace else None
         run = BlendPass(
             self.stack,
             self.token_ids[: self.until],
@@ -239,10 +264,11 @@ class PromptPass:
             selector_reason=selector_reason,
             ratio_reason=self._ratio_reason,
             trace=None if recorder is None else recorder.trace(),
+            prefix_tokens=len(self._blocks(loader)) * BLOCK_TOKENS,
         )
 
     def _reports(self, loader: ChunkLoader) -> list[ChunkReport]:
-        pairs = zip(self.placed, loader.chunks, strict=True)
+        pairs = zip(self.placed, self._chunks(loader), strict=True)
         return [_report(placed, chunk) for placed, chunk in pairs]
 
     def _charge(self, loader: ChunkLoader, phase: str) -> None:
@@ -252,13 +278,16 @@ class PromptPass:
 
     def _candidates(self, loader: ChunkLoader, schedule: Schedule) -> tuple[Candidates, bool]:
         """Return the candidates among the prompt's tokens, and whether any has a prior."""
-        priors = [chunk.head.prior if chunk.head else None for chunk in loader.chunks]
+        chunks = self._chunks(loader)
+        priors = [chunk.head.prior if chunk.head else None for chunk in chunks]
         ranked = on_all_ranks(self.stack, [prior is not None for prior in priors])
         known = Candidates.none(self.token_ids.numel())
         known.eligible, scores = known.cached.clone(), torch.zeros(self.token_ids.numel())
         known.prior, known.chunks = scores, torch.full_like(known.offsets, -1)
         has_prior = False
-        found = zip(self.placed, loader.chunks, priors, ranked, strict=True)
+        for block in self._blocks(loader):
+            known.cached[block.start : block.end] = True
+        found = zip(self.placed, chunks, priors, ranked, strict=True)
         for index, (placed, chunk, prior, is_ranked) in enumerate(found):
             if not chunk.is_used:
                 continue
@@ -296,7 +325,7 @@ class PromptPass:
     @property
     def _question_start(self) -> int:
         """Position of the first token after the chunks, or of the last token."""
-        after = max(chunk.end + len(chunk.after) for chunk in self.placed)
+        after = max((chunk.end + len(chunk.after) for chunk in self.placed), default=0)
         return min(after, self.token_ids.numel() - 1)
 
     def _probe(
@@ -317,17 +346,22 @@ class PromptPass:
         return attention
 
 
-def _stored_part(placed: PlacedChunk, chunk: LoadedChunk, share: float) -> StoredPart:
+def _stored_part(
+    chunk: LoadedChunk, placed: PlacedChunk | None = None, share: float = 1.0
+) -> StoredPart:
     """Return a chunk's size and tier for the controller; chunks in memory need no reading.
 
-    share: see ``protected_tokens``.
+    placed: None for a block of a prefix, of which nothing is recomputed. share: see
+    ``protected_tokens``.
     """
     head, tokens, protected = chunk.head, chunk.end - chunk.start, 0
-    if placed.protected:
+    if placed is None:
+        protected = tokens
+    elif placed.protected:
         prior = None if head is None or head.prior is None else head.prior[chunk.own]
         protected = tokens - int(free_tokens(tokens, prior, share).sum())
     nbytes = 0 if head is None else head.layers * head.layer_bytes
-    return StoredPart(placed.start, placed.end, chunk.tier or "", nbytes, protected)
+    return StoredPart(chunk.start, chunk.end, chunk.tier or "", nbytes, protected)
 
 
 def _report(placed: PlacedChunk, chunk: LoadedChunk) -> ChunkReport:

@@ -34,9 +34,13 @@ class Stopwatch:
     def lap(self, phase: str) -> None:
         """Add the time since the last reading to ``phase``."""
         synchronize(self.device)
-        self.starts.setdefault(phase, self._last)
-        self._add(phase, time.perf_counter() - self._last)
+        self.add(phase, time.perf_counter() - self._last, self._last)
         self.skip()
+
+    def add(self, phase: str, seconds: float, began: float) -> None:
+        """Add seconds that were measured elsewhere; began: when they began to be spent."""
+        self.starts.setdefault(phase, began)
+        self._add(phase, seconds)
 
     def move(self, seconds: float, source: str, target: str, began: float | None = None) -> None:
         """Move some seconds from one phase to another; began: when they began to be spent."""

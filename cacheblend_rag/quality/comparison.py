@@ -14,6 +14,7 @@ from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.quality.dataset import EvalQuestion
 from cacheblend_rag.quality.methods import METHODS, Method
 from cacheblend_rag.quality.metrics import exact_match
+from cacheblend_rag.quality.rules import ALWAYS
 from cacheblend_rag.report import BlendReport
 from cacheblend_rag.settings import LeadInKind
 from cacheblend_rag.text.chunk import Document
@@ -134,8 +135,7 @@ class Comparison:
         config = engine.config.with_changes(
             selector=method.selector,
             recompute_ratio=method.ratio,
-            min_tokens=0,
-            cost_model=False,
+            **ALWAYS,
         )
         return engine.generate(prompt, sampling, config=config)
 

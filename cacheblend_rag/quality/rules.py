@@ -12,8 +12,9 @@ from cacheblend_rag.settings import BlendConfig, LeadInConfig, LeadInKind
 Options = Mapping[str, Mapping[str, Any]]
 """Selector options by selector name."""
 
-ALWAYS: dict[str, Any] = {"min_tokens": 0, "cost_model": False}
-"""Stored chunks are blended, however short the prompt and fast the machine: rules decide."""
+ALWAYS: dict[str, Any] = {"min_tokens": 0, "cost_model": False, "reuse_prefix": False}
+"""Stored chunks are blended, however short the prompt and fast the machine, and nothing of earlier
+prompts is reused: rules decide."""
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,9 @@ class SideBySide:
         chunks = [chunk for document in found for chunk in document.to_chunks()]
         prompt = self.render(question.question, tuple(chunk.text for chunk in chunks))
         greedy = SamplingParams.greedy(max_tokens=max_tokens, stop=("\n",))
-        # Without the cost model, a busy machine does not turn a blend into ordinary prefill.
-        config = self.engine.config.with_changes(cost_model=False)
+        # Without the cost model, a busy machine does not turn a blend into ordinary prefill. Full
+        # prefill computes the instruction, so the blend does, too.
+        config = self.engine.config.with_changes(cost_model=False, reuse_prefix=False)
         return AnswerPair(
             question,
             tuple(document.document_id for document in found),

@@ -34,7 +34,8 @@ class Asker:
     """Answers questions from a collection.
 
     placement: where the engine runs. engine: replaces the collection's own, such as the current URL
-    of its server. ratio, selector: override how answers are blended. progress: gets progress.
+    of its server. ratio, selector, reuse_prefix: override how answers are blended. progress: gets
+    progress.
     Arguments are checked before models are loaded.
 
     Raises StoreError when the collection is missing or damaged, ConfigError when its models are not
@@ -49,6 +50,7 @@ class Asker:
         *,
         ratio: float | None = None,
         selector: str | None = None,
+        reuse_prefix: bool | None = None,
         progress: ProgressCallbacks | None = None,
     ) -> None:
         progress, placement = progress or ProgressCallbacks(), placement or Placement()
@@ -66,7 +68,11 @@ class Asker:
         self._size = stored.vectors.shape[1]
         self._search = VectorSearch(stored.vectors, EXTRA)
         self._embedding_model = settings.embedding_model
-        changes = {"recompute_ratio": ratio, "selector": selector}
+        changes = {
+            "recompute_ratio": ratio,
+            "selector": selector,
+            "reuse_prefix": reuse_prefix,
+        }
         given = {name: value for name, value in changes.items() if value is not None}
         self._config = self.engine.config.with_changes(**given)
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cacheblend_rag import SamplingParams, TransformersEngine
+from cacheblend_rag import BlendConfig, SamplingParams, TransformersEngine
 from cacheblend_rag.bench.interleave import run_in_turns
 
 WORDS = "The lighthouse at Vell was built in 1821 by a widow who had lost two ships at sea. "
@@ -84,7 +84,8 @@ def main() -> None:
         "--cpu-time", action="store_true", help="of this process: for busy machines"
     )
     asked = parser.parse_args()
-    engine = TransformersEngine(asked.model, dtype=asked.dtype)
+    config = BlendConfig(reuse_prefix=False)  # storing prompts would take time meanwhile
+    engine = TransformersEngine(asked.model, dtype=asked.dtype, config=config)
     if engine.blend_refusal is not None:
         sys.exit(f"blending is off: {engine.blend_refusal}")
     each = len(engine.tokenizer.encode(WORDS, add_special_tokens=False))

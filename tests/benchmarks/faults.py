@@ -37,7 +37,7 @@ from tests.local_servers import Server, redis_server, redis_url
 ALONE = "none"
 DEATHS: Mapping[str, Callable[[Server], None]] = {"refuses": Server.kill, "hangs": Server.pause}
 SELECTOR = "hkvd"
-CONFIG = BlendConfig(recompute_ratio=0.0, selector=SELECTOR, min_tokens=0)
+CONFIG = BlendConfig(recompute_ratio=0.0, selector=SELECTOR, min_tokens=0, reuse_prefix=False)
 """Nothing is recomputed: no engine then decides that ordinary prefill is faster, and all do alike.
 """
 TIMEOUT_SECONDS = 1

@@ -16,6 +16,7 @@ from cacheblend_rag.engines.guard_bound import DriftingMean, Floats, samples_to_
 from cacheblend_rag.engines.guard_state import DRIFT, LEAST_EXCESS, bounded
 from cacheblend_rag.quality.dataset import lead_text
 from cacheblend_rag.quality.questions import demo_dataset
+from cacheblend_rag.quality.rules import ALWAYS
 from cacheblend_rag.settings import BlendConfig
 from tests.benchmarks.command import benchmark_app
 
@@ -51,8 +52,7 @@ def measure_guard(plan: GuardPlan, _: Advance = lambda _: None) -> dict[str, obj
 def _measured(lead_in: str, ratio: float, questions: int) -> Iterator[dict[str, object]]:
     """Yield what an engine's guard says of each setting's questions."""
     for setting in LEARNED_SETTINGS:
-        ratios = {"recompute_ratio": ratio, "min_tokens": 0, "cost_model": False}
-        config = BlendConfig(selector="hkvd", **ratios)
+        config = BlendConfig(selector="hkvd", recompute_ratio=ratio, **ALWAYS)
         guard = GuardConfig(sample_share=1.0, most_waiting=questions, limit=3.0)
         instruction = lead_text(INSTRUCTION)
         engine = open_engine(

@@ -27,6 +27,7 @@ from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.quality.data import load_dataset
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.questions import demo_dataset
+from cacheblend_rag.quality.rules import ALWAYS
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
 from tests.benchmarks.command import benchmark_app
 
@@ -71,7 +72,7 @@ class LayersPlan(Plan):
     @property
     def config(self) -> BlendConfig:
         """What all runs have in common."""
-        return BlendConfig(recompute_ratio=self.ratio, min_tokens=0, cost_model=False)
+        return BlendConfig(recompute_ratio=self.ratio, **ALWAYS)
 
 
 def measure_layers(plan: LayersPlan, advance: Advance) -> dict[str, Any]:

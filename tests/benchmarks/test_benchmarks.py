@@ -55,6 +55,20 @@ def test_precision_tells_bytes_time_and_error(bench):
     )
 
 
+def test_prompts_that_begin_alike(bench):
+    given = (
+        "prefix", "--shape", "tiny", "--instruction-tokens", 200, "--chunks", 2,
+        "--chunk-tokens", 40, "--question-tokens", 8, "--repeat", 1,
+    )  # fmt: skip
+    found = bench(*given, "--json").json
+    assert found["prompt_tokens"] == 288
+    assert {len(taken) for taken in found["runs"].values()} == {1}
+    assert "question speedup" in bench(*given).stdout
+    outcome = bench(*given[:3], "--instruction-tokens", 2000)
+    assert outcome.code == 2
+    assert "positions of tiny" in outcome.stderr
+
+
 FEW = ("--chunks", 60, "--room", 0.3, "--requests", 120, "--drawn", 3, "--chunk-tokens", 12)
 
 

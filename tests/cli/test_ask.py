@@ -88,6 +88,9 @@ def test_that_nothing_was_recomputed_is_explained():
     (line,) = [line for line in report_lines(kept) if line.startswith("blended: ")]
     assert "nothing is recomputed by this rule: each passage's KV" in line
     assert "ratio" not in line
+    assert "900 reused, 90 recomputed" in report_lines(chosen)[0]
+    prefixed = replace(chosen, prefix_tokens=128)
+    assert "900 reused (128 of an earlier prompt), 90" in report_lines(prefixed)[0]
 
 
 def test_compare_answers_both_ways(ask, indexed):

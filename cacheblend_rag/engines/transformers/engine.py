@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -29,10 +30,10 @@ from cacheblend_rag.engines.scoring import ContinuationScore, ScoringEngine, che
 from cacheblend_rag.engines.shutdown import working
 from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
-from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches
 from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream, eos_token_ids
+from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.engines.transformers.keeping import store_computed
 from cacheblend_rag.engines.transformers.model_steps import (
     in_idle_turns,
@@ -42,11 +43,11 @@ from cacheblend_rag.engines.transformers.model_steps import (
 )
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.engines.transformers.prefiller import Prefiller
+from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.teacher_forcing import all_forced_log_probs, decodable
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
-from cacheblend_rag.engines.transformers.wrappers import model_in, without_compiling
-from cacheblend_rag.errors import ConfigError, OutOfMemoryError
+from cacheblend_rag.errors import CacheBlendError, ConfigError, OutOfMemoryError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.kv.verify import unreadable
@@ -82,6 +83,7 @@ class TransformersEngine(Engine, ScoringEngine):
     Attributes:
         model: the loaded model.
         store: where chunk KV is kept.
+        prefixes: stores what prompts begin with, after their answers.
     """
 
     name = "transformers"
@@ -132,34 +134,29 @@ class TransformersEngine(Engine, ScoringEngine):
                 blended is served by ordinary prefill; ``blend_refusal`` says why.
         """
         config, lead_in = engine_settings(config, lead_in)
-        wrapper: nn.Module | None = None
-        loaded_by: str | Path | None = None
-        if isinstance(model, nn.Module):
-            if tokenizer is None:
-                raise ConfigError("tokenizer must be given together with a loaded model")
-            outer = without_compiling(model)
-            self.model = loading.prepare(model_in(outer))
-            wrapper = None if outer is self.model else outer.eval()
-            name = self.model.config.name_or_path or self.model.config.model_type
-        else:
-            self.model = loading.load_model(model, loading.pick_device(device), dtype)
-            tokenizer = tokenizer or load_tokenizer(model)
-            name, loaded_by = str(model), model
+        given = GivenModel.of(model, tokenizer, device, dtype)
+        self.model = given.model
         self.store = TieredKVStore.open() if store is None else store
         self._priority_lock = lock_of(self.model)
         self._watched = WatchedModel(
-            self.model, self._priority_lock, self.store, name=loaded_by, wrapper=wrapper
+            self.model,
+            self._priority_lock,
+            self.store,
+            name=given.loaded_by,
+            wrapper=given.wrapper,
         )
         self._refreshing = threading.Lock()
+        self.prefixes = PrefixWriter(self.store)
+        self.namespace = namespace
         self._take(self._watched.tried())
         self._check_config(config)
         self._pool = ThreadPoolExecutor(ASYNC_THREADS, thread_name_prefix="cacheblend")
-        self._eos = eos_token_ids(self.model, tokenizer)
+        self._eos = eos_token_ids(self.model, given.tokenizer)
         warn_of_ignored(self._generation_values)
         super().__init__(
             EngineSetup(
-                model_name=public_name(name),
-                tokenizer=tokenizer,
+                model_name=public_name(given.name),
+                tokenizer=given.tokenizer,
                 identity=self._tried.identity,
                 config=config,
                 lead_in=lead_in,
@@ -175,7 +172,7 @@ class TransformersEngine(Engine, ScoringEngine):
         """Use the stack and the ordinary prefill of a tested model."""
         self._tried = tried
         self._stack, self._ordinary = tried.stack, tried.ordinary
-        self._prefiller = Prefiller(tried, self.store, self._priority_lock)
+        self._prefiller = Prefiller(tried, self.store, self._priority_lock, self.namespace)
 
     def _refresh(self) -> None:
         """Detect changes of the model's weights and adapters."""
@@ -257,12 +254,21 @@ class TransformersEngine(Engine, ScoringEngine):
 
     def _deltas(self, request: Request) -> Iterator[Delta]:
         """Yield text as it becomes final; see ``_answer``."""
-        request = self._renewed(request)
-        prefilled = self._prefiller.run(request)
+        request, prefiller = self._renewed(request), self._prefiller
+        prefilled = prefiller.run(request)
         if prefilled is None:
             yield self._answered(request, "", (), "cancelled", CANCELLED)
             return
-        yield from self._decoded(request, prefilled, partial(self._answered, request))
+        with suppress(GeneratorExit):  # a stream that is closed early has a prefix, too
+            yield from self._decoded(request, prefilled, partial(self._answered, request))
+        self._keep_prefix(prefiller, request, prefilled)
+
+    def _keep_prefix(self, prefiller: Prefiller, request: Request, prefilled: Prefilled) -> None:
+        """Begin to store what a finished request began with, unless the model has changed."""
+        with suppress(CacheBlendError):
+            self._refresh()
+            if prefiller is self._prefiller:
+                prefiller.keep_prefix(request, prefilled, self.prefixes)
 
     def _decoded(
         self, request: Request, prefilled: Prefilled, tell: Callable[..., Delta]
@@ -365,14 +371,7 @@ class TransformersEngine(Engine, ScoringEngine):
         Adapters may have been changed after it was prepared.
         """
         self._refresh()
-        prepared, fingerprint = request.prepared, self._led.fingerprint
-        if all(chunk.key.fingerprint == fingerprint for chunk in prepared.placed):
-            return request
-        placed = tuple(
-            replace(chunk, key=replace(chunk.key, fingerprint=fingerprint))
-            for chunk in prepared.placed
-        )
-        return replace(request, prepared=replace(prepared, placed=placed))
+        return replace(request, prepared=request.prepared.with_fingerprint(self._led.fingerprint))
 
     def _tokens(self, request: Request, prefilled: Prefilled) -> Iterator[int]:
         """Sample at most max_tokens tokens, one per decode step."""
@@ -385,6 +384,7 @@ class TransformersEngine(Engine, ScoringEngine):
                     with self._priority_lock.taken(), inference():
                         logits = self._ordinary.decode(prefilled.cache, token_ids)
                 token_ids.append(sampler.draw(logits, token_ids))
+            prefilled.answer.append(token_ids[-1])
             watch.lap("decode" if index else "first_token")
             yield token_ids[-1]
             watch.skip()
@@ -446,4 +446,5 @@ class TransformersEngine(Engine, ScoringEngine):
 
     def _close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
+        self.prefixes.close()
         self.store.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
@@ -17,11 +17,12 @@ from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.offloading import run_device
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.stack import TransformersStack
-from cacheblend_rag.kv.fetch import LayerSource
+from cacheblend_rag.kv.fetch import LayerSource, Threshold
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.controller import Controller
 from cacheblend_rag.prefill.policy import UNREADABLE, missed, threshold
+from cacheblend_rag.prefill.prefix import StoredPrefix
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.report import ChunkReport, MissReason, PrefillReport
@@ -33,7 +34,8 @@ class Prefilled:
     """A prompt's KV, and the report of its prefill.
 
     cache: None if the model has none. logits: (1, vocabulary) float32 of the first new
-    token. seconds, starts: by phase, those of ``report``, to which decoding adds its own.
+    token. seconds, starts: by phase, those of ``report``, to which decoding adds its own. answer:
+    the tokens decoded so far.
     """
 
     cache: Cache | None
@@ -41,6 +43,7 @@ class Prefilled:
     report: PrefillReport
     seconds: dict[str, float]
     starts: dict[str, float]
+    answer: list[int] = field(default_factory=list)
 
 
 def ordinary_prefill(
@@ -56,16 +59,30 @@ def ordinary_prefill(
 
 
 class PromptChunks:
-    """The chunks of one prompt. found: their reports, once the store was asked."""
+    """The stored parts of one prompt: blocks of its prefix, and its chunks.
 
-    def __init__(self, prompt: PreparedPrompt, store: TieredKVStore) -> None:
-        self.token_ids, self.placed, self.store = prompt.token_ids, prompt.placed, store
+    prefix: its first blocks, None if none are looked up. only_prefix: leave the chunks out. found:
+    the chunks' reports, once the store was asked.
+    """
+
+    def __init__(
+        self,
+        prompt: PreparedPrompt,
+        store: TieredKVStore,
+        prefix: StoredPrefix | None = None,
+        *,
+        only_prefix: bool = False,
+    ) -> None:
+        self.token_ids, self.store = prompt.token_ids, store
+        self.prefix, self.blocks = prefix, () if prefix is None else prefix.keys
+        self.placed = () if only_prefix else prompt.placed
         self.found: list[ChunkReport] = []
 
     def source(self, stack: DecoderStack, config: BlendConfig) -> LayerSource:
         """Begin to read them, for a pass over a model."""
-        keys = (chunk.key for chunk in self.placed)
-        worth = threshold(self.placed, config.min_tokens)
+        keys = (*self.blocks, *(chunk.key for chunk in self.placed))
+        worth = threshold(self.placed, config.min_tokens if self.placed else 0)
+        worth = Threshold([*(0 for _ in self.blocks), *worth.tokens], worth.least)
         return begin_reading(self.store, keys, stack, threshold=worth)
 
     def missed(self, reason: MissReason) -> list[ChunkReport]:
@@ -84,7 +101,18 @@ def blended_prefill(
 ) -> Steps[Prefilled | NotWorthLoading]:
     """Load, select and recompute: one chunk, then one block of rows in one layer, at a time."""
     ids = torch.tensor(chunks.token_ids, device=stack.geometry.device)
-    work = PromptPass(stack, ids, chunks.placed, source, config, reserve, controller=controller)
+    work = PromptPass(
+        stack,
+        ids,
+        chunks.placed,
+        source,
+        config,
+        reserve,
+        controller=controller,
+        prefix_blocks=len(chunks.blocks),
+    )
+    if chunks.prefix is not None:
+        work.watch.add("load", chunks.prefix.seconds, chunks.prefix.began)
     try:
         done = yield from work.steps()
     finally:
@@ -104,6 +132,7 @@ def blended_prefill(
         seconds=done.seconds,
         starts=work.watch.starts,
         trace=done.trace,
+        prefix_tokens=done.prefix_tokens,
     )
     cache = FusedCache(done.fused, ids.numel(), stack.windows)
     return Prefilled(cache, logits, report, done.seconds, work.watch.starts)

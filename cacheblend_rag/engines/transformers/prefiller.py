@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -11,7 +12,7 @@ from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import FULL_PREFILL, Request
 from cacheblend_rag.engines.backend import STOPPED, UNSUPPORTED
-from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS
+from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
 from cacheblend_rag.engines.transformers.model_steps import run_steps, run_when_idle
 from cacheblend_rag.engines.transformers.prefill import (
     Prefilled,
@@ -19,6 +20,7 @@ from cacheblend_rag.engines.transformers.prefill import (
     blended_prefill,
     ordinary_prefill,
 )
+from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel
@@ -26,36 +28,87 @@ from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory, no_room
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
 from cacheblend_rag.prefill.policy import NO_CHUNK
+from cacheblend_rag.prefill.prefix import PrefixKeys, StoredPrefix
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import PrefillReport
+from cacheblend_rag.settings import BlendConfig
 
 logger = logging.getLogger(__name__)
+
+LEAST_SHARE = 1 / 8
+"""Least share of a prompt without reusable chunks that a stored prefix must be: below it, what a
+pass costs besides its rows may be more than it saves."""
 
 
 @dataclass(frozen=True, eq=False)
 class Prefiller:
-    """A tested model with its store, and the lock of all engines around it."""
+    """A tested model with its store, and the lock of all engines around it.
+
+    namespace: whose prompts share what they begin with.
+    """
 
     tried: TriedModel
     store: TieredKVStore
     lock: PriorityLock
+    namespace: str
+
+    @cached_property
+    def _prefixes(self) -> PrefixKeys | None:
+        """Names the blocks that prompts begin with; None if what the store returns is not exact."""
+        if self.tried.stack is None or self.store.precision != "native":
+            return None
+        return PrefixKeys.of(self.tried.identity, self.namespace)
 
     def run(self, request: Request) -> Prefilled | None:
         """Prefill, blended if there is something to reuse; None if cancelled meanwhile.
 
         Other requests may use the model while this one waits for the store.
         """
-        chunks = PromptChunks(request.prepared, self.store)
+        prompt, stack = request.prepared, self.tried.stack
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
         is_refused = request.full or request.steering.refusal is not None
-        if self.tried.stack is None or is_refused or not chunks.placed:
-            return self._ordinarily(request, reserve, self._told_unasked(request))
-        blended = self._blended(self.tried.stack, request, chunks, reserve)
-        if not isinstance(blended, NotWorthLoading):
-            return blended
-        told = PrefillReport(blended.why, chunks=blended.chunks)
+        prefix, told = self._stored_prefix(request), None
+        if stack is not None and not is_refused and prompt.placed:
+            chunks = PromptChunks(prompt, self.store, prefix)
+            blended = self._blended(stack, request, chunks, reserve)
+            if not isinstance(blended, NotWorthLoading):
+                return blended
+            told = PrefillReport(blended.why, chunks=blended.chunks)
+        told = told or self._told_unasked(request)
+        if stack and prefix and prefix.tokens >= max(1, LEAST_SHARE * len(prompt.token_ids)):
+            chunks = PromptChunks(prompt, self.store, prefix, only_prefix=True)
+            continued = self._blended(stack, request, chunks, reserve)
+            if continued is None:
+                return None
+            if isinstance(continued, Prefilled):
+                return _told(continued, told)
         return self._ordinarily(request, reserve, told)
+
+    def keep_prefix(self, request: Request, prefilled: Prefilled, writer: PrefixWriter) -> None:
+        """Begin to store what a finished request began with, up to its first chunk.
+
+        Even if the chunks were computed: their text is stored as chunks, to be evicted by document,
+        and rarely begins another prompt in the same order. Without chunks the answer is stored,
+        too.
+        """
+        names, cache, prompt = self._names(request), prefilled.cache, request.prepared
+        if names is not None and isinstance(cache, FusedCache):
+            held = (*prompt.token_ids, *prefilled.answer)[: cache.get_seq_length()]
+            writer.put(names.blocks(held[: prompt.first_chunk]), cache.fused)
+
+    def _names(self, request: Request) -> PrefixKeys | None:
+        """Return the names of a request's blocks; None if it neither reuses nor stores any."""
+        return None if request.full or not request.config.reuse_prefix else self._prefixes
+
+    def _stored_prefix(self, request: Request) -> StoredPrefix | None:
+        """Return the stored blocks that a prompt begins with, up to its first chunk."""
+        names, prompt = self._names(request), request.prepared
+        if names is None:
+            return None
+        # The last token is always computed: it yields the logits.
+        before = prompt.token_ids[:-1][: prompt.first_chunk]
+        return StoredPrefix.find(self.store, names.blocks(before))
 
     def compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
         """Compare a blended prompt with full prefill while no request wants the model.
@@ -114,9 +167,12 @@ class Prefiller:
     def _run_pass(
         self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
     ) -> Prefilled | NotWorthLoading | None:
-        with chunks.source(stack, request.config) as source:
+        config = request.config
+        if not chunks.placed:
+            config = BlendConfig(selector="none", recompute_ratio=0.0, cost_model=config.cost_model)
+        with chunks.source(stack, config) as source:
             steps = blended_prefill(
-                stack, chunks, source, request.config, reserve, controller=self.tried.controller
+                stack, chunks, source, config, reserve, controller=self.tried.controller
             )
             return run_steps(self.lock, steps, request.cancel, source)
 
@@ -142,3 +198,16 @@ class Prefiller:
         assert refusal is not None  # noqa: S101 (otherwise the store is asked)
         why = Reason(refusal.code, f"{UNSUPPORTED}: {refusal}")
         return PrefillReport(why, chunks=[chunk.report(UNSUPPORTED) for chunk in placed])
+
+
+def _told(continued: Prefilled, told: PrefillReport) -> Prefilled:
+    """Return a prompt that continued from its prefix, with the reason why no chunk was reused."""
+    own = continued.report
+    report = replace(
+        told,
+        compute_share=own.compute_share,
+        prefix_tokens=own.prefix_tokens,
+        seconds=own.seconds,
+        starts=own.starts,
+    )
+    return replace(continued, report=report)

@@ -57,7 +57,7 @@ def decodable(prefilled: Prefilled) -> Prefilled:
     """Return a prefilled prompt whose KV cache decoding may extend, so that the original can still
     be used to score answers.
     """
-    return replace(prefilled, cache=_reusable(prefilled.cache))
+    return replace(prefilled, cache=_reusable(prefilled.cache), answer=[])
 
 
 def _reusable(cache: Cache | None) -> Cache | None:

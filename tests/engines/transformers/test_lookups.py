@@ -35,7 +35,7 @@ def test_a_request_looks_each_chunk_up_once(
     for key in list(far.objects)[stored:]:
         del far.objects[key]
     with TieredKVStore([near, far], ttl_seconds=ttl_seconds) as store:
-        engine = make_engine(store=store)
+        engine = make_engine(store=store, reuse_prefix=False)
         engine.register(CHUNKS)
         report = engine.generate(PROMPT, SHORT).report
         assert sum(chunk.hit for chunk in report.chunks) == stored
@@ -50,7 +50,7 @@ def test_a_prompt_that_is_too_short_reads_heads_alone(
 ) -> None:
     near, far = tiers
     with TieredKVStore([near, far]) as store:
-        engine = make_engine(store=store, min_tokens=221)
+        engine = make_engine(store=store, min_tokens=221, reuse_prefix=False)
         engine.register(CHUNKS)
         few = engine.generate(PROMPT, SHORT).report
         assert few.reason == "220 reusable tokens are fewer than min_tokens=221"

@@ -1,0 +1,352 @@
+"""What prompts begin with is reused exactly, and stored after answers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from cacheblend_rag import BlendPrompt, Chunk, SamplingParams, TieredKVStore, TransformersEngine
+from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.kv.tiers import HostTier
+from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
+from tests.engines.transformers.conftest import EngineFactory
+from tests.engines.transformers.test_faults import DAMAGES, on_disk
+from tests.models import FAMILIES, make_model, prompt_of, words
+
+CHUNKS = [Chunk(words(80, seed)) for seed in range(3)]
+INSTRUCTION = words(150, 90)
+QUESTIONS = [words(20, 91 + number) for number in range(8)]
+BLOCKS = 2
+"""Whole blocks in the instruction."""
+REUSED = BLOCKS * BLOCK_TOKENS
+GREEDY = SamplingParams.greedy(max_tokens=12)
+
+
+def with_chunks(question: str) -> BlendPrompt:
+    return prompt_of(INSTRUCTION, *CHUNKS, question)
+
+
+def without(question: str) -> BlendPrompt:
+    return prompt_of(INSTRUCTION, question)
+
+
+def asked(engine: TransformersEngine, prompt: Any, **options: Any) -> Generation:
+    """Answer, and wait until what the prompt began with is stored."""
+    answer = engine.generate(prompt, GREEDY, **options)
+    engine.prefixes.drain()
+    return answer
+
+
+def anew(engine: TransformersEngine, prompt: Any) -> Generation:
+    """Answer without anything of earlier prompts."""
+    return engine.generate(prompt, GREEDY, config=engine.config.with_changes(reuse_prefix=False))
+
+
+def blocks(engine: TransformersEngine) -> list[KVKey]:
+    """Return what the store holds beside this engine's chunks."""
+    return [key for key in engine.store.keys() if key.fingerprint != engine.fingerprint]  # noqa: SIM118
+
+
+@contextmanager
+def rows_of(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Count the rows that the model's first layer computes, decoding aside."""
+    counted: list[int] = []
+
+    def count(_: object, inputs: tuple[torch.Tensor, ...]) -> None:
+        if inputs[0].shape[-2] > 1:
+            counted.append(inputs[0].shape[-2])
+
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(count)
+    try:
+        yield counted
+    finally:
+        hook.remove()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("prompt", [with_chunks, without])
+def test_every_family_gives_the_same_answers_from_fewer_rows(
+    make_engine: EngineFactory, family: str, prompt: Any
+) -> None:
+    model = make_model(family)
+    engine = make_engine(with_model=model, recompute_ratio=0.3)
+    engine.precompute(CHUNKS, progress=False)
+    asked(engine, prompt(QUESTIONS[0]))
+    off = engine.config.with_changes(reuse_prefix=False)
+    for question in QUESTIONS[1:3]:
+        with rows_of(model) as before:
+            alone = anew(engine, prompt(question))
+        with rows_of(model) as after:
+            again = asked(engine, prompt(question))
+        assert again.token_ids == alone.token_ids
+        one, other = alone.report, again.report
+        assert (one.prefix_tokens, other.prefix_tokens) == (0, REUSED)
+        assert other.reused_tokens == one.reused_tokens + REUSED
+        assert other.computed_tokens == one.computed_tokens - REUSED
+        assert other.recomputed_tokens == one.recomputed_tokens
+        assert other.compute_share < one.compute_share
+        assert sum(after) == sum(before) - REUSED
+        torch.testing.assert_close(
+            engine.score(prompt(question), [5, 6, 7]).log_probs,
+            engine.score(prompt(question), [5, 6, 7], config=off).log_probs,
+            rtol=0,
+            atol=2e-4,
+        )
+
+
+@pytest.mark.parametrize("selector", ["question_mid", "hkvd", "prior"])
+def test_selectors_choose_the_same_tokens(make_engine: EngineFactory, selector: str) -> None:
+    engine = make_engine(recompute_ratio=0.2, selector=selector, trace=True)
+    engine.precompute(CHUNKS, progress=False)
+    asked(engine, with_chunks(QUESTIONS[0]))
+    alone, again = anew(engine, with_chunks(QUESTIONS[1])), asked(engine, with_chunks(QUESTIONS[1]))
+    assert again.report.prefix_tokens == REUSED
+    assert again.token_ids == alone.token_ids
+    found = [one.report.trace for one in (alone, again)]
+    assert found[0] is not None
+    assert found[1] is not None
+    assert found[0].rows == found[1].rows
+    chosen = [[(s.positions, s.chosen) for s in trace.selections] for trace in found if trace]
+    assert chosen[0] == chosen[1]
+
+
+def test_recomputing_everything_is_still_ordinary_prefill(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=1.0)
+    engine.precompute(CHUNKS, progress=False)
+    asked(engine, with_chunks(QUESTIONS[0]))
+    prompt = with_chunks(QUESTIONS[1])
+    answer = asked(engine, prompt)
+    assert answer.report.prefix_tokens == REUSED
+    assert answer.report.recomputed_tokens == sum(chunk.tokens for chunk in answer.report.chunks)
+    assert answer.token_ids == engine.generate_full(prompt, GREEDY).token_ids
+    torch.testing.assert_close(
+        engine.score(prompt, answer.token_ids).log_probs,
+        engine.score(prompt, answer.token_ids, full=True).log_probs,
+        rtol=0,
+        atol=2e-4,
+    )
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 1.0])
+def test_chunks_are_not_stored_again_as_a_prefix(make_engine: EngineFactory, ratio: float) -> None:
+    engine = make_engine(recompute_ratio=ratio)
+    engine.precompute(CHUNKS, progress=False)
+    assert asked(engine, with_chunks(QUESTIONS[0])).report.blended
+    assert len(blocks(engine)) == BLOCKS
+    for chunk in CHUNKS:
+        engine.store.evict(engine.key(chunk))
+    again = asked(engine, with_chunks(QUESTIONS[1]))
+    assert again.report.reason == "no chunk of the prompt is stored"
+    assert {chunk.reason for chunk in again.report.chunks} == {"not stored"}
+    assert again.report.prefix_tokens == again.report.reused_tokens == REUSED
+    full = engine.generate_full(with_chunks(QUESTIONS[1]), GREEDY)
+    assert again.token_ids == full.token_ids
+    assert len(blocks(engine)) == BLOCKS
+
+
+def test_a_conversation_goes_on_after_its_last_answer(make_engine: EngineFactory) -> None:
+    engine, text = make_engine(), words(50, 5)
+    for turn in range(4):
+        answer = asked(engine, text)
+        known = (len(text.split()) - 20 - 1) // BLOCK_TOKENS * BLOCK_TOKENS if turn else 0
+        assert answer.report.prefix_tokens == known
+        assert answer.token_ids == engine.generate_full(text, GREEDY).token_ids
+        assert not answer.report.blended
+        assert answer.report.reason == "no known chunk in the prompt"
+        assert answer.report.to_dict()["prefix_tokens"] == known
+        text = f"{text} {answer.text.strip()} {words(20, 70 + turn)}"
+    assert known > 50
+
+
+def test_it_is_found_again_after_the_store_was_opened_anew(
+    make_engine: EngineFactory, tmp_path: Path
+) -> None:
+    engine = make_engine(store=on_disk(tmp_path), recompute_ratio=0.3)
+    engine.precompute(CHUNKS, progress=False)
+    engine.generate(with_chunks(QUESTIONS[0]), GREEDY)
+    engine.close()  # writes what waits
+    engine = make_engine(store=on_disk(tmp_path), recompute_ratio=0.3)
+    engine.register(CHUNKS)
+    alone, again = anew(engine, with_chunks(QUESTIONS[1])), asked(engine, with_chunks(QUESTIONS[1]))
+    assert again.report.prefix_tokens == REUSED
+    assert again.token_ids == alone.token_ids
+
+
+def test_engines_around_a_store_share_it_and_tenants_do_not(make_engine: EngineFactory) -> None:
+    store = TieredKVStore.open()
+    asked(make_engine(store=store, namespace="one", lead_in="none"), without(QUESTIONS[0]))
+    other = make_engine(store=store, namespace="one", lead_in="document", instruction="w9")
+    assert asked(other, without(QUESTIONS[1])).report.prefix_tokens == REUSED
+    tenant = make_engine(store=store, namespace="two", lead_in="none")
+    assert asked(tenant, without(QUESTIONS[1])).report.prefix_tokens == 0
+    assert asked(tenant, without(QUESTIONS[2])).report.prefix_tokens == REUSED
+    elsewhere = make_engine(store=store, namespace="one", with_model=make_model("qwen2"))
+    assert asked(elsewhere, without(QUESTIONS[1])).report.prefix_tokens == 0
+
+
+@pytest.mark.parametrize("prompt", [with_chunks, without])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_block_is_computed_and_stored_again(
+    make_engine: EngineFactory, tmp_path: Path, damage: str, prompt: Any
+) -> None:
+    engine = make_engine(store=on_disk(tmp_path), recompute_ratio=0.3)
+    engine.precompute(CHUNKS, progress=False)
+    asked(engine, prompt(QUESTIONS[0]))
+    first = next(key for key in blocks(engine) if not key.context_id)
+    (victim,) = tmp_path.glob(f"?/?/*{first}*.safetensors")
+    victim.write_bytes(DAMAGES[damage](victim.read_bytes()))
+    alone, again = anew(engine, prompt(QUESTIONS[1])), asked(engine, prompt(QUESTIONS[1]))
+    assert again.token_ids == alone.token_ids
+    assert again.report.prefix_tokens in (0, BLOCK_TOKENS)  # the second block is sound
+    assert asked(engine, prompt(QUESTIONS[2])).report.prefix_tokens == REUSED
+
+
+def test_threads_share_it(make_engine: EngineFactory) -> None:
+    engine = make_engine(recompute_ratio=0.3)
+    engine.precompute(CHUNKS, progress=False)
+    prompts = [kind(question) for question in QUESTIONS for kind in (with_chunks, without)]
+    wanted = [anew(engine, prompt).token_ids for prompt in prompts]
+    asked(engine, prompts[0])
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda prompt: engine.generate(prompt, GREEDY), prompts))
+    assert [answer.token_ids for answer in answers] == wanted
+    assert {answer.report.prefix_tokens for answer in answers} <= {REUSED, REUSED + BLOCK_TOKENS}
+
+
+def test_it_takes_no_more_than_the_store_gives(make_engine: EngineFactory) -> None:
+    probe = make_engine()
+    asked(probe, without(QUESTIONS[0]))
+    one_block = max(probe.store.nbytes(key) or 0 for key in blocks(probe))
+    store = TieredKVStore.open(host_bytes=3 * one_block)
+    engine = make_engine(store=store)
+    for seed in range(12):
+        text = words(200, seed)
+        assert asked(engine, text).token_ids == probe.generate_full(text, GREEDY).token_ids
+    assert 0 < (store.stats()["host"]["bytes"] or 0) <= 3 * one_block
+    assert len(blocks(engine)) <= 3
+
+
+def test_of_a_long_prompt_the_first_blocks_stay(make_engine: EngineFactory) -> None:
+    probe, long = make_engine(), words(6 * BLOCK_TOKENS, 1)
+    asked(probe, long)
+    one_block = max(probe.store.nbytes(key) or 0 for key in blocks(probe))
+    engine = make_engine(store=TieredKVStore.open(host_bytes=3 * one_block))
+    asked(engine, long)
+    assert asked(engine, f"{long} w5").report.prefix_tokens == 3 * BLOCK_TOKENS
+
+
+def test_full_prefill_is_neither_helped_nor_kept(make_engine: EngineFactory) -> None:
+    engine, prompt = make_engine(), without(QUESTIONS[0])
+    engine.generate_full(prompt, GREEDY)
+    engine.score(prompt, [5, 6], full=True)
+    anew(engine, prompt)
+    engine.prefixes.drain()
+    assert blocks(engine) == []
+    asked(engine, prompt)
+    assert len(blocks(engine)) == BLOCKS
+    tokens = len(engine.prepare(prompt).token_ids)
+    with rows_of(engine.model) as rows:
+        told = [
+            engine.generate_full(prompt, GREEDY).report,
+            engine.score(prompt, [5], full=True).report,
+            anew(engine, prompt).report,
+        ]
+    assert rows == [tokens] * 3
+    assert [(one.prefix_tokens, one.reused_tokens) for one in told] == [(0, 0)] * 3
+    assert engine.score(prompt, [5]).report.prefix_tokens == REUSED
+
+
+class Broken(HostTier):
+    """Memory in which nothing can be stored, or looked up."""
+
+    def _entry(self, key: KVKey) -> Any:
+        raise OSError("gone")
+
+    def _save(self, *_: Any, **__: Any) -> Any:
+        raise OSError("full")
+
+
+class Raising(TieredKVStore):
+    """A store with a fault of its own."""
+
+    def put_computed(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("a fault")
+
+
+def test_a_failing_store_fails_no_answer(
+    make_engine: EngineFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = anew(make_engine(), without(QUESTIONS[0])).token_ids
+    broken = make_engine(store=TieredKVStore([Broken(None)]))
+    raising = make_engine(store=Raising([HostTier(None)]))
+    with caplog.at_level(logging.WARNING):
+        for engine in (broken, raising):
+            for _ in range(6):  # more than may wait
+                answer = asked(engine, without(QUESTIONS[0]))
+                assert answer.token_ids == wanted
+                assert answer.report.prefix_tokens == 0
+    assert "what a prompt began with is not stored" in caplog.text
+
+
+def test_rounded_kv_is_not_exact(make_engine: EngineFactory) -> None:
+    rounds, keeps = (
+        make_engine(store=TieredKVStore.open(precision=precision))
+        for precision in ("int8", "native")
+    )
+    for engine in (rounds, keeps):
+        asked(engine, without(QUESTIONS[0]))
+    assert asked(rounds, without(QUESTIONS[1])).report.prefix_tokens == 0
+    assert asked(keeps, without(QUESTIONS[1])).report.prefix_tokens == REUSED
+    assert (len(blocks(rounds)), len(blocks(keeps))) == (0, BLOCKS)
+
+
+@pytest.mark.parametrize("length", [2 * BLOCK_TOKENS - 1, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 1])
+def test_the_last_token_is_computed_even_if_it_is_stored(
+    make_engine: EngineFactory, length: int
+) -> None:
+    engine, text = make_engine(), words(length, 8)
+    first, again = asked(engine, text), asked(engine, text)
+    assert again.token_ids == first.token_ids
+    assert again.report.prefix_tokens == (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert len(blocks(engine)) == 2, "the answer ends a block"
+
+
+def test_a_stream_that_is_closed_early_has_a_prefix_too(make_engine: EngineFactory) -> None:
+    engine = make_engine()
+    stream = engine.stream(without(QUESTIONS[0]), SamplingParams.greedy(max_tokens=200))
+    next(stream)
+    stream.close()
+    engine.prefixes.drain()
+    assert asked(engine, without(QUESTIONS[1])).report.prefix_tokens == REUSED
+
+
+def test_nothing_is_stored_of_a_model_that_changed_meanwhile(make_engine: EngineFactory) -> None:
+    model = make_model("llama")
+    engine = make_engine(with_model=model)
+    stream = engine.stream(without(QUESTIONS[0]), GREEDY)
+    next(stream)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    assert list(stream)[-1].generation is not None
+    engine.prefixes.drain()
+    assert blocks(engine) == []
+    assert asked(engine, without(QUESTIONS[1])).report.prefix_tokens == 0
+    assert asked(engine, without(QUESTIONS[2])).report.prefix_tokens == REUSED
+
+
+def test_a_short_prefix_is_not_worth_a_pass(make_engine: EngineFactory) -> None:
+    engine, head = make_engine(), words(BLOCK_TOKENS, 3)
+    asked(engine, f"{head} {words(20, 4)}")
+    long, short = f"{head} {words(1000, 5)}", f"{head} {words(100, 6)}"
+    assert asked(engine, long).report.prefix_tokens == 0
+    assert asked(engine, short).report.prefix_tokens == BLOCK_TOKENS
+    assert engine.generate_full(short, GREEDY).token_ids == asked(engine, short).token_ids
