@@ -97,7 +97,8 @@ def analyze_command(
             selector=selector,
         )
         checks.check_chunk_size(chunk_tokens, model, "--chunk-tokens")
-        log = None if resume is None else AnswerLog.resumed(resume)
+        if resume is not None:
+            AnswerLog.resumed(resume)  # refused before anything is loaded, if it is no such file
         with output.progress_bar(lines=True) as progress:
             with progress.phase(f"reading {path.name}"):
                 text = read_document(path)
@@ -117,7 +118,7 @@ def analyze_command(
                     sampling=sampling,
                     config=chosen.config(opened),
                     document_id=str(path.resolve()),
-                    resume=log,
+                    resume=resume,
                     progress=progress,
                 )
                 answers = list(_shown(analysis, shown=not as_json))

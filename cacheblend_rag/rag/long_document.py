@@ -63,7 +63,7 @@ def analyze_long_document(
     sampling: SamplingParams | None = None,
     config: BlendConfig | None = None,
     document_id: str | None = None,
-    resume: str | Path | AnswerLog | None = None,
+    resume: str | Path | None = None,
     progress: ProgressCallbacks | None = None,
     cancel: Event | None = None,
 ) -> LongDocumentAnalysis:
@@ -109,7 +109,7 @@ def analyze_long_document(
     started = time.perf_counter()
     plan = AnalysisPlan(chunk_tokens, overlap, window, combine)
     check_texts(document=document, question=question)
-    log = _opened_log(resume)
+    log = AnswerLog() if resume is None else AnswerLog.resumed(Path(resume))
     prompts = WindowPrompts.of(question.strip(), engine.tokenizer, engine.instruction)
     drawn = with_stop(sampling or SamplingParams(), prompts.stop)
     asker = PromptAsker(engine, drawn, config=config, log=log, cancel=cancel, document=document)
@@ -148,12 +148,6 @@ def check_texts(**texts: str) -> None:
     for name, text in texts.items():
         if not isinstance(text, str) or not text.strip():
             raise PromptError(f"the {name} is empty: give a text")
-
-
-def _opened_log(resume: str | Path | AnswerLog | None) -> AnswerLog:
-    if isinstance(resume, AnswerLog):
-        return resume
-    return AnswerLog() if resume is None else AnswerLog.resumed(Path(resume))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ import pytest
 
 from cacheblend_rag import (
     LeadInConfig,
+    Reason,
+    ReasonCode,
     SamplingParams,
     StoreConfig,
     TieredKVStore,
@@ -289,6 +291,28 @@ def test_wrong_arguments_are_one_line_before_anything_is_computed(options, error
 def test_a_chunk_that_fits_no_prompt_is_refused_with_the_size_that_would():
     with pytest.raises(ConfigError, match=r"chunk_tokens=64 must be at most \d+: prompts of"):
         analyze(CountingEngine(window=110))
+
+
+def test_a_read_only_store_is_not_written_to():
+    class ReadOnly(CountingEngine):
+        read_only = True
+
+    engine = ReadOnly()
+    report = analyze(engine).result()
+    assert (report.computed_chunks, report.reused_tokens) == (0, 0)
+    assert not engine.stored
+    assert report.answer
+    assert len(engine.registry) == report.chunks
+
+
+def test_chunks_that_cannot_be_stored_are_counted_and_computed_in_each_window():
+    class Unblended(CountingEngine):
+        blend_refusal = Reason(ReasonCode.UNSUPPORTED_MODEL, "its positions are learned")
+
+    report = analyze(Unblended()).result()
+    assert list(report.refused.values()) == [report.chunks]
+    assert report.computed_chunks == 0
+    assert report.answer
 
 
 def test_a_file_of_anything_else_is_refused(tmp_path):
