@@ -86,7 +86,8 @@ def analyze_long_document(
         combine: ``map_reduce`` asks each window by itself, and then the model to join the answers,
             in several rounds if they do not fit into one prompt. ``refine`` gives each window the
             answer from the windows before it to write anew.
-        sampling: of all answers; by default, 256 tokens as the model's own settings draw them.
+        sampling: of all answers; by default, 256 tokens as the model's own settings draw them. An
+            answer has a quarter of the context at most.
         config: how KV is blended; the engine's own for None.
         document_id: names the document's chunks in the engine's registry; a later text of that
             name replaces an earlier one. None is a hash of the text. ``engine.evict_document``
@@ -101,8 +102,8 @@ def analyze_long_document(
         An iterator over the windows' answers, whose ``result`` is the combined answer.
 
     Raises:
-        ConfigError: when a size is out of range, a chunk does not fit into a prompt, or the file
-            cannot be written.
+        ConfigError: when a size is out of range, a chunk, or two answers to join, do not fit into
+            a prompt, or the file cannot be written.
         DatasetError: when the file holds anything but answers.
         PromptError: when the document or the question is empty, or the question is too long.
     """
@@ -170,7 +171,7 @@ class _Work:
         sizes = [one.tokens + separator for one in self.cut.chunks]
         room = self.asker.room(self.prompts.window((), REFINED * (plan.combine == "refine")))
         if plan.combine == "refine":
-            room -= self.asker.answer_tokens
+            room -= self.asker.answer_tokens + EDGE_TOKENS
         width = fitting_window(sizes, plan.window, room)
         held = f"prompts of model {self.engine.model_name!r} hold {self.engine.context_window:,}"
         if not width:
@@ -178,9 +179,20 @@ class _Work:
                 f"chunk_tokens={plan.chunk_tokens} must be at most {max(room - separator, 0)}: "
                 f"{held} tokens, the question and the answer among them"
             )
+        if plan.combine == "map_reduce" and width < len(sizes):
+            self._check_joining(held)
         if width < min(plan.window, len(sizes)):
             return width, f"{held} tokens, {room:,} of them for chunks"
         return width, f"the document has {len(sizes)} chunks" if width < plan.window else None
+
+    def _check_joining(self, held: str) -> None:
+        """Raise ConfigError when two answers and one that joins them do not fit into a prompt."""
+        least = 2 * (self.asker.answer_tokens + PART_TOKENS)
+        if self.asker.room(self.prompts.combining(())) < least:
+            raise ConfigError(
+                f"max_tokens={self.asker.answer_tokens} is too much to join two answers: {held} "
+                "tokens; give fewer, or combine='refine'"
+            )
 
 
 class LongDocumentAnalysis:
@@ -238,7 +250,7 @@ class LongDocumentAnalysis:
                     self._compute(index, index + report.window, chunks)
                 if (answer := self._answered(prompt, known)) is None:
                     return
-                answers += [answer.text] if answer.text else []
+                answers += [work.asker.within(answer.text)] if answer.text else []
                 windows.advance()
                 self._note()
                 yield _window_answer(index, held, answer, is_resumed=known is not None)
@@ -297,7 +309,7 @@ class LongDocumentAnalysis:
                     text = self._joined(group)
                     if text is None:
                         return ""
-                    joined += [text] if text else []
+                    joined += [self._work.asker.within(text)] if text else []
                     task.advance()
             finally:
                 task.end()

@@ -24,7 +24,8 @@ class PromptAsker:
 
     sampling, config: of all prompts. log: answers that are known already are taken from it, and
     new ones are kept in it. cancel: stops the work. document: its text, on which the KV of chunks
-    depends beside their own; as an attribute its hash, 32 hex digits.
+    depends beside their own; as an attribute its hash, 32 hex digits. answer_tokens: the most
+    tokens of an answer, also in the prompts that hold it.
     """
 
     def __init__(
@@ -37,7 +38,9 @@ class PromptAsker:
         cancel: Event | None,
         document: str,
     ) -> None:
-        self._engine, self._sampling, self._config = engine, sampling, config
+        self.answer_tokens = min(sampling.max_tokens, engine.context_window // ANSWER_SHARE)
+        self._sampling = replace(sampling, max_tokens=self.answer_tokens)
+        self._engine, self._config = engine, config
         self._log, self._cancel = log, cancel or Event()
         self.document = hashlib.sha256(document.encode("utf-8", "replace")).hexdigest()[:32]
 
@@ -45,11 +48,6 @@ class PromptAsker:
     def is_cancelled(self) -> bool:
         """Whether the work is to stop."""
         return self._cancel.is_set()
-
-    @property
-    def answer_tokens(self) -> int:
-        """Tokens of a prompt that are left for its answer."""
-        return min(self._sampling.max_tokens, self._engine.context_window // ANSWER_SHARE)
 
     def room(self, frame: BlendPrompt) -> int:
         """Return how many tokens a prompt may hold beside ``frame`` and its answer.
@@ -67,6 +65,15 @@ class PromptAsker:
                 "the question"
             )
         return room - tokens
+
+    def within(self, answer: str) -> str:
+        """Return an answer, or its beginning, that has at most ``answer_tokens`` tokens.
+
+        A text may have more tokens than it was generated in.
+        """
+        while (tokens := len(self._engine.tokenize(answer))) > self.answer_tokens:
+            answer = answer[: len(answer) * self.answer_tokens // tokens]
+        return answer
 
     def known(self, prompt: BlendPrompt) -> PromptAnswer | None:
         """Return the answer that the log holds, or None."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from threading import Event
 
 import pytest
@@ -286,6 +287,29 @@ def test_wrong_arguments_are_one_line_before_anything_is_computed(options, error
         analyze(engine, **options)
     assert "\n" not in str(caught.value)
     assert not engine.stored
+
+
+def test_answers_that_would_not_fit_together_are_refused_before_anything_is_computed():
+    engine = CountingEngine(window=220)
+    with pytest.raises(ConfigError, match="max_tokens=55 is too much to join two answers"):
+        analyze(engine, sampling=SamplingParams.greedy(max_tokens=200))
+    assert not engine.stored
+
+
+def test_an_answer_that_is_longer_in_other_tokens_is_shortened_in_prompts():
+    class Longer(CountingEngine):
+        def generate(self, prompt, *arguments, **options):
+            answer = super().generate(prompt, *arguments, **options)
+            return replace(answer, text=f"{answer.text} {words(300, 1)}")
+
+    engine = Longer(window=320)
+    analysis = analyze(engine, combine="refine", sampling=SamplingParams.greedy(max_tokens=1000))
+    answers = list(analysis)
+    assert len(answers) == analysis.report.windows
+    for one, prompt in zip(answers, engine.prompts[1:], strict=False):
+        held = prompt.partition("before these passages:\n")[2].partition("\n\n")[0]
+        assert one.text.startswith(held)
+        assert 60 < len(engine.tokenize(held)) <= 320 // 4
 
 
 def test_a_chunk_that_fits_no_prompt_is_refused_with_the_size_that_would():
