@@ -75,7 +75,8 @@ def analyze_long_document(
 
     Args:
         engine: answers the prompts; any engine, with any lead-in. With ``document``, the default,
-            a chunk's KV is computed after up to ``document_window`` tokens of the text before it.
+            a chunk's KV is computed after the text before it, up to ``chunk_tokens`` or
+            ``document_window`` tokens, whichever is less.
         document: the text.
         question: asked of each window; by default, for a summary.
         chunk_tokens: most tokens of a chunk, at least 16.
@@ -120,7 +121,7 @@ def analyze_long_document(
             document,
             plan,
             lambda text: len(engine.tokenize(text)),
-            _context_tokens(engine),
+            _context_tokens(engine, chunk_tokens),
             document_id=document_id or f"text-{asker.document[:16]}",
             collection=f"{COLLECTION} {chunk_tokens}/{overlap}",
         )
@@ -359,12 +360,16 @@ def _window_answer(
     )
 
 
-def _context_tokens(engine: Engine) -> Callable[[int], int]:
-    """Return how many tokens may stand before a chunk of so many, while its KV is computed."""
+def _context_tokens(engine: Engine, chunk_tokens: int) -> Callable[[int], int]:
+    """Return how many tokens may stand before a chunk of so many, while its KV is computed.
+
+    No more than a chunk has: each chunk is a pass of its own, which computes them again.
+    """
     lead = len(engine.tokenize(engine.instruction)) + OPENING_TOKENS
     longest = engine.context_window - lead
+    wanted = min(engine.lead_in.document_window, chunk_tokens)
 
     def most(tokens: int) -> int:
-        return max(0, min(engine.lead_in.document_window, longest - tokens))
+        return max(0, min(wanted, longest - tokens))
 
     return most

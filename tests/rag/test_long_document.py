@@ -379,15 +379,27 @@ def test_a_real_model_reuses_chunks_from_disk_with_little_memory(model, tmp_path
     engine.close()
 
 
-@pytest.mark.parametrize("document_window", [2048, 32])
-def test_a_chunk_is_computed_after_the_text_before_it_in_its_window(document_window):
+@pytest.mark.parametrize(("document_window", "same"), [(2048, 5), (32, 6)])
+def test_a_chunk_is_computed_after_the_text_before_it_in_its_window(document_window, same):
+    """Of ten chunks, the first four hold another beginning, and the fifth was computed after it."""
     lead_in = {"kind": "document", "document_window": document_window}
     engine, keys = CountingEngine(lead_in=LeadInConfig.of(lead_in)), []
     for seed in (3, 5):
-        beginning = document(200, seed=seed)
-        report = analyze(engine, f"{beginning}\n\n{document(400, seed=4)}", overlap=0).result()
+        text = f"{words(200, seed)} {words(440, 4)}"
+        report = analyze(engine, text, overlap=0).result()
         chunks = engine.registry.document(report.document_id, report.collection)
-        assert len(chunks) == report.chunks
+        assert len(chunks) == report.chunks == 10
         keys.append({engine.key(chunk) for chunk in chunks})
-    shared = keys[0] & keys[1]
-    assert not shared if document_window == 2048 else len(shared) >= 4
+    assert len(keys[0] & keys[1]) == same
+
+
+def test_no_token_is_computed_much_more_than_twice():
+    computed = []
+
+    class Adding(CountingEngine):
+        def _store(self, plans):
+            computed.extend(len(plan.context) + len(plan.token_ids) for plan in plans)
+            return super()._store(plans)
+
+    report = analyze(Adding(), overlap=8).result()
+    assert 1.8 * report.tokens < sum(computed) <= 128 / (64 - 8 - 2) * report.tokens
