@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.models import public_name
     from cacheblend_rag.quality.tuning.run import tune_model
     from cacheblend_rag.quality.verify.gate import verify_model
+    from cacheblend_rag.rag.document_report import LongDocumentReport, PromptAnswer, WindowAnswer
+    from cacheblend_rag.rag.long_document import LongDocumentAnalysis, analyze_long_document
     from cacheblend_rag.rag.ordering import PassageOrder
     from cacheblend_rag.report import (
         BlendReport,
@@ -85,15 +87,20 @@ _LAZY = {
     "IdleJob": "cacheblend_rag.engines.idle",
     "KVKey": "cacheblend_rag.kv",
     "LeadInConfig": "cacheblend_rag.settings.lead_in",
+    "LongDocumentAnalysis": "cacheblend_rag.rag.long_document",
+    "LongDocumentReport": "cacheblend_rag.rag.document_report",
     "PassageOrder": "cacheblend_rag.rag.ordering",
     "PrecomputeReport": "cacheblend_rag.report",
     "PreparedPrompt": "cacheblend_rag.engines.prepare",
     "Profile": "cacheblend_rag.settings.profile",
+    "PromptAnswer": "cacheblend_rag.rag.document_report",
     "SamplingParams": "cacheblend_rag.engines.sampling",
     "StoreConfig": "cacheblend_rag.settings.store",
     "TieredKVStore": "cacheblend_rag.kv",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
+    "WindowAnswer": "cacheblend_rag.rag.document_report",
+    "analyze_long_document": "cacheblend_rag.rag.long_document",
     "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
     "public_name": "cacheblend_rag.models",
@@ -126,6 +133,8 @@ __all__ = [
     "IdleJob",
     "KVKey",
     "LeadInConfig",
+    "LongDocumentAnalysis",
+    "LongDocumentReport",
     "MissingExtraError",
     "ModelLoadError",
     "OutOfMemoryError",
@@ -133,6 +142,7 @@ __all__ = [
     "PrecomputeReport",
     "PreparedPrompt",
     "Profile",
+    "PromptAnswer",
     "PromptError",
     "Reason",
     "ReasonCode",
@@ -144,6 +154,8 @@ __all__ = [
     "TieredKVStore",
     "TransformersEngine",
     "UnsupportedModelError",
+    "WindowAnswer",
+    "analyze_long_document",
     "load_tokenizer",
     "open_engine",
     "tune_model",

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cacheblend_rag.demo.corpus import generate_collection
+from tests.readme import DOCS, blocks
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -19,3 +22,38 @@ def test_the_quickstart_answers_from_stored_kv(capsys: pytest.CaptureFixture[str
     assert len(wanted) == len(given) == 3
     assert sum(a == b for a, b in zip(wanted, given, strict=True)) >= 2
     assert all(int(reused) > 800 for reused in re.findall(r"\[(\d+) of", out))
+
+
+def test_a_long_document_is_answered_by_the_windows_that_hold_the_answer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    runpy.run_path(str(EXAMPLES / "long_document.py"), run_name="__main__")
+    out = capsys.readouterr().out
+    first, second = re.findall(r"right answer: (.+)\)((?:\n.+)+)", out)
+    for right, said in (first, second):
+        answers = re.findall(r"^ +\d+ to +\d+: (.*)$", said, re.MULTILINE)
+        assert len(answers) > 20
+        assert right in answers
+    computed = [
+        re.findall(r"chunks computed: (\d+) of (\d+)", said)[0] for _, said in (first, second)
+    ]
+    assert computed[0][0] == computed[0][1]
+    assert computed[1] == ("0", computed[0][1])
+
+
+def test_the_program_on_long_documents_runs_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = blocks("python", DOCS / "long-documents.md")
+    notes, _ = generate_collection(documents=30, questions=1, seed=5)
+    (tmp_path / "report.txt").write_text("\n\n".join(note.text for note in notes))
+    monkeypatch.chdir(tmp_path)
+    kept, said = tmp_path / "answers.jsonl", []
+    for _ in range(2):
+        exec(program.replace('"smollm2"', '"demo"'), {})  # noqa: S102 - the page's own program
+        said.append((capsys.readouterr().out, kept.read_text()))
+    assert said[0] == said[1], "nothing was asked again"
+    out, answers = said[0]
+    windows, width = map(int, re.findall(r"^(\d+) windows of (\d+) chunks", out)[0])
+    assert windows > width == 3, "of five: the toy's context holds 4,096 tokens"
+    assert len(answers.splitlines()) > windows

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from cacheblend_rag.cli import output
+from cacheblend_rag.cli.analyze import analyze_command
 from cacheblend_rag.cli.ask import ask_command
 from cacheblend_rag.cli.bench import bench_app
 from cacheblend_rag.cli.chat import chat_command
@@ -82,6 +83,7 @@ app.command("demo")(demo_command)
 app.command("index")(index_command)
 app.command("ask")(ask_command)
 app.command("chat")(chat_command)
+app.command("analyze")(analyze_command)
 app.command("eval")(evaluate_command)
 app.command("tune")(tune_command)
 app.command("verify")(verify_command)

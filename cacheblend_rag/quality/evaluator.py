@@ -11,7 +11,7 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.frame import PromptFrame
 from cacheblend_rag.quality.measuring import ANSWERS_ONLY, Measures, QuestionMeasurer
-from cacheblend_rag.quality.records import Key, PromptRecord, RecordLog, question_key
+from cacheblend_rag.quality.records import PromptRecord, RecordLog, question_key
 from cacheblend_rag.quality.rules import (
     BASELINES,
     FULL,
@@ -23,6 +23,7 @@ from cacheblend_rag.quality.rules import (
     kv_before,
 )
 from cacheblend_rag.quality.summary import EvalRow, not_blended, summarize
+from cacheblend_rag.result_log import Key
 from cacheblend_rag.settings import EMBEDDED, BlendConfig, LeadInKind
 
 __all__ = ["EvalRow", "Evaluation", "Evaluator", "Rule", "evaluate_settings", "used_lead_ins"]

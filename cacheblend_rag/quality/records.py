@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from cacheblend_rag.engines.answer import Generation
-from cacheblend_rag.errors import ConfigError, DatasetError
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.quality.dataset import EvalQuestion
 from cacheblend_rag.quality.fidelity import PromptFidelity
 from cacheblend_rag.quality.metrics import exact_match, holds_answer, rouge_l, token_f1
+from cacheblend_rag.result_log import ResultLog
 from cacheblend_rag.text.prompt import BlendPrompt
-
-Key = Mapping[str, Any]
-"""What a result depends on, in plain JSON values."""
 
 
 @dataclass(frozen=True)
@@ -80,16 +78,10 @@ def question_key(question: EvalQuestion, prompt: BlendPrompt) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-class RecordLog:
-    """Results by key, in memory and, if it has a file, there as JSON lines.
+class RecordLog(ResultLog[PromptRecord]):
+    """Each rule's result on each question."""
 
-    A line is an object with ``key`` and ``record``. Each is on disk as soon as it is known, so that
-    an interrupted evaluation can go on; a last line that was not finished is dropped.
-    """
-
-    def __init__(self) -> None:
-        self._records: dict[str, PromptRecord] = {}
-        self._path: Path | None = None
+    work = "evaluation"
 
     @classmethod
     def begun(cls, path: Path) -> Self:
@@ -98,46 +90,12 @@ class RecordLog:
             raise ConfigError(f"--out {path} exists: go on with --resume, or name another file")
         return cls.resumed(path)
 
-    @classmethod
-    def resumed(cls, path: Path) -> Self:
-        """Go on with a file, or begin it if there is none.
+    @staticmethod
+    def to_plain(result: PromptRecord) -> dict[str, Any]:
+        """Return a result as plain JSON values."""
+        return asdict(result)
 
-        Raises DatasetError for a line that is not a result, ConfigError if it cannot be written.
-        """
-        log = cls()
-        log._path = path
-        try:
-            held = path.read_bytes() if path.exists() else b""
-            done = held.rfind(b"\n") + 1
-            for number, line in enumerate(held[:done].splitlines(), 1):
-                log._read(line, f"{path}, line {number}")
-            path.write_bytes(held[:done])
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
-        return log
-
-    def get(self, key: Key) -> PromptRecord | None:
-        """Return the result of a key, or None."""
-        return self._records.get(_text(key))
-
-    def put(self, key: Key, record: PromptRecord) -> None:
-        """Keep a result."""
-        self._records[_text(key)] = record
-        if self._path is not None:
-            line = json.dumps({"key": key, "record": asdict(record)}, ensure_ascii=False)
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(f"{line}\n")
-
-    def __iter__(self) -> Iterator[PromptRecord]:
-        return iter(self._records.values())
-
-    def _read(self, line: bytes, where: str) -> None:
-        try:
-            plain = json.loads(line)
-            self._records[_text(plain["key"])] = PromptRecord.from_plain(plain["record"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise DatasetError(f"{where} is not a result of this evaluation: {error}") from error
-
-
-def _text(key: Key) -> str:
-    return json.dumps(key, sort_keys=True)
+    @staticmethod
+    def from_plain(plain: Mapping[str, Any]) -> PromptRecord:
+        """Read what to_plain gives."""
+        return PromptRecord.from_plain(plain)

@@ -45,19 +45,25 @@ def check_model(name: str) -> None:
         ) from error
 
 
-def check_chunk_size(chunk_size: int, model: str) -> None:
-    """Raise ConfigError when a chunk of so many tokens fits no prompt of the model."""
+def check_chunk_size(chunk_size: int, model: str, option: str = "--chunk-size") -> None:
+    """Raise ConfigError when a chunk of so many tokens fits no prompt of the model.
+
+    option: the chunk size's name on the command line.
+    """
     quiet_libraries()
     from cacheblend_rag.rag.model_config import text_config
 
-    check_fits(chunk_size, getattr(text_config(model), "max_position_embeddings", None), model)
+    window = getattr(text_config(model), "max_position_embeddings", None)
+    check_fits(chunk_size, window, model, option)
 
 
-def check_fits(chunk_size: int, context_window: int | None, model: str) -> None:
+def check_fits(
+    chunk_size: int, context_window: int | None, model: str, option: str = "--chunk-size"
+) -> None:
     """Raise ConfigError when a chunk of so many tokens does not fit the context window."""
     if context_window and chunk_size >= context_window:
         raise ConfigError(
-            f"--chunk-size {chunk_size}: prompts of model {model!r} hold {context_window:,} "
+            f"{option} {chunk_size}: prompts of model {model!r} hold {context_window:,} "
             "tokens, the question and the answer among them: give a smaller one"
         )
 

@@ -18,6 +18,7 @@ from cacheblend_rag.rag.readers import FileReader
 
 ASK = ("ask", "Who?", "--from", "{collection}")
 CHAT = ("chat", "--from", "{collection}")
+ANALYZE = ("analyze", "{file}.txt", "--model", "demo", "--kv-path", "{new}")
 INDEX = ("index", "{notes}", "--into", "{new}", "--model", "demo")
 WRONG = {
     # what Typer itself finds
@@ -71,8 +72,24 @@ WRONG = {
     ("serve", "demo", "--namespace", "\ud800"): "namespace='\\ud800' holds a lone surrogate",
     ("store", "ls", "--kv-path", "{store}", "--namespace", "\udcff"): "holds a lone surrogate",
     ("doctor", "--url", "http://host:1", "--namespace", "\udcff"): "holds a lone surrogate",
+    # documents to analyze
+    ("analyze",): "missing argument 'FILE'",
+    ("analyze", "{nothing}"): "does not exist",
+    ("analyze", "{notes}"): "is not a file: give one document",
+    ("analyze", "{file}"): "must be one of .txt",
+    (*ANALYZE, "--question", " "): "the question is empty",
+    (*ANALYZE, "--window", "0"): "'--window'",
+    (*ANALYZE, "--chunk-tokens", "9"): "chunk_tokens=9 must be a whole number of at least 16",
+    (*ANALYZE, "--chunk-tokens", "4096"): "--chunk-tokens 4096: prompts of model 'demo' hold 4,096",
+    (*ANALYZE, "--overlap", "1025"): "overlap=1025 must be at most half of chunk_tokens=2048",
+    (*ANALYZE, "--combine", "vote"): "'--combine'",
+    (*ANALYZE, "--resume", "{file}"): "is not a result of this analysis",
+    (*ANALYZE, "--resume", "{nothing}/answers"): "cannot be written",
+    (*ANALYZE, "--kv-path", "{collection}"): "is a collection",
+    (*ANALYZE, "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
     # selectors
     (*ASK, "--selector", "guess"): "selector='guess' must be one of",
+    (*ANALYZE, "--selector", "guess"): "selector='guess' must be one of",
     (*CHAT, "--selector", "guess"): "selector='guess' must be one of",
     ("eval", "--selectors", "guess"): "selector='guess' must be one of",
     ("bench", "ttft", "--selector", "guess"): "selector='guess' must be one of",
@@ -94,6 +111,7 @@ WRONG = {
     (*CHAT, "--engine", "http://"): "must be like http://host:8000",
     (*INDEX, "--engine", "http://me:sesame@host"): "holds a password",
     (*INDEX, "--engine", "llama.cpp"): "engine='llama.cpp' must be",
+    (*ANALYZE, "--engine", "tgi"): "engine='tgi' must be",
     ("doctor", "--url", "localhost"): "must be like http://host:8000",
     ("eval", "--engine", "tgi"): "engine='tgi' must be",
     ("bench", "ttft", "--engine", "tgi"): "engine='tgi' must be",
@@ -109,12 +127,14 @@ WRONG = {
     ): "model='nobody/nothing' is not a folder here, and the hub",
     (*INDEX, "--embedding-model", "./none"): "embedding_model='./none': there is no such folder",
     ("demo", "--embedding-model", "/nowhere"): "embedding_model='/nowhere': there is no such",
+    ("analyze", "{file}.txt", "--model", "./none"): "model='./none': there is no such folder",
     ("eval", "--model", "/nowhere"): "model='/nowhere': there is no such folder",
     ("serve", "nofolder"): "model='nofolder' is not a folder here, and the hub",
     ("serve", "./nofolder"): "model='./nofolder': there is no such folder",
     # devices, precisions, shapes
     (*ASK, "--device", "gpu"): "device='gpu' is not available here",
     (*INDEX, "--device", "gpu"): "device='gpu' is not available here",
+    (*ANALYZE, "--device", "gpu"): "device='gpu' is not available here",
     ("eval", "--device", "gpu"): "device='gpu' is not available here",
     ("bench", "ttft", "--device", "gpu"): "device='gpu' is not available here",
     (*INDEX, "--dtype", "int8"): "dtype='int8' must be one of",
@@ -176,7 +196,8 @@ def _nothing_is_loaded(monkeypatch):
 
 @pytest.fixture
 def places(indexed, tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("no\n")
+    (tmp_path / "file.txt").write_text("")
     return {
         "collection": indexed[0],
         "notes": indexed[0].parent / "notes",

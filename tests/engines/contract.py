@@ -29,6 +29,7 @@ from cacheblend_rag import (
     GuardReport,
     LeadInConfig,
     SamplingParams,
+    analyze_long_document,
 )
 from cacheblend_rag.engines import filling as filling_module
 from cacheblend_rag.engines import idle, index_time
@@ -40,6 +41,7 @@ from cacheblend_rag.errors import ConfigError, PromptError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
+from cacheblend_rag.rag.document_report import Combine
 from cacheblend_rag.reason import ReasonCode
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.models import make_tokenizer, prompt_of, words
@@ -1609,6 +1611,28 @@ class EngineContract:
         while self.at_work(engine) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert self.at_work(engine) == 0
+
+    # Long documents
+
+    @pytest.mark.parametrize("combine", ["map_reduce", "refine"])
+    def test_a_long_document_is_answered_window_by_window(
+        self, engine: Engine, texts: Texts, combine: Combine
+    ) -> None:
+        document = "\n\n".join(texts.text(37) for _ in range(8))
+        greedy = SamplingParams.greedy(max_tokens=6)
+        asked = {"chunk_tokens": 64, "overlap": 16, "window": 3, "sampling": greedy}
+        for question, computes in ((texts.text(3), True), (texts.text(3), False)):
+            analysis = analyze_long_document(
+                engine, document, question, combine=combine, config=REUSE, **asked
+            )
+            answers = list(analysis)
+            report = analysis.report
+            assert len(answers) == report.windows == report.chunks - 2 > 2
+            assert report.computed_chunks == (report.chunks if computes else 0)
+            assert report.stored_chunks == report.chunks - report.computed_chunks
+            assert all(one.answer.reused_tokens > 2 * 48 for one in answers)
+            assert report.answer
+            assert report.prompts == report.windows + (combine == "map_reduce")
 
 
 def joined(deltas: Iterable[Delta]) -> Generation:

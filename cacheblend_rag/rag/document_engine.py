@@ -1,0 +1,105 @@
+"""Reads a file to analyze, and opens an engine whose prompts begin as the analysis' prompts do."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cacheblend_rag.demo import corpus as demo_corpus
+from cacheblend_rag.engines.factory import open_engine
+from cacheblend_rag.engines.quiet_import import quiet_libraries
+from cacheblend_rag.errors import PromptError, StoreError
+from cacheblend_rag.models import DEFAULT_MODEL, knows_only_the_demo
+from cacheblend_rag.rag import checks
+from cacheblend_rag.rag.extracting import EXTRACTORS
+from cacheblend_rag.rag.progress import ProgressCallbacks
+from cacheblend_rag.rag.readers import FileReader, UnreadableFileError
+from cacheblend_rag.rag.toy_vocabulary import foreign_warning, is_foreign
+from cacheblend_rag.rag.window_prompts import INSTRUCTION, default_lead_in
+from cacheblend_rag.settings import EMBEDDED
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.settings import BlendConfig, StoreConfig
+
+DEFAULT_KV_PATH = Path(".cacheblend-documents")
+
+
+def check_document(path: Path) -> None:
+    """Raise StoreError or PromptError unless there is a file of a kind that can be read."""
+    if not path.exists():
+        raise StoreError(f"{path} does not exist")
+    if not path.is_file():
+        raise PromptError(f"{path} is not a file: give one document")
+    if path.suffix.lower() not in EXTRACTORS:
+        raise PromptError(f"{path} must be one of {' '.join(EXTRACTORS)}, by its name")
+
+
+def read_document(path: Path) -> str:
+    """Return a file's text; raises PromptError when it has none, MissingExtraError."""
+    try:
+        with FileReader() as reader:
+            return reader.read(path)
+    except UnreadableFileError as error:
+        raise PromptError(f"{path} cannot be analyzed: {error}") from error
+
+
+@dataclass(frozen=True)
+class AnalysisEngine:
+    """The settings of an engine for analyses, checked before anything is loaded.
+
+    store: where KV is kept, its folder included. ratio, selector: override how KV is blended.
+    The others are as in EngineConfig.
+    Raises ConfigError, ModelLoadError or MissingExtraError.
+    """
+
+    store: StoreConfig
+    model: str = DEFAULT_MODEL
+    engine: str = EMBEDDED
+    device: str | None = None
+    dtype: str | None = None
+    profile: str | None = None
+    ratio: float | None = None
+    selector: str | None = None
+
+    def __post_init__(self) -> None:
+        checks.check_blend(self.ratio, self.selector)
+        checks.check_engine(self.engine)
+        checks.check_model(self.model)
+        checks.check_placement(self.device, self.dtype)
+
+    def open(self, progress: ProgressCallbacks) -> Engine:
+        """Open the engine."""
+        from cacheblend_rag.settings import EngineConfig, Profile
+
+        with progress.phase("loading the libraries"):
+            quiet_libraries()
+        os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+        toy = knows_only_the_demo(self.model)
+        instruction = demo_corpus.INSTRUCTION if toy else INSTRUCTION
+        with progress.phase(f"loading the model {self.model}"):
+            return open_engine(
+                EngineConfig(
+                    engine=self.engine,
+                    model=self.model,
+                    instruction=partial(default_lead_in, instruction=instruction),
+                    store=self.store,
+                    profile=Profile.chosen(self.profile),
+                    device=self.device,
+                    dtype=self.dtype,
+                )
+            )
+
+    def config(self, engine: Engine) -> BlendConfig:
+        """Return how the opened engine's answers are blended."""
+        changes = {"recompute_ratio": self.ratio, "selector": self.selector}
+        given = {name: value for name, value in changes.items() if value is not None}
+        return engine.config.with_changes(**given)
+
+    def warn_of_foreign(self, path: Path, text: str, progress: ProgressCallbacks) -> None:
+        """Warn if the toy model cannot read the text."""
+        if knows_only_the_demo(self.model) and is_foreign(text):
+            progress.warn(foreign_warning(path.name, "--model "))

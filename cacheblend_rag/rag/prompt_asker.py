@@ -1,0 +1,111 @@
+"""Asks an engine the prompts of an analysis, unless a log holds their answers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from threading import Event
+from typing import TYPE_CHECKING, Any
+
+from cacheblend_rag.errors import PromptError, PromptTooLongError
+from cacheblend_rag.rag.document_report import AnswerLog, PromptAnswer
+from cacheblend_rag.rag.fitting import ANSWER_SHARE
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.base import Engine
+    from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.settings import BlendConfig
+    from cacheblend_rag.text.prompt import BlendPrompt
+
+
+class PromptAsker:
+    """Answers prompts about one document by one engine.
+
+    sampling, config: of all prompts. log: answers that are known already are taken from it, and
+    new ones are kept in it. cancel: stops the work. document: its text, on which the KV of chunks
+    depends beside their own; as an attribute its hash, 32 hex digits. answer_tokens: the most
+    tokens of an answer, also in the prompts that hold it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: SamplingParams,
+        *,
+        config: BlendConfig | None,
+        log: AnswerLog,
+        cancel: Event | None,
+        document: str,
+    ) -> None:
+        self.answer_tokens = min(sampling.max_tokens, engine.context_window // ANSWER_SHARE)
+        self._sampling = replace(sampling, max_tokens=self.answer_tokens)
+        self._engine, self._config = engine, config
+        self._log, self._cancel = log, cancel or Event()
+        self.document = hashlib.sha256(document.encode("utf-8", "replace")).hexdigest()[:32]
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the work is to stop."""
+        return self._cancel.is_set()
+
+    def room(self, frame: BlendPrompt) -> int:
+        """Return how many tokens a prompt may hold beside ``frame`` and its answer.
+
+        Raises PromptError when there are none.
+        """
+        try:
+            tokens = len(self._engine.prepare(frame).token_ids)
+        except PromptTooLongError as error:
+            tokens = error.tokens
+        room = self._engine.context_window - self.answer_tokens
+        if tokens >= room:
+            raise PromptError(
+                f"the question and the instruction hold {tokens} tokens, more than {room}: shorten "
+                "the question"
+            )
+        return room - tokens
+
+    def within(self, answer: str) -> str:
+        """Return an answer, or its beginning, that has at most ``answer_tokens`` tokens.
+
+        A text may have more tokens than it was generated in.
+        """
+        while (tokens := len(self._engine.tokenize(answer))) > self.answer_tokens:
+            answer = answer[: len(answer) * self.answer_tokens // tokens]
+        return answer
+
+    def known(self, prompt: BlendPrompt) -> PromptAnswer | None:
+        """Return the answer that the log holds, or None."""
+        return self._log.get(self._key(prompt))
+
+    def ask(self, prompt: BlendPrompt) -> PromptAnswer | None:
+        """Have the engine answer, and keep its answer; None if the work was cancelled."""
+        if self.is_cancelled:
+            return None
+        generation = self._engine.generate(
+            prompt, self._sampling, config=self._config, cancel=self._cancel
+        )
+        if generation.finish_reason == "cancelled":
+            return None
+        answer = PromptAnswer.of(generation)
+        self._log.put(self._key(prompt), answer)
+        return answer
+
+    def _key(self, prompt: BlendPrompt) -> Mapping[str, Any]:
+        """Return what an answer depends on."""
+        config = self._config or self._engine.config
+        return {
+            "document": self.document,
+            "prompt": hashlib.sha256(prompt.text.encode()).hexdigest()[:32],
+            "model": self._engine.model_name,
+            "dtype": self._engine.dtype,
+            "kv": self._engine.fingerprint,
+            "config": config.model_dump(mode="json"),
+            "sampling": {**asdict(self._sampling), "stop": list(self._sampling.stop)},
+        }
+
+
+def with_stop(sampling: SamplingParams, stop: tuple[str, ...]) -> SamplingParams:
+    """Return sampling settings with more stop strings."""
+    return replace(sampling, stop=(*sampling.stop, *stop))

@@ -1,0 +1,84 @@
+"""Results by key, in memory and in a file of JSON lines, so that interrupted work can go on."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from cacheblend_rag.errors import ConfigError, DatasetError
+
+Key = Mapping[str, Any]
+"""What a result depends on, in plain JSON values."""
+ResultT = TypeVar("ResultT")
+
+
+class ResultLog(ABC, Generic[ResultT]):
+    """Results by key, in memory and, if it has a file, there as JSON lines.
+
+    A line is an object with ``key`` and ``record``. Each is on disk as soon as it is known, so that
+    interrupted work can go on; a last line that was not finished is dropped. ``work`` names the
+    work in errors.
+    """
+
+    work: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._results: dict[str, ResultT] = {}
+        self._path: Path | None = None
+
+    @staticmethod
+    @abstractmethod
+    def to_plain(result: ResultT) -> Mapping[str, Any]:
+        """Return a result as plain JSON values."""
+
+    @staticmethod
+    @abstractmethod
+    def from_plain(plain: Mapping[str, Any]) -> ResultT:
+        """Read what to_plain gives; raises ValueError, KeyError or TypeError for anything else."""
+
+    @classmethod
+    def resumed(cls, path: Path) -> Self:
+        """Go on with a file, or begin it if there is none.
+
+        Raises DatasetError for a line that is not a result, ConfigError if it cannot be written.
+        """
+        log = cls()
+        log._path = path
+        try:
+            held = path.read_bytes() if path.exists() else b""
+            done = held.rfind(b"\n") + 1
+            for number, line in enumerate(held[:done].splitlines(), 1):
+                log._read(line, f"{path}, line {number}")
+            path.write_bytes(held[:done])
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+        return log
+
+    def get(self, key: Key) -> ResultT | None:
+        """Return the result of a key, or None."""
+        return self._results.get(_text(key))
+
+    def put(self, key: Key, result: ResultT) -> None:
+        """Keep a result."""
+        self._results[_text(key)] = result
+        if self._path is not None:
+            plain = {"key": key, "record": self.to_plain(result)}
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(plain, ensure_ascii=False)}\n")
+
+    def __iter__(self) -> Iterator[ResultT]:
+        return iter(self._results.values())
+
+    def _read(self, line: bytes, where: str) -> None:
+        try:
+            plain = json.loads(line)
+            self._results[_text(plain["key"])] = self.from_plain(plain["record"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise DatasetError(f"{where} is not a result of this {self.work}: {error}") from error
+
+
+def _text(key: Key) -> str:
+    return json.dumps(key, sort_keys=True)

@@ -1,0 +1,405 @@
+"""A long document is answered window by window, each chunk computed once, and resumed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from threading import Event
+
+import pytest
+
+from cacheblend_rag import (
+    LeadInConfig,
+    Reason,
+    ReasonCode,
+    SamplingParams,
+    StoreConfig,
+    TieredKVStore,
+    TransformersEngine,
+    analyze_long_document,
+)
+from cacheblend_rag.errors import ConfigError, DatasetError, PromptError
+from cacheblend_rag.rag.progress import ProgressCallbacks, Task
+from tests.engines.toy_engine import ToyEngine
+from tests.models import make_model, make_tokenizer, words
+
+SIZES = {"chunk_tokens": 64, "overlap": 16, "window": 5}
+SAMPLING = SamplingParams.greedy(max_tokens=6)
+QUESTION = "w250 w251"
+
+
+class CountingEngine(ToyEngine):
+    """Notes which chunks it is asked to store, and which prompts it answers."""
+
+    def __init__(self, window: int = 1 << 15, **settings):
+        self._window = window
+        self.stored, self.prompts = Counter(), []
+        super().__init__(make_tokenizer(), **settings)
+
+    @property
+    def context_window(self):
+        return self._window
+
+    def _store(self, plans):
+        self.stored.update(plan.key for plan in plans)
+        return super()._store(plans)
+
+    def _start(self, request):
+        self.prompts.append(request.prepared.text)
+        return super()._start(request)
+
+
+class Shown(ProgressCallbacks):
+    """Adds up the steps of tasks."""
+
+    def __init__(self):
+        self.steps, self.done, self.phases = {}, Counter(), []
+
+    def begin(self, name, steps):
+        self.steps[name], shown = steps, self
+
+        class Counted(Task):
+            def advance(self, steps=1):
+                shown.done[name] += steps
+
+        return Counted()
+
+
+def document(tokens=1000, seed=1):
+    text = words(tokens, seed).split()
+    return "\n\n".join(" ".join(text[at : at + 37]) for at in range(0, tokens, 37))
+
+
+def analyze(engine, text=None, question=QUESTION, **options):
+    asked = {**SIZES, "sampling": SAMPLING, **options}
+    return analyze_long_document(engine, text or document(), question, **asked)
+
+
+def test_each_chunk_is_computed_once_though_it_stands_in_five_windows():
+    engine = CountingEngine()
+    analysis = analyze(engine)
+    assert engine.stored == Counter(), "nothing is computed before it is asked for"
+    answers = list(analysis)
+    report = analysis.report
+    assert report.window == report.asked_window == 5
+    assert report.window_reason is None
+    assert len(answers) == report.windows == report.chunks - 4
+    assert set(engine.stored.values()) == {1}
+    assert report.computed_chunks == len(engine.stored) == report.chunks
+    held = Counter(c for one in answers for c in range(one.first_chunk, one.end_chunk))
+    assert max(held.values()) == 5
+    assert all(one.answer.reused_tokens > 4 * 48 for one in answers)
+    assert report.prompts == report.windows + 1, "the last one joins the answers"
+
+
+def test_windows_hold_their_chunks_and_the_question_and_cover_the_document():
+    engine, text = CountingEngine(), document()
+    answers = list(analyze(engine, text))
+    assert answers[0].start == 0
+    assert answers[-1].end == len(text)
+    for index, one in enumerate(answers):
+        assert (one.window, one.first_chunk, one.end_chunk) == (index, index, index + 5)
+        prompt = engine.prompts[index]
+        assert prompt.endswith(f"Question: {QUESTION}\nAnswer:")
+        first, *_, last = text[one.start : one.end].split("\n\n")
+        assert first in prompt
+        assert last in prompt
+
+
+def test_answers_come_while_later_chunks_are_not_computed():
+    engine = CountingEngine()
+    analysis = analyze(engine)
+    next(analysis)
+    assert len(engine.stored) == 5
+    next(analysis)
+    assert len(engine.stored) == 6
+    assert analysis.report.computed_chunks == 6
+    assert analysis.report.answer == ""
+
+
+def test_a_second_question_computes_no_chunk():
+    engine = CountingEngine()
+    first = analyze(engine).result()
+    second = analyze(engine, question="w240?").result()
+    assert (second.computed_chunks, second.stored_chunks) == (0, first.chunks)
+
+
+@pytest.mark.parametrize("combine", ["map_reduce", "refine"])
+def test_windows_shrink_to_a_small_context_and_the_report_says_so(combine):
+    engine = CountingEngine(window=320)
+    report = analyze(engine, combine=combine).result()
+    assert 1 <= report.window < 5
+    assert report.asked_window == 5
+    assert "hold 320 tokens" in report.window_reason
+    assert report.windows == report.chunks - report.window + 1
+    assert report.computed_chunks == report.chunks
+    assert report.answer
+
+
+def test_a_short_document_has_one_window_whose_answer_is_the_result():
+    engine = CountingEngine()
+    analysis = analyze(engine, document(100))
+    (only,) = analysis
+    report = analysis.report
+    assert (report.window, report.windows, report.prompts) == (report.chunks, 1, 1)
+    assert report.window_reason == f"the document has {report.chunks} chunks"
+    assert report.answer == only.text
+
+
+def test_map_reduce_joins_the_answers_of_all_windows():
+    engine = CountingEngine()
+    analysis = analyze(engine)
+    texts = [one.text for one in analysis]
+    last = engine.prompts[-1]
+    for number, text in enumerate(texts, start=1):
+        assert f"Part {number}: {text}\n\n" in last
+    assert analysis.report.answer == engine.generate(last, SAMPLING).text
+
+
+def test_answers_that_do_not_fit_into_a_prompt_are_joined_in_rounds():
+    engine = CountingEngine(window=260)
+    analysis = analyze(engine, sampling=SamplingParams.greedy(max_tokens=30))
+    windows = len(list(analysis))
+    joining = engine.prompts[windows:]
+    assert len(joining) > 2
+    assert sum(prompt.count("Part ") for prompt in joining) == windows + len(joining) - 1
+    assert analysis.report.answer
+
+
+def test_refine_hands_each_window_the_answer_so_far():
+    engine = CountingEngine()
+    analysis = analyze(engine, combine="refine")
+    texts = [one.text for one in analysis]
+    assert len(engine.prompts) == len(texts)
+    assert "This is the answer" not in engine.prompts[0]
+    for text, prompt in zip(texts, engine.prompts[1:], strict=False):
+        assert f"before these passages:\n{text}\n\n" in prompt
+    assert analysis.report.answer == texts[-1]
+
+
+@pytest.mark.parametrize("combine", ["map_reduce", "refine"])
+def test_a_resumed_run_asks_only_what_is_missing(combine, tmp_path):
+    kept, whole = tmp_path / "answers.jsonl", analyze(CountingEngine(), combine=combine).result()
+    begun = analyze(CountingEngine(), combine=combine, resume=kept)
+    before = [next(begun) for _ in range(3)]
+    assert len(kept.read_text().splitlines()) == 3
+    kept.write_text(f"{kept.read_text()}{{'key': unfin")
+
+    engine = CountingEngine()
+    analysis = analyze(engine, combine=combine, resume=kept)
+    after = list(analysis)
+    assert [one.text for one in after[:3]] == [one.text for one in before]
+    assert [one.is_resumed for one in after] == [True] * 3 + [False] * (len(after) - 3)
+    report = analysis.report
+    assert (report.answer, report.resumed_prompts) == (whole.answer, 3)
+    assert report.prompts == len(engine.prompts) == whole.prompts - 3
+    assert report.computed_chunks == report.chunks - 3, "chunks of answered windows alone are not"
+
+    last = CountingEngine()
+    assert analyze(last, combine=combine, resume=kept).result().answer == whole.answer
+    assert not last.prompts
+    assert not last.stored
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"question": "w3"}, {"sampling": SamplingParams.greedy(max_tokens=5)}, {"chunk_tokens": 72}],
+)
+def test_answers_to_other_prompts_are_not_taken(change, tmp_path):
+    kept = tmp_path / "answers.jsonl"
+    analyze(CountingEngine(), resume=kept).result()
+    assert analyze(CountingEngine(), resume=kept, **change).result().resumed_prompts == 0
+
+
+def test_it_stops_when_it_is_cancelled_and_goes_on_later(tmp_path):
+    engine, cancel, kept = CountingEngine(), Event(), tmp_path / "answers.jsonl"
+    analysis = analyze(engine, cancel=cancel, resume=kept)
+    next(analysis)
+    cancel.set()
+    report = analysis.result()
+    assert report.is_cancelled
+    assert (report.answer, report.prompts, len(engine.stored)) == ("", 1, 5)
+    again = analyze(engine, resume=kept).result()
+    assert again.resumed_prompts == 1
+    assert not again.is_cancelled
+    assert again.answer
+
+
+def test_a_cancelled_answer_is_not_kept(tmp_path):
+    cancel, kept = Event(), tmp_path / "answers.jsonl"
+
+    class Cancelling(CountingEngine):
+        def _start(self, request):
+            cancel.set()
+            return super()._start(request)
+
+    assert analyze(Cancelling(), cancel=cancel, resume=kept).result().is_cancelled
+    assert kept.read_text() == ""
+
+
+def test_progress_counts_chunks_and_windows():
+    shown = Shown()
+    report = analyze(CountingEngine(), progress=shown).result()
+    assert shown.steps == {
+        "chunks": report.chunks,
+        "windows": report.windows,
+        "answers to combine": 1,
+    }
+    assert shown.done == shown.steps
+
+
+def test_a_later_text_of_the_same_name_replaces_an_earlier_one():
+    engine = CountingEngine()
+    first = analyze(engine, document(400), document_id="report").result()
+    engine.stored.clear()
+    changed = f"{document(400)}\n\n{document(80, seed=2)}"
+    second = analyze(engine, changed, document_id="report").result()
+    assert second.chunks > first.chunks
+    assert 0 < second.computed_chunks < second.chunks
+    known = engine.registry.document("report", second.collection)
+    assert len(known) == second.chunks
+
+
+@pytest.mark.parametrize("instruction", ["", "Read this.\n\n"])
+def test_prompts_begin_with_the_engines_instruction(instruction):
+    engine = CountingEngine(instruction=instruction)
+    analyze(engine).result()
+    begins = instruction or "The passages below are consecutive parts"
+    assert all(prompt.startswith(begins) for prompt in engine.prompts)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"text": " \n"}, PromptError, "the document is empty"),
+        ({"question": " "}, PromptError, "the question is empty"),
+        ({"question": words(40_000, 1)}, PromptError, "shorten the question"),
+        ({"chunk_tokens": 8}, ConfigError, "chunk_tokens=8"),
+        ({"overlap": 60}, ConfigError, "overlap=60"),
+        ({"window": 0}, ConfigError, "window=0"),
+        ({"combine": "best"}, ConfigError, "combine='best'"),
+    ],
+)
+def test_wrong_arguments_are_one_line_before_anything_is_computed(options, error, said):
+    engine = CountingEngine()
+    with pytest.raises(error, match=said) as caught:
+        analyze(engine, **options)
+    assert "\n" not in str(caught.value)
+    assert not engine.stored
+
+
+def test_answers_that_would_not_fit_together_are_refused_before_anything_is_computed():
+    engine = CountingEngine(window=220)
+    with pytest.raises(ConfigError, match="max_tokens=55 is too much to join two answers"):
+        analyze(engine, sampling=SamplingParams.greedy(max_tokens=200))
+    assert not engine.stored
+
+
+def test_an_answer_that_is_longer_in_other_tokens_is_shortened_in_prompts():
+    class Longer(CountingEngine):
+        def generate(self, prompt, *arguments, **options):
+            answer = super().generate(prompt, *arguments, **options)
+            return replace(answer, text=f"{answer.text} {words(300, 1)}")
+
+    engine = Longer(window=320)
+    analysis = analyze(engine, combine="refine", sampling=SamplingParams.greedy(max_tokens=1000))
+    answers = list(analysis)
+    assert len(answers) == analysis.report.windows
+    for one, prompt in zip(answers, engine.prompts[1:], strict=False):
+        held = prompt.partition("before these passages:\n")[2].partition("\n\n")[0]
+        assert one.text.startswith(held)
+        assert 60 < len(engine.tokenize(held)) <= 320 // 4
+
+
+def test_a_chunk_that_fits_no_prompt_is_refused_with_the_size_that_would():
+    with pytest.raises(ConfigError, match=r"chunk_tokens=64 must be at most \d+: prompts of"):
+        analyze(CountingEngine(window=110))
+
+
+def test_a_read_only_store_is_not_written_to():
+    class ReadOnly(CountingEngine):
+        read_only = True
+
+    engine = ReadOnly()
+    report = analyze(engine).result()
+    assert (report.computed_chunks, report.reused_tokens) == (0, 0)
+    assert not engine.stored
+    assert report.answer
+    assert len(engine.registry) == report.chunks
+
+
+def test_chunks_that_cannot_be_stored_are_counted_and_computed_in_each_window():
+    class Unblended(CountingEngine):
+        blend_refusal = Reason(ReasonCode.UNSUPPORTED_MODEL, "its positions are learned")
+
+    report = analyze(Unblended()).result()
+    assert list(report.refused.values()) == [report.chunks]
+    assert report.computed_chunks == 0
+    assert report.answer
+
+
+def test_a_file_of_anything_else_is_refused(tmp_path):
+    kept = tmp_path / "answers.jsonl"
+    kept.write_text(json.dumps({"key": {}, "record": {"score": 1}}) + "\n")
+    with pytest.raises(DatasetError, match=r"line 1 is not a result of this analysis"):
+        analyze(CountingEngine(), resume=kept)
+
+
+def test_report_and_answers_are_plain_json():
+    analysis = analyze(CountingEngine())
+    plain = [one.to_dict() for one in analysis]
+    assert plain[1]["first_chunk"] == 1
+    assert plain[1]["text"]
+    assert "answer" not in plain[1]
+    assert json.loads(json.dumps(analysis.report.to_dict()))["windows"] == len(plain)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model()
+
+
+def transformers_engine(model, folder, host_bytes, **settings):
+    config = StoreConfig(kv_path=folder, host_bytes=host_bytes)
+    return TransformersEngine(
+        model, tokenizer=make_tokenizer(), store=TieredKVStore.of(config), **settings
+    )
+
+
+def test_a_real_model_reuses_chunks_from_disk_with_little_memory(model, tmp_path):
+    """Host memory has room for three chunks; each is computed once and read from disk later."""
+    chunk = 64 * 2 * 4 * 2 * 16 * 4
+    engine = transformers_engine(model, tmp_path, host_bytes=3 * chunk)
+    report = analyze(engine, document(600)).result()
+    assert report.computed_chunks == report.chunks > 8
+    assert report.reused_tokens > report.prompt_tokens / 2
+    again = analyze(engine, document(600), question="w9").result()
+    assert (again.computed_chunks, again.stored_chunks) == (0, report.chunks)
+    engine.close()
+
+
+@pytest.mark.parametrize(("document_window", "same"), [(2048, 5), (32, 6)])
+def test_a_chunk_is_computed_after_the_text_before_it_in_its_window(document_window, same):
+    """Of ten chunks, the first four hold another beginning, and the fifth was computed after it."""
+    lead_in = {"kind": "document", "document_window": document_window}
+    engine, keys = CountingEngine(lead_in=LeadInConfig.of(lead_in)), []
+    for seed in (3, 5):
+        text = f"{words(200, seed)} {words(440, 4)}"
+        report = analyze(engine, text, overlap=0).result()
+        chunks = engine.registry.document(report.document_id, report.collection)
+        assert len(chunks) == report.chunks == 10
+        keys.append({engine.key(chunk) for chunk in chunks})
+    assert len(keys[0] & keys[1]) == same
+
+
+def test_no_token_is_computed_much_more_than_twice():
+    computed = []
+
+    class Adding(CountingEngine):
+        def _store(self, plans):
+            computed.extend(len(plan.context) + len(plan.token_ids) for plan in plans)
+            return super()._store(plans)
+
+    report = analyze(Adding(), overlap=8).result()
+    assert 1.8 * report.tokens < sum(computed) <= 128 / (64 - 8 - 2) * report.tokens
