@@ -266,6 +266,7 @@ def test_the_prior_is_how_far_the_document_moves_layer_one_keys(
     plain = torch.complex(here[..., :half], here[..., half:])
     turned = plain * torch.complex(angle.cos(), angle.sin())
     wanted = (torch.cat([turned.real, turned.imag], -1) - there).square().sum((0, 2))
+    wanted /= there.square().sum((0, 2)).mean()
     found = stored(engine, chunk).prior
     assert found is not None
     torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-3)
