@@ -139,11 +139,7 @@ class TransformersEngine(Engine, ScoringEngine):
         self.store = TieredKVStore.open() if store is None else store
         self._priority_lock = lock_of(self.model)
         self._watched = WatchedModel(
-            self.model,
-            self._priority_lock,
-            self.store,
-            name=given.loaded_by,
-            wrapper=given.wrapper,
+            self.model, self._priority_lock, self.store, name=given.loaded_by, wrapper=given.wrapper
         )
         self._refreshing = threading.Lock()
         self.prefixes = PrefixWriter(self.store)
@@ -261,7 +257,8 @@ class TransformersEngine(Engine, ScoringEngine):
             return
         with suppress(GeneratorExit):  # a stream that is closed early has a prefix, too
             yield from self._decoded(request, prefilled, partial(self._answered, request))
-        self._keep_prefix(prefiller, request, prefilled)
+        if prefiller.reuses_prefix(request):
+            self._keep_prefix(prefiller, request, prefilled)
 
     def _keep_prefix(self, prefiller: Prefiller, request: Request, prefilled: Prefilled) -> None:
         """Begin to store what a finished request began with, unless the model has changed."""

@@ -97,9 +97,14 @@ class Prefiller:
             held = (*prompt.token_ids, *prefilled.answer)[: cache.get_seq_length()]
             writer.put(names.blocks(held[: prompt.first_chunk]), cache.fused)
 
+    def reuses_prefix(self, request: Request) -> bool:
+        """Whether a request reuses what earlier ones began with, and stores what it begins with."""
+        is_asked = request.config.reuse_prefix and not request.full
+        return is_asked and self._prefixes is not None
+
     def _names(self, request: Request) -> PrefixKeys | None:
         """Return the names of a request's blocks; None if it neither reuses nor stores any."""
-        return None if request.full or not request.config.reuse_prefix else self._prefixes
+        return self._prefixes if self.reuses_prefix(request) else None
 
     def _stored_prefix(self, request: Request) -> StoredPrefix | None:
         """Return the stored blocks that a prompt begins with, up to its first chunk."""
