@@ -123,7 +123,7 @@ def _point(one: Standing, x: float, y: float, *, is_whole: bool) -> str:
     return f'<circle cx="{x}" cy="{y}" r="4" fill="{fill}" stroke="{colour}"/>'
 
 
-def _line(x: float, y: float, to_x: float, to_y: float, colour: str, width: float = 1) -> str:
+def _line(x: float, y: float, to_x: float, to_y: float, colour: str, *, width: float = 1) -> str:
     return (
         f'<line x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}" stroke="{colour}" '
         f'stroke-width="{width}"/>'
