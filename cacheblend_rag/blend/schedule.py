@@ -78,8 +78,8 @@ def plan_schedule(config: BlendConfig, layers: int) -> Schedule:
         ratios,
         Budget.of(config),
         _narrowings(config, layers, max(ratios, default=0)),
-        selector.repair if config.key_repair is None else config.key_repair,
-        selector.repair if config.value_repair is None else config.value_repair,
+        config.key_repair,
+        config.value_repair,
     )
 
 

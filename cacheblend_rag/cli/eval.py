@@ -65,13 +65,11 @@ def evaluate_command(
         str, typer.Option(help="Where hkvd compares, comma-separated.", metavar="LAYER,...")
     ] = "1",
     repair: Annotated[
-        float | None,
+        float,
         typer.Option(
-            min=0,
-            max=1,
-            help="Share of a chunk's mean change that its other KV gets; the selector's own.",
+            min=0, max=1, help="Share of a chunk's mean change that its other KV gets, too."
         ),
-    ] = None,
+    ] = 0.0,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per answer.")] = 16,
     fidelity: Annotated[
         bool,

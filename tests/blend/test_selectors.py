@@ -143,14 +143,11 @@ def test_gradual_filtering_has_a_ratio_a_check_layer() -> None:
     assert schedule.ratio == 0.1
 
 
-def test_a_selector_has_a_repair_of_its_own() -> None:
-    for selector, own in (("question_mid", 0.5), ("question", 0.0), ("hkvd", 0.0)):
-        plain = plan_schedule(BlendConfig(selector=selector), 4)
-        assert (plain.key_repair, plain.value_repair) == (own, own)
-        told = plan_schedule(BlendConfig(selector=selector, key_repair=0.0, value_repair=1.0), 4)
-        assert (told.key_repair, told.value_repair) == (0.0, 1.0)
-    near = BlendConfig(selector="question_mid", selector_options={"neighbours": 1})
-    assert plan_schedule(near, 4).key_repair == 0.5
+def test_repair_is_what_is_asked_for() -> None:
+    plain = plan_schedule(BlendConfig(), 4)
+    assert (plain.key_repair, plain.value_repair) == (0.0, 0.0)
+    told = plan_schedule(BlendConfig(key_repair=0.5, value_repair=1.0), 4)
+    assert (told.key_repair, told.value_repair) == (0.5, 1.0)
 
 
 @pytest.mark.parametrize(

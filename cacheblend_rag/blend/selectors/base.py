@@ -47,14 +47,12 @@ class Selector:
     needs_question: the engine runs a question-only probe pass first.
     needs_prior: chunks must have been stored with a prior.
     fixed_ratio: overrides the configured recompute ratio.
-    repair: the default of ``key_repair`` and ``value_repair``.
     """
 
     needs_fresh_kv: ClassVar[bool] = False
     needs_question: ClassVar[bool] = False
     needs_prior: ClassVar[bool] = False
     fixed_ratio: ClassVar[float | None] = None
-    repair: ClassVar[float] = 0.0
 
     @property
     def probe(self) -> Probe:

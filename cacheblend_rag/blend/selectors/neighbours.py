@@ -37,7 +37,7 @@ class Neighbours(Selector):
             if type(value) is not int or value < 0:
                 raise ConfigError(f"{name}={value!r} must be an integer of at least 0")
         # What the engine asks of a selector's class is a fact of the other selector here.
-        for name in ("needs_fresh_kv", "needs_question", "needs_prior", "fixed_ratio", "repair"):
+        for name in ("needs_fresh_kv", "needs_question", "needs_prior", "fixed_ratio"):
             object.__setattr__(self, name, getattr(self.of, name))
 
     @property

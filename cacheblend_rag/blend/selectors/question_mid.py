@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from cacheblend_rag.blend.selectors.probe import Heads
 from cacheblend_rag.blend.selectors.question import Question
@@ -18,6 +17,5 @@ class QuestionMid(Question):
     ``layers`` names such layers of a model.
     """
 
-    repair: ClassVar[float] = 0.5
     span: Sequence[float] = (0.4, 0.75)
     heads: Heads = "sum"

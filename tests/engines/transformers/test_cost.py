@@ -88,10 +88,6 @@ def head_cost(model: PreTrainedModel) -> float:
     return 2.0 * model.config.hidden_size * VOCABULARY
 
 
-UNREPAIRED = BlendConfig(min_tokens=0, key_repair=0.0, value_repair=0.0)
-"""A repair's means are products too, of no account beside a layer's."""
-
-
 def schedules() -> Iterator[Any]:
     for name, kind in SELECTORS.items():
         checks: list[dict[str, Any]] = [{}]
@@ -100,7 +96,7 @@ def schedules() -> Iterator[Any]:
             checks += [{"check_layers": (2,)}, {"check_layers": (3,)}, gradual]
         for settings in checks:
             for ratio in (0.0, 0.3, 1.0) if kind.fixed_ratio is None and not settings else (0.3,):
-                config = UNREPAIRED.with_changes(selector=name, recompute_ratio=ratio, **settings)
+                config = BlendConfig(min_tokens=0, selector=name, recompute_ratio=ratio, **settings)
                 layers = "".join(map(str, config.check_layers))
                 yield pytest.param(config, id=f"{name}-at{layers}-{ratio}")
 
