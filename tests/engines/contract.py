@@ -802,6 +802,26 @@ class EngineContract:
         assert keys[0] == engine.key(whole[0])
         assert not {keys[1], keys[2]} & {engine.key(chunk) for chunk in whole}
 
+    @pytest.mark.parametrize("combine", ["map_reduce", "refine"])
+    def test_a_long_document_is_answered_window_by_window(
+        self, engine: Engine, texts: Texts, combine: Combine
+    ) -> None:
+        document = "\n\n".join(texts.text(37) for _ in range(8))
+        greedy = SamplingParams.greedy(max_tokens=6)
+        asked = {"chunk_tokens": 64, "overlap": 16, "window": 3, "sampling": greedy}
+        for question, computes in ((texts.text(3), True), (texts.text(3), False)):
+            analysis = analyze_long_document(
+                engine, document, question, combine=combine, config=REUSE, **asked
+            )
+            answers = list(analysis)
+            report = analysis.report
+            assert len(answers) == report.windows == report.chunks - 2 > 2
+            assert report.computed_chunks == (report.chunks if computes else 0)
+            assert report.stored_chunks == report.chunks - report.computed_chunks
+            assert all(one.answer.reused_tokens > 2 * 48 for one in answers)
+            assert report.answer
+            assert report.prompts == report.windows + (combine == "map_reduce")
+
     def test_an_interrupted_run_goes_on_where_it_stopped(
         self, engine: Engine, texts: Texts, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -1613,26 +1633,6 @@ class EngineContract:
         assert self.at_work(engine) == 0
 
     # Long documents
-
-    @pytest.mark.parametrize("combine", ["map_reduce", "refine"])
-    def test_a_long_document_is_answered_window_by_window(
-        self, engine: Engine, texts: Texts, combine: Combine
-    ) -> None:
-        document = "\n\n".join(texts.text(37) for _ in range(8))
-        greedy = SamplingParams.greedy(max_tokens=6)
-        asked = {"chunk_tokens": 64, "overlap": 16, "window": 3, "sampling": greedy}
-        for question, computes in ((texts.text(3), True), (texts.text(3), False)):
-            analysis = analyze_long_document(
-                engine, document, question, combine=combine, config=REUSE, **asked
-            )
-            answers = list(analysis)
-            report = analysis.report
-            assert len(answers) == report.windows == report.chunks - 2 > 2
-            assert report.computed_chunks == (report.chunks if computes else 0)
-            assert report.stored_chunks == report.chunks - report.computed_chunks
-            assert all(one.answer.reused_tokens > 2 * 48 for one in answers)
-            assert report.answer
-            assert report.prompts == report.windows + (combine == "map_reduce")
 
 
 def joined(deltas: Iterable[Delta]) -> Generation:
