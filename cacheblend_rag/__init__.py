@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.document_report import LongDocumentReport, PromptAnswer, WindowAnswer
     from cacheblend_rag.rag.long_document import LongDocumentAnalysis, analyze_long_document
     from cacheblend_rag.rag.ordering import PassageOrder
+    from cacheblend_rag.rag.progress import ProgressCallbacks
     from cacheblend_rag.report import (
         BlendReport,
         ChunkReport,
@@ -93,6 +94,7 @@ _LAZY = {
     "PrecomputeReport": "cacheblend_rag.report",
     "PreparedPrompt": "cacheblend_rag.engines.prepare",
     "Profile": "cacheblend_rag.settings.profile",
+    "ProgressCallbacks": "cacheblend_rag.rag.progress",
     "PromptAnswer": "cacheblend_rag.rag.document_report",
     "SamplingParams": "cacheblend_rag.engines.sampling",
     "StoreConfig": "cacheblend_rag.settings.store",
@@ -142,6 +144,7 @@ __all__ = [
     "PrecomputeReport",
     "PreparedPrompt",
     "Profile",
+    "ProgressCallbacks",
     "PromptAnswer",
     "PromptError",
     "Reason",

@@ -36,5 +36,14 @@ class ProgressCallbacks:
         yield
 
     def begin(self, name: str, steps: int) -> Task:
-        """Begin a task with so many steps."""
+        """Begin a task.
+
+        Args:
+            name: of the task.
+            steps: how many it has.
+
+        Returns:
+            An object with the methods ``note`` (what is being done now), ``advance`` (completed
+            steps, 1 by default) and ``end``. This one shows nothing.
+        """
         return Task()
