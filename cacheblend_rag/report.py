@@ -213,8 +213,8 @@ class BlendReport:
         starts: when each phase began.
         trace: the chosen tokens and their scores; None unless ``BlendConfig(trace=True)`` requests
             it and the prompt was blended.
-        prefix_tokens: those of ``reused_tokens`` that an earlier prompt began with, too: their KV
-            is exact, equal to full prefill's but for rounding. Embedded engine only.
+        prefix_tokens: those of ``reused_tokens`` that are a cached prefix: their KV equals full
+            prefill's but for rounding. Embedded engine only.
 
     Raises:
         TypeError: when a reason is a sentence without a code.

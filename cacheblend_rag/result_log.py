@@ -1,4 +1,4 @@
-"""Results by key, in memory and in a file of JSON lines, so that interrupted work can go on."""
+"""A log of results by key, in memory and as JSON lines, from which interrupted work resumes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,10 @@ class ResultLog(ABC, Generic[ResultT]):
     @staticmethod
     @abstractmethod
     def from_plain(plain: Mapping[str, Any]) -> ResultT:
-        """Read what to_plain gives; raises ValueError, KeyError or TypeError for anything else."""
+        """Return the result that ``to_plain`` made these values of.
+
+        Raises ValueError, KeyError or TypeError for values of another form.
+        """
 
     @classmethod
     def resumed(cls, path: Path) -> Self:

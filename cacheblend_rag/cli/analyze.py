@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.document_report import LongDocumentReport, WindowAnswer
     from cacheblend_rag.rag.long_document import LongDocumentAnalysis
 
-INTERRUPTED = 130
-
 
 def analyze_command(
     path: Annotated[
@@ -129,7 +127,7 @@ def analyze_command(
                 }
             except KeyboardInterrupt:
                 _print_interrupted(resume)
-                raise typer.Exit(INTERRUPTED) from None
+                raise typer.Exit(output.INTERRUPTED) from None
             finally:
                 opened.close()
     if as_json:

@@ -57,7 +57,7 @@ def ask_command(
         seed=seed,
     )
     placement = Placement(device, options.collection_store(store), profile=profile)
-    # Full prefill computes what the prompt begins with, so a comparison does both ways.
+    # Full prefill uses no cached prefix, so the blend that is compared with it does not either.
     prefix = False if compare else None
     with (
         output.stdout_reserved(as_json),

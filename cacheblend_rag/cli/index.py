@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.rag.estimating import IndexEstimate
 
 SMALLEST_CHUNK = 16
-INTERRUPTED = 130
 UNFINISHED = 1
 
 
@@ -173,7 +172,7 @@ def index_command(
                     indexing.run(paths, found, prune=prune, repair=repair)
             except KeyboardInterrupt:
                 _print_interrupted(indexing.report, rebuild=rebuild)
-                raise typer.Exit(INTERRUPTED) from None
+                raise typer.Exit(output.INTERRUPTED) from None
             report = indexing.report
     if estimate and dry_run:
         _show(into, estimate.to_dict(), _estimate_lines(into, estimate), as_json=as_json)

@@ -31,6 +31,8 @@ from cacheblend_rag.rag import progress
 from cacheblend_rag.rag.progress import ProgressCallbacks
 
 STDOUT, STDERR = 1, 2
+INTERRUPTED = 130
+"""Exit code of a command that was stopped by Ctrl-C, as shells have it."""
 LINE_SECONDS = 15.0
 NAME_CELLS, BAR_CELLS = 30, 20
 PADDING = 2

@@ -72,7 +72,7 @@ class PreparedPrompt:
         return self.placed[0].start if self.placed else None
 
     def with_fingerprint(self, fingerprint: str) -> PreparedPrompt:
-        """Return the prompt with its chunks' keys for another state of the model."""
+        """Return the prompt with its chunks' keys for another fingerprint of the model."""
         if all(chunk.key.fingerprint == fingerprint for chunk in self.placed):
             return self
         placed = tuple(

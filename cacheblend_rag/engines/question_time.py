@@ -150,20 +150,13 @@ class QuestionTime:
         token_ids: Iterable[int],
         finish_reason: FinishReason,
         prefill: PrefillReport,
+        *,
+        hooks: bool = True,
     ) -> Delta:
-        """Return the last piece of a stream: the whole answer, after all hooks."""
-        told = self.told(request, text, token_ids, finish_reason, prefill)
-        return Delta("", self.after_answer.run(request, _generation(told)))
+        """Return the last piece of a stream: the whole answer.
 
-    def told(
-        self,
-        request: Request,
-        text: str,
-        token_ids: Iterable[int],
-        finish_reason: FinishReason,
-        prefill: PrefillReport,
-    ) -> Delta:
-        """As ``answered``, without hooks."""
+        hooks: whether the after-answer hooks run.
+        """
         self.lifetime.check()
         answer = Generation(
             text=text,
@@ -173,7 +166,7 @@ class QuestionTime:
             report=self.report(request, prefill),
             sampling=request.sampling,
         )
-        return Delta("", answer)
+        return Delta("", self.after_answer.run(request, answer) if hooks else answer)
 
     def report(self, request: Request, prefill: PrefillReport) -> BlendReport:
         """Return the report of a prompt and of its chunks."""

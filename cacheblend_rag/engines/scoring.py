@@ -119,7 +119,7 @@ class ScoringEngine(Protocol):
 def check_scored(
     prompt_tokens: int, continuations: Sequence[Sequence[int]], context_window: int
 ) -> None:
-    """Check given answers before they are scored.
+    """Check continuations before they are scored.
 
     Raises ConfigError for one without tokens, and PromptTooLongError if the longest does not fit
     behind the prompt.

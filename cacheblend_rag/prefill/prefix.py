@@ -1,9 +1,8 @@
-"""Prefixes: what prompts begin with, in blocks whose KV is exact in every prompt that has them.
+"""Prefix caching: the KV of prompt prefixes, in blocks of tokens.
 
-A token's KV depends on the tokens up to it alone. So the KV of a block of a prompt's first tokens,
-stored under the hash of all tokens up to the block's end, is that of any other prompt which begins
-with the same tokens, at the same positions: nothing is rotated, nothing needs recomputing, and
-blocks between others that are missing can be used, too.
+A token's KV depends only on the tokens up to it. A block is stored under the hash of all tokens up
+to its end, so its KV is exact in every prompt with the same prefix: it is neither rotated nor
+recomputed. It can be used even if a block before it is missing.
 """
 
 from __future__ import annotations
@@ -20,28 +19,27 @@ from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey, chunk_id, fingerprint, pr
 from cacheblend_rag.kv.store import TieredKVStore
 
 BLOCK_TOKENS = 64
-"""Tokens of a block; what is left of a prompt after its last whole block is not stored."""
+"""Tokens in a block; an incomplete last block is not stored."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixKeys:
-    """Names the blocks of one model's prompts, in one namespace.
+    """Makes the keys of prefix blocks, for one model and one namespace.
 
-    fingerprint: differs from that of any chunk KV; whatever the lead-in of chunks is, it is the
-    same.
+    fingerprint: never that of chunk KV, and independent of the lead-in.
     """
 
     fingerprint: str
 
     @classmethod
     def of(cls, identity: Mapping[str, Any], namespace: str) -> Self:
-        """Return the keys of a model; identity: everything its KV depends on (model_identity)."""
+        """Return the keys for a model. identity: all that its KV depends on (model_identity)."""
         return cls(fingerprint({**identity, "prefix_block": BLOCK_TOKENS}, namespace))
 
     def blocks(self, token_ids: Sequence[int]) -> list[KVKey]:
-        """Return the keys of all whole blocks of these tokens, which begin a prompt.
+        """Return the keys of all complete blocks of a prefix, in order.
 
-        A block is a chunk whose context is all text before it.
+        A block's key is that of a chunk whose context is all tokens before it.
         """
         starts = range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS)
         return [
@@ -52,9 +50,10 @@ class PrefixKeys:
 
 @dataclass(frozen=True, slots=True)
 class StoredPrefix:
-    """The blocks that a prompt begins with and that are stored, up to the first that is not.
+    """The longest run of stored blocks at the beginning of a prompt.
 
-    began, seconds: when they were looked up (a reading of ``time.perf_counter``), and how long.
+    keys: of these blocks, in order. began: when the lookup began (``time.perf_counter``). seconds:
+    how long it took.
     """
 
     keys: Sequence[KVKey]
@@ -63,10 +62,10 @@ class StoredPrefix:
 
     @classmethod
     def find(cls, store: TieredKVStore, keys: Sequence[KVKey]) -> Self:
-        """Look up one, two, four, ... blocks at once, until one is missing.
+        """Look up 1, 2, 4, ... blocks at a time, until one is missing.
 
-        So a prompt that begins like no other costs one lookup, and a long run few questions to a
-        distant tier.
+        So a prompt without a stored prefix costs one lookup, and a long prefix few round trips to a
+        remote tier.
         """
         began, found, count = time.perf_counter(), 0, 1
         while found < len(keys):
@@ -79,12 +78,12 @@ class StoredPrefix:
 
     @property
     def tokens(self) -> int:
-        """Tokens of all of them."""
+        """Number of tokens in these blocks."""
         return len(self.keys) * BLOCK_TOKENS
 
 
 def block_kv(fused: FusedKV, index: int) -> ChunkKV:
-    """Return a copy of a block of a prompt's KV, on the host."""
+    """Copy one block of a prompt's KV to host memory. index: of the block, from 0."""
     start = index * BLOCK_TOKENS
 
     def copied(whole: torch.Tensor) -> torch.Tensor:

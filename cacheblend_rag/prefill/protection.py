@@ -14,7 +14,7 @@ from cacheblend_rag.blend.budget import fewest_with
 from cacheblend_rag.blend.rows import Mask
 
 LEAST_CHANGE = 0.25
-"""The least prior of a token that holds knowledge of its document.
+"""The smallest prior of a protected token: below it, KV hardly depends on the document.
 
 Measured on fragments (docs/quality.md): on the bundled model, which looks subjects up in its first
 layers, nearly all priors are above it, and recomputed chunks forget their subject; on SmolLM2 and

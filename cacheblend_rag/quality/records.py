@@ -79,7 +79,7 @@ def question_key(question: EvalQuestion, prompt: BlendPrompt) -> str:
 
 
 class RecordLog(ResultLog[PromptRecord]):
-    """Each rule's result on each question."""
+    """The log of an evaluation: one result per rule and question."""
 
     work = "evaluation"
 
@@ -97,5 +97,5 @@ class RecordLog(ResultLog[PromptRecord]):
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> PromptRecord:
-        """Read what to_plain gives."""
+        """Return the record that ``to_plain`` made these values of."""
         return PromptRecord.from_plain(plain)

@@ -13,8 +13,8 @@ Options = Mapping[str, Mapping[str, Any]]
 """Selector options by selector name."""
 
 ALWAYS: dict[str, Any] = {"min_tokens": 0, "cost_model": False, "reuse_prefix": False}
-"""Stored chunks are blended, however short the prompt and fast the machine, and nothing of earlier
-prompts is reused: rules decide."""
+"""Settings of every compared rule: stored chunks are always blended, however short the prompt and
+fast the machine, and prefix caching is off."""
 
 
 @dataclass(frozen=True)

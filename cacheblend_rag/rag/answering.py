@@ -68,13 +68,9 @@ class Asker:
         self._size = stored.vectors.shape[1]
         self._search = VectorSearch(stored.vectors, EXTRA)
         self._embedding_model = settings.embedding_model
-        changes = {
-            "recompute_ratio": ratio,
-            "selector": selector,
-            "reuse_prefix": reuse_prefix,
-        }
-        given = {name: value for name, value in changes.items() if value is not None}
-        self._config = self.engine.config.with_changes(**given)
+        self._config = self.engine.config.with_given(
+            recompute_ratio=ratio, selector=selector, reuse_prefix=reuse_prefix
+        )
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
         self._fitter = PromptFitter(self.engine, self._prompt)
 

@@ -1,4 +1,4 @@
-"""Reads a file to analyze, and opens an engine whose prompts begin as the analysis' prompts do."""
+"""Reads a file to analyze, and opens an engine with the instruction of the analysis' prompts."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ DEFAULT_KV_PATH = Path(".cacheblend-documents")
 
 
 def check_document(path: Path) -> None:
-    """Raise StoreError or PromptError unless there is a file of a kind that can be read."""
+    """Check a document's path.
+
+    Raises StoreError if nothing is there, PromptError if it is no file of a supported type.
+    """
     if not path.exists():
-        raise StoreError(f"{path} does not exist")
+        raise StoreError(f"{path} does not exist: give the path of a document")
     if not path.is_file():
         raise PromptError(f"{path} is not a file: give one document")
     if path.suffix.lower() not in EXTRACTORS:
@@ -94,10 +97,8 @@ class AnalysisEngine:
             )
 
     def config(self, engine: Engine) -> BlendConfig:
-        """Return how the opened engine's answers are blended."""
-        changes = {"recompute_ratio": self.ratio, "selector": self.selector}
-        given = {name: value for name, value in changes.items() if value is not None}
-        return engine.config.with_changes(**given)
+        """Return the settings of the opened engine's requests."""
+        return engine.config.with_given(recompute_ratio=self.ratio, selector=self.selector)
 
     def warn_of_foreign(self, path: Path, text: str, progress: ProgressCallbacks) -> None:
         """Warn if the toy model cannot read the text."""

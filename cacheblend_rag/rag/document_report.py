@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Generation
 
 Combine = Literal["map_reduce", "refine"]
-"""How the answers of windows become one."""
+"""How the windows' answers are combined into one."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class AnswerLog(ResultLog[PromptAnswer]):
 
     @staticmethod
     def from_plain(plain: Mapping[str, Any]) -> PromptAnswer:
-        """Read what to_plain gives."""
+        """Return the answer that ``to_plain`` made these values of."""
         return PromptAnswer(**plain)
 
 
@@ -99,7 +99,7 @@ class WindowAnswer:
 
 @dataclass(frozen=True)
 class LongDocumentReport:
-    """What an analysis does and, so far, did.
+    """The plan of an analysis, and its results so far.
 
     Args:
         question: what each window was asked.

@@ -20,9 +20,9 @@ from cacheblend_rag.text.chunk import EMPTY, Chunk, Context
 FEWEST_CHUNK_TOKENS = 16
 PIECE_TOKENS = 64
 PIECES_IN_CHUNK, PIECES_IN_OVERLAP = 8, 4
-"""A piece is at most this part of a chunk, and of the text that two chunks share."""
+"""A chunk, and the overlap of two chunks, hold at least so many pieces."""
 MOST_CHARACTERS = 40
-"""A text with more characters for each token of a piece is cut without counting its tokens."""
+"""Characters per token of the limit above which a text is split without tokenizing it first."""
 PARAGRAPH, LINE = r"\n\s*\n", r"\n"
 SENTENCE = r"(?<=[.!?])\s|(?<=[\u3002\uff01\uff1f\uff1b])"
 WORD = r"\s|(?<=[\uff0c\u3001])"
@@ -59,7 +59,7 @@ class AnalysisPlan:
 
     @property
     def piece_tokens(self) -> int:
-        """The most tokens of a piece."""
+        """Maximum tokens of a piece, the unit that chunks and overlaps consist of."""
         shared = self.overlap // PIECES_IN_OVERLAP if self.overlap else PIECE_TOKENS
         return max(1, min(PIECE_TOKENS, shared, self.chunk_tokens // PIECES_IN_CHUNK))
 
@@ -153,7 +153,10 @@ class _Cutter:
     count: CountTokens
 
     def cut(self, start: int, end: int, level: int) -> Iterator[Piece]:
-        """Cut characters [start, end) at the breaks of a level, and what is too long further."""
+        """Split characters [start, end) at the separators of a level in BREAKS.
+
+        Parts over the limit are split at the next level, and behind the last one in halves.
+        """
         size = end - start
         if level and (size <= self.limit * MOST_CHARACTERS or size == 1):
             tokens = self.count(self.text[start:end])
@@ -171,7 +174,7 @@ class _Cutter:
 
 
 def chunk_runs(tokens: Sequence[int], plan: AnalysisPlan) -> Iterator[tuple[int, int]]:
-    """Yield each chunk as its pieces [first, end); ``tokens``: of each piece."""
+    """Yield the pieces [first, end) of each chunk; ``tokens``: of each piece."""
     first = end = 0
     while end < len(tokens):
         done, total = end, sum(tokens[first:end])

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 
 COLLECTION = "long document"
 OPENING_TOKENS = 8
-"""Upper bound of BOS and of tokens that an instruction has more before a chunk than by itself."""
+"""Upper bound for BOS, and for tokens that an instruction gains by being tokenized with a chunk."""
 PART_TOKENS = 8
-"""Upper bound of the tokens of a part's number, in a prompt that combines answers."""
+"""Upper bound for the tokens of the heading "Part N:" in a prompt that combines answers."""
 REFINED = "-"
-"""Stands for an answer to refine, which is counted by itself."""
+"""Placeholder for the answer to refine while prompt tokens are counted; its own are added."""
 
 
 def analyze_long_document(
@@ -122,7 +122,7 @@ def analyze_long_document(
             plan,
             lambda text: len(engine.tokenize(text)),
             _context_tokens(engine, chunk_tokens),
-            document_id=document_id or f"text-{asker.document[:16]}",
+            document_id=document_id or f"text-{asker.document_hash[:16]}",
             collection=f"{COLLECTION} {chunk_tokens}/{overlap}",
         )
     work = _Work(engine, asker, prompts, cut, progress, started)
@@ -154,7 +154,7 @@ def check_texts(**texts: str) -> None:
 
 @dataclass(frozen=True)
 class _Work:
-    """What an analysis works with."""
+    """The engine, prompts and chunks of an analysis."""
 
     engine: Engine
     asker: PromptAsker
@@ -217,7 +217,7 @@ class LongDocumentAnalysis:
 
     @property
     def report(self) -> LongDocumentReport:
-        """What was done so far; the plan before anything was."""
+        """The plan and the results so far."""
         return self._report
 
     def __iter__(self) -> Self:
@@ -227,7 +227,7 @@ class LongDocumentAnalysis:
         return next(self._steps)
 
     def result(self) -> LongDocumentReport:
-        """Return the report with the combined answer, after all windows that are left."""
+        """Answer the remaining windows, and return the report with the combined answer."""
         for _ in self:
             pass
         return self._report
@@ -340,7 +340,7 @@ class LongDocumentAnalysis:
         return groups
 
     def _note(self, answer: str = "") -> None:
-        """Bring the report up to date."""
+        """Update the report with the counts and the time so far."""
         counts: dict[str, Any] = dict(self._counts)
         self._report = replace(
             self._report,

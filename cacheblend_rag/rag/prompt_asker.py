@@ -1,4 +1,4 @@
-"""Asks an engine the prompts of an analysis, unless a log holds their answers."""
+"""Sends the prompts of an analysis to an engine, except those whose answers a log holds."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class PromptAsker:
 
     sampling, config: of all prompts. log: answers that are known already are taken from it, and
     new ones are kept in it. cancel: stops the work. document: its text, on which the KV of chunks
-    depends beside their own; as an attribute its hash, 32 hex digits. answer_tokens: the most
-    tokens of an answer, also in the prompts that hold it.
+    depends, too. document_hash: 32 hex digits of its SHA-256. answer_tokens: maximum tokens of an
+    answer, also where a later prompt contains it.
     """
 
     def __init__(
@@ -42,11 +42,11 @@ class PromptAsker:
         self._sampling = replace(sampling, max_tokens=self.answer_tokens)
         self._engine, self._config = engine, config
         self._log, self._cancel = log, cancel or Event()
-        self.document = hashlib.sha256(document.encode("utf-8", "replace")).hexdigest()[:32]
+        self.document_hash = hashlib.sha256(document.encode("utf-8", "replace")).hexdigest()[:32]
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the work is to stop."""
+        """Whether cancellation was requested."""
         return self._cancel.is_set()
 
     def room(self, frame: BlendPrompt) -> int:
@@ -67,9 +67,9 @@ class PromptAsker:
         return room - tokens
 
     def within(self, answer: str) -> str:
-        """Return an answer, or its beginning, that has at most ``answer_tokens`` tokens.
+        """Truncate an answer to ``answer_tokens`` tokens.
 
-        A text may have more tokens than it was generated in.
+        Tokenizing generated text may give more tokens than were generated.
         """
         while (tokens := len(self._engine.tokenize(answer))) > self.answer_tokens:
             answer = answer[: len(answer) * self.answer_tokens // tokens]
@@ -80,7 +80,7 @@ class PromptAsker:
         return self._log.get(self._key(prompt))
 
     def ask(self, prompt: BlendPrompt) -> PromptAnswer | None:
-        """Have the engine answer, and keep its answer; None if the work was cancelled."""
+        """Generate an answer and log it; None if cancelled."""
         if self.is_cancelled:
             return None
         generation = self._engine.generate(
@@ -96,7 +96,7 @@ class PromptAsker:
         """Return what an answer depends on."""
         config = self._config or self._engine.config
         return {
-            "document": self.document,
+            "document": self.document_hash,
             "prompt": hashlib.sha256(prompt.text.encode()).hexdigest()[:32],
             "model": self._engine.model_name,
             "dtype": self._engine.dtype,

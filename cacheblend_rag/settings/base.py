@@ -106,3 +106,7 @@ class Settings(BaseModel):
         """Return a copy with some fields replaced, validated again."""
         given = {name: getattr(self, name) for name in self.model_fields_set}
         return type(self)(**{**given, **changes})
+
+    def with_given(self, **changes: Any) -> Self:
+        """Return a copy as ``with_changes`` does; changes that are None were not given."""
+        return self.with_changes(**{n: value for n, value in changes.items() if value is not None})

@@ -138,10 +138,10 @@ class BlendConfig(Settings):
     blending. Off: stored chunks are blended however long that takes, so that quality comparisons
     and benchmarks do not depend on the machine's load."""
     reuse_prefix: Flag = True
-    """Reuse the exact KV of what earlier prompts began with, and store what this one begins with:
-    its text up to the first chunk, without chunks all of it and its answer. Embedded engine only;
-    vLLM has a prefix cache of its own. Off: neither, so that measurements do not depend on what was
-    asked before, and the store gets no KV of prompts."""
+    """Prefix caching: reuse the KV of a prefix that earlier requests had, too, and store this
+    prompt's. The prefix is the text up to the first chunk; without chunks, the whole prompt and its
+    answer. Embedded engine only; vLLM has a prefix cache of its own. Off: measurements do not
+    depend on earlier requests, and no KV of prompts is stored."""
     trace: Flag = False
     """Put the chosen tokens and their scores into the report. It costs a little: scores are copied
     back from the accelerator, and vLLM computes such a request anew each time."""

@@ -83,7 +83,7 @@ class TransformersEngine(Engine, ScoringEngine):
     Attributes:
         model: the loaded model.
         store: where chunk KV is kept.
-        prefixes: stores what prompts begin with, after their answers.
+        prefixes: writes the KV of prompt prefixes to the store, after answers.
     """
 
     name = "transformers"
@@ -261,7 +261,7 @@ class TransformersEngine(Engine, ScoringEngine):
             self._keep_prefix(prefiller, request, prefilled)
 
     def _keep_prefix(self, prefiller: Prefiller, request: Request, prefilled: Prefilled) -> None:
-        """Begin to store what a finished request began with, unless the model has changed."""
+        """Queue a finished request's prefix for the store, unless the model has changed."""
         with suppress(CacheBlendError):
             self._refresh()
             if prefiller is self._prefiller:
@@ -323,7 +323,7 @@ class TransformersEngine(Engine, ScoringEngine):
         def decode_and_score(
             request: Request, prefilled: Prefilled
         ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
-            tell = partial(self._questions.told, request)
+            tell = partial(self._answered, request, hooks=False)
             *_, last = self._decoded(request, decodable(prefilled), tell)
             told = cast(Generation, last.generation)
             answers = continuations(told)
@@ -334,7 +334,7 @@ class TransformersEngine(Engine, ScoringEngine):
         return self._after_prefill(request, decode_and_score)
 
     def _after_prefill(self, request: Request, work: Callable[[Request, Prefilled], T]) -> T:
-        """Prefill, then do some work in place of answering; no hooks run."""
+        """Prefill a request, then call ``work`` with it; after-answer hooks do not run."""
         try:
             request = self._renewed(request)
             prefilled = self._prefiller.run(request)

@@ -16,7 +16,7 @@ from cacheblend_rag.errors import ConfigError
 
 
 class GivenModel(NamedTuple):
-    """A model that is ready to run, and what it was made from.
+    """A model that is ready to run, with its tokenizer and name.
 
     wrapper: the user's module around it, if there is one. name: what it is called. loaded_by: the
     name by which it was loaded, None if it was loaded before.

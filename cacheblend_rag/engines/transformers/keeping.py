@@ -1,4 +1,4 @@
-"""Stores chunks as they are computed, and tells what became of each."""
+"""Stores chunk KV as it is computed, and reports the outcome of each chunk."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ from cacheblend_rag.settings import BlendConfig
 logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 1 / 8
-"""Least share of a prompt without reusable chunks that a stored prefix must be: below it, what a
-pass costs besides its rows may be more than it saves."""
+"""Smallest share of a prompt that its stored prefix must have to be reused where no chunk is: below
+it, the overhead of a blend pass may exceed the computation saved."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Prefiller:
 
     @cached_property
     def _prefixes(self) -> PrefixKeys | None:
-        """Names the blocks that prompts begin with; None if what the store returns is not exact."""
+        """Makes the keys of prefix blocks; None if stored KV is quantized, so not exact."""
         if self.tried.stack is None or self.store.precision != "native":
             return None
         return PrefixKeys.of(self.tried.identity, self.namespace)
@@ -86,11 +86,11 @@ class Prefiller:
         return self._ordinarily(request, reserve, told)
 
     def keep_prefix(self, request: Request, prefilled: Prefilled, writer: PrefixWriter) -> None:
-        """Begin to store what a finished request began with, up to its first chunk.
+        """Queue the prefix of a finished request, up to its first chunk, for the store.
 
-        Even if the chunks were computed: their text is stored as chunks, to be evicted by document,
-        and rarely begins another prompt in the same order. Without chunks the answer is stored,
-        too.
+        Chunks are never part of it, even if their KV was computed: ``evict_document`` must remove
+        all KV of a document, and chunks rarely recur in the same order. Without chunks it is the
+        whole prompt and its answer.
         """
         names, cache, prompt = self._names(request), prefilled.cache, request.prepared
         if names is not None and isinstance(cache, FusedCache):
@@ -98,16 +98,16 @@ class Prefiller:
             writer.put(names.blocks(held[: prompt.first_chunk]), cache.fused)
 
     def reuses_prefix(self, request: Request) -> bool:
-        """Whether a request reuses what earlier ones began with, and stores what it begins with."""
+        """Whether prefix caching applies to a request."""
         is_asked = request.config.reuse_prefix and not request.full
         return is_asked and self._prefixes is not None
 
     def _names(self, request: Request) -> PrefixKeys | None:
-        """Return the names of a request's blocks; None if it neither reuses nor stores any."""
+        """Return what makes the keys of a request's prefix blocks; None without prefix caching."""
         return self._prefixes if self.reuses_prefix(request) else None
 
     def _stored_prefix(self, request: Request) -> StoredPrefix | None:
-        """Return the stored blocks that a prompt begins with, up to its first chunk."""
+        """Look up the stored blocks of a prompt's prefix, which ends at its first chunk."""
         names, prompt = self._names(request), request.prepared
         if names is None:
             return None
@@ -206,7 +206,7 @@ class Prefiller:
 
 
 def _told(continued: Prefilled, told: PrefillReport) -> Prefilled:
-    """Return a prompt that continued from its prefix, with the reason why no chunk was reused."""
+    """Return a prefill that continued from a stored prefix, with why it reuses no chunk."""
     own = continued.report
     report = replace(
         told,

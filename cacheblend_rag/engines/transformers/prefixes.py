@@ -1,4 +1,4 @@
-"""Stores what prompts begin with, on a thread of its own, after their answers."""
+"""Writes the KV of prompt prefixes to the store, on a background thread."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from cacheblend_rag.prefill.prefix import block_kv
 logger = logging.getLogger(__name__)
 
 MOST_WAITING_BYTES = 1 << 30
-"""KV of finished requests that waits to be stored, at most; of one request it may be more."""
+"""Most bytes of KV that may wait to be written; a single request may exceed it."""
 
 
 class PrefixWriter:
-    """Stores the blocks of finished requests; no request waits for it or fails with it.
+    """Writes the prefix blocks of finished requests; no request waits for it or fails with it.
 
-    store: where they are kept, in its bounds. A request's blocks are dropped while too many wait:
-    the next request that begins with them brings them again.
+    store: where they are kept, within its capacity. A request's blocks are dropped while too many
+    bytes wait; the next request with the same prefix offers them again.
     """
 
     def __init__(self, store: TieredKVStore) -> None:
@@ -33,30 +33,32 @@ class PrefixWriter:
         self._room = Budget(MOST_WAITING_BYTES)
 
     def put(self, keys: Sequence[KVKey], fused: FusedKV) -> None:
-        """Begin to store those of the first blocks of a prompt's KV that are not stored.
+        """Queue the prefix blocks of a prompt that are not stored yet.
 
-        fused: nobody writes to it any more.
+        keys: of its first blocks. fused: the prompt's KV, which must not be written to any more.
         """
+        if not keys:
+            return
         nothing_waits = self._room.left >= MOST_WAITING_BYTES
         room = self._room.take(fused.keys.nbytes + fused.values.nbytes, anyway=nothing_waits)
-        if not keys or room is None:
+        if room is None:
             return
         with suppress(RuntimeError):  # closed meanwhile
             self._pool.submit(self._write, keys, [fused], room)
 
     def drain(self) -> None:
-        """Wait until everything has been stored that was put before."""
+        """Wait until all queued blocks are written."""
         self._pool.submit(int).result()
 
     def close(self) -> None:
-        """Store what waits, and end the thread."""
+        """Write all queued blocks, and end the thread."""
         self._pool.shutdown(wait=True)
 
     def _write(self, keys: Sequence[KVKey], source: list[FusedKV], room: Reservation) -> None:
-        """Copy the missing blocks and store them; only this frame holds the prompt's KV.
+        """Copy the missing blocks and store them; only this frame references the prompt's KV.
 
-        Last ones first: if the store has no room for all, the first ones remain, without which no
-        prompt would find the others.
+        The last block is stored first: if the store evicts the oldest ones, the first blocks stay,
+        without which the later ones would not be found.
         """
         try:
             fused = source.pop()
@@ -69,6 +71,6 @@ class PrefixWriter:
             for index, kv in zip(missing, copies, strict=True):
                 self._store.put_computed(keys[index], kv)
         except Exception:
-            logger.warning("what a prompt began with is not stored", exc_info=True)
+            logger.warning("the KV of a prompt's prefix is not stored", exc_info=True)
         finally:
             room.give_back()

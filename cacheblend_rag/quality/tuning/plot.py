@@ -11,9 +11,9 @@ from cacheblend_rag.quality.tuning.tune import Tuned
 WIDTH, HEIGHT = 860, 440
 LEFT, RIGHT, TOP, BOTTOM = 60, 560, 50, 380
 NAMES = 590
-"""Where the column of names begins, right of all points."""
+"""Left edge of the column of labels, in pixels."""
 LINE = 16
-"""Height of a name."""
+"""Height of a label, in pixels."""
 GREY, GREEN, RED, BLUE = "#9aa0a6", "#188038", "#c5221f", "#1a73e8"
 TICKS = 4
 Place = Callable[[Standing], tuple[float, float]]
@@ -58,7 +58,7 @@ def plot(tuned: Tuned) -> str:
 
 
 class _Axis:
-    """Maps values to places on the picture.
+    """Maps data values to pixels along one axis.
 
     low, high: the values at both ends. begin, end: where these are.
     """
@@ -70,7 +70,7 @@ class _Axis:
     def over(
         cls, values: Sequence[float], begin: float, end: float, least: float | None = None
     ) -> _Axis:
-        """Return an axis with some room beside the values; it begins at ``least`` if given."""
+        """Return an axis over all values with a margin; it begins at ``least`` if given."""
         low, high = min(values) if least is None else least, max(values)
         room = 0.08 * (high - low) or 0.01
         return cls(low - room if least is None else least, high + room, begin, end)
@@ -102,7 +102,7 @@ def _axes(tuned: Tuned, across: _Axis, up: _Axis) -> list[str]:
 
 
 def _names(named: Sequence[Standing], place: Place) -> list[str]:
-    """Return names in a column, apart from each other, and a thin line from each to its point."""
+    """Return labels in a column without overlaps, each with a thin line to its point."""
     marks, next_free = [], float(TOP)
     for one in sorted(named, key=lambda one: place(one)[1]):
         x, y = place(one)

@@ -40,7 +40,7 @@ def without(question: str) -> BlendPrompt:
 
 
 def asked(engine: TransformersEngine, prompt: Any, **options: Any) -> Generation:
-    """Answer, and wait until what the prompt began with is stored."""
+    """Answer, and wait until the prompt's prefix is stored."""
     answer = engine.generate(prompt, GREEDY, **options)
     engine.prefixes.drain()
     return answer
@@ -294,7 +294,7 @@ def test_a_failing_store_fails_no_answer(
                 answer = asked(engine, without(QUESTIONS[0]))
                 assert answer.token_ids == wanted
                 assert answer.report.prefix_tokens == 0
-    assert "what a prompt began with is not stored" in caplog.text
+    assert "the KV of a prompt's prefix is not stored" in caplog.text
 
 
 def test_rounded_kv_is_not_exact(make_engine: EngineFactory) -> None:
