@@ -8,6 +8,7 @@ added holds the answer.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,8 @@ from cacheblend_rag.quality.data.sentences import CountTokens, cut_text, estimat
 from cacheblend_rag.quality.dataset import EvalDataset, EvalQuestion
 from cacheblend_rag.quality.metrics import holds_answer
 from cacheblend_rag.text.chunk import Chunk, Document
+
+logger = logging.getLogger(__name__)
 
 MINIMUM_CHUNKS = 2
 """Of a document, as long as there is text to lengthen it with."""
@@ -73,8 +76,8 @@ def cut(
 
     setting: adjacent, fragments or shuffled. seed: for what is drawn; the same seed gives the same
     data. questions: at most so many; None for all. A question is left out if its documents do not
-    fit the bounds, or if no chunk that holds its answer is retrieved. Raises ConfigError for an
-    unknown setting, DatasetError when no question is left.
+    fit the bounds, or if no chunk that holds its answer is retrieved; a warning says how many were.
+    Raises ConfigError for an unknown setting, DatasetError when no question is left.
     """
     retrieval(setting)
     cutter = _Cutter(dataset, cutting)
@@ -83,6 +86,16 @@ def cut(
         for index, question in enumerate(dataset.questions)
     )
     found = tuple(islice((question for question in made if question), questions))
+    if len(found) < min(questions or len(dataset.questions), len(dataset.questions)):
+        logger.warning(
+            "%s, %s: %d of %d questions can be used; of the others, the documents with the answer "
+            "do not fit into prompt_tokens=%s, or no retrieved chunk holds the answer",
+            dataset.name,
+            setting,
+            len(found),
+            len(dataset.questions),
+            cutting.prompt_tokens,
+        )
     if not found:
         raise DatasetError(
             f"{dataset.name}: no question fits setting={setting!r}, "
@@ -132,7 +145,8 @@ class _Cutter:
         others = self._others(question, rng)
         own = [self._part(document, question, others) for document in _retrieved(question)]
         bounds = self._cutting.prompt_tokens
-        parts = self._fitted(own, others, bounds, rng) if bounds else own
+        named = bool(question.gold)
+        parts = self._fitted(own, others, bounds, rng, named=named) if bounds else own
         if parts is None:
             return None
         documents = tuple(Document(f"{index}-{i}", part.chunks) for i, part in enumerate(parts))
@@ -160,13 +174,22 @@ class _Cutter:
         others: Iterator[str],
         bounds: tuple[int, int],
         rng: random.Random,
+        *,
+        named: bool,
     ) -> list[_Part] | None:
-        """Return the parts with gold and as many others as the bounds ask, in random order."""
+        """Return the parts with gold and as many others as the bounds ask, in random order.
+
+        named: whether the data set names the gold passages, so that all of them are needed. If not,
+        they are those that contain the answer, and as many as fit will do.
+        """
         low, high = bounds
         wished = rng.randint(low, high - MINIMUM_CHUNKS * self._cutting.chunk_tokens)
-        found = [part for part in own if part.gold]
-        if self._tokens(found) > high:
-            found = [part.up_to_gold() for part in found]
+        gold = [part for part in own if part.gold]
+        if self._tokens(gold) > high:
+            gold = [part.up_to_gold() for part in gold]
+        found = gold if named else self._first_fitting(gold, high)
+        if gold and not found:
+            return None
         others_own = (part for part in own if not part.gold)
         added = (_Part(self._lengthened(self._cut(text), others)) for text in others)
         total = self._tokens(found)
@@ -184,6 +207,14 @@ class _Cutter:
         while len(chunks) < MINIMUM_CHUNKS and (text := next(others, None)):
             chunks += self._cut(text)[:1]
         return chunks
+
+    def _first_fitting(self, parts: Sequence[_Part], most: int) -> list[_Part]:
+        """Return parts of at most so many tokens together, the first ones first."""
+        found: list[_Part] = []
+        for part in parts:
+            if self._tokens([*found, part]) <= most:
+                found.append(part)
+        return found
 
     def _shortened(self, part: _Part, most: int) -> _Part:
         """Return the part's first chunks, at most so many tokens."""
