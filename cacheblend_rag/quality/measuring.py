@@ -52,7 +52,8 @@ class QuestionMeasurer:
 
     engines: one per lead-in, around one model. sampling: of answers, greedy. owns_store: whether
     nobody else's chunks are in the store; otherwise chunks of a question are left there if any was
-    there before.
+    there before. rules_answer: if not, rules answer with one token, and only full prefill in full,
+    which is enough for fidelity and time to first token.
 
     Time to first token is that of the requests that give the answers: of full prefill, of each rule
     with the chunks' KV in the store (memory, by default), and of prefix caching, whose cache holds
@@ -68,6 +69,7 @@ class QuestionMeasurer:
     sampling: SamplingParams
     measures: Measures = ANSWERS_ONLY
     owns_store: bool = True
+    rules_answer: bool = True
     _salt: str = field(default_factory=lambda: uuid.uuid4().hex)
     _is_warm: bool = False
 
@@ -96,8 +98,9 @@ class QuestionMeasurer:
             yield PREFIX_CACHING, cached
         for lead_in, engine in self.engines.items():
             own = {r: c for r, c in rules.items() if r not in BASELINES and r.lead_in == lead_in}
-            with self._indexed(engine, question):
-                yield from self._blended(engine, question, prompt, references, own)
+            if own:
+                with self._indexed(engine, question):
+                    yield from self._blended(engine, question, prompt, references, own)
         self._is_warm = True
 
     def _blended(
@@ -144,14 +147,15 @@ class QuestionMeasurer:
     ) -> tuple[Generation, dict[str, Any]]:
         """Return a rule's answer and its fidelity fields; with ``config`` None, full prefill's."""
         full = config is None
+        sampling = self.sampling if self.rules_answer else ONE_TOKEN
         if references:
             told, found = answer_and_compare(
-                references, _measured(engine), prompt, self.sampling, config, full=full
+                references, _measured(engine), prompt, sampling, config, full=full
             )
             return told, _named(found)
         if full:
-            return engine.generate_full(prompt, self.sampling), {}
-        return engine.generate(prompt, self.sampling, config=config), {}
+            return engine.generate_full(prompt, sampling), {}
+        return engine.generate(prompt, sampling, config=config), {}
 
     def _record(
         self, question: EvalQuestion, answer: Generation, *, cut: bool = False, **measured: Any

@@ -1,4 +1,4 @@
-"""Successive halving: cheap settings go on to more prompts as long as they may hold the bar."""
+"""Successive halving: the settings that may be the cheapest to hold the bar get more prompts."""
 
 from __future__ import annotations
 
@@ -57,14 +57,15 @@ class Ladder:
         """Return the cheapest candidate that holds the bar on all prompts, or None.
 
         sizes: prompts of each round. In each, candidates that can no longer hold the bar are
-        dropped, then the dearer half of the others. If none of the last ones holds it, the dropped
-        dearer ones get their turn, a few at once, the cheapest first.
+        dropped, then the half of the others that is the least likely to be the answer. If none of
+        the last ones holds the bar, the dropped ones get their turn, a few at once, the cheapest
+        first.
         """
         left = list(self.candidates)
         *early, last = sizes
         for size in early:
             measure(left, size)
-            left = self._cheaper_half([one for one in left if self._may_hold(one)])
+            left = self._likelier_half([one for one in left if self._may_hold(one)])
             if not left:
                 break
         if left:
@@ -96,11 +97,27 @@ class Ladder:
         )
 
     def _may_hold(self, candidate: Candidate) -> bool:
-        found = self.results[candidate]
-        return self.bar.may_hold(self.bar.kept(found, self.full[: len(found)]))
+        return self.bar.may_hold(self._kept(candidate))
 
-    def _cheaper_half(self, left: Sequence[Candidate]) -> list[Candidate]:
-        return [one for one in self._by_cost() if one in left][: ceil(len(left) / 2)]
+    def _kept(self, candidate: Candidate) -> Kept:
+        found = self.results[candidate]
+        return self.bar.kept(found, self.full[: len(found)])
+
+    def _likelier_half(self, left: Sequence[Candidate]) -> list[Candidate]:
+        """Return those next in cost to the cheapest one that holds the bar so far.
+
+        If none does so far, then those of the highest quality.
+        """
+        by_cost = [one for one in self._by_cost() if one in left]
+        quality = [self._kept(one).quality for one in by_cost]
+        holding = [rank for rank, each in enumerate(quality) if each >= self.bar.least]
+        ranks = range(len(by_cost))
+        if holding:
+            likely = sorted(ranks, key=lambda rank: (abs(rank - holding[0]), -rank))
+        else:
+            likely = sorted(ranks, key=lambda rank: -quality[rank])
+        kept = set(likely[: ceil(len(by_cost) / 2)])
+        return [one for rank, one in enumerate(by_cost) if rank in kept]
 
     def _by_cost(self) -> list[Candidate]:
         """Return all candidates by their time to first token over full prefill's."""

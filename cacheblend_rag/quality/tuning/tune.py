@@ -142,7 +142,19 @@ class Tuner:
     def _measurer(self) -> QuestionMeasurer:
         sampling = SamplingParams.greedy(max_tokens=TOKENS, stop=self.frame.stop)
         measures = Measures(fidelity=True, ttft=True)
-        return QuestionMeasurer(self.engines, self.frame, sampling, measures, owns_store=False)
+        return QuestionMeasurer(
+            self.engines,
+            self.frame,
+            sampling,
+            measures,
+            owns_store=False,
+            rules_answer=self._rules_answer,
+        )
+
+    @property
+    def _rules_answer(self) -> bool:
+        """Whether the bar looks at candidates' answers."""
+        return self.bar.kind == "score"
 
     def _take(
         self, ladder: Ladder, measurer: QuestionMeasurer, left: Sequence[Candidate], index: int
@@ -174,6 +186,7 @@ class Tuner:
             "dtype": engine.dtype,
             "kv": engine.fingerprint,
             "tokens": TOKENS,
+            "rules_answer": self._rules_answer,
         }
 
     def _profile(self, best: Candidate, ladder: Ladder, name: str) -> Profile:

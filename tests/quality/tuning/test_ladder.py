@@ -64,6 +64,40 @@ def test_dearer_ones_get_their_turn_if_no_cheap_one_holds_at_last() -> None:
     assert [bench.sizes[one] for one in dearer] == [8] * AT_ONCE + [4]
 
 
+def test_those_next_to_the_cheapest_that_holds_so_far_go_on() -> None:
+    many = [candidate(n) for n in range(1, 9)]
+    bench = Bench({one: (0.0, 1.0 + place) for place, one in enumerate(many)})
+    flat = bench.measure
+
+    def spread(left: Sequence[Candidate], size: int) -> None:
+        """The first six fail on average, by so little that four prompts leave it open."""
+        flat(left, size)
+        for place, one in enumerate(many):
+            if one in left:
+                kls = [0.0, 0.12 if place < 6 else 0.06] * (size // 2)
+                bench.ladder.results[one] = [record(kl=kl, seconds=1.0 + place) for kl in kls]
+
+    assert bench.ladder.climb([4, 8], spread) == many[6]
+    assert [bench.sizes[one] for one in many] == [4] * 4 + [8] * 4
+
+
+def test_the_best_go_on_if_none_holds_so_far() -> None:
+    many = [candidate(n) for n in range(1, 5)]
+    bench = Bench(dict.fromkeys(many, (0.0, 1.0)))
+    flat, rounds = bench.measure, []
+    highest = dict(zip(many, (0.3, 0.2, 0.12, 0.4), strict=True))
+
+    def spread(left: Sequence[Candidate], size: int) -> None:
+        flat(left, size)
+        rounds.append(list(left))
+        for one in left:
+            kls = [0.0, highest[one]] * (size // 2)
+            bench.ladder.results[one] = [record(kl=kl, seconds=1.0) for kl in kls]
+
+    assert bench.ladder.climb([4, 8], spread) is None
+    assert rounds == [many, many[1:3], [many[0], many[3]]]
+
+
 def test_nothing_wins_if_nothing_holds_or_nothing_is_sooner() -> None:
     bench = Bench({candidate(1): (0.5, 1), candidate(2): (0.4, 2)})
     assert bench.ladder.climb([4, 8], bench.measure) is None
