@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import pytest
 
@@ -189,3 +190,17 @@ def test_a_guard_finds_what_is_bad(bench):
     assert outcome.json["simulated"]["false_alarms"] == 0
     assert outcome.json["simulated"]["noticed"] >= 0.95
     assert "said" in bench("guard", "--questions", 0, "--runs", 5).stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="peak memory is read from /proc")
+def test_long_documents(bench):
+    given = (
+        "long_document", "--model", "demo", "--tokens", "1500,3000", "--chunk-tokens", 256,
+        "--overlap", 32, "--window", 3, "--max-tokens", 2,
+    )  # fmt: skip
+    first, second = bench(*given, "--json").json["rows"]
+    assert first["computed_chunks"] == first["chunks"] < second["chunks"]
+    assert second["windows"] == second["chunks"] - 2
+    assert second["computed_tokens"] < second["prompt_tokens"] / 2
+    assert first["bytes_on_disk"] < second["bytes_on_disk"]
+    assert second["memory_before"] < second["peak_memory"]
