@@ -160,15 +160,19 @@ class Controller:
     rates: Rates
     speeds: Speeds
 
-    def decide(self, tokens: int, parts: Sequence[StoredPart], config: BlendConfig) -> Decision:
+    def decide(
+        self, tokens: int, parts: Sequence[StoredPart], config: BlendConfig, *, held: int = 0
+    ) -> Decision:
         """Choose what to load of a prompt of so many tokens, and the ratio if it is "auto".
 
         A way that was not measured often enough is tried, which measures it. A way that looks too
-        slow is tried again now and then.
+        slow is tried again now and then. held: so many first tokens are computed by no way, nor by
+        ordinary prefill, since their KV is there.
         """
         layers = len(self.costs)
-        ways = [self._guess(tokens, load, config) for load in self._choices(parts)]
-        everything, full = ways[0], self._time("prefill", prefill_cost(self.costs, tokens))
+        ways = [self._guess(tokens, load, config, held) for load in self._choices(parts)]
+        work = prefill_cost(self.costs, tokens) - prefill_cost(self.costs, held)
+        everything, full = ways[0], self._time("prefill", work)
         timed = [(spent, way) for way in ways if (spent := way.time(layers)) is not None]
         if not config.cost_model or full is None or len(timed) < len(ways):
             return Decision(everything.load, everything.config, self._told(everything, config))
@@ -201,9 +205,11 @@ class Controller:
         known = (read for read in times if read is not None)
         return max(known, key=lambda read: read.seconds, default=_Time(0.0))
 
-    def _guess(self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig) -> _Guess:
+    def _guess(
+        self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig, held: int
+    ) -> _Guess:
         loading = self._loading(parts)
-        forecast = Forecast(self.costs, *masks_of(tokens, parts))
+        forecast = Forecast(self.costs, *masks_of(tokens, parts, held))
 
         def guess(ratio: float | None) -> _Guess:
             own = config if ratio is None else config.with_ratio(ratio)
@@ -240,9 +246,13 @@ class Controller:
         return Reason(said[0].code, "; ".join(said)) if said else None
 
 
-def masks_of(tokens: int, parts: Sequence[StoredPart]) -> tuple[Mask, Mask]:
-    """Return which tokens have cached KV, and which of them may be recomputed, spread evenly."""
+def masks_of(tokens: int, parts: Sequence[StoredPart], held: int = 0) -> tuple[Mask, Mask]:
+    """Return which tokens have cached KV, and which of them may be recomputed, spread evenly.
+
+    held: so many first tokens have KV that is not recomputed.
+    """
     cached, eligible = np.zeros(tokens, dtype=np.bool_), np.zeros(tokens, dtype=np.bool_)
+    cached[:held] = True
     for part in parts:
         cached[part.start : part.end] = True
         count = part.end - part.start
