@@ -84,9 +84,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A chunk of a prompt whose KV is stored.
+    """A chunk of a prompt, or a block of its prefix, whose KV is stored.
 
     tier, nbytes: where, and how much to read. protected: how many of its tokens stay as stored.
+    is_chunk: False for a block of a prefix.
     """
 
     start: int
@@ -94,6 +95,7 @@ class StoredPart:
     tier: str
     nbytes: int
     protected: int = 0
+    is_chunk: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ class Controller:
         quickest = min(timed, key=lambda one: one[0].seconds)
         spent, best = quickest if quickest[0].is_sooner(timed[0][0]) else timed[0]
         if not full.is_sooner(spent):
-            return Decision(best.load, best.config, self._told(best, config, len(parts)))
+            return Decision(best.load, best.config, self._told(best, config, parts))
         took = f"ordinary prefill takes {_ms(full)}, blending would take {_ms(spent)}"
         if self.rates.try_again():
             again = Reason(ReasonCode.RETRIED, f"tried again, though {took}")
@@ -228,12 +230,14 @@ class Controller:
     def _time(self, kind: Kind, work: float) -> _Time | None:
         return _Time.of(self.rates.of(kind), work)
 
-    def _told(self, way: _Guess, asked: BlendConfig, parts: int | None = None) -> Reason | None:
-        """Return what was chosen and why, if there was a choice."""
+    def _told(
+        self, way: _Guess, asked: BlendConfig, parts: Sequence[StoredPart] = ()
+    ) -> Reason | None:
+        """Return what was chosen of these parts and why, if there was a choice."""
         said: list[Reason] = []
-        if parts is not None and len(way.load) < parts:
-            left = parts - len(way.load)
-            sooner = f"{left} of {parts} stored chunks are computed sooner than loaded"
+        chunks = sum(part.is_chunk for part in parts)
+        if left := chunks - sum(part.is_chunk for part in way.load) if parts else 0:
+            sooner = f"{left} of {chunks} stored chunks are computed sooner than loaded"
             said.append(Reason(ReasonCode.SOME_SLOW, sooner))
         if asked.recompute_ratio == AUTO:
             ratio = f"ratio {way.config.ratio:g}"

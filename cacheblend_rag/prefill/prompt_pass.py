@@ -199,8 +199,9 @@ class PromptPass:
     def _decide(self, loader: ChunkLoader) -> Reason | None:
         """Choose by measured speeds what to load and recompute; returns why nothing is loaded.
 
-        None if something is. The first rank decides for all. Blocks of a prefix count like chunks
-        of which nothing may be recomputed; they are no reason to blend if no chunk is loaded.
+        None if something is. The first rank decides for all. Blocks of a prefix are loaded like
+        chunks of which nothing may be recomputed, or computed if that is faster; they are no reason
+        to blend if no chunk is loaded.
         """
         found = [chunk for chunk in loader.chunks if chunk.is_used]
         if self.controller is None or not found:
@@ -389,7 +390,8 @@ def _stored_part(
         prior = None if head is None or head.prior is None else head.prior[chunk.own]
         protected = tokens - int(free_tokens(tokens, prior, share).sum())
     nbytes = 0 if head is None else head.layers * head.layer_bytes
-    return StoredPart(chunk.start, chunk.end, chunk.tier or "", nbytes, protected)
+    is_chunk = placed is not None
+    return StoredPart(chunk.start, chunk.end, chunk.tier or "", nbytes, protected, is_chunk)
 
 
 def _report(placed: PlacedChunk, chunk: LoadedChunk) -> ChunkReport:

@@ -82,11 +82,10 @@ def prefill_report(
 def _unblended(sent: Sent, result: Result | None) -> BlendResult:
     """Return what ordinary prefill did, as the result of a blend that reused no chunk."""
     missed = _missed(sent, result)
-    if not isinstance(result, Declined):
+    if not isinstance(result, Declined) or result.compute_share is None:
         return BlendResult(missed)
-    return BlendResult(
-        missed, compute_share=result.compute_share, prefix_tokens=result.prefix_tokens
-    )
+    held = result.prefix_tokens or 0
+    return BlendResult(missed, compute_share=result.compute_share, prefix_tokens=held)
 
 
 def _trace(sent: Sent, done: BlendResult) -> Trace | None:

@@ -111,14 +111,14 @@ class Declined:
 
     reason: why. chunks: the prompt's chunks, all missed, if they were looked up. prefix_tokens:
     those before the first chunk that vLLM's prefix cache holds. compute_share: work of what
-    follows, as a share of the whole prompt's.
+    follows, as a share of the whole prompt's. Both are None if no worker had the job.
     """
 
     reason: Reason
     chunks: tuple[ChunkReport, ...] | None = None
     work_seconds: float | None = None
-    prefix_tokens: int = 0
-    compute_share: float = 1.0
+    prefix_tokens: int | None = None
+    compute_share: float | None = None
 
 
 @dataclass(frozen=True)
