@@ -15,6 +15,7 @@ use in turn.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -38,6 +39,8 @@ from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE, VLLMSta
 from cacheblend_rag.errors import UnsupportedModelError
 from cacheblend_rag.prefill.prompt_pass import HeldPrefix
 from cacheblend_rag.reason import ReasonCode
+
+logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 NATIVE_RUN = 8
@@ -86,12 +89,21 @@ class PagedCache:
 
     @cached_property
     def layout(self) -> Tensor | None:
-        """Where a kernel block keeps its KV, see ``block_layout``; None if that is quantized."""
+        """Where a kernel block keeps its KV, see ``block_layout``.
+
+        None if it is quantized, or cannot be found out.
+        """
         first = self.attention[0]
         if first.kv_cache.dtype != self.dtype:
             return None
         shape = (self.kernel_block_size, int(first.num_kv_heads), int(first.head_size))
-        return block_layout(first, self.own(1), shape)
+        try:
+            return block_layout(first, self.own(1), shape)
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # of a backend that nobody has tried; blends work without it
+            logger.debug("the layout of vLLM's KV cache was not found out", exc_info=True)
+            return None
 
     def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Read back a layer's KV in kernel blocks; call it only if ``layout`` is known.
