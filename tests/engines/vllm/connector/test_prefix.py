@@ -356,3 +356,18 @@ def test_a_layout_is_found_only_if_every_number_is_kept(dtype: torch.dtype, faul
     else:
         assert found is not None
         assert torch.equal(found.flatten(), order[:count])
+
+
+@pytest.mark.parametrize("fault", ["quantized", "unknown backend"])
+def test_a_cache_that_cannot_be_read_back_has_no_layout(fault: str) -> None:
+    def write(*_: Any) -> None:
+        raise NotImplementedError
+
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(do_kv_cache_update=write),
+        kv_cache=torch.zeros(4, 8, dtype=torch.uint8 if fault == "quantized" else torch.float32),
+        num_kv_heads=1,
+        head_size=2,
+    )
+    cache = paged.PagedCache([layer], None, 2, 2, torch.float32)
+    assert cache.layout is None
