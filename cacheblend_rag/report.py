@@ -214,7 +214,8 @@ class BlendReport:
         trace: the chosen tokens and their scores; None unless ``BlendConfig(trace=True)`` requests
             it and the prompt was blended.
         prefix_tokens: those of ``reused_tokens`` that are a cached prefix: their KV equals full
-            prefill's but for rounding. Embedded engine only.
+            prefill's but for rounding. In vLLM those of its own prefix cache, counted for requests
+            that were to be blended.
 
     Raises:
         TypeError: when a reason is a sentence without a code.

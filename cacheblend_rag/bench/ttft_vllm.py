@@ -111,7 +111,7 @@ class _Measurement:
 
     def _blend(self, ratio: float, turn: int) -> float:
         prompt = self._prompt(turn)
-        config = self.plan.blend_config(ratio).with_changes(min_tokens=turn)  # changes the salt
+        config = self.plan.blend_config(ratio)
         started = time.perf_counter()
         generation = self.engine.generate(prompt, ONE_TOKEN, config=config)
         seconds = time.perf_counter() - started

@@ -84,9 +84,10 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A chunk of a prompt whose KV is stored.
+    """A chunk of a prompt, or a block of its prefix, whose KV is stored.
 
     tier, nbytes: where, and how much to read. protected: how many of its tokens stay as stored.
+    is_chunk: False for a block of a prefix.
     """
 
     start: int
@@ -94,6 +95,7 @@ class StoredPart:
     tier: str
     nbytes: int
     protected: int = 0
+    is_chunk: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,22 +162,26 @@ class Controller:
     rates: Rates
     speeds: Speeds
 
-    def decide(self, tokens: int, parts: Sequence[StoredPart], config: BlendConfig) -> Decision:
+    def decide(
+        self, tokens: int, parts: Sequence[StoredPart], config: BlendConfig, *, held: int = 0
+    ) -> Decision:
         """Choose what to load of a prompt of so many tokens, and the ratio if it is "auto".
 
         A way that was not measured often enough is tried, which measures it. A way that looks too
-        slow is tried again now and then.
+        slow is tried again now and then. held: so many first tokens are computed by no way, nor by
+        ordinary prefill, since their KV is there.
         """
         layers = len(self.costs)
-        ways = [self._guess(tokens, load, config) for load in self._choices(parts)]
-        everything, full = ways[0], self._time("prefill", prefill_cost(self.costs, tokens))
+        ways = [self._guess(tokens, load, config, held) for load in self._choices(parts)]
+        work = prefill_cost(self.costs, tokens) - prefill_cost(self.costs, held)
+        everything, full = ways[0], self._time("prefill", work)
         timed = [(spent, way) for way in ways if (spent := way.time(layers)) is not None]
         if not config.cost_model or full is None or len(timed) < len(ways):
             return Decision(everything.load, everything.config, self._told(everything, config))
         quickest = min(timed, key=lambda one: one[0].seconds)
         spent, best = quickest if quickest[0].is_sooner(timed[0][0]) else timed[0]
         if not full.is_sooner(spent):
-            return Decision(best.load, best.config, self._told(best, config, len(parts)))
+            return Decision(best.load, best.config, self._told(best, config, parts))
         took = f"ordinary prefill takes {_ms(full)}, blending would take {_ms(spent)}"
         if self.rates.try_again():
             again = Reason(ReasonCode.RETRIED, f"tried again, though {took}")
@@ -201,9 +207,11 @@ class Controller:
         known = (read for read in times if read is not None)
         return max(known, key=lambda read: read.seconds, default=_Time(0.0))
 
-    def _guess(self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig) -> _Guess:
+    def _guess(
+        self, tokens: int, parts: tuple[StoredPart, ...], config: BlendConfig, held: int
+    ) -> _Guess:
         loading = self._loading(parts)
-        forecast = Forecast(self.costs, *masks_of(tokens, parts))
+        forecast = Forecast(self.costs, *masks_of(tokens, parts, held))
 
         def guess(ratio: float | None) -> _Guess:
             own = config if ratio is None else config.with_ratio(ratio)
@@ -222,12 +230,14 @@ class Controller:
     def _time(self, kind: Kind, work: float) -> _Time | None:
         return _Time.of(self.rates.of(kind), work)
 
-    def _told(self, way: _Guess, asked: BlendConfig, parts: int | None = None) -> Reason | None:
-        """Return what was chosen and why, if there was a choice."""
+    def _told(
+        self, way: _Guess, asked: BlendConfig, parts: Sequence[StoredPart] = ()
+    ) -> Reason | None:
+        """Return what was chosen of these parts and why, if there was a choice."""
         said: list[Reason] = []
-        if parts is not None and len(way.load) < parts:
-            left = parts - len(way.load)
-            sooner = f"{left} of {parts} stored chunks are computed sooner than loaded"
+        chunks = sum(part.is_chunk for part in parts)
+        if left := chunks - sum(part.is_chunk for part in way.load) if parts else 0:
+            sooner = f"{left} of {chunks} stored chunks are computed sooner than loaded"
             said.append(Reason(ReasonCode.SOME_SLOW, sooner))
         if asked.recompute_ratio == AUTO:
             ratio = f"ratio {way.config.ratio:g}"
@@ -240,9 +250,13 @@ class Controller:
         return Reason(said[0].code, "; ".join(said)) if said else None
 
 
-def masks_of(tokens: int, parts: Sequence[StoredPart]) -> tuple[Mask, Mask]:
-    """Return which tokens have cached KV, and which of them may be recomputed, spread evenly."""
+def masks_of(tokens: int, parts: Sequence[StoredPart], held: int = 0) -> tuple[Mask, Mask]:
+    """Return which tokens have cached KV, and which of them may be recomputed, spread evenly.
+
+    held: so many first tokens have KV that is not recomputed.
+    """
     cached, eligible = np.zeros(tokens, dtype=np.bool_), np.zeros(tokens, dtype=np.bool_)
+    cached[:held] = True
     for part in parts:
         cached[part.start : part.end] = True
         count = part.end - part.start

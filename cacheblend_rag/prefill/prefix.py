@@ -2,7 +2,8 @@
 
 A token's KV depends only on the tokens up to it. A block is stored under the hash of all tokens up
 to its end, so its KV is exact in every prompt with the same prefix: it is neither rotated nor
-recomputed. It can be used even if a block before it is missing.
+recomputed. The lookup ends at the first block that is not stored. A block that was found, but then
+cannot be read or is computed sooner, is computed, and those behind it are used all the same.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -48,7 +49,7 @@ class FusedPrompt:
     selector: the rule that chose rows. selector_reason: why it is not the config's, if so. seconds:
     by phase, as PhaseSeconds names them. ratio_reason: what was chosen by measured speeds. trace:
     the chosen tokens and their scores, if the config requests it. prefix_tokens: tokens whose KV
-    is that of blocks of a prefix.
+    is that of a stored or held prefix.
     """
 
     fused: FusedKV
@@ -80,6 +81,18 @@ class NotWorthLoading:
     chunks: list[ChunkReport]
 
 
+@dataclass(frozen=True)
+class HeldPrefix:
+    """The KV of a prompt's first tokens, which the caller of a pass holds.
+
+    It is exact, so it is neither moved nor recomputed. tokens: how many. place: copies one layer of
+    it into the buffer.
+    """
+
+    tokens: int
+    place: Callable[[int, FusedKV], None]
+
+
 @dataclass
 class PromptPass:
     """The pass over one prompt.
@@ -95,7 +108,8 @@ class PromptPass:
     stops while other requests run between the steps, for measuring the pass. observer: watches the
     pass; it sees the pass again from its start after a chunk was lost. lack_of_room: called once
     chunks are found; returns why memory is too short for the pass, or None. prefix_blocks: how many
-    blocks of the tokens before the first chunk are read; those that are found stay as stored.
+    blocks of the tokens before the first chunk are read; those that are found stay as stored. held:
+    the KV of the first tokens, if the caller has it; then no blocks are read.
     found: the reports of chunks by then, as if all found chunks were used.
     """
 
@@ -115,6 +129,7 @@ class PromptPass:
     observer: Observer | None = None
     lack_of_room: Callable[[], str | None] | None = None
     prefix_blocks: int = 0
+    held: HeldPrefix | None = None
     found: list[ChunkReport] = field(default_factory=list, init=False)
     watch: Stopwatch = field(init=False)
 
@@ -184,8 +199,9 @@ class PromptPass:
     def _decide(self, loader: ChunkLoader) -> Reason | None:
         """Choose by measured speeds what to load and recompute; returns why nothing is loaded.
 
-        None if something is. The first rank decides for all. Blocks of a prefix count like chunks
-        of which nothing may be recomputed; they are no reason to blend if no chunk is loaded.
+        None if something is. The first rank decides for all. Blocks of a prefix are loaded like
+        chunks of which nothing may be recomputed, or computed if that is faster; they are no reason
+        to blend if no chunk is loaded.
         """
         found = [chunk for chunk in loader.chunks if chunk.is_used]
         if self.controller is None or not found:
@@ -195,7 +211,9 @@ class PromptPass:
         share = self.config.protect_context
         chunks = [_stored_part(chunk, p, share) for p, chunk in pairs if chunk.is_used]
         parts = blocks + chunks
-        decided = self.controller.decide(self.token_ids.numel(), parts, self.config)
+        decided = self.controller.decide(
+            self.token_ids.numel(), parts, self.config, held=self._held_tokens
+        )
         loaded = [part in decided.load for part in parts]
         ratio, *kept = self.stack.broadcast(
             torch.tensor([decided.config.ratio, *loaded], dtype=torch.float64)
@@ -241,7 +259,7 @@ class PromptPass:
             needs_hidden=self.needs_hidden,
             attention=self.attention,
             question_start=self._question_start,
-            before_layer=loader.load,
+            before_layer=partial(self._load, loader),
             on_layer=self.on_layer,
             observers=[one for one in (recorder, self.observer) if one is not None],
         )
@@ -264,8 +282,18 @@ class PromptPass:
             selector_reason=selector_reason,
             ratio_reason=self._ratio_reason,
             trace=None if recorder is None else recorder.trace(),
-            prefix_tokens=len(self._blocks(loader)) * BLOCK_TOKENS,
+            prefix_tokens=self._held_tokens + len(self._blocks(loader)) * BLOCK_TOKENS,
         )
+
+    @property
+    def _held_tokens(self) -> int:
+        return 0 if self.held is None else self.held.tokens
+
+    def _load(self, loader: ChunkLoader, layer: int) -> Steps[None]:
+        """Copy one layer of all cached KV into the buffer; raises LostChunkError."""
+        yield from loader.load(layer)
+        if self.held is not None:
+            self.held.place(layer, loader.fused)
 
     def _reports(self, loader: ChunkLoader) -> list[ChunkReport]:
         pairs = zip(self.placed, self._chunks(loader), strict=True)
@@ -285,6 +313,7 @@ class PromptPass:
         known.eligible, scores = known.cached.clone(), torch.zeros(self.token_ids.numel())
         known.prior, known.chunks = scores, torch.full_like(known.offsets, -1)
         has_prior = False
+        known.cached[: self._held_tokens] = True
         for block in self._blocks(loader):
             known.cached[block.start : block.end] = True
         found = zip(self.placed, chunks, priors, ranked, strict=True)
@@ -338,7 +367,7 @@ class PromptPass:
             candidates,
             self._question_start,
             probe=schedule.selector.probe,
-            before_layer=loader.load,
+            before_layer=partial(self._load, loader),
         )
         self._work += work
         if not loader.fused.keeps_layers:
@@ -361,7 +390,8 @@ def _stored_part(
         prior = None if head is None or head.prior is None else head.prior[chunk.own]
         protected = tokens - int(free_tokens(tokens, prior, share).sum())
     nbytes = 0 if head is None else head.layers * head.layer_bytes
-    return StoredPart(chunk.start, chunk.end, chunk.tier or "", nbytes, protected)
+    is_chunk = placed is not None
+    return StoredPart(chunk.start, chunk.end, chunk.tier or "", nbytes, protected, is_chunk)
 
 
 def _report(placed: PlacedChunk, chunk: LoadedChunk) -> ChunkReport:

@@ -140,8 +140,8 @@ class BlendConfig(Settings):
     reuse_prefix: Flag = True
     """Prefix caching: reuse the KV of a prefix that earlier requests had, too, and store this
     prompt's. The prefix is the text up to the first chunk; without chunks, the whole prompt and its
-    answer. Embedded engine only; vLLM has a prefix cache of its own. Off: measurements do not
-    depend on earlier requests, and no KV of prompts is stored."""
+    answer. In vLLM its own prefix cache does so, block by block. Off: measurements do not depend on
+    earlier requests, and no KV of prompts is stored; in vLLM the request shares no cached block."""
     trace: Flag = False
     """Put the chosen tokens and their scores into the report. It costs a little: scores are copied
     back from the accelerator, and vLLM computes such a request anew each time."""

@@ -138,9 +138,8 @@ def measure_gaps(gaps: GapPlan, advance: Advance = lambda _: None) -> dict[str, 
     room = 2 * plan.model_shape.kv_bytes(plan.prompt_tokens, plan.torch_dtype)
     settings = ConnectorSettings(store=StoreConfig(host_bytes=room))
 
-    def blended(engine: VLLMEngine, turn: int) -> Generation:
-        config = plan.blend_config(ratio).with_changes(min_tokens=turn)  # changes only the salt
-        generation = engine.generate(prompt, ONE_TOKEN, config=config)
+    def blended(engine: VLLMEngine, _turn: int) -> Generation:
+        generation = engine.generate(prompt, ONE_TOKEN, config=plan.blend_config(ratio))
         check_blend(plan, generation, ratio, "host")
         return generation
 

@@ -120,6 +120,31 @@ def test_what_loads_slower_than_it_computes_is_computed() -> None:
     assert slower.load == tuple(parts[2:])
 
 
+def test_blocks_of_a_prefix_are_no_chunks() -> None:
+    block = StoredPart(0, 50, "s3", 1000, 50, is_chunk=False)
+    slow = [replace(part, tier="s3") for part in PARTS[2:]]
+    made = controller(disk=0.01, s3=0.6)
+    some = made.decide(TOKENS, [block, *PARTS[:2], *slow], PLAIN)
+    assert some.load == tuple(PARTS[:2])
+    assert some.why == "2 of 4 stored chunks are computed sooner than loaded"
+    every = made.decide(TOKENS, [block, *PARTS], PLAIN)
+    assert (every.load, every.why) == (tuple(PARTS), None)
+
+
+def test_a_held_prefix_is_computed_neither_way() -> None:
+    """Half of the prompt is held: what is left takes ordinary prefill little more than half."""
+    parts = [StoredPart(650, 700, "disk", 550)]
+    made = controller(disk=1.0)
+    assert made.decide(TOKENS, parts, PLAIN).load == tuple(parts)
+    behind = made.decide(TOKENS, parts, PLAIN, held=500)
+    assert behind.load == ()
+    assert behind.why == "ordinary prefill takes 501 ms, blending would take 605 ms"
+    cached, eligible = masks_of(TOKENS, parts, held=500)
+    assert cached.sum() == 550
+    assert eligible.sum() == 50
+    assert not eligible[:500].any()
+
+
 def test_below_break_even_it_is_ordinary_prefill() -> None:
     decision = controller(disk=0.5).decide(TOKENS, PARTS, PLAIN)
     assert decision.load == ()

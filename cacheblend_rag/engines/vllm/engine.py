@@ -58,6 +58,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+DEFAULT_NAMESPACE = "default"
 CANCEL_SECONDS = 0.05
 JOBS_AT_ONCE = 8
 
@@ -199,10 +200,11 @@ class VLLMEngine(Engine):
     def _sent(self, request: Request) -> Sent:
         """Return the request for vLLM: a blend if there is something to reuse."""
         tokens = request.prepared.token_ids
-        plain = VLLMRequest(tokens, request.sampling, request_id=request.request_id)
+        plain = VLLMRequest(
+            tokens, request.sampling, self._salt(request), request_id=request.request_id
+        )
         if request.full:
-            salt = request.cache_salt or f"plain-{uuid.uuid4().hex}"  # one that nothing else has
-            return Sent(replace(plain, salt=salt), reason=FULL_PREFILL)
+            return Sent(plain, reason=FULL_PREFILL)
         # A prompt's last token is vLLM's: it yields the logits.
         placed = tuple(chunk for chunk in request.prepared.placed if chunk.end < len(tokens))
         if not placed:
@@ -219,7 +221,18 @@ class VLLMEngine(Engine):
             config=request.config,
             report_id=uuid.uuid4().hex,
         )
-        return Sent(replace(plain, salt=job.salt(tokens), job=job), placed)
+        return Sent(replace(plain, job=job), placed)
+
+    def _salt(self, request: Request) -> str | None:
+        """Return a request's ``cache_salt``: requests with the same one may share vLLM's blocks.
+
+        Namespaces share none; the default one has no salt, like other clients' requests.
+        """
+        tenant = "" if self.namespace == DEFAULT_NAMESPACE else namespace_id(self.namespace)
+        own = request.cache_salt if request.full else ""
+        if own is None or not (request.full or request.config.reuse_prefix):
+            own = uuid.uuid4().hex  # one that nothing else has
+        return "-".join(part for part in (tenant, own) if part) or None
 
     async def _answer(self, request: Request, sent: Sent) -> AsyncIterator[Delta]:
         """Yield text as it comes."""

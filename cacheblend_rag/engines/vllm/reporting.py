@@ -47,7 +47,7 @@ def prefill_report(
     sent: Sent, finish_reason: FinishReason, result: Result | None, times: Times
 ) -> PrefillReport:
     """Return the connector's result as a report, with the seconds measured by the client."""
-    done = result if isinstance(result, BlendResult) else BlendResult(_missed(sent, result))
+    done = result if isinstance(result, BlendResult) else _unblended(sent, result)
     told = zip(done.chunks, sent.placed, strict=False)
     chunks = [replace(chunk, document_id=placed.document_id) for chunk, placed in told]
     phases = {name: done.seconds.get(name, 0.0) for name in PHASES}
@@ -75,7 +75,17 @@ def prefill_report(
         },
         starts={name: times.started + seconds for name, seconds in starts.items()},
         trace=_trace(sent, done),
+        prefix_tokens=min(max(done.prefix_tokens, 0), sent.placed[0].start) if sent.placed else 0,
     )
+
+
+def _unblended(sent: Sent, result: Result | None) -> BlendResult:
+    """Return what ordinary prefill did, as the result of a blend that reused no chunk."""
+    missed = _missed(sent, result)
+    if not isinstance(result, Declined) or result.compute_share is None:
+        return BlendResult(missed)
+    held = result.prefix_tokens or 0
+    return BlendResult(missed, compute_share=result.compute_share, prefix_tokens=held)
 
 
 def _trace(sent: Sent, done: BlendResult) -> Trace | None:

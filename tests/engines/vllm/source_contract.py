@@ -153,6 +153,7 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "start_load_kv": ("forward_context",),
                 "wait_for_layer_load": ("layer_name",),
                 "get_finished": ("finished_req_ids",),
+                "on_new_request": ("request",),
                 "get_num_new_matched_tokens": ("request", "num_computed_tokens"),
                 "update_state_after_alloc": ("request", "blocks", "num_external_tokens"),
                 "build_connector_meta": ("scheduler_output",),
@@ -222,6 +223,8 @@ CONTRACT: dict[str, dict[str, Name]] = {
                 "lora_request",
                 "mm_features",
                 "prompt_embeds",
+                "block_hashes",
+                "update_block_hashes",
             )
         ),
     },

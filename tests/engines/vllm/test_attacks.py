@@ -58,6 +58,7 @@ def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
         request = SimpleNamespace(
             kv_transfer_params=params if turn % 50 else draw.choice(HOSTILE),
             num_prompt_tokens=100,
+            prompt_token_ids=list(range(100)),
             cache_salt=f"{SALT_PREFIX}x",
             lora_request=None,
             mm_features=[],

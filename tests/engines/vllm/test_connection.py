@@ -226,6 +226,25 @@ def test_what_a_server_says_of_starts_and_of_a_trace_is_held_against_the_request
     assert found[1:] == [None, None]
 
 
+@pytest.mark.parametrize(("told", "held"), [(16, 16), (10**9, 20), (-5, 0)])
+def test_a_prefix_ends_before_the_first_chunk_whatever_a_server_says(
+    canned: CannedServer, connect: Open, told: int, held: int
+) -> None:
+    engine = connect()
+    prompt = f"{words(20, 3)} {PROMPT}"
+    why = ["not_stored", "no chunk of the prompt is stored"]
+    for said, chunk_tokens in (
+        ({"chunks": [{**HIT, "start": 20}]}, 40),
+        ({"reason": why, "compute_share": 0.75}, 0),
+    ):
+        canned.said = {**said, "prefix_tokens": told}
+        report = engine.generate(prompt, FOUR).report
+        assert report.prefix_tokens == held
+        assert report.reused_tokens == held + chunk_tokens
+        assert report.computed_tokens == report.prompt_tokens - report.reused_tokens
+    assert report.compute_share == 0.75
+
+
 def test_a_late_report_is_asked_for(canned: CannedServer, connect: Open) -> None:
     engine = connect()
     canned.said, canned.reports = {"late": True}, {"chunks": [HIT]}
@@ -302,7 +321,7 @@ def test_nothing_is_left_to_the_servers_defaults(canned: CannedServer, connect: 
     }
     assert body["presence_penalty"] == body["frequency_penalty"] == 0
     assert body["prompt"] == list(make_tokenizer().encode(PROMPT))
-    assert body["cache_salt"].startswith("cacheblend-")
+    assert body["cache_salt"] is None, "it shares what stands before its chunks with any request"
 
 
 def test_the_model_own_sampling_is_what_the_connector_says(

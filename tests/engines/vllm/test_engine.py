@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -18,8 +17,8 @@ from cacheblend_rag.engines.vllm.transport import Piece
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.inprocess import InProcessEngine
-from tests.engines.vllm.opening import request_of, share_cores, vllm_in_process
-from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, logprobs, retrieved
+from tests.engines.vllm.opening import share_cores, vllm_in_process
+from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
 from tests.engines.vllm.test_protocol import mixed_prompts, same_tokens
 
 REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
@@ -104,14 +103,6 @@ def test_synchronous_blending_gives_the_same_answers(llama: InProcessEngine) -> 
         answers.append(llama.generate_batch(prompts, SHORT))
         assert answers[-1][1].report.blended
     assert same_tokens(*answers)
-
-
-def test_a_request_without_its_salt_is_not_blended(llama: InProcessEngine) -> None:
-    llama.precompute(DOCUMENTS, progress=False)
-    asked = request_of(llama, retrieved(), SHORT, REUSE)
-    unsalted = replace(asked, salt="any")
-    reference = replace(asked, salt="other", job=None)
-    assert logprobs(llama, unsalted) == logprobs(llama, reference)
 
 
 def test_every_replica_has_the_chunks_and_answers_for_its_reports(

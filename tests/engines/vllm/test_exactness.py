@@ -18,10 +18,9 @@ from cacheblend_rag import BlendConfig, BlendPrompt, Document, TransformersEngin
 from cacheblend_rag.blend.selectors import SELECTORS
 from cacheblend_rag.blend.stack import probe_layer
 from cacheblend_rag.engines.sampling import ResolvedSampling
-from cacheblend_rag.engines.vllm.connector.paged import PLAIN
+from cacheblend_rag.engines.vllm.connector.settings import PLAIN
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
-from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.prefill import prompt_pass
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -103,11 +102,11 @@ def _outputs(engine: Any, request: VLLMRequest, sampling: Any) -> Any:
 def difference(engine: VLLMEngine, prompt: BlendPrompt, ratio: float) -> float:
     """Largest difference of log-probabilities between a blended prompt and ordinary prefill.
 
-    Neither is served by vLLM's prefix cache, where blends of the same chunks share a salt.
+    Neither is served by vLLM's prefix cache.
     """
     config = engine.config.with_changes(recompute_ratio=ratio)
     asked = request_of(engine, prompt, SHORT, config)
-    blend = replace(asked, salt=SALT_PREFIX + uuid.uuid4().hex)
+    blend = replace(asked, salt=uuid.uuid4().hex)
     plain = VLLMRequest(asked.token_ids, SHORT, uuid.uuid4().hex)
     pairs = zip(logprobs(engine, blend), logprobs(engine, plain), strict=True)
     return max(abs(a - b) for a, b in pairs)
@@ -276,7 +275,7 @@ def test_every_attention_gives_scattered_rows_the_same(llama: InProcessEngine) -
         for mode in ("native", *PLAIN):
             settings.setattr(jobs, "mode", mode)
             asked = request_of(llama, retrieved(), SHORT, config)
-            fresh = replace(asked, salt=f"{SALT_PREFIX}{mode}")
+            fresh = replace(asked, salt=mode)
             found[mode] = logprobs(llama, fresh)
     for mode in PLAIN:
         assert found[mode] == pytest.approx(found["native"], abs=1e-4)

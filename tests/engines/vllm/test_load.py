@@ -18,7 +18,6 @@ from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.pace import Slices
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
-from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv.reading import FETCHED_AHEAD
 from tests.engines.vllm.inprocess import InProcessEngine
@@ -64,8 +63,7 @@ def requests_of(engine: InProcessEngine) -> list[VLLMRequest]:
 
 def unseen(request: VLLMRequest) -> VLLMRequest:
     """The same work, which vLLM cannot have in its prefix cache."""
-    prefix = SALT_PREFIX if request.job else ""
-    return replace(request, salt=f"{prefix}{uuid.uuid4().hex}")
+    return replace(request, salt=uuid.uuid4().hex)
 
 
 async def answer(engine: InProcessEngine, request: VLLMRequest, name: str = "") -> tuple[int, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,8 +99,11 @@ class Blender:
         return self.jobs.identity
 
     def try_model(self) -> None:
-        """Test the model; see Trial."""
+        """Test the model, see Trial, and find out how its cache is read back."""
         self.jobs.identity = self._identify(self.trial.run())
+        with torch.inference_mode():
+            if self.cache.layout is None:
+                logger.info("vLLM's KV cache cannot be read back: blends compute whole prompts")
 
     def start(self, allotted: Allotted) -> None:
         """Accept a job, and begin to read the chunks to blend; ``advance`` runs it."""
@@ -133,15 +136,21 @@ class Blender:
         return self.at_work.keys() <= self._idle
 
     def advance(
-        self, seconds: float | None, only: str | None = None
+        self,
+        seconds: float | None,
+        only: str | None = None,
+        resting: Collection[str] = (),
     ) -> Iterator[tuple[str, WorkResult]]:
         """Work for so many seconds, oldest job first; yields finished jobs with their results.
 
-        Jobs for idle time run when no other job is left, which all ranks see alike.
+        Jobs for idle time run when no other job is left, which all ranks see alike. resting: jobs
+        that must not go on yet.
         """
         until = math.inf if seconds is None else time.perf_counter() + seconds
         idle = self.is_idle
         for request_id, work in list(self.at_work.items()):
+            if request_id in resting:
+                continue
             if request_id != only if only is not None else (request_id in self._idle) != idle:
                 continue
             started = time.perf_counter()

@@ -4,8 +4,8 @@ To vLLM, blending is an external KV load: the scheduler side says how many token
 request it will provide, the worker side computes them into the request's blocks. A job
 comes with the request (``kv_transfer_params``), a result goes back with its last output.
 
-A request is only blended under its own ``cache_salt``: otherwise vLLM's prefix cache
-would serve its approximate KV to ordinary requests.
+A blend's blocks have hashes of their own from the first one on that holds chunk KV:
+otherwise vLLM's prefix cache would serve approximate KV to ordinary requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cacheblend_rag.engines.vllm.connector.compatibility import drops_blocks, re
 from cacheblend_rag.engines.vllm.connector.metadata import StepJobs, StepResults
 from cacheblend_rag.engines.vllm.connector.metrics import BlendPromMetrics, BlendStats
 from cacheblend_rag.engines.vllm.connector.scheduler import ConnectorScheduler
-from cacheblend_rag.engines.vllm.connector.settings import ConnectorSettings
+from cacheblend_rag.engines.vllm.connector.settings import PLAIN, ConnectorSettings
 from cacheblend_rag.engines.vllm.connector.worker import ConnectorWorker
 from cacheblend_rag.engines.vllm.versions import check_version
 
@@ -51,7 +51,8 @@ class CacheBlendConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         settings = ConnectorSettings.of_vllm(vllm_config)
         refusal = refusal_of(vllm_config, kv_cache_config)
-        asynchronous = settings.asynchronous or drops_blocks(kv_cache_config)
+        drops = drops_blocks(kv_cache_config)
+        asynchronous = settings.asynchronous or drops
         self._scheduler: ConnectorScheduler | None = None
         self._worker: ConnectorWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -60,6 +61,8 @@ class CacheBlendConnector(KVConnectorBase_V1):
                 refusal,
                 asynchronous=asynchronous,
                 step_tokens=settings.step_tokens,
+                block_size=vllm_config.cache_config.block_size,
+                shares_prefix=settings.attention not in PLAIN and not drops,
             )
         else:
             self._worker = ConnectorWorker(
@@ -124,6 +127,10 @@ class CacheBlendConnector(KVConnectorBase_V1):
         return self.worker.take_results()
 
     # Scheduler
+
+    def on_new_request(self, request: Request) -> None:
+        """Read the job of a new request, before vLLM looks up its blocks."""
+        self.scheduler.add(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

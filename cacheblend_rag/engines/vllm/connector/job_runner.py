@@ -12,6 +12,7 @@ import torch
 
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.copy_stream import release_pinned
+from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
@@ -55,6 +56,7 @@ from cacheblend_rag.prefill.precompute import (
 )
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
 from cacheblend_rag.reason import Reason
+from cacheblend_rag.report import ChunkReport
 
 WorkResult = (
     BlendResult
@@ -125,7 +127,15 @@ class JobRunner:
         if allotted.job.kind != "blend":
             return Failed(no_room(lack))
         chunks = tuple(chunk.report(NO_ROOM) for chunk in self._placed(allotted))
-        return Declined(no_room(lack), chunks)
+        return self._declined(allotted, no_room(lack), chunks)
+
+    def _declined(
+        self, allotted: Allotted, why: Reason, chunks: tuple[ChunkReport, ...]
+    ) -> Declined:
+        """Return the result of a blend that ordinary prefill serves, behind a cached prefix."""
+        costs, prefix = self.stack.costs, allotted.prefix
+        saved = prefill_cost(costs, prefix) / prefill_cost(costs, len(allotted.tokens))
+        return Declined(why, chunks, prefix_tokens=prefix, compute_share=1 - saved)
 
     def _placed(self, allotted: Allotted) -> list[PlacedChunk]:
         return [
@@ -153,7 +163,7 @@ class JobRunner:
         work = self._pass(allotted, source)
         done = yield from work.steps()
         if isinstance(done, NotWorthLoading):
-            return Declined(done.why, tuple(done.chunks))
+            return self._declined(allotted, done.why, tuple(done.chunks))
         return BlendResult(
             chunks=tuple(done.chunks),
             selector=done.selector,
@@ -165,11 +175,19 @@ class JobRunner:
             ratio_reason=done.ratio_reason,
             starts={phase: at - handed_over for phase, at in work.watch.starts.items()},
             trace=done.trace,
+            prefix_tokens=done.prefix_tokens,
         )
 
     def _pass(self, allotted: Allotted, source: LayerSource) -> PromptPass:
         checks = plan_schedule(allotted.job.config, self.stack.geometry.layers).checks
-        paged = PagedKV(self.cache, allotted.block_ids, allotted.first, allotted.until, self.mode)
+        paged = PagedKV(
+            self.cache,
+            allotted.block_ids,
+            allotted.first,
+            allotted.until,
+            self.mode,
+            allotted.shared,
+        )
         return PromptPass(
             self.stack,
             torch.tensor(allotted.tokens, device=self.stack.geometry.device),
@@ -185,6 +203,7 @@ class JobRunner:
             own_seconds=self.own_time.seconds,
             controller=Controller(self.stack.costs, self.rates, self.store.speeds),
             lack_of_room=partial(self._lack_of_room, len(allotted.tokens), checks=bool(checks)),
+            held=paged.prefix(allotted.prefix),
         )
 
     def _compare(self, allotted: Allotted, source: LayerSource) -> Work:

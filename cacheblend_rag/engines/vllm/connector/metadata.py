@@ -29,7 +29,8 @@ class Allotted:
 
     tokens: the whole prompt. first, until: tokens [first, until) must be provided; those before are
     in the cache already. block_ids: the request's blocks. wait: whether it is needed in this step.
-    arrived: when vLLM received the request, in seconds of ``time.time``.
+    arrived: when vLLM received the request, in seconds of ``time.time``. shared: tokens in the
+    blocks before the first chunk, which ordinary requests may share.
     """
 
     request_id: str
@@ -40,6 +41,12 @@ class Allotted:
     block_ids: tuple[int, ...]
     wait: bool = False
     arrived: float = 0.0
+    shared: int = 0
+
+    @property
+    def prefix(self) -> int:
+        """Tokens before the first chunk that are in the cache already."""
+        return min(self.first, self.shared)
 
     def blocks(self, size: int) -> tuple[int, ...]:
         """Return the blocks, of ``size`` tokens each, that must be filled."""

@@ -1,10 +1,12 @@
 """Writes one request's KV into vLLM's paged KV cache, and attends over it.
 
 Fused KV is written with the attention layer's own function, which knows the cache's layout and
-its quantization; nothing is ever read back. Rows may attend over the paged cache too ("native"):
-each run of consecutive rows is passed as a sequence of its own that shares the request's blocks.
-That equals vLLM's own prefill bit for bit. Scattered rows make many short runs, for which
-PyTorch's attention over the fused KV is faster, except on CPUs with AVX-512.
+its quantization. Only the KV of a prefix that vLLM's prefix cache holds is read back, in the layout
+that this function was seen to write. Rows may attend over the paged cache too ("native"): each run
+of consecutive rows is passed as a sequence of its own that shares the request's blocks. That equals
+vLLM's own prefill bit for bit. Scattered rows make many short runs, for which PyTorch's attention
+over the fused KV is faster, except on CPUs with AVX-512; rows whose blocks are shared with ordinary
+requests are left out of that.
 
 If all layers have a sliding window, vLLM gives a request blocks for the end of its prompt only,
 and the null block in place of the others. Then rows attend over a separate cache, which all layers
@@ -13,8 +15,10 @@ use in turn.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,13 +33,14 @@ from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.passes import Attention, attend_fused
 from cacheblend_rag.blend.rows import Positions, Rows
 from cacheblend_rag.blend.stack import AttentionCall
-from cacheblend_rag.engines.vllm.connector.settings import AttentionMode
+from cacheblend_rag.engines.vllm.connector.block_layout import block_layout
+from cacheblend_rag.engines.vllm.connector.settings import PLAIN, AttentionMode
 from cacheblend_rag.engines.vllm.connector.stack import WRITTEN_AT_ONCE, VLLMStack
 from cacheblend_rag.errors import UnsupportedModelError
+from cacheblend_rag.prefill.prompt_pass import HeldPrefix
 from cacheblend_rag.reason import ReasonCode
 
-PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
-"""Over the fused KV always, by PyTorch."""
+logger = logging.getLogger(__name__)
 
 NULL_BLOCK = 0
 NATIVE_RUN = 8
@@ -51,13 +56,15 @@ class PagedCache:
 
     attention: vLLM's attention layers. builder: makes the backend's metadata. block_size: tokens
     per block of vLLM's allocator. kernel_block_size: tokens per block of the kernels, which divides
-    it. most_runs: most sequences that the builder supports; None is without limit.
+    it. dtype: of the model. most_runs: most sequences that the builder supports; None is without
+    limit.
     """
 
     attention: Sequence[Any]
     builder: Any
     block_size: int
     kernel_block_size: int
+    dtype: torch.dtype
     most_runs: int | None = None
 
     @property
@@ -79,6 +86,37 @@ class PagedCache:
         order = sorted(range(len(shape)), key=like.stride, reverse=True)
         laid_out = like.new_zeros([shape[axis] for axis in order])
         return laid_out.permute([order.index(axis) for axis in range(len(shape))])
+
+    @cached_property
+    def layout(self) -> Tensor | None:
+        """Where a kernel block keeps its KV, see ``block_layout``.
+
+        None if it is quantized, or cannot be found out.
+        """
+        first = self.attention[0]
+        if first.kv_cache.dtype != self.dtype:
+            return None
+        shape = (self.kernel_block_size, int(first.num_kv_heads), int(first.head_size))
+        try:
+            return block_layout(first, self.own(1), shape)
+        except torch.AcceleratorError:
+            raise
+        except Exception:  # of a backend that nobody has tried; blends work without it
+            logger.debug("the layout of vLLM's KV cache was not found out", exc_info=True)
+            return None
+
+    def read(self, layer: int, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Read back a layer's KV in kernel blocks; call it only if ``layout`` is known.
+
+        Returns:
+            Keys and values, each (kv_heads, tokens, head_dim).
+        """
+        layout = self.layout
+        assert layout is not None  # noqa: S101 (see above)
+        rows = self.attention[layer].kv_cache[blocks.long()].flatten(1)
+        kv = rows[:, layout.flatten()].view(len(blocks), *layout.shape)
+        keys, values = kv.permute(1, 3, 0, 2, 4).flatten(2, 3)
+        return keys, values
 
 
 def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> PagedCache:
@@ -102,6 +140,7 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
         builder,
         block_size=spec.block_size,
         kernel_block_size=size,
+        dtype=stack.geometry.dtype,
         most_runs=(
             None if device.type == "cpu" else int(vllm_config.scheduler_config.max_num_seqs)
         ),
@@ -113,6 +152,8 @@ class PagedKV:
     """The destination of a request's tokens [first, tokens).
 
     block_ids: the request's blocks, in order. first: tokens before it are in the cache already.
+    shared: tokens in the first blocks, whose KV vLLM's prefix cache may give to ordinary requests:
+    unless ``mode`` says otherwise, their rows attend natively, as in vLLM's own prefill.
     """
 
     cache: PagedCache
@@ -120,12 +161,14 @@ class PagedKV:
     first: int
     tokens: int
     mode: AttentionMode = "auto"
+    shared: int = 0
     _plain: Attention = field(init=False)
     _runs: dict[int, tuple[Rows, list[tuple[slice, CommonAttentionMetadata]]]] = field(
         init=False, default_factory=dict
     )
     _built: tuple[CommonAttentionMetadata, Any] | None = field(init=False, default=None)
     _in_cache: set[int] = field(init=False, default_factory=set)
+    _splits: dict[int, tuple[Rows, Rows, Rows]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._plain = FlexAttention() if self.mode == "flex" else attend_fused
@@ -150,12 +193,18 @@ class PagedKV:
 
     def attend(self, call: AttentionCall, fused: FusedKV, rows: Rows) -> Tensor:
         """Attention for BlendPass; see the module."""
-        if not self.is_native(rows):
-            self._in_cache.discard(call.layer)
-            return self._plain(call, fused, rows)
         layer = self.cache.attention[call.layer]
         cache = layer.kv_cache if self._own is None else self._own
         first = self.first if self._own is None else 0
+        if not self.is_native(rows):
+            self._in_cache.discard(call.layer)
+            leading, others = self._split(rows)
+            if not len(leading):
+                return self._plain(call, fused, rows)
+            self._write(call.layer, fused, slice(first, self.shared), cache, self._native_slots)
+            exact = self._attend_natively(_part(call, 0, len(leading)), cache, leading)
+            other = self._plain(_part(call, len(leading), len(rows)), fused, others)
+            return torch.cat((exact, other), 1)
         if call.layer in self._in_cache:
             fresh = rows.part(int(np.searchsorted(rows.host, first)), len(rows))
             self._write(call.layer, fused, fresh.device, cache, self._native_slots)
@@ -163,6 +212,32 @@ class PagedKV:
             self._write(call.layer, fused, slice(first, self.tokens), cache, self._native_slots)
         self._in_cache.add(call.layer)
         return self._attend_natively(call, cache, rows)
+
+    def _split(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return the rows whose blocks are shared, and the others."""
+        if id(rows) not in self._splits:
+            count = 0 if self.mode in PLAIN else int(np.searchsorted(rows.host, self.shared))
+            parts = rows.part(0, count), rows.part(count, len(rows))
+            self._splits[id(rows)] = (rows, *parts)  # kept, as in ``common``
+        return self._splits[id(rows)][1:]
+
+    def prefix(self, tokens: int) -> HeldPrefix | None:
+        """Return the KV of so many first tokens, of whole blocks that are in the cache already.
+
+        None if there are none, or if they cannot be read back.
+        """
+        if not tokens or self._own is not None or self.cache.layout is None:
+            return None
+        size = self.cache.kernel_block_size
+        blocks = self._blocks[: tokens // size]
+
+        def place(layer: int, fused: FusedKV) -> None:
+            start = 0
+            for part in torch.split(blocks, max(1, WRITTEN_AT_ONCE // size)):
+                fused.place(layer, start, *self.cache.read(layer, part), None)
+                start += len(part) * size
+
+        return HeldPrefix(tokens, place)
 
     def finish_layer(self, layer: int, fused: FusedKV) -> None:
         """Write a layer whose KV is final, unless native attention has written all of it.
@@ -258,6 +333,12 @@ class PagedKV:
                 key, value = (kv[:, part].transpose(0, 1).contiguous() for kv in (keys, values))
                 layer.impl.do_kv_cache_update(layer, key, value, cache, into)
                 del key, value  # before the next part is copied
+
+
+def _part(call: AttentionCall, start: int, stop: int) -> AttentionCall:
+    """Return the call for the rows with indices ``start`` to ``stop`` - 1."""
+    own = {name: getattr(call, name)[:, :, start:stop] for name in ("query", "key", "value")}
+    return replace(call, **own)
 
 
 def _parts(rows: Tensor | slice) -> Iterator[Tensor | slice]:

@@ -18,6 +18,7 @@ from cacheblend_rag.engines.vllm.connector.metadata import (
 )
 from cacheblend_rag.engines.vllm.connector.metrics import BlendStats
 from cacheblend_rag.engines.vllm.connector.prefill_timer import computed_spans
+from cacheblend_rag.engines.vllm.connector.prefix import set_apart
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     BlendResult,
@@ -56,16 +57,19 @@ class Pending:
 
     tokens: of the prompt to provide. sent: whether a worker has the job, so that a result will
     come. report_id: under which the result is kept, or "". blends: whether the job is a blend.
-    work: the blend's, see ``_work_of``.
+    mark: a blend's, see ``set_apart``; equal work has the same. work: the blend's, see
+    ``_work_of``. shared: tokens in the blocks that it shares with ordinary requests.
     """
 
     job: BlendJob | None
     reason: Reason | None = None
     report_id: str = ""
     blends: bool = True
+    mark: str = ""
     sent: bool = False
     tokens: int = 0
     work: str = ""
+    shared: int = 0
     result: Result | None = None
 
 
@@ -73,13 +77,24 @@ class ConnectorScheduler:
     """Reads the jobs in requests, reserves their tokens, and returns their results.
 
     refusal: why nothing is blended here, or None. asynchronous: whether blending takes several
-    steps. step_tokens: see ConnectorSettings.
+    steps. step_tokens: see ConnectorSettings. block_size: tokens a block of vLLM's cache.
+    shares_prefix: whether the blocks before a prompt's first chunk may be shared with ordinary
+    requests. Synchronous blends share none: vLLM hands out blocks that it computes in the same
+    step, after the blend.
     """
 
     def __init__(
-        self, model: ModelConfig, refusal: Reason | None, *, asynchronous: bool, step_tokens: int
+        self,
+        model: ModelConfig,
+        refusal: Reason | None,
+        *,
+        asynchronous: bool,
+        step_tokens: int,
+        block_size: int,
+        shares_prefix: bool,
     ) -> None:
         self.asynchronous, self.step_tokens = asynchronous, step_tokens
+        self._block_size, self._shares_prefix = block_size, shares_prefix
         self.pending: dict[str, Pending] = {}
         self.late: dict[str, Pending] = {}
         self.reports: OrderedDict[str, Result] = OrderedDict()
@@ -91,26 +106,33 @@ class ConnectorScheduler:
         self._new: list[Allotted] = []
         self._gone: list[str] = []
 
+    def add(self, request: Request) -> None:
+        """Read a new request's job; a blend's blocks are set apart before vLLM looks it up."""
+        pending = read_job(request, self._refusal, self._model)
+        self.pending[request.request_id] = pending
+        if pending.job is None or not pending.blends:
+            return
+        shares = self._shares_prefix and self.asynchronous
+        start = pending.job.chunks[0].start if shares else 0
+        pending.shared = set_apart(request, start, self._block_size, pending.mark)
+
     def promise(self, request: Request, computed: int) -> tuple[int | None, bool]:
         """Return how many tokens after the computed ones will be provided, and whether async.
 
         They end at the prompt's last chunk, or there are none; None makes a request wait a step.
         """
         pending = self.pending.get(request.request_id)
-        if pending is None:
-            pending = read_job(request, self._refusal, self._model)
-            self.pending[request.request_id] = pending
-        if pending.job is None or pending.job.kind == "report":
+        if pending is None or pending.job is None or pending.job.kind == "report":
             return 0, False
         if not pending.blends:
             request.max_tokens = min(request.max_tokens, CARRIER_TOKENS)
         tokens = pending.job.chunks[-1].end if pending.blends else 1
         if tokens <= computed:
-            self._note_repeat(pending, _work_of(request, tokens))
+            self._note_repeat(pending, _work_of(request, pending.mark, tokens))
             return 0, False
         if self._is_step_full(tokens - computed):
             return None, False
-        pending.tokens, pending.work = tokens, _work_of(request, tokens)
+        pending.tokens, pending.work = tokens, _work_of(request, pending.mark, tokens)
         return tokens - computed, self._may_wait(pending.job)
 
     def _may_wait(self, job: BlendJob) -> bool:
@@ -120,7 +142,7 @@ class ConnectorScheduler:
     def _note_repeat(self, pending: Pending, work: str) -> None:
         """Record that vLLM's prefix cache has all the tokens to provide, perhaps from a blend."""
         if pending.result is None and work in self._blended:
-            pending.result = _repeated(self._blended[work])
+            pending.result = _repeated(self._blended[work], pending.shared)
         pending.reason = CACHED
 
     def _is_step_full(self, tokens: int) -> bool:
@@ -146,6 +168,7 @@ class ConnectorScheduler:
                 block_ids=tuple(blocks.get_block_ids()[0]),
                 wait=not self._may_wait(pending.job),
                 arrived=request.arrival_time,
+                shared=pending.shared,
             )
         )
 
@@ -224,15 +247,16 @@ def _keep(results: OrderedDict[str, Any], name: str, result: Result) -> None:
         results.popitem(last=False)
 
 
-def _work_of(request: Request, tokens: int) -> str:
+def _work_of(request: Request, mark: str, tokens: int) -> str:
     """Name the blend of a request's first ``tokens`` tokens: vLLM shares its blocks under it."""
-    return f"{request.cache_salt} {chunk_id(request.prompt_token_ids[:tokens])}"
+    return f"{request.cache_salt} {mark} {chunk_id(request.prompt_token_ids[:tokens])}"
 
 
-def _repeated(result: BlendResult) -> BlendResult:
+def _repeated(result: BlendResult, prefix: int) -> BlendResult:
     """Return the result of a blend whose KV was still in vLLM's prefix cache."""
     return replace(
         result,
+        prefix_tokens=prefix,
         compute_share=0.0,
         seconds={},
         starts={},
@@ -255,19 +279,20 @@ def read_job(request: Request, refusal: Reason | None, model: ModelConfig) -> Pe
         if job is None:
             return Pending(None, blends=False)
         job.check(longest=model.max_model_len, vocabulary=model.get_vocab_size())
-        reason = _decline(request, None if job.kind in ASKS else refusal)
+        reason = _decline(request, job, None if job.kind in ASKS else refusal)
+        mark = job.salt(request.prompt_token_ids) if job.kind == "blend" and not reason else ""
     except Exception as error:  # whatever it is, it must end this request's work and no other's
         said = str(error) if isinstance(error, CacheBlendError) else type(error).__name__
         why = f"malformed job: {said[:LONGEST_REASON]}"
         return Pending(None, Reason(ReasonCode.MALFORMED_JOB, why), named)
-    return Pending(None if reason else job, reason, named, job.kind == "blend")
+    return Pending(None if reason else job, reason, named, job.kind == "blend", mark)
 
 
-def _decline(request: Request, refusal: Reason | None) -> Reason | None:
+def _decline(request: Request, job: BlendJob, refusal: Reason | None) -> Reason | None:
     """Return why a request's job is refused, or None."""
     if refusal is not None:
         return refusal
-    if not (request.cache_salt or "").startswith(SALT_PREFIX):
+    if job.kind != "blend" and not (request.cache_salt or "").startswith(SALT_PREFIX):
         why = f"cache_salt must begin with {SALT_PREFIX!r}"
         return Reason(ReasonCode.MALFORMED_JOB, why)
     if request.lora_request is not None:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 AttentionMode = Literal["auto", "native", "sdpa", "flex"]
 """How recomputed rows attend; see PagedKV."""
+PLAIN: tuple[AttentionMode, ...] = ("sdpa", "flex")
+"""Over the fused KV always, by PyTorch."""
 
 CONNECTOR = "CacheBlendConnector"
 MODULE = "cacheblend_rag.engines.vllm.connector"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -164,9 +164,11 @@ class ConnectorWorker:
                 self._finish(request_id, CANCELLED)
         for new in step.jobs:
             self._begin(self.blender, new)
+        # Another request may compute the blocks of a prefix that was just found in this very step.
+        resting = {new.request_id for new in step.jobs if step.busy and new.first}
         slices = self.blender.slices
         if not self.blender.is_idle:
-            self._advance(self.blender, slices.busy if step.busy else slices.idle)
+            self._advance(self.blender, slices.busy if step.busy else slices.idle, resting=resting)
         elif not step.busy:  # filling must delay new requests as little as possible
             self._advance(self.blender, slices.busy)
 
@@ -179,8 +181,14 @@ class ConnectorWorker:
         if new.wait:
             self._advance(blender, None, only=new.request_id)
 
-    def _advance(self, blender: Blender, seconds: float | None, only: str | None = None) -> None:
-        for request_id, result in blender.advance(seconds, only=only):
+    def _advance(
+        self,
+        blender: Blender,
+        seconds: float | None,
+        only: str | None = None,
+        resting: Collection[str] = (),
+    ) -> None:
+        for request_id, result in blender.advance(seconds, only=only, resting=resting):
             self._finish(request_id, result)
 
     def _finish(self, request_id: str, result: Result) -> None:

@@ -127,14 +127,14 @@ class BlendJob:
         }
 
     def salt(self, token_ids: Sequence[int]) -> str:
-        """Return the ``cache_salt`` of a blended request: equal work may share vLLM's blocks.
+        """Return what vLLM's blocks with a blend's KV are shared by: equal work has the same.
 
         token_ids: the prompt, part of the hash if the question affects the choice of rows. Traced
         work shares nothing, so that it is always done.
         """
         params = (self if self.config.trace else replace(self, report_id="")).to_params()
         if make_selector(self.config.selector, self.config.selector_options).needs_question:
-            params["prompt"] = list(token_ids)
+            params["prompt"] = chunk_id(token_ids)
         text = json.dumps(params, sort_keys=True, default=list)
         return SALT_PREFIX + hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -29,6 +29,7 @@ class BlendResult:
     seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM received the
     request. trace: of the choices, if the job requests it. work_seconds: spent by the worker on the
     job. wall_seconds: from the job's begin to its end, other requests' steps included.
+    prefix_tokens: those before the first chunk that were read from vLLM's prefix cache.
     """
 
     chunks: tuple[ChunkReport, ...]
@@ -42,6 +43,7 @@ class BlendResult:
     ratio_reason: Reason | None = None
     starts: Mapping[str, float] = field(default_factory=dict)
     trace: Trace | None = None
+    prefix_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,16 @@ class PrefetchResult:
 class Declined:
     """The job was not begun; ordinary prefill answers.
 
-    reason: why. chunks: the prompt's chunks, all missed, if they were looked up.
+    reason: why. chunks: the prompt's chunks, all missed, if they were looked up. prefix_tokens:
+    those before the first chunk that vLLM's prefix cache holds. compute_share: work of what
+    follows, as a share of the whole prompt's. Both are None if no worker had the job.
     """
 
     reason: Reason
     chunks: tuple[ChunkReport, ...] | None = None
     work_seconds: float | None = None
+    prefix_tokens: int | None = None
+    compute_share: float | None = None
 
 
 @dataclass(frozen=True)

@@ -61,9 +61,22 @@ def asked(engine: InProcessEngine, salt: str = "", **changes: Any) -> VLLMReques
     return replace(request, job=replace(request.job, **changes))
 
 
+def malformed(engine: InProcessEngine, report_id: str = REPORT_ID) -> VLLMRequest:
+    return asked(engine, "w9", report_id=report_id, lead_in=SentLeadIn("odd", "", 0))
+
+
 def report_order(report_id: str) -> VLLMRequest:
     order = BlendJob("report", SentLeadIn("none", "", 0), report_id=report_id)
     return VLLMRequest((5, 6), ResolvedSampling(max_tokens=1), order.salt((5, 6)), order)
+
+
+def test_only_a_blend_needs_no_salt_of_its_own(core: InProcessEngine) -> None:
+    """Its blocks are set apart; those of other jobs would hold nothing until vLLM fills them."""
+    assert asked(core).salt is None
+    assert len(params_of(core, asked(core, "w12"))["chunks"]) == 3
+    code, sentence = params_of(core, replace(report_order(REPORT_ID), salt="mine"))["reason"]
+    assert code == ReasonCode.MALFORMED_JOB
+    assert "cache_salt" in sentence
 
 
 # Refusals
@@ -156,22 +169,20 @@ def test_a_report_can_be_asked_for_once(core: InProcessEngine) -> None:
 
 
 def test_why_an_order_was_not_carried_out_can_be_asked_for(core: InProcessEngine) -> None:
-    unsalted = replace(asked(core, "w9", report_id=REPORT_ID), salt="mine")
-    told = params_of(core, unsalted)
+    told = params_of(core, malformed(core))
     code, sentence = told["reason"]
     assert code == ReasonCode.MALFORMED_JOB
-    assert "cache_salt" in sentence
+    assert "lead_in" in sentence
     assert params_of(core, report_order(REPORT_ID)) == told
 
 
 def test_only_so_many_reports_are_kept(core: InProcessEngine) -> None:
     connector = core.scheduler_connector
     connector.reports.clear()
-    unsalted = replace(asked(core, "w9", report_id=REPORT_ID), salt="mine")
-    told = params_of(core, unsalted)
+    told = params_of(core, malformed(core))
     for index in range(KEPT_REPORTS - 1):
         connector.reports[f"{index:032x}"] = NO_REPORT
-    params_of(core, replace(unsalted, job=replace(unsalted.job, report_id="f" * 32)))
+    params_of(core, malformed(core, "f" * 32))
     assert len(connector.reports) == KEPT_REPORTS
     assert REPORT_ID not in connector.reports
     assert protocol.params_of(connector.reports["f" * 32]) == {PARAMETER: told}

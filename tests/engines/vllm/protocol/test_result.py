@@ -63,6 +63,8 @@ RESULTS: tuple[Result, ...] = (
     PrefetchResult(0.5),
     NO_REPORT,
     Declined(Reason(ReasonCode.TOO_SHORT, "too few"), (MISS,), 0.5),
+    Declined(FULL, prefix_tokens=128, compute_share=0.75),
+    BlendResult((HIT,), prefix_tokens=128),
     Failed(Reason(ReasonCode.FAILED, "blending failed: KeyError"), 0.5),
     CANCELLED,
     Late(),

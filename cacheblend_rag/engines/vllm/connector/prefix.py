@@ -1,0 +1,41 @@
+"""Keeps blended KV apart in vLLM's prefix cache, and shares the blocks before it.
+
+vLLM finds blocks by a hash of their tokens and of the block before. A request's ``cache_salt``
+counts in its first block only, and so sets all of its blocks apart. Here a blend's hashes are its
+own from the first block on that holds KV of a chunk. The blocks before keep the hashes that any
+request with these tokens, and the same salt, has: their KV is that of ordinary prefill.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def set_apart(request: Request, start: int, block_size: int, mark: str) -> int:
+    """Change the hashes of a request's blocks, from the block of token ``start`` on.
+
+    Call it before vLLM looks the request up. A block that decoding will fill has no hash yet, and
+    will depend on the last one that has, which is then changed, too.
+
+    Args:
+        request: vLLM's, with the hashes of its prompt's complete blocks.
+        start: position of the first token whose KV may not be shared.
+        block_size: tokens a block.
+        mark: what the KV depends on beside the tokens; requests with the same one share blocks.
+
+    Returns:
+        How many tokens stand in blocks before, which are shared with other requests.
+    """
+    hashes = request.block_hashes
+    block = min(start // block_size, len(hashes) - 1)
+    if block > 0:
+        hashes[block:] = [hashlib.sha256(mark.encode() + hashes[block]).digest()]
+    else:
+        request.cache_salt = f"{request.cache_salt or ''} {mark}"
+        hashes.clear()
+    request.update_block_hashes()
+    return max(block, 0) * block_size

@@ -1,0 +1,373 @@
+"""What stands before a prompt's first chunk is shared in vLLM's prefix cache; blended KV is not."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
+
+from cacheblend_rag import BlendConfig, BlendPrompt, Generation
+from cacheblend_rag.engines.vllm.connector import paged
+from cacheblend_rag.engines.vllm.connector.block_layout import block_layout
+from cacheblend_rag.engines.vllm.connector.prefix import set_apart
+from cacheblend_rag.engines.vllm.in_process import vllm_sampling
+from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from cacheblend_rag.kv.chunk_kv import namespace_id
+from cacheblend_rag.reason import ReasonCode
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.opening import request_of
+from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, index
+from tests.models import prompt_of, words
+
+CONFIG = BlendConfig(min_tokens=0, selector="hkvd", cost_model=False)
+BLOCK = 16
+
+
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return CONFIG
+
+
+@pytest.fixture
+def engine(llama: InProcessEngine) -> InProcessEngine:
+    index(llama)
+    return llama
+
+
+# Hashes of blocks
+
+
+def hashed(tokens: Sequence[int], salt: str | None = None) -> Request:
+    """vLLM's own request, with the hashes of its blocks."""
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    return Request("r", list(tokens), SamplingParams(), None, cache_salt=salt, block_hasher=hasher)
+
+
+def same_blocks(one: Request, other: Request) -> list[bool]:
+    pairs = zip(one.block_hashes, other.block_hashes, strict=True)
+    return [mine == theirs for mine, theirs in pairs]
+
+
+def apart(start: int, mark: str = "m", *, tokens: int = 100, salt: str | None = None) -> Request:
+    request = hashed(range(tokens), salt)
+    set_apart(request, start, BLOCK, mark)
+    return request
+
+
+@pytest.mark.parametrize("start", [0, 5, 16, 40, 47, 48])
+def test_blocks_are_apart_from_the_first_chunk_on(start: int) -> None:
+    request, plain = hashed(range(100)), hashed(range(100))
+    shared = set_apart(request, start, BLOCK, "m")
+    assert shared == start // BLOCK * BLOCK
+    for one in (request, plain):  # decoding fills further blocks
+        one.append_output_token_ids(list(range(60)))
+    assert same_blocks(request, plain) == [
+        block < start // BLOCK for block in range(len(plain.block_hashes))
+    ]
+    assert len(set(request.block_hashes)) == len(plain.block_hashes)
+
+
+@pytest.mark.parametrize(("start", "tokens", "shared"), [(97, 100, 80), (20, 30, 0), (3, 10, 0)])
+def test_a_block_that_decoding_fills_is_apart_too(start: int, tokens: int, shared: int) -> None:
+    request, plain = hashed(range(tokens)), hashed(range(tokens))
+    assert set_apart(request, start, BLOCK, "m") == shared
+    for one in (request, plain):
+        one.append_output_token_ids(list(range(60)))
+    same = same_blocks(request, plain)
+    assert same == [block < shared // BLOCK for block in range(len(same))]
+
+
+def test_blocks_are_shared_by_what_they_depend_on() -> None:
+    assert all(same_blocks(apart(40), apart(40)))
+    assert same_blocks(apart(40), apart(40, "n")) == [True, True, False, False, False, False]
+    assert same_blocks(apart(40), apart(24)) == [True, False, False, False, False, False]
+    assert not any(same_blocks(apart(0), apart(0, "n")))
+
+
+def test_salts_share_nothing_before_the_chunk_or_after() -> None:
+    for start in (0, 40):
+        assert not any(same_blocks(apart(start, salt="one"), apart(start, salt="other")))
+        assert not any(same_blocks(apart(start, salt="one"), apart(start)))
+
+
+# Requests
+
+
+def prompt(question: int, tokens: int = 23) -> BlendPrompt:
+    """An instruction of several blocks, chunks that are not where they were, and a question."""
+    last, first = DOCUMENTS[1].to_chunks()[::-1]
+    return prompt_of(words(300, 51), last, " w7 ", first, " w7 ", words(tokens, question))
+
+
+def sent(
+    engine: InProcessEngine, asked: BlendPrompt, ratio: float = 0.3, **changes: Any
+) -> VLLMRequest:
+    config = engine.config.with_changes(recompute_ratio=ratio, **changes)
+    request = request_of(engine, asked, SHORT, config)
+    assert request.job is not None
+    return request
+
+
+def told(engine: InProcessEngine, *requests: VLLMRequest) -> list[tuple[list[float], int]]:
+    """Log-probabilities of greedy tokens, and tokens found in vLLM's cache, of requests at once."""
+
+    async def one(request: VLLMRequest) -> tuple[list[float], int]:
+        sampling = vllm_sampling(request)
+        sampling.logprobs, sampling.ignore_eos = 1, True
+        found: list[float] = []
+        held = 0
+        async for step in engine.vllm.outputs(request, sampling):
+            out = step.outputs[0]
+            pairs = zip(out.logprobs, out.token_ids, strict=True)
+            found += [top[token].logprob for top, token in pairs]
+            held = step.num_cached_tokens
+        return found, held
+
+    async def all_() -> list[tuple[list[float], int]]:
+        return await asyncio.gather(*map(one, requests))
+
+    return engine.transport.run(all_())
+
+
+def ordinary(engine: InProcessEngine, request: VLLMRequest) -> list[float]:
+    """Log-probabilities of ordinary prefill, behind a prefix that an ordinary request has left.
+
+    Without one they are the same but for rounding, which depends on where computing begins.
+    """
+    salt, shared = uuid.uuid4().hex, shared_tokens(engine)
+    told(engine, replace(plain_of(request, salt), token_ids=request.token_ids[: shared + 1]))
+    seen, held = told(engine, plain_of(request, salt))[0]
+    assert held == shared
+    fresh = told(engine, plain_of(request, uuid.uuid4().hex))[0][0]
+    assert seen == pytest.approx(fresh, abs=1e-5)
+    return seen
+
+
+def plain_of(request: VLLMRequest, salt: str | None = None) -> VLLMRequest:
+    return replace(request, job=None, salt=salt)
+
+
+def generate(engine: InProcessEngine, asked: BlendPrompt, **changes: Any) -> Generation:
+    return engine.generate(asked, SHORT, config=engine.config.with_changes(**changes))
+
+
+def block_size(engine: InProcessEngine) -> int:
+    return int(engine.core.vllm_config.cache_config.block_size)
+
+
+def shared_tokens(engine: InProcessEngine) -> int:
+    """Tokens in whole blocks before the first chunk."""
+    start = sent(engine, prompt(1)).job.chunks[0].start  # type: ignore[union-attr]
+    shared = start // block_size(engine) * block_size(engine)
+    assert 0 < shared < start, "a block holds the end of the instruction and a chunk's beginning"
+    return shared
+
+
+@pytest.mark.parametrize("ratio", [1.0, 0.3, 0.0])
+@pytest.mark.parametrize("selector", ["hkvd", "question_mid"])
+def test_a_prefix_is_reused_exactly(engine: InProcessEngine, ratio: float, selector: str) -> None:
+    blends = {"recompute_ratio": ratio, "selector": selector}
+    first, second = (generate(engine, prompt(q), **blends).report for q in (1, 2))
+    shared = shared_tokens(engine)
+    assert (first.prefix_tokens, second.prefix_tokens) == (0, shared)
+    assert second.blended
+    assert second.compute_share < first.compute_share
+    assert second.recomputed_tokens == first.recomputed_tokens
+    assert second.reused_tokens == first.reused_tokens + shared
+    asked = sent(engine, prompt(3), ratio, selector=selector)
+    behind, alone = (
+        told(engine, request)[0][0] for request in (asked, replace(asked, salt="nothing is held"))
+    )
+    assert behind == pytest.approx(alone, abs=1e-5)
+    if ratio == 1.0:
+        assert behind == pytest.approx(ordinary(engine, asked), abs=1e-5)
+
+
+def test_ordinary_requests_are_served_the_prefix_and_no_blended_kv(
+    engine: InProcessEngine,
+) -> None:
+    asked = sent(engine, prompt(1), 0.0)
+    blended = told(engine, asked)[0][0]
+    plain, held = told(engine, plain_of(asked))[0]
+    assert held == shared_tokens(engine)
+    assert plain == ordinary(engine, asked)
+    assert blended != pytest.approx(plain, abs=1e-4), "reuse of moved chunks is never exact"
+
+
+def test_a_blend_is_served_the_prefix_of_ordinary_requests(engine: InProcessEngine) -> None:
+    asked = sent(engine, prompt(1), 1.0)
+    told(engine, plain_of(asked))
+    assert told(engine, asked)[0][0] == pytest.approx(ordinary(engine, asked), abs=1e-5)
+    report = generate(engine, prompt(2)).report
+    assert report.prefix_tokens == shared_tokens(engine)
+
+
+def test_rows_that_others_may_get_attend_as_in_vllm(
+    engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scattered rows attend by PyTorch on most machines, which rounds differently."""
+    monkeypatch.setattr(paged, "_native_run", lambda _: float("inf"))
+    asked = sent(engine, prompt(1))
+    blended = told(engine, asked)[0][0]
+    plain, held = told(engine, plain_of(asked))[0]
+    assert held == shared_tokens(engine)
+    assert plain == ordinary(engine, asked)
+    monkeypatch.undo()
+    assert told(engine, replace(asked, salt="natively"))[0][0] != blended, "they round differently"
+
+
+def test_a_prefix_that_is_computed_in_the_same_step_is_waited_for(
+    engine: InProcessEngine,
+) -> None:
+    """vLLM hands out blocks as soon as it has planned to compute them."""
+    asked = sent(engine, prompt(1), 1.0)
+    _, (blended, _) = told(engine, plain_of(sent(engine, prompt(2))), asked)
+    told_of = engine.scheduler_connector.reports.values()
+    assert [result.prefix_tokens for result in told_of][-1] == shared_tokens(engine)
+    assert blended == pytest.approx(ordinary(engine, asked), abs=1e-5)
+
+
+def test_without_reuse_nothing_of_other_requests_is_used(engine: InProcessEngine) -> None:
+    for question in (1, 1, 2):
+        report = generate(engine, prompt(question), reuse_prefix=False).report
+        assert report.prefix_tokens == 0
+        assert {chunk.tier for chunk in report.chunks} == {"host"}, "not out of the prefix cache"
+    bare = engine.config.with_changes(reuse_prefix=False)
+    without_chunks = request_of(engine, words(300, 51), SHORT, bare)
+    assert without_chunks.job is None
+    for request in (without_chunks, plain_of(sent(engine, prompt(1)))):
+        assert told(engine, request)[0][1] == 0
+
+
+def test_tenants_share_no_prefix(engine: InProcessEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    salts = {}
+    for namespace in ("default", "one", "other"):
+        monkeypatch.setattr(engine, "namespace", namespace)
+        salts[namespace] = sent(engine, prompt(1)).salt
+        full = request_of(engine, prompt(1), SHORT, None, full=True).salt
+        assert str(full).startswith(salts[namespace] or "")
+    assert salts == {"default": None, "one": namespace_id("one"), "other": namespace_id("other")}
+    monkeypatch.undo()
+    shared, own = shared_tokens(engine), [replace(sent(engine, prompt(1)), salt="mine")]
+    for salt in salts.values():
+        own.append(replace(sent(engine, prompt(2)), salt=salt))
+        told(engine, own[-1])
+        plain = plain_of(sent(engine, prompt(3)), salt)
+        assert told(engine, plain)[0][1] == shared, "of its own tenant"
+    assert told(engine, plain_of(own[0], "mine"))[0][1] == 0
+
+
+def test_what_is_not_blended_tells_its_prefix(engine: InProcessEngine) -> None:
+    generate(engine, prompt(1))
+    store = engine.worker_connector.blender.store
+    for key in list(store.entries()):
+        store.evict(key)
+    report = generate(engine, prompt(2)).report
+    assert report.reason_code == ReasonCode.NOT_STORED
+    assert report.prefix_tokens == report.reused_tokens == shared_tokens(engine)
+    assert 0 < report.compute_share < 1
+
+
+def test_a_repeat_tells_its_prefix(engine: InProcessEngine) -> None:
+    _, again = (generate(engine, prompt(1, tokens=300)).report for _ in range(2))
+    assert {chunk.tier for chunk in again.chunks} == {"prefix cache"}
+    assert again.prefix_tokens == shared_tokens(engine)
+    assert again.compute_share == 0.0
+
+
+def test_synchronous_blends_share_nothing(engine: InProcessEngine) -> None:
+    engine.scheduler_connector.asynchronous = False
+    asked = sent(engine, prompt(1), 1.0)
+    told(engine, plain_of(asked))
+    report = generate(engine, prompt(2), recompute_ratio=1.0).report
+    assert report.blended
+    assert report.prefix_tokens == 0
+    assert told(engine, asked)[0][0] == told(engine, plain_of(asked, "fresh"))[0][0]
+
+
+def test_a_chunk_right_after_the_prefix_leaves_nothing_to_compute(
+    engine: InProcessEngine,
+) -> None:
+    chunk = DOCUMENTS[1].to_chunks()[1]
+    opening = words(block_size(engine), 55)
+    reports = [
+        generate(
+            engine, prompt_of(opening, chunk, words(150, q)), recompute_ratio=0.0, selector="none"
+        ).report
+        for q in (1, 2)
+    ]
+    assert reports[1].chunks[0].start == reports[1].prefix_tokens == block_size(engine)
+    assert reports[1].compute_share == 0.0
+    assert reports[1].blended
+
+
+# Reading back
+
+
+@torch.inference_mode()
+def test_what_is_read_back_was_written(engine: InProcessEngine) -> None:
+    cache = engine.worker_connector.blender.cache
+    size = cache.kernel_block_size
+    layer = cache.attention[1]
+    tokens = 3 * size
+    shape = (tokens, layer.num_kv_heads, layer.head_size)
+    keys, values = torch.randn(2, *shape)
+    blocks = torch.tensor([5, 2, 4])
+    slots = (blocks[:, None] * size + torch.arange(size)).flatten()
+    layer.impl.do_kv_cache_update(layer, keys, values, layer.kv_cache, slots)
+    found = cache.read(1, blocks)
+    assert torch.equal(found[0], keys.transpose(0, 1))
+    assert torch.equal(found[1], values.transpose(0, 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fault", ["", "rounded", "twice", "left out"])
+def test_a_layout_is_found_only_if_every_number_is_kept(dtype: torch.dtype, fault: str) -> None:
+    shape = (BLOCK, 3, 40)
+    count = 2 * BLOCK * 3 * 40
+    order = torch.randperm(count + 7, generator=torch.Generator().manual_seed(1))[:count]
+    if fault == "twice":
+        order = torch.cat((order, order[:1]))
+    if fault == "left out":
+        order = order[:-1]
+
+    def write(_: Any, keys: Any, values: Any, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        flat = torch.stack((keys, values))[:, slots].flatten()
+        flat = flat // 2 if fault == "rounded" else flat
+        spare = cache.flatten()
+        spare[order[: len(flat)]] = flat[: len(order)]
+        cache.copy_(spare.view_as(cache))
+
+    layer = SimpleNamespace(impl=SimpleNamespace(do_kv_cache_update=write))
+    found = block_layout(layer, torch.zeros(1, count + 7, dtype=dtype), shape)
+    if fault in {"rounded", "left out"}:
+        assert found is None
+    else:
+        assert found is not None
+        assert torch.equal(found.flatten(), order[:count])
+
+
+@pytest.mark.parametrize("fault", ["quantized", "unknown backend"])
+def test_a_cache_that_cannot_be_read_back_has_no_layout(fault: str) -> None:
+    def write(*_: Any) -> None:
+        raise NotImplementedError
+
+    layer = SimpleNamespace(
+        impl=SimpleNamespace(do_kv_cache_update=write),
+        kv_cache=torch.zeros(4, 8, dtype=torch.uint8 if fault == "quantized" else torch.float32),
+        num_kv_heads=1,
+        head_size=2,
+    )
+    cache = paged.PagedCache([layer], None, 2, 2, torch.float32)
+    assert cache.layout is None
