@@ -1,0 +1,238 @@
+"""Continuous batching: all requests that wait for their next token get it from one forward pass.
+
+There is no thread for this: one of the requests that wait runs the model for all of them. Before a
+step it waits a moment for those that got a token from the last one. A request that comes later,
+such as a stream whose reader is slow, joins the next step, and is not waited for again until it
+comes in time.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from time import monotonic
+from typing import cast
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from cacheblend_rag.engines.shutdown import working
+from cacheblend_rag.engines.transformers.batched_decode import decode_batch
+from cacheblend_rag.engines.transformers.cache import FusedCache
+from cacheblend_rag.engines.transformers.decoding import NextLogits
+from cacheblend_rag.engines.transformers.model_steps import inference, lock_of
+from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
+from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
+from cacheblend_rag.engines.transformers.stack import TransformersStack
+from cacheblend_rag.memory import give_back_unused, lack_of_memory
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 0.5
+"""How long a step waits for the requests of the last one, as a share of the time that took."""
+LEAST_PATIENCE_SECONDS, MOST_PATIENCE_SECONDS = 0.005, 0.05
+
+_schedulers: WeakKeyDictionary[PreTrainedModel, DecodeScheduler] = WeakKeyDictionary()
+_schedulers_lock = threading.Lock()
+
+
+def scheduler_of(model: PreTrainedModel) -> DecodeScheduler:
+    """Return the scheduler of all engines around a model."""
+    lock = lock_of(model)
+    with _schedulers_lock:
+        return _schedulers.setdefault(model, DecodeScheduler(lock))
+
+
+class _Decoding:
+    """A request that decodes, with the result of its latest step.
+
+    ordinary: how the model is run, as tested when the request was prefilled. wanted_by: when the
+    step after its last one begins at the latest. is_prompt: whether it came by then the last time.
+    """
+
+    def __init__(self, ordinary: OrdinaryPrefill, cache: FusedCache) -> None:
+        self.ordinary, self.cache = ordinary, cache
+        self.wanted_by, self.is_prompt = math.inf, True
+        self._result: Tensor | Exception | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its step has been run."""
+        return self._result is not None
+
+    def begin(self, token_ids: Sequence[int]) -> None:
+        """Begin to wait for the logits after ``token_ids``."""
+        self.token_ids, self._result = token_ids, None
+
+    def end(self, logits: Tensor) -> None:
+        """Set the logits of its step, (1, vocabulary)."""
+        self._result = logits
+
+    def run_alone(self) -> None:
+        """Run its step; an error is raised by ``take``."""
+        try:
+            self._result = self.ordinary.decode(self.cache, self.token_ids)
+        except Exception as error:
+            self._result = error
+        except BaseException:
+            self.cache.crop(len(self.token_ids) - 1)  # another thread will run the step
+            raise
+
+    def take(self) -> Tensor:
+        """Return the logits of its step, or raise the error."""
+        result, self._result = self._result, None
+        try:
+            if isinstance(result, Exception):
+                raise result
+            return cast(Tensor, result)
+        finally:
+            del result  # else its traceback would keep it, and the KV, in a circle of references
+
+
+class DecodeScheduler:
+    """Runs the decode steps of all requests around one model together.
+
+    lock: the model's. It is held for one step at a time, so that prefills run in between.
+    """
+
+    def __init__(self, lock: PriorityLock) -> None:
+        self._lock, mutex = lock, threading.Lock()
+        self._stepped, self._gathered = threading.Condition(mutex), threading.Condition(mutex)
+        self._mutex = mutex
+        self._decoding: set[_Decoding] = set()
+        self._waiting: list[_Decoding] = []
+        self._returning: set[_Decoding] = set()
+        self._is_led, self._next_by, self._has_warned = False, 0.0, False
+
+    @contextmanager
+    def decoding(self, ordinary: OrdinaryPrefill, cache: Cache | None) -> Iterator[NextLogits]:
+        """Let a prefilled request take part in steps; yields a function that waits for its next.
+
+        ordinary: how the model is run, as tested when the request was prefilled. If it cannot
+        decode several texts together, the request's steps are run alone.
+        """
+        if not ordinary.decodes_batches or not isinstance(cache, FusedCache):
+            yield lambda token_ids: self._run_alone(ordinary, cache, token_ids)
+            return
+        request = _Decoding(ordinary, cache)
+        with self._mutex:
+            self._decoding.add(request)
+        try:
+            yield lambda token_ids: self._next_logits(request, token_ids)
+        finally:
+            self._leave(request)
+
+    def _run_alone(
+        self, ordinary: OrdinaryPrefill, cache: Cache | None, token_ids: Sequence[int]
+    ) -> Tensor:
+        with working(), self._lock.taken(), inference():
+            return ordinary.decode(cache, token_ids)
+
+    def _next_logits(self, request: _Decoding, token_ids: Sequence[int]) -> Tensor:
+        request.begin(token_ids)
+        with self._lock.wanted():
+            self._enter(request)
+            try:
+                while self._must_lead(request):
+                    self._lead()
+            finally:
+                self._withdraw(request)
+        return request.take()
+
+    def _enter(self, request: _Decoding) -> None:
+        with self._mutex:
+            self._waiting.append(request)
+            request.is_prompt = monotonic() <= request.wanted_by
+            self._no_longer_returning(request)
+
+    def _leave(self, request: _Decoding) -> None:
+        with self._mutex:
+            self._decoding.discard(request)
+            self._no_longer_returning(request)
+
+    def _no_longer_returning(self, request: _Decoding) -> None:
+        self._returning.discard(request)
+        if not self._returning:
+            self._gathered.notify()
+
+    def _withdraw(self, request: _Decoding) -> None:
+        """Let a request whose thread was interrupted not wait any more."""
+        with self._mutex:
+            if request in self._waiting:
+                self._waiting.remove(request)
+
+    def _must_lead(self, request: _Decoding) -> bool:
+        """Wait until a request's step is done; return True if this thread has to run it."""
+        with self._mutex:
+            self._stepped.wait_for(lambda: request.is_done or not self._is_led)
+            if request.is_done:
+                return False
+            self._is_led = True
+            return True
+
+    def _lead(self) -> None:
+        """Run one step of all requests that wait."""
+        batch: list[_Decoding] = []
+        began = monotonic()
+        try:
+            self._gather()
+            with working(), self._lock.taken(), inference():
+                batch, began = self._taken(), monotonic()
+                self._decode(batch)
+        finally:
+            self._finish(batch, monotonic() - began)
+
+    def _gather(self) -> None:
+        """Wait for the requests of the last step that have not come back."""
+        with self._mutex:
+            left = max(0.0, self._next_by - monotonic())
+            self._gathered.wait_for(lambda: not self._returning, left)
+
+    def _taken(self) -> list[_Decoding]:
+        with self._mutex:
+            batch, self._waiting = self._waiting, []
+            return batch
+
+    def _finish(self, batch: Sequence[_Decoding], seconds: float) -> None:
+        with self._mutex:
+            self._is_led = False
+            # If this thread was interrupted, another one runs what it had not run.
+            self._waiting += [request for request in batch if not request.is_done]
+            served = self._decoding.intersection(batch).difference(self._waiting)
+            self._returning = {request for request in served if request.is_prompt}
+            patience = max(LEAST_PATIENCE_SECONDS, PATIENCE * seconds)
+            self._next_by = monotonic() + min(patience, MOST_PATIENCE_SECONDS)
+            for request in served:
+                request.wanted_by = self._next_by
+            self._stepped.notify_all()
+
+    def _decode(self, batch: Sequence[_Decoding]) -> None:
+        """Run a step; a batch that fails is halved, down to single requests."""
+        if len(batch) == 1:
+            batch[0].run_alone()
+        elif not self._decodes_together(batch):
+            give_back_unused()
+            middle = len(batch) // 2
+            self._decode(batch[:middle])
+            self._decode(batch[middle:])
+
+    def _decodes_together(self, batch: Sequence[_Decoding]) -> bool:
+        """Run a step as one forward pass; returns whether that was possible."""
+        stack = cast(TransformersStack, batch[0].ordinary.stack)
+        last = [request.token_ids[-1] for request in batch]
+        try:
+            logits = decode_batch(stack, [request.cache for request in batch], last)
+        except Exception as error:
+            if not self._has_warned:
+                why = lack_of_memory(error) or f"{type(error).__name__}: {error}"
+                logger.warning("%d requests decode in smaller batches: %s", len(batch), why)
+            self._has_warned = True
+            return False
+        for request, row in zip(batch, logits[:, None], strict=True):
+            request.end(row)
+        return True
