@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import monotonic
 from typing import cast
 from weakref import WeakKeyDictionary
@@ -48,44 +49,50 @@ def scheduler_of(model: PreTrainedModel) -> DecodeScheduler:
         return _schedulers.setdefault(model, DecodeScheduler(lock))
 
 
+@dataclass(eq=False)
 class _Decoding:
-    """A request that decodes, with the result of its latest step.
+    """A request that decodes.
 
     ordinary: how the model is run, as tested when the request was prefilled. wanted_by: when the
     step after its last one begins at the latest. is_prompt: whether it came by then the last time.
     """
 
-    def __init__(self, ordinary: OrdinaryPrefill, cache: FusedCache) -> None:
-        self.ordinary, self.cache = ordinary, cache
-        self.wanted_by, self.is_prompt = math.inf, True
-        self._result: Tensor | Exception | None = None
+    ordinary: OrdinaryPrefill
+    cache: FusedCache
+    wanted_by: float = math.inf
+    is_prompt: bool = True
 
-    @property
-    def is_done(self) -> bool:
-        """Whether its step has been run."""
-        return self._result is not None
 
-    def begin(self, token_ids: Sequence[int]) -> None:
-        """Begin to wait for the logits after ``token_ids``."""
-        self.token_ids, self._result = token_ids, None
+@dataclass(eq=False)
+class _Step:
+    """One decode step of a request.
 
-    def end(self, logits: Tensor) -> None:
-        """Set the logits of its step, (1, vocabulary)."""
-        self._result = logits
+    token_ids: the prompt and the tokens decoded so far. result: (1, vocabulary), or its error.
+    """
+
+    request: _Decoding
+    token_ids: Sequence[int]
+    result: Tensor | Exception | None = None
+    is_done: bool = False
+
+    def end(self, result: Tensor | Exception) -> None:
+        """Set its result."""
+        self.result, self.is_done = result, True
 
     def run_alone(self) -> None:
-        """Run its step; an error is raised by ``take``."""
+        """Run it by itself; an error is its result."""
+        request = self.request
         try:
-            self._result = self.ordinary.decode(self.cache, self.token_ids)
+            self.end(request.ordinary.decode(request.cache, self.token_ids))
         except Exception as error:
-            self._result = error
+            self.end(error)
         except BaseException:
-            self.cache.crop(len(self.token_ids) - 1)  # another thread will run the step
+            request.cache.crop(len(self.token_ids) - 1)  # another thread will run it
             raise
 
     def take(self) -> Tensor:
-        """Return the logits of its step, or raise the error."""
-        result, self._result = self._result, None
+        """Return the logits, or raise the error."""
+        result, self.result = self.result, None
         try:
             if isinstance(result, Exception):
                 raise result
@@ -105,7 +112,7 @@ class DecodeScheduler:
         self._stepped, self._gathered = threading.Condition(mutex), threading.Condition(mutex)
         self._mutex = mutex
         self._decoding: set[_Decoding] = set()
-        self._waiting: list[_Decoding] = []
+        self._waiting: list[_Step] = []
         self._returning: set[_Decoding] = set()
         self._is_led, self._next_by, self._has_warned = False, 0.0, False
 
@@ -134,21 +141,21 @@ class DecodeScheduler:
             return ordinary.decode(cache, token_ids)
 
     def _next_logits(self, request: _Decoding, token_ids: Sequence[int]) -> Tensor:
-        request.begin(token_ids)
+        step = _Step(request, token_ids)
         with self._lock.wanted():
-            self._enter(request)
+            self._enter(step)
             try:
-                while self._must_lead(request):
+                while self._must_lead(step):
                     self._lead()
             finally:
-                self._withdraw(request)
-        return request.take()
+                self._withdraw(step)
+        return step.take()
 
-    def _enter(self, request: _Decoding) -> None:
+    def _enter(self, step: _Step) -> None:
         with self._mutex:
-            self._waiting.append(request)
-            request.is_prompt = monotonic() <= request.wanted_by
-            self._no_longer_returning(request)
+            self._waiting.append(step)
+            step.request.is_prompt = monotonic() <= step.request.wanted_by
+            self._no_longer_returning(step.request)
 
     def _leave(self, request: _Decoding) -> None:
         with self._mutex:
@@ -160,24 +167,24 @@ class DecodeScheduler:
         if not self._returning:
             self._gathered.notify()
 
-    def _withdraw(self, request: _Decoding) -> None:
-        """Let a request whose thread was interrupted not wait any more."""
+    def _withdraw(self, step: _Step) -> None:
+        """Let a step whose thread was interrupted not be run."""
         with self._mutex:
-            if request in self._waiting:
-                self._waiting.remove(request)
+            if step in self._waiting:
+                self._waiting.remove(step)
 
-    def _must_lead(self, request: _Decoding) -> bool:
-        """Wait until a request's step is done; return True if this thread has to run it."""
+    def _must_lead(self, step: _Step) -> bool:
+        """Wait until a step is done; return True if this thread has to run it."""
         with self._mutex:
-            self._stepped.wait_for(lambda: request.is_done or not self._is_led)
-            if request.is_done:
+            self._stepped.wait_for(lambda: step.is_done or not self._is_led)
+            if step.is_done:
                 return False
             self._is_led = True
             return True
 
     def _lead(self) -> None:
-        """Run one step of all requests that wait."""
-        batch: list[_Decoding] = []
+        """Run all steps that wait, as one."""
+        batch: list[_Step] = []
         began = monotonic()
         try:
             self._gather()
@@ -193,17 +200,18 @@ class DecodeScheduler:
             left = max(0.0, self._next_by - monotonic())
             self._gathered.wait_for(lambda: not self._returning, left)
 
-    def _taken(self) -> list[_Decoding]:
+    def _taken(self) -> list[_Step]:
         with self._mutex:
             batch, self._waiting = self._waiting, []
             return batch
 
-    def _finish(self, batch: Sequence[_Decoding], seconds: float) -> None:
+    def _finish(self, batch: Sequence[_Step], seconds: float) -> None:
         with self._mutex:
             self._is_led = False
             # If this thread was interrupted, another one runs what it had not run.
-            self._waiting += [request for request in batch if not request.is_done]
-            served = self._decoding.intersection(batch).difference(self._waiting)
+            self._waiting += [step for step in batch if not step.is_done]
+            came = {step.request for step in self._waiting}
+            served = self._decoding.intersection(step.request for step in batch) - came
             self._returning = {request for request in served if request.is_prompt}
             patience = max(LEAST_PATIENCE_SECONDS, PATIENCE * seconds)
             self._next_by = monotonic() + min(patience, MOST_PATIENCE_SECONDS)
@@ -211,8 +219,8 @@ class DecodeScheduler:
                 request.wanted_by = self._next_by
             self._stepped.notify_all()
 
-    def _decode(self, batch: Sequence[_Decoding]) -> None:
-        """Run a step; a batch that fails is halved, down to single requests."""
+    def _decode(self, batch: Sequence[_Step]) -> None:
+        """Run steps together; a batch that fails is halved, down to single steps."""
         if len(batch) == 1:
             batch[0].run_alone()
         elif not self._decodes_together(batch):
@@ -221,18 +229,18 @@ class DecodeScheduler:
             self._decode(batch[:middle])
             self._decode(batch[middle:])
 
-    def _decodes_together(self, batch: Sequence[_Decoding]) -> bool:
-        """Run a step as one forward pass; returns whether that was possible."""
-        stack = cast(TransformersStack, batch[0].ordinary.stack)
-        last = [request.token_ids[-1] for request in batch]
+    def _decodes_together(self, batch: Sequence[_Step]) -> bool:
+        """Run steps as one forward pass; returns whether that was possible."""
+        stack = cast(TransformersStack, batch[0].request.ordinary.stack)
+        last = [step.token_ids[-1] for step in batch]
         try:
-            logits = decode_batch(stack, [request.cache for request in batch], last)
+            logits = decode_batch(stack, [step.request.cache for step in batch], last)
         except Exception as error:
             if not self._has_warned:
                 why = lack_of_memory(error) or f"{type(error).__name__}: {error}"
                 logger.warning("%d requests decode in smaller batches: %s", len(batch), why)
             self._has_warned = True
             return False
-        for request, row in zip(batch, logits[:, None], strict=True):
-            request.end(row)
+        for step, row in zip(batch, logits[:, None], strict=True):
+            step.end(row)
         return True
