@@ -1,9 +1,9 @@
 """Continuous batching: all requests that wait for their next token get it from one forward pass.
 
 There is no thread for this: one of the requests that wait runs the model for all of them. Before a
-step it waits a moment for those that got a token from the last one. A request that comes later,
-such as a stream whose reader is slow, joins the next step, and is not waited for again until it
-comes in time.
+step it waits a moment for those that were just prefilled, or got a token from the last step. One
+that comes later, such as a stream whose reader is slow, joins the next step, and is not waited for
+again until it comes in time.
 """
 
 from __future__ import annotations
@@ -127,8 +127,7 @@ class DecodeScheduler:
             yield lambda token_ids: self._run_alone(ordinary, cache, token_ids)
             return
         request = _Decoding(ordinary, cache)
-        with self._mutex:
-            self._decoding.add(request)
+        self._join(request)
         try:
             yield lambda token_ids: self._next_logits(request, token_ids)
         finally:
@@ -150,6 +149,12 @@ class DecodeScheduler:
             finally:
                 self._withdraw(step)
         return step.take()
+
+    def _join(self, request: _Decoding) -> None:
+        with self._mutex:
+            self._decoding.add(request)
+            self._returning.add(request)
+            self._next_by = max(self._next_by, monotonic() + LEAST_PATIENCE_SECONDS)
 
     def _enter(self, step: _Step) -> None:
         with self._mutex:
@@ -195,7 +200,7 @@ class DecodeScheduler:
             self._finish(batch, monotonic() - began)
 
     def _gather(self) -> None:
-        """Wait for the requests of the last step that have not come back."""
+        """Wait for new requests, and for those of the last step, that have not come yet."""
         with self._mutex:
             left = max(0.0, self._next_by - monotonic())
             self._gathered.wait_for(lambda: not self._returning, left)

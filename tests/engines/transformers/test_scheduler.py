@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -14,11 +15,12 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from cacheblend_rag import Chunk, OutOfMemoryError, SamplingParams, TransformersEngine
-from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.answer import Delta, Generation
 from cacheblend_rag.engines.background import CLOSED
 from cacheblend_rag.engines.transformers import batched_decode, cache, scheduler
 from cacheblend_rag.engines.transformers import prefiller as prefiller_module
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
+from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.text.prompt import BlendPrompt
 from tests.engines.transformers.conftest import EngineFactory
 from tests.models import make_model, prompt_of, words
@@ -80,6 +82,18 @@ def in_threads(works: Sequence[Callable[[], Any]]) -> list[Any]:
         return [done.result(PATIENCE) for done in [pool.submit(work) for work in works]]
 
 
+def last_of(stream: Iterator[Delta]) -> Generation:
+    *_, last = stream
+    return cast(Generation, last.generation)
+
+
+def decoded(streams: Sequence[Iterator[Delta]]) -> list[Generation]:
+    """Prefill the requests one after another, then decode each in a thread of its own."""
+    for stream in streams:
+        next(stream)
+    return in_threads([partial(last_of, stream) for stream in streams])
+
+
 def alone(
     engine: TransformersEngine, prompts: Sequence[BlendPrompt], sampling: SamplingParams
 ) -> list[tuple[int, ...]]:
@@ -95,8 +109,7 @@ def test_a_batch_takes_as_many_passes_as_one_answer(
     steps.sizes.clear()
     answers = engine.generate_batch(PROMPTS, greedy())
     assert [answer.token_ids for answer in answers] == wanted
-    assert sum(steps.sizes) == len(PROMPTS) * (TOKENS - 1)
-    assert len(steps.sizes) <= TOKENS + 3
+    assert steps.sizes == [len(PROMPTS)] * (TOKENS - 1)
     for answer in answers:
         assert answer.report.blended
         assert answer.report.reused_tokens == 40
@@ -105,36 +118,34 @@ def test_a_batch_takes_as_many_passes_as_one_answer(
 
 @pytest.mark.usefixtures("patient")
 def test_threads_share_passes(engine: TransformersEngine, steps: Steps) -> None:
-    wanted = alone(engine, PROMPTS, greedy(60))
+    wanted = alone(engine, PROMPTS, greedy())
     steps.sizes.clear()
-    answers = in_threads([lambda p=p: engine.generate(p, greedy(60)) for p in PROMPTS])
+    answers = decoded([engine.stream(prompt, greedy()) for prompt in PROMPTS])
     assert [answer.token_ids for answer in answers] == wanted
-    assert max(steps.sizes) == len(PROMPTS)
-    assert sum(steps.sizes) == len(PROMPTS) * 59
+    assert steps.sizes == [len(PROMPTS)] * (TOKENS - 1)
 
 
-def test_each_request_keeps_its_own_sampling(engine: TransformersEngine) -> None:
-    samplings = [
-        SamplingParams(max_tokens=9, temperature=0.9, seed=3),
-        SamplingParams(max_tokens=30, temperature=0.7, top_p=0.8, repetition_penalty=1.3, seed=4),
-        greedy(17),
-        SamplingParams(max_tokens=30, temperature=0.0, stop=("w1",)),
+@pytest.mark.usefixtures("patient")
+def test_each_request_keeps_its_own_sampling(engine: TransformersEngine, steps: Steps) -> None:
+    asked = [
+        (PROMPTS[0], SamplingParams(max_tokens=9, temperature=0.9, seed=3)),
+        (PROMPTS[1], SamplingParams(max_tokens=30, temperature=0.7, top_p=0.8, seed=4)),
+        (PROMPTS[2], SamplingParams(max_tokens=30, temperature=0.0, repetition_penalty=1.3)),
+        (PROMPTS[3], greedy(17)),
     ]
-    works = [
-        lambda p=p, s=s: engine.generate(p, s) for p, s in zip(PROMPTS, samplings, strict=False)
-    ]
-    wanted = [work() for work in works]
-    found = in_threads(works)
+    text = engine.generate(PROMPTS[4], greedy(30)).text
+    asked.append((PROMPTS[4], SamplingParams(max_tokens=30, temperature=0.0, stop=text[40:45])))
+    wanted = [engine.generate(*one) for one in asked]
+    assert wanted[-1].finish_reason == "stop"
+    found = decoded([engine.stream(*one) for one in asked])
     assert [(a.token_ids, a.text, a.finish_reason) for a in found] == [
         (a.token_ids, a.text, a.finish_reason) for a in wanted
     ]
+    assert max(steps.sizes) == len(asked)
 
 
 def test_a_request_joins_while_another_decodes(engine: TransformersEngine, steps: Steps) -> None:
-    (long,), (late,) = (
-        alone(engine, PROMPTS[:1], greedy(LONG)),
-        alone(engine, PROMPTS[1:2], greedy()),
-    )
+    long, late = engine.generate(PROMPTS[0], greedy(LONG)), engine.generate(PROMPTS[1], greedy())
     steps.sizes.clear()
     has_begun = threading.Event()
     steps.seen = has_begun.set
@@ -144,27 +155,32 @@ def test_a_request_joins_while_another_decodes(engine: TransformersEngine, steps
         return engine.generate(PROMPTS[1], greedy())
 
     first, second = in_threads([lambda: engine.generate(PROMPTS[0], greedy(LONG)), join])
-    assert (first.token_ids, second.token_ids) == (long, late)
+    assert (first.token_ids, second.token_ids) == (long.token_ids, late.token_ids)
     assert steps.sizes[0] == steps.sizes[-1] == 1
     assert max(steps.sizes) == 2
 
 
 def test_a_slow_reader_holds_up_nobody(engine: TransformersEngine, steps: Steps) -> None:
-    """It is waited for a moment, once; its own answer is as it would be."""
+    """Others go on while it does not read; its own answer is as it would be."""
     wanted = alone(engine, PROMPTS[:2], greedy())
     slow = engine.stream(PROMPTS[0], greedy())
     pieces = [next(slow)]
-    both = threading.Event()
-    steps.seen = lambda: steps.sizes[-1] == 2 and both.set()
+    begun, both = threading.Event(), threading.Event()
+    steps.sizes.clear()
+
+    def see() -> None:
+        begun.set()
+        if steps.sizes[-1] == 2:
+            both.set()
+
+    steps.seen = see
 
     def read() -> None:
+        assert begun.wait(PATIENCE)
         while not both.is_set():
             pieces.append(next(slow))
 
-    def ask() -> Generation:
-        return engine.generate(PROMPTS[1], greedy(LONG))
-
-    in_threads([read, ask])
+    in_threads([read, lambda: engine.generate(PROMPTS[1], greedy(LONG))])
     assert engine.generate(PROMPTS[1], greedy()).token_ids == wanted[1], "while it is not read"
     pieces.extend(slow)
     answer = cast(Generation, pieces[-1].generation)
@@ -176,25 +192,41 @@ def test_a_cancelled_request_disturbs_nobody(engine: TransformersEngine, steps: 
     wanted = alone(engine, PROMPTS[:2], greedy(60))
     cancel = threading.Event()
     steps.sizes.clear()
-    steps.seen = lambda: max(steps.sizes) == 3 and cancel.set()
-    cancelled, *others = in_threads([
-        lambda: engine.generate(PROMPTS[2], greedy(LONG), cancel=cancel),
-        *(lambda p=p: engine.generate(p, greedy(60)) for p in PROMPTS[:2]),
+    steps.seen = lambda: cancel.set() if max(steps.sizes) > 1 else None
+    *others, cancelled = decoded([
+        *(engine.stream(prompt, greedy(60)) for prompt in PROMPTS[:2]),
+        engine.stream(PROMPTS[2], greedy(LONG), cancel=cancel),
     ])  # fmt: skip
     assert [answer.token_ids for answer in others] == wanted
-    if cancel.is_set():
-        assert cancelled.finish_reason == "cancelled"
-        assert 0 < len(cancelled.token_ids) < LONG
+    assert cancelled.finish_reason == "cancelled"
+    assert 0 < len(cancelled.token_ids) < LONG
 
 
-def grown(monkeypatch: pytest.MonkeyPatch, failures: int) -> list[int]:
-    """Let growing a cache fail so many times; returns the sizes asked for."""
+def test_a_closed_stream_disturbs_nobody(engine: TransformersEngine, steps: Steps) -> None:
+    wanted = alone(engine, PROMPTS[:1], greedy(60))
+    closed = engine.stream(PROMPTS[1], greedy(LONG))
+    next(closed)
+
+    def close() -> None:
+        for _ in range(5):
+            next(closed)
+        closed.close()  # type: ignore[attr-defined]
+
+    stream = engine.stream(PROMPTS[0], greedy(60))
+    next(stream)
+    answer, _ = in_threads([partial(last_of, stream), close])
+    assert answer.token_ids == wanted[0]
+    assert not engine._scheduler._decoding
+
+
+def refuse_growth(monkeypatch: pytest.MonkeyPatch, *, also_alone: bool) -> list[int]:
+    """Let there be no memory for larger caches, or only in the main thread; returns sizes asked."""
     asked: list[int] = []
     grow = cache._grow
 
     def failing(fused: Any, tokens: int) -> None:
         asked.append(tokens)
-        if len(asked) <= failures:
+        if also_alone or threading.current_thread() is not threading.main_thread():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         grow(fused, tokens)
 
@@ -208,15 +240,19 @@ def test_a_request_that_fails_fails_alone(
 ) -> None:
     """Only the longest has to grow its cache, for which there is no memory."""
     wanted = alone(engine, PROMPTS[:3], greedy(8))
-    asked = grown(monkeypatch, failures=1 << 30)
+    asked = refuse_growth(monkeypatch, also_alone=True)
+
+    *streams, failing = [
+        engine.stream(prompt, greedy(8 if n < 3 else 60)) for n, prompt in enumerate(PROMPTS[:4])
+    ]
+    for stream in (*streams, failing):
+        next(stream)
 
     def fail() -> None:
         with pytest.raises(OutOfMemoryError, match="lower max_tokens"):
-            engine.generate(PROMPTS[3], greedy(60))
+            list(failing)
 
-    *found, _ = in_threads(
-        [*(lambda p=p: engine.generate(p, greedy(8)) for p in PROMPTS[:3]), fail]
-    )
+    *found, _ = in_threads([*(partial(last_of, stream) for stream in streams), fail])
     assert asked
     assert [answer.token_ids for answer in found] == wanted
 
@@ -224,11 +260,12 @@ def test_a_request_that_fails_fails_alone(
 def test_a_batch_answers_again_what_found_no_memory_beside_the_others(
     engine: TransformersEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Those that are answered again are alone, in the thread that asked."""
     wanted = alone(engine, PROMPTS[:3], greedy())
-    asked = grown(monkeypatch, failures=12)
+    asked = refuse_growth(monkeypatch, also_alone=False)
     answers = engine.generate_batch(PROMPTS[:3], greedy())
     assert [answer.token_ids for answer in answers] == wanted
-    assert len(asked) > 12
+    assert len(asked) > 3
 
 
 @pytest.mark.usefixtures("patient")
@@ -274,35 +311,35 @@ def test_when_the_thread_that_runs_the_model_is_interrupted_another_one_does(
 
     steps.seen = interrupt
 
-    def ask(prompt: BlendPrompt) -> tuple[int, ...] | None:
+    streams = [engine.stream(prompt, greedy()) for prompt in PROMPTS[:3]]
+    for stream in streams:
+        next(stream)
+
+    def read(stream: Iterator[Delta]) -> tuple[int, ...] | None:
         try:
-            return engine.generate(prompt, greedy()).token_ids
+            return last_of(stream).token_ids
         except KeyboardInterrupt:
             assert interrupted == [threading.get_ident()]
             return None
 
-    found = in_threads([lambda p=p: ask(p) for p in PROMPTS[:3]])
+    found = in_threads([partial(read, stream) for stream in streams])
     assert interrupted
     assert found.count(None) == 1
     assert all(one in (None, own) for one, own in zip(found, wanted, strict=True))
 
 
+@pytest.mark.usefixtures("patient")
 def test_engines_around_one_model_share_passes(
     engine: TransformersEngine, make_engine: EngineFactory, steps: Steps
 ) -> None:
     other = make_engine(recompute_ratio=0.0, reuse_prefix=False, namespace="other")
     other.precompute(CHUNKS[1], progress=False)
-    engines = [engine, other]
-    wanted = [
-        one.generate(prompt, greedy(LONG)).token_ids
-        for one, prompt in zip(engines, PROMPTS, strict=False)
-    ]
+    asked = [(engine, PROMPTS[0]), (other, PROMPTS[1])]
+    wanted = [one.generate(prompt, greedy()).token_ids for one, prompt in asked]
     steps.sizes.clear()
-    works = [
-        lambda e=e, p=p: e.generate(p, greedy(LONG)) for e, p in zip(engines, PROMPTS, strict=False)
-    ]
-    assert [answer.token_ids for answer in in_threads(works)] == wanted
-    assert max(steps.sizes) == 2
+    found = decoded([one.stream(prompt, greedy()) for one, prompt in asked])
+    assert [answer.token_ids for answer in found] == wanted
+    assert steps.sizes == [2] * (TOKENS - 1)
     other.close()
     assert engine.generate(PROMPTS[0], greedy(4)).token_ids == wanted[0][:4]
 
@@ -347,21 +384,22 @@ def test_a_model_that_cannot_be_blended_still_serves_threads_and_batches(
 def test_closing_the_engine_ends_all_that_decode(make_engine: EngineFactory, steps: Steps) -> None:
     engine = make_engine(recompute_ratio=0.0)
     both = threading.Event()
-    steps.seen = lambda: steps.sizes[-1] == 2 and both.set()
+    steps.seen = lambda: both.set() if steps.sizes[-1] == 2 else None
 
-    def ask(prompt: BlendPrompt) -> str:
-        try:
-            return engine.generate(prompt, greedy(4_000)).finish_reason
-        except Exception as error:
-            return str(error)
+    streams = [engine.stream(prompt, greedy(4_000)) for prompt in PROMPTS[:2]]
+    for stream in streams:
+        next(stream)
 
-    def close() -> str:
+    def read(stream: Iterator[Delta]) -> None:
+        with pytest.raises(ConfigError, match=CLOSED):
+            list(stream)
+
+    def close() -> None:
         assert both.wait(PATIENCE)
         engine.close()
-        return "closed"
 
-    told = in_threads([lambda: ask(PROMPTS[0]), lambda: ask(PROMPTS[1]), close])
-    assert told[0] == told[1] == CLOSED
+    in_threads([*(partial(read, stream) for stream in streams), close])
+    assert len(steps.sizes) < 4_000
 
 
 def test_background_work_waits_while_a_request_wants_the_model() -> None:
