@@ -27,7 +27,7 @@ from cacheblend_rag.text.prompt import BlendPrompt
 from tests.benchmarks.command import benchmark_app
 
 SENTENCE = "In {year}, the keeper of lighthouse {number} at Vell wrote down {ships} ships at sea. "
-QUESTION = "\nWhich of these lighthouses saw the most ships, and in which year was that? Explain."
+QUESTION = "Which of these lighthouses saw the most ships, and in which year was that? Explain."
 ONE, IN_TURN, BATCH, THREADS = "one", "one after another", "batch", "threads"
 
 
@@ -102,7 +102,7 @@ def measure_batch(plan: BatchPlan, advance: Advance = lambda _: None) -> dict[st
         texts = [_chunks(plan, engine, number) for number in range(plan.prompts)]
         advance(f"precomputing {plan.prompts * plan.chunks} chunks")
         engine.precompute([chunk for chunks in texts for chunk in chunks], progress=False)
-        prompts = [BlendPrompt.of(*chunks, QUESTION) for chunks in texts]
+        prompts = [_prompt(chunks) for chunks in texts]
         sampling = SamplingParams.greedy(max_tokens=plan.answer_tokens, ignore_eos=True)
         asked = _Prompts(engine, prompts, sampling, {})
         cases = {
@@ -131,6 +131,10 @@ def measure_batch(plan: BatchPlan, advance: Advance = lambda _: None) -> dict[st
     }
 
 
+def _prompt(chunks: Sequence[Chunk]) -> BlendPrompt:
+    return BlendPrompt.of(*(part for chunk in chunks for part in (chunk, "\n\n")), QUESTION)
+
+
 def _chunks(plan: BatchPlan, engine: TransformersEngine, prompt: int) -> list[Chunk]:
     """Return chunks of a few sentences, of which no two are alike."""
     chunks: list[Chunk] = []
@@ -141,7 +145,7 @@ def _chunks(plan: BatchPlan, engine: TransformersEngine, prompt: int) -> list[Ch
             lighthouse = prompt * plan.chunks + number
             ships = (year * 7 + lighthouse * 31) % 97
             text += SENTENCE.format(year=year, number=lighthouse, ships=ships)
-        chunks.append(Chunk(text))
+        chunks.append(Chunk(text.strip()))
     return chunks
 
 
