@@ -64,6 +64,32 @@ def attend_rows(
     return out
 
 
+def attend_token(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return the attention of one token to all of the keys, (1, 1, heads, head_dim).
+
+    query: (1, heads, 1, head_dim). keys, values: (1, kv_heads, tokens, head_dim), only those that
+    the token may see. The rest as for attend_rows.
+    """
+    heads, width = query.shape[1], query.shape[3]
+    # As in attend_rows, heads that share a KV head are rows of it.
+    part = (query.reshape(1, keys.shape[1], -1, width), keys, values)
+    if softcap is None and sinks is None:
+        with without_cudnn():
+            done = functional.scaled_dot_product_attention(*part, scale=scaling)
+    else:
+        mask = query.new_zeros(())
+        done = attend_in_steps(*part, mask=mask, scaling=scaling, softcap=softcap, sinks=sinks)
+    return done.reshape(1, 1, heads, width)
+
+
 def attention_bytes(
     tokens: int, heads: int, kv_heads: int, device: torch.device, size: int, *, in_steps: bool
 ) -> int:

@@ -12,7 +12,7 @@ from typing import Any, cast
 from cacheblend_rag.engines.after_answer import AfterAnswer
 from cacheblend_rag.engines.answer import NOT_STEERED, Delta, FinishReason, Generation, Request
 from cacheblend_rag.engines.backend import Backend
-from cacheblend_rag.engines.batch_order import grouped
+from cacheblend_rag.engines.batch import answer_batch
 from cacheblend_rag.engines.checked_config import checked_config
 from cacheblend_rag.engines.guard import Guard
 from cacheblend_rag.engines.idle import Activity
@@ -97,16 +97,9 @@ class QuestionTime:
             yield from deltas
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Generation]:
-        """Answer several requests, those that share chunks next to each other."""
-        order = grouped([[one.key for one in request.prepared.placed] for request in requests])
-        try:
-            with self.activity.working():
-                begun = [iter(self.backend._start(requests[index])) for index in order]
-                answers = dict(zip(order, map(_last_of, begun), strict=True))
-            return [answers[index] for index in range(len(requests))]
-        finally:
-            for request in requests:
-                request.cancel.set()
+        """Answer several requests, some at a time."""
+        with self.activity.working():
+            return answer_batch(self.backend._start, requests)
 
     async def agenerate(
         self,
@@ -196,11 +189,6 @@ class QuestionTime:
             trace=prefill.trace,
             prefix_tokens=prefill.prefix_tokens,
         )
-
-
-def _last_of(deltas: Iterator[Delta]) -> Generation:
-    *_, last = deltas
-    return _generation(last)
 
 
 def _generation(last: Delta) -> Generation:

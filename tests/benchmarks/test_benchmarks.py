@@ -70,6 +70,20 @@ def test_prompts_that_begin_alike(bench):
     assert "positions of tiny" in outcome.stderr
 
 
+def test_answers_decoded_together(bench):
+    given = (
+        "batch_decode", "--model", "demo", "--prompts", 3, "--chunks", 2, "--chunk-tokens", 24,
+        "--answer-tokens", 5, "--repeat", 1,
+    )  # fmt: skip
+    found = bench(*given, "--json").json
+    names = {"one", "one after another", "batch", "threads"}
+    assert set(found["runs"]) == names
+    assert all(found[f"{name} seconds"] > 0 for name in names)
+    assert found["batch over one"] > 0
+    assert found["same answers by batch"] == found["same answers by threads"] == 3
+    assert "speedup of batch" in bench(*given).stdout
+
+
 FEW = ("--chunks", 60, "--room", 0.3, "--requests", 120, "--drawn", 3, "--chunk-tokens", 12)
 
 

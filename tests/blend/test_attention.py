@@ -9,7 +9,12 @@ import pytest
 import torch
 
 from cacheblend_rag.blend import attention
-from cacheblend_rag.blend.attention import attend_rows, attention_bytes, attention_mass
+from cacheblend_rag.blend.attention import (
+    attend_rows,
+    attend_token,
+    attention_bytes,
+    attention_mass,
+)
 from cacheblend_rag.blend.cost import LayerCost, prefill_cost
 from cacheblend_rag.blend.flex import KEPT_MASKS, FlexAttention
 from cacheblend_rag.blend.fused import FusedKV
@@ -86,6 +91,26 @@ def test_rows_get_what_dense_causal_attention_gives_them(
     options: dict[str, Any] = {"window": window, "softcap": softcap, "sinks": sinks}
     found = attend_rows(asked, keys, values, rows, scaling=0.3, **options)
     torch.testing.assert_close(found[0], wanted, atol=1e-5, rtol=0)
+
+
+@CASES
+def test_one_token_gets_what_dense_causal_attention_gives_it(
+    window: int | None, softcap: float | None, sinks: torch.Tensor | None
+) -> None:
+    query, keys, values = inputs()
+    shares = dense(query, keys, window, softcap, sinks)
+    every = (shares @ values[0].repeat_interleave(HEADS // KV_HEADS, 0)).transpose(0, 1)
+    for place in (0, 40, TOKENS - 1):
+        here, seen = (
+            slice(place, place + 1),
+            slice(max(0, place + 1 - (window or TOKENS)), place + 1),
+        )
+        found = attend_token(
+            query[:, :, here], keys[:, :, seen], values[:, :, seen],
+            scaling=0.3, softcap=softcap, sinks=sinks,
+        )  # fmt: skip
+        assert found.shape == (1, 1, HEADS, WIDTH)
+        torch.testing.assert_close(found[0, 0], every[place], atol=1e-5, rtol=0)
 
 
 @CASES

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,7 +17,14 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from cacheblend_rag.engines.answer import Request
 from cacheblend_rag.engines.sampling import ResolvedSampling
+from cacheblend_rag.engines.shutdown import working
+from cacheblend_rag.engines.transformers.prefill import Prefilled
+from cacheblend_rag.prefill.stopwatch import Stopwatch
+
+NextLogits: TypeAlias = Callable[[Sequence[int]], Tensor]
+"""Returns the logits, (1, vocabulary) float32, after a prompt and the tokens decoded so far."""
 
 
 class Sampler:
@@ -54,6 +62,24 @@ class Sampler:
             return int(logits.argmax(-1))
         shares = logits.softmax(-1)
         return int(torch.multinomial(shares, 1, generator=self.generator))
+
+
+def sampled_tokens(
+    request: Request, prefilled: Prefilled, next_logits: NextLogits
+) -> Iterator[int]:
+    """Sample at most max_tokens tokens, one per decode step."""
+    watch = Stopwatch(prefilled.logits.device, prefilled.seconds, prefilled.starts)
+    sampler = Sampler(request.sampling, prefilled.logits.device)
+    token_ids, logits = list(request.prepared.token_ids), prefilled.logits
+    for index in range(request.sampling.max_tokens):
+        if index:
+            logits = next_logits(token_ids)
+        with working():
+            token_ids.append(sampler.draw(logits, token_ids))
+        prefilled.answer.append(token_ids[-1])
+        watch.lap("decode" if index else "first_token")
+        yield token_ids[-1]
+        watch.skip()
 
 
 class TextStream:

@@ -32,18 +32,19 @@ from cacheblend_rag.engines.stream import PulledStream, Stream
 from cacheblend_rag.engines.tally import Stored
 from cacheblend_rag.engines.transformers import loading
 from cacheblend_rag.engines.transformers.batches import compute_batches
-from cacheblend_rag.engines.transformers.decoding import Sampler, TextStream, eos_token_ids
+from cacheblend_rag.engines.transformers.decoding import TextStream, eos_token_ids, sampled_tokens
 from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.engines.transformers.keeping import store_computed
 from cacheblend_rag.engines.transformers.model_steps import (
     in_idle_turns,
     in_turns,
-    inference,
     lock_of,
 )
+from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import Prefilled
 from cacheblend_rag.engines.transformers.prefiller import Prefiller
 from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
+from cacheblend_rag.engines.transformers.scheduler import scheduler_of
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.teacher_forcing import all_forced_log_probs, decodable
 from cacheblend_rag.engines.transformers.watched_model import TriedModel, WatchedModel
@@ -61,7 +62,6 @@ from cacheblend_rag.prefill.precompute import (
     compute_chunks,
     compute_one_by_one,
 )
-from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.settings import BlendConfig, GuardConfig, LeadInConfig
 from cacheblend_rag.text.encoder import Tokenizer
@@ -77,8 +77,8 @@ ASYNC_THREADS = 32
 class TransformersEngine(Engine, ScoringEngine):
     """The embedded engine.
 
-    Requests take turns, one layer or decode step at a time, including those of other engines around
-    the same model. Nothing else may use the model meanwhile.
+    Requests take turns, a layer at a time, and decode together, including those of other engines
+    around the same model. Nothing else may use the model meanwhile.
 
     Attributes:
         model: the loaded model.
@@ -137,7 +137,7 @@ class TransformersEngine(Engine, ScoringEngine):
         given = GivenModel.of(model, tokenizer, device, dtype)
         self.model = given.model
         self.store = TieredKVStore.open() if store is None else store
-        self._priority_lock = lock_of(self.model)
+        self._priority_lock, self._scheduler = lock_of(self.model), scheduler_of(self.model)
         self._watched = WatchedModel(
             self.model, self._priority_lock, self.store, name=given.loaded_by, wrapper=given.wrapper
         )
@@ -256,7 +256,8 @@ class TransformersEngine(Engine, ScoringEngine):
             yield self._answered(request, "", (), "cancelled", CANCELLED)
             return
         with suppress(GeneratorExit):  # a stream that is closed early has a prefix, too
-            yield from self._decoded(request, prefilled, partial(self._answered, request))
+            tell, ordinary = partial(self._answered, request), prefiller.tried.ordinary
+            yield from self._decoded(request, prefilled, ordinary, tell)
         if prefiller.reuses_prefix(request):
             self._keep_prefix(prefiller, request, prefilled)
 
@@ -268,27 +269,32 @@ class TransformersEngine(Engine, ScoringEngine):
                 prefiller.keep_prefix(request, prefilled, self.prefixes)
 
     def _decoded(
-        self, request: Request, prefilled: Prefilled, tell: Callable[..., Delta]
+        self,
+        request: Request,
+        prefilled: Prefilled,
+        ordinary: OrdinaryPrefill,
+        tell: Callable[..., Delta],
     ) -> Iterator[Delta]:
         """Decode after a prefill; yield text as soon as no later token can change it."""
         text = TextStream(self.tokenizer, request.sampling.stop)
         reason: FinishReason = "length"
         piece = ""
-        for token in self._tokens(request, prefilled):
-            if token in self._eos and not request.sampling.ignore_eos:
-                reason = "stop"
-                break
-            with working():
-                piece = text.feed(token)
-            if text.stopped:
-                reason = "stop"
-                break
-            if request.cancel.is_set():
-                reason = "cancelled"
-                break
-            if piece:
-                yield Delta(piece)
-                piece = ""
+        with self._scheduler.decoding(ordinary, prefilled.cache) as next_logits:
+            for token in sampled_tokens(request, prefilled, next_logits):
+                if token in self._eos and not request.sampling.ignore_eos:
+                    reason = "stop"
+                    break
+                with working():
+                    piece = text.feed(token)
+                if text.stopped:
+                    reason = "stop"
+                    break
+                if request.cancel.is_set():
+                    reason = "cancelled"
+                    break
+                if piece:
+                    yield Delta(piece)
+                    piece = ""
         rest = piece + text.finish()
         yield Delta(rest, tell(text.text, text.token_ids, reason, prefilled.report).generation)
 
@@ -324,7 +330,7 @@ class TransformersEngine(Engine, ScoringEngine):
             request: Request, prefilled: Prefilled
         ) -> tuple[Generation, tuple[ContinuationScore, ...]]:
             tell = partial(self._answered, request, hooks=False)
-            *_, last = self._decoded(request, decodable(prefilled), tell)
+            *_, last = self._decoded(request, decodable(prefilled), self._ordinary, tell)
             told = cast(Generation, last.generation)
             answers = continuations(told)
             check_scored(told.prompt_tokens, answers, self.context_window)
@@ -369,22 +375,6 @@ class TransformersEngine(Engine, ScoringEngine):
         """
         self._refresh()
         return replace(request, prepared=request.prepared.with_fingerprint(self._led.fingerprint))
-
-    def _tokens(self, request: Request, prefilled: Prefilled) -> Iterator[int]:
-        """Sample at most max_tokens tokens, one per decode step."""
-        watch = Stopwatch(prefilled.logits.device, prefilled.seconds, prefilled.starts)
-        sampler = Sampler(request.sampling, prefilled.logits.device)
-        token_ids, logits = list(request.prepared.token_ids), prefilled.logits
-        for index in range(request.sampling.max_tokens):
-            with working():
-                if index:
-                    with self._priority_lock.taken(), inference():
-                        logits = self._ordinary.decode(prefilled.cache, token_ids)
-                token_ids.append(sampler.draw(logits, token_ids))
-            prefilled.answer.append(token_ids[-1])
-            watch.lap("decode" if index else "first_token")
-            yield token_ids[-1]
-            watch.skip()
 
     # The store's operations
 

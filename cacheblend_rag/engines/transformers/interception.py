@@ -1,14 +1,15 @@
-"""Intercepts the attention of a Hugging Face model while one of its layers is run alone.
+"""Intercepts the attention of a Hugging Face model while one of its layers, or all of it, is run.
 
 An attention implementation is registered under our own name and activated, through the model's own
-configs, only while a layer runs. No model class is named.
+configs, only while a layer or the model runs. No model class is named.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,12 +48,28 @@ class Interception:
     @contextmanager
     def attending(self, layer: int, window: int | None, attend: Attend) -> Iterator[None]:
         """Let a layer's attention use ``attend``, on this thread."""
-        _active.layer, _active.window, _active.attend = layer, window, attend
+        with self._passing(repeat((layer, window)), attend):
+            yield
+
+    @contextmanager
+    def attending_in_order(self, windows: Sequence[int | None], attend: Attend) -> Iterator[None]:
+        """Let the attention of all layers use ``attend``, on this thread, while the model runs.
+
+        windows: of each layer. The model must call the layers in order, and each of them its
+        attention once.
+        """
+        with self._passing(enumerate(windows), attend):
+            yield
+
+    @contextmanager
+    def _passing(self, layers: Iterable[tuple[int, int | None]], attend: Attend) -> Iterator[None]:
+        """Pass calls to ``attend``; layers: the layer and the window of each call."""
+        _active.layers, _active.attend = iter(layers), attend
         try:
             with self.implementation(DRIVEN):
                 yield
         finally:
-            del _active.layer, _active.window, _active.attend
+            del _active.layers, _active.attend
 
     @contextmanager
     def implementation(self, name: str) -> Iterator[None]:
@@ -79,9 +96,10 @@ def _intercepted(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The registered attention function: passes the call to this thread's runner of the layer."""
+    """The registered attention function: passes the call to this thread's runner of the layers."""
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(_active.layer, query, key, value, scaling, _active.window, softcap, s_aux)
+    layer, window = next(_active.layers)
+    call = AttentionCall(layer, query, key, value, scaling, window, softcap, s_aux)
     return _active.attend(call), None
 
 

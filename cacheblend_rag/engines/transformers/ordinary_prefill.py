@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from typing import Any, cast
@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.trial import trial_tokens
+from cacheblend_rag.engines.transformers.batched_decode import can_decode_batches
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from cacheblend_rag.engines.transformers.loading import is_quantized
 from cacheblend_rag.engines.transformers.offloading import run_device
@@ -42,12 +43,14 @@ class OrdinaryPrefill:
     stack: of a model that can be blended; its KV goes into a FusedCache. cache_name: the argument
     for the cache of another model; "" if no cache works, so that each token computes
     the whole text again. positioned: whether the model takes the tokens' positions.
+    decodes_batches: whether texts with a FusedCache each may be decoded together.
     """
 
     model: PreTrainedModel
     stack: TransformersStack | None = None
     cache_name: str = "past_key_values"
     positioned: bool = True
+    decodes_batches: bool = False
 
     @cached_property
     def parameters(self) -> frozenset[str]:
@@ -128,7 +131,7 @@ def find_ordinary_prefill(
     for name, positioned in product(CACHE_NAMES, (True, False)):
         way = OrdinaryPrefill(model, stack, name, positioned)
         if name in way.parameters and _continues(way, ids, wanted, noise):
-            return way
+            return replace(way, decodes_batches=_decodes_batches(way, ids, wanted, noise))
     if stack is not None:
         raise UnsupportedModelError(
             "it does not continue from its cached KV", ReasonCode.UNSUPPORTED_MODEL
@@ -156,3 +159,19 @@ def _continues(
         logger.debug("%s does not take our cache", type(way.model).__name__, exc_info=error)
         return False
     return same_logits(torch.cat(found), wanted, noise, quantized=is_quantized(way.model))
+
+
+def _decodes_batches(
+    way: OrdinaryPrefill, ids: list[int], wanted: Tensor, noise: ModelNoise | None
+) -> bool:
+    """Whether texts that are decoded together get the logits that each gets alone.
+
+    wanted, noise: see ``_continues``.
+    """
+    if way.stack is None:
+        return False
+    cache, _ = way.prefill(ids, 0)
+    if can_decode_batches(way.stack, cast(FusedCache, cache), ids, wanted, noise):
+        return True
+    logger.info("%s decodes its requests one at a time", type(way.model).__name__)
+    return False

@@ -19,16 +19,21 @@ class PriorityLock:
         self._wanted, self._left_at = 0, -QUIET_SECONDS
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """Hold the lock for a request."""
+    def wanted(self) -> Iterator[None]:
+        """Keep background work from the lock, without holding it."""
         with self._counting:
             self._wanted += 1
         try:
-            with self._driving:
-                yield
+            yield
         finally:
             with self._counting:
                 self._wanted, self._left_at = self._wanted - 1, time.monotonic()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Hold the lock for a request."""
+        with self.wanted(), self._driving:
+            yield
 
     @property
     def is_quiet(self) -> bool:

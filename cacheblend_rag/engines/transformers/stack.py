@@ -183,6 +183,18 @@ class TransformersStack:
             out = self.model(input_ids=blank, position_ids=blank, use_cache=False, logits_to_keep=1)
         return cast(Tensor, out.logits[:, -1].float())
 
+    def next_logits(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run the whole model on one token of each text; returns (batch, vocabulary) float32.
+
+        token_ids, positions: (batch, 1). attend: attention of each layer, in order, to all the KV
+        that the texts have before; it gets the tokens' own.
+        """
+        with self._interception.attending_in_order(self._windows, attend):
+            out = self.model(
+                input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=1
+            )
+        return cast(Tensor, out.logits[:, -1].float())
+
     @contextmanager
     def recorded(self, *, wide: bool = False) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
         """Record the hidden states before and after each layer, while the model itself runs.

@@ -1,0 +1,155 @@
+"""A batch's first pieces are read one after another, the rest together, a few at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cacheblend_rag.engines.answer import Delta
+from cacheblend_rag.engines.batch import MOST_TOGETHER, answer_batch
+from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.errors import OutOfMemoryError
+
+PATIENCE = 30.0
+
+
+def nothing(_: Request) -> None:
+    pass
+
+
+@dataclass(eq=False)
+class Request:
+    """What ``answer_batch`` reads of a request; each of its pieces first calls ``work``."""
+
+    name: int
+    log: Log
+    work: Callable[[Request], None] = nothing
+    cancel: Cancellation = field(default_factory=Cancellation)
+    prepared: Any = field(default_factory=lambda: SimpleNamespace(placed=()))
+
+    def pieces(self) -> Iterator[Delta]:
+        self.log.note("prefill", self)
+        yield Delta("a")
+        for _ in range(3):
+            self.log.note("decode", self)
+            self.work(self)
+            yield Delta("b")
+        yield Delta("", self.name)  # type: ignore[arg-type]
+        self.log.note("end", self)
+
+
+class Log:
+    """What requests did, in order; open: how many are between their first piece and their end."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.open = self.most_open = 0
+        self.threads: set[tuple[str, int]] = set()
+        self._lock = threading.Lock()
+
+    def note(self, event: str, request: Request) -> None:
+        with self._lock:
+            self.events.append((event, request.name))
+            self.open += {"prefill": 1, "decode": 0, "end": -1}[event]
+            self.most_open = max(self.most_open, self.open)
+            self.threads.add((event, threading.get_ident()))
+
+
+class Pieces:
+    """As much of a Stream as is read."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def __iter__(self) -> Iterator[Delta]:
+        return self._request.pieces()
+
+    def last(self) -> Delta:
+        *_, last = self
+        return last
+
+
+def answer(requests: list[Request]) -> Any:
+    start: Any = Pieces
+    return answer_batch(start, requests)  # type: ignore[arg-type]
+
+
+def test_prompts_are_prefilled_in_turn_then_decoded() -> None:
+    log = Log()
+    requests = [Request(name, log) for name in range(MOST_TOGETHER)]
+    assert answer(requests) == list(range(MOST_TOGETHER))
+    begin = log.events[:MOST_TOGETHER]
+    assert begin == [("prefill", name) for name in range(MOST_TOGETHER)]
+    assert sorted(log.events[-MOST_TOGETHER:])[0][0] in ("decode", "end")
+    assert log.events.count(("end", 0)) == 1, "streams are read to their ends"
+    assert log.open == 0
+
+
+def test_no_more_than_a_few_are_open_at_a_time() -> None:
+    log = Log()
+    count = 3 * MOST_TOGETHER + 1
+    assert answer([Request(name, log) for name in range(count)]) == list(range(count))
+    assert log.most_open == MOST_TOGETHER
+    assert [name for event, name in log.events if event == "prefill"] == list(range(count))
+
+
+def test_those_of_a_batch_run_at_the_same_time() -> None:
+    """Each waits for all of the others within its first step."""
+    log = Log()
+    all_there = threading.Barrier(MOST_TOGETHER, timeout=PATIENCE)
+
+    def meet(_: Request) -> None:
+        all_there.wait()
+
+    requests = [Request(name, log, meet) for name in range(MOST_TOGETHER)]
+    assert answer(requests) == list(range(MOST_TOGETHER))
+
+
+def test_an_error_cancels_the_others_and_is_raised() -> None:
+    log = Log()
+
+    def work(request: Request) -> None:
+        if request.name == 1:
+            raise RuntimeError("broken")
+        while not request.cancel.is_set():
+            threading.Event().wait(0.001)
+
+    requests = [Request(name, log, work) for name in range(MOST_TOGETHER + 2)]
+    with pytest.raises(RuntimeError, match="broken"):
+        answer(requests)
+    assert all(request.cancel.is_set() for request in requests)
+    assert ("prefill", MOST_TOGETHER) not in log.events, "no other one is begun"
+
+
+def test_lack_of_memory_is_tried_again_after_the_others() -> None:
+    log = Log()
+
+    def work(request: Request) -> None:
+        if request.name == 1 and ("end", 2) not in log.events:
+            raise OutOfMemoryError("no memory")
+
+    assert answer([Request(name, log, work) for name in range(3)]) == [0, 1, 2]
+    ends = [name for event, name in log.events if event == "end"]
+    assert ends[-1] == 1
+
+
+def test_lack_of_memory_that_stays_is_raised() -> None:
+    log = Log()
+
+    def work(request: Request) -> None:
+        if request.name == 1:
+            raise OutOfMemoryError("no memory")
+
+    requests = [Request(name, log, work) for name in range(3)]
+    with pytest.raises(OutOfMemoryError, match="no memory"):
+        answer(requests)
+    assert all(request.cancel.is_set() for request in requests)
+
+
+def test_an_empty_batch_has_no_answers() -> None:
+    assert answer([]) == []
