@@ -32,9 +32,7 @@ COMMANDS = "/sources, /report, /reset, /exit"
 
 ResumeOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE", help="Go on with the conversation in FILE, saved there."
-    ),
+    typer.Option(metavar="FILE", help="Go on with the conversation in FILE, saved there."),
 ]
 
 

@@ -79,9 +79,7 @@ class TurnSegment:
         if set(plain) != names or not isinstance(tokens, list) or not tokens:
             raise ConfigError(f"a segment must have {', '.join(sorted(names))}")
         numbers = [*tokens, plain["start"], plain["nbytes"]]
-        if not all(type(one) is int and 0 <= one < 1 << 32 for one in tokens) or not all(
-            type(one) is int and one >= 0 for one in numbers
-        ):
+        if not all(type(one) is int and one >= 0 for one in numbers) or max(tokens) >= 1 << 32:
             raise ConfigError("a segment's tokens, start and nbytes must be integers from 0")
         if not isinstance(plain["before"], str) or type(plain["is_exact"]) is not bool:
             raise ConfigError("a segment's before must be text, its is_exact true or false")
@@ -151,18 +149,18 @@ class ConversationKV:
     def turns(self) -> int:
         """For how many turns KV is stored."""
         with self._changed:
-            return len(self._turns)
+            return len(self._stored())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the stored KV."""
         with self._changed:
-            return sum(turn.nbytes for turn in self._turns)
+            return sum(turn.nbytes for turn in self._stored())
 
     def keys(self) -> list[KVKey]:
         """Return the keys of all stored KV."""
         with self._changed:
-            return self._keys(self._turns)
+            return self._keys(self._stored())
 
     # Question time
 
@@ -190,10 +188,11 @@ class ConversationKV:
             held[run.sequence] += run.end - run.start
         least = [LEAST_SHARE * len(segment.token_ids) for segment in segments]
         kept = [run for run in runs if held[run.sequence] >= least[run.sequence]]
-        begins = prefix_ids(token_ids, [run.start for run in kept])
+        pairs = [(segments[run.sequence], run) for run in kept]
+        exact = exact_runs(token_ids, pairs)
         return [
-            self._placed(segments[run.sequence], run, before)
-            for run, before in zip(kept, begins, strict=True)
+            self._placed(segment, run, is_exact)
+            for (segment, run), is_exact in zip(pairs, exact, strict=True)
         ]
 
     def _found(self, fingerprint: str) -> tuple[list[TurnSegment], TokenIndex] | None:
@@ -203,20 +202,22 @@ class ConversationKV:
             if self._index is None or self._index[0] != fingerprint:
                 segments = [
                     segment
-                    for turn in reversed(self._turns)
+                    for turn in reversed(self._stored())
                     for segment in turn.segments
-                    if segment.fingerprint == fingerprint and not turn.is_pending
+                    if segment.fingerprint == fingerprint
                 ]
                 ids = [segment.token_ids for segment in segments]
                 self._index = fingerprint, segments, TokenIndex(ids, LEAST_TOKENS)
             _, segments, index = self._index
             return (segments, index) if segments else None
 
+    def _stored(self) -> list[KeptTurn]:
+        return [turn for turn in self._turns if not turn.is_pending]
+
     def _is_settled(self) -> bool:
         return not any(turn.is_pending for turn in self._turns)
 
-    def _placed(self, segment: TurnSegment, run: TokenRun, before: str) -> PlacedChunk:
-        is_same_prompt = (run.skip, run.start, before) == (0, segment.start, segment.before)
+    def _placed(self, segment: TurnSegment, run: TokenRun, is_exact: bool) -> PlacedChunk:
         return PlacedChunk(
             key=segment.key(self.conversation_id),
             start=run.start,
@@ -224,7 +225,7 @@ class ConversationKV:
             before=segment.token_ids[: run.skip],
             after=segment.token_ids[run.skip + run.end - run.start :],
             is_turn=True,
-            is_exact=segment.is_exact and is_same_prompt,
+            is_exact=is_exact,
         )
 
     # After an answer
@@ -246,16 +247,26 @@ class ConversationKV:
             turn.segments = [
                 segment for segment in turn.segments if segment.key(self.conversation_id) in stored
             ]
-            dropped = [] if turn in self._turns else [turn]
+            dropped = [*self._beyond_bounds(), *([] if turn in self._turns else turn.segments)]
             self._turns = [one for one in self._turns if one.segments or one.is_pending]
-            while self._turns and (
-                len(self._turns) > self._most_turns
-                or sum(one.nbytes for one in self._turns) > self._most_bytes
-            ):
-                dropped.append(self._turns.pop(0))
             left = set(self._keys(self._turns))
             self._changed.notify_all()
-            return [key for key in self._keys(dropped) if key not in left]
+            return [key for key in self.keys_of(dropped) if key not in left]
+
+    def _beyond_bounds(self) -> list[TurnSegment]:
+        """Take out the oldest turns' segments, the first ones first, until the bounds are kept."""
+        nbytes, dropped = sum(turn.nbytes for turn in self._turns), list[TurnSegment]()
+        surplus = len(self._turns) - self._most_turns
+        for index, turn in enumerate(self._turns):
+            # A turn that is being written is looked at once it is: it cannot be evicted before.
+            while (
+                turn.segments
+                and not turn.is_pending
+                and (index < surplus or nbytes > self._most_bytes)
+            ):
+                dropped.append(turn.segments.pop(0))
+                nbytes -= dropped[-1].nbytes
+        return dropped
 
     def forget(self) -> list[KVKey]:
         """Forget all turns; returns the keys to evict."""
@@ -277,11 +288,7 @@ class ConversationKV:
         """Return plain JSON values: the id and what is stored, no KV. Waits for what is written."""
         with self._changed:
             self._changed.wait_for(self._is_settled, WAIT_SECONDS)
-            turns = [
-                [segment.to_plain() for segment in turn.segments]
-                for turn in self._turns
-                if not turn.is_pending
-            ]
+            turns = [[segment.to_plain() for segment in turn.segments] for turn in self._stored()]
         return {
             "conversation_id": self.conversation_id,
             "most_turns": self._most_turns,
@@ -343,6 +350,24 @@ class AnsweredPrompt:
             )
             for (start, end), before in zip(long, hashes, strict=True)
         ]
+
+
+def exact_runs(
+    token_ids: Sequence[int], runs: Sequence[tuple[TurnSegment, TokenRun]]
+) -> list[bool]:
+    """Return whether each run's KV is that of full prefill of a prompt.
+
+    It is if the segment's was, and the prompt begins with the same tokens up to the run's end.
+    """
+    ends = sorted({segment.start for segment, _ in runs if segment.start <= len(token_ids)})
+    before = dict(zip(ends, prefix_ids(token_ids, ends), strict=True))
+    return [
+        segment.is_exact
+        and run.start - run.skip == segment.start
+        and before.get(segment.start) == segment.before
+        and tuple(token_ids[segment.start : run.start]) == segment.token_ids[: run.skip]
+        for segment, run in runs
+    ]
 
 
 def gaps_between(begin: int, taken: Iterable[Span], end: int) -> Iterator[Span]:

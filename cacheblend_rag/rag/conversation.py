@@ -53,6 +53,7 @@ class Conversation:
 
     Attributes:
         last: the last prompt and answer, None at first.
+        kv: which KV of its turns is stored.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Conversation:
 
     def _open(self, engine: Engine, kv: ConversationKV) -> None:
         self.last: Answered | None = None
-        self._engine, self._kv = engine, kv
+        self._engine, self.kv = engine, kv
         self._turns: tuple[AskedTurn, ...] = ()
 
     def _settle(
@@ -152,9 +153,7 @@ class Conversation:
         prompt = RagPrompt.of_engine(engine.tokenizer, engine.instruction, instruction)
         self._sampling = replace(chosen, stop=(*chosen.stop, *prompt.stop))
         self._config = config
-        self._fitter = PromptFitter(
-            engine, prompt, conversation=self._kv, most_tokens=prompt_tokens
-        )
+        self._fitter = PromptFitter(engine, prompt, conversation=self.kv, most_tokens=prompt_tokens)
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -204,6 +203,21 @@ class Conversation:
             yield delta
         self._add(fitted, finished(deltas))
 
+    def reorder(self, order: Sequence[int]) -> None:
+        """Put the earlier turns into another order, or leave some out; their KV stays reusable.
+
+        Args:
+            order: indices into ``turns``, each at most once.
+
+        Raises:
+            ConfigError: when an index is out of range, or named twice.
+        """
+        if len(set(order)) != len(order) or not all(0 <= at < len(self._turns) for at in order):
+            raise ConfigError(
+                f"order={order!r} must hold different numbers below {len(self._turns)}"
+            )
+        self._turns = tuple(self._turns[at] for at in order)
+
     def forget(self) -> int:
         """Forget all turns and evict their KV; returns how many pieces of it were stored.
 
@@ -211,7 +225,7 @@ class Conversation:
             StoreError: when the engine's store is read-only.
         """
         self._turns, self.last = (), None
-        return forget_conversation(self._engine, self._kv)
+        return forget_conversation(self._engine, self.kv)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the conversation to a file that only its owner can read.
@@ -238,7 +252,7 @@ class Conversation:
         It holds all of the conversation's text, and the secret by which its KV is found.
         """
         turns = [_plain_turn(asked) for asked in self._turns]
-        return json.dumps({"format": FORMAT, "turns": turns, "kv": self._kv.to_plain()})
+        return json.dumps({"format": FORMAT, "turns": turns, "kv": self.kv.to_plain()})
 
     def _add(self, fitted: FittedPrompt, answer: Generation) -> None:
         starts = {part.start for part in fitted.prepared.segments}
