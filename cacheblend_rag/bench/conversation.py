@@ -71,7 +71,7 @@ def measure_conversation(
     with ExitStack() as stack:
         bench = _Bench(plan, stack, advance)
         rows = list(bench.rows(plan.prompt_tokens, drops=True))
-        undropped = list(bench.rows(bench.room, drops=False)) if plan.undropped else []
+        undropped = [] if plan.skip_undropped else list(bench.rows(bench.room, drops=False))
     return {
         "model": plan.model,
         "passages": plan.passages,

@@ -215,7 +215,7 @@ class ConversationPlan(Plan):
     passage_tokens: int = option(300, "Tokens a passage.", least=1)
     answer_tokens: int = option(48, "Tokens an answer.", least=1)
     prompt_tokens: int = option(6000, "Longest prompt: the oldest turns are dropped.", least=1)
-    undropped: bool = option(True, "Measure with nothing dropped, too, while the context lasts.")
+    skip_undropped: bool = option(False, "Leave out the table with nothing dropped.")
     seed: int = option(7, "Draws passages and questions.")
     prefix_bytes: int = 2 << 30
 

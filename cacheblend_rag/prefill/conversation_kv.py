@@ -67,7 +67,8 @@ class TurnSegment:
 
     def to_plain(self) -> dict[str, Any]:
         """Return plain JSON values."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        plain = {name: getattr(self, name) for name in self.__slots__}
+        return {**plain, "token_ids": list(self.token_ids)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
@@ -174,8 +175,14 @@ class ConversationKV:
     ) -> list[PlacedChunk]:
         """Return the parts of stored segments in a prompt's tokens [begin, end), in order.
 
-        Waits for KV that is being written. taken: spans of the prompt in which none is looked for,
-        in order. fingerprint: of chunk KV.
+        Waits for KV that is being written.
+
+        Args:
+            token_ids: the prompt's.
+            begin: index of the first token to look at.
+            taken: spans of the prompt in which none is looked for, in order.
+            end: index behind the last token to look at.
+            fingerprint: of chunk KV.
         """
         found = self._found(turn_fingerprint(fingerprint))
         if found is None:
@@ -231,7 +238,7 @@ class ConversationKV:
     # After an answer
 
     def begin(self, segments: Sequence[TurnSegment]) -> KeptTurn:
-        """Add a turn whose segments are being written; ``written`` must be called with it."""
+        """Add a turn whose segments are being written, and return it for ``written``."""
         turn = KeptTurn(list(segments), is_pending=True)
         with self._changed:
             self._turns.append(turn)
@@ -241,6 +248,10 @@ class ConversationKV:
         """Keep those of a turn's segments that were stored; returns keys to evict, by the bounds.
 
         A turn that was forgotten meanwhile is evicted.
+
+        Args:
+            turn: what ``begin`` returned.
+            stored: keys of its segments that are stored by now.
         """
         with self._changed:
             turn.is_pending, self._index = False, None

@@ -90,7 +90,7 @@ class Conversation:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], engine: Engine, **options: Any) -> Conversation:
-        """Resume a saved conversation, with its turns and, if they are still stored, their KV.
+        """Return a saved conversation, with its turns and, if they are still stored, their KV.
 
         Args:
             path: of the file.
@@ -109,7 +109,7 @@ class Conversation:
 
     @classmethod
     def from_json(cls, text: str, engine: Engine, **options: Any) -> Conversation:
-        """Resume a conversation from what ``to_json`` returned; as ``load``.
+        """Return a conversation, given what ``to_json`` returned; as ``load``.
 
         Args:
             text: the JSON.

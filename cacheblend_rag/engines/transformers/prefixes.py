@@ -100,7 +100,9 @@ class PrefixWriter:
                 if self._store.put_computed(part.key, kv):
                     stored.add(part.key)
         except Exception:
-            logger.warning("the KV of a prompt's prefix or turn is not stored", exc_info=True)
+            logger.warning(
+                "the KV of a prompt's prefix is not stored, nor that of its turn", exc_info=True
+            )
         finally:
             room.give_back()
             self._evict(written(stored))
