@@ -25,12 +25,15 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.comparing import divergence
 from cacheblend_rag.prefill.conversation_kv import ConversationKV
+from cacheblend_rag.settings import BlendConfig
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.instructed import SEPARATOR, InstructedChat
 from cacheblend_rag.text.prompt import BlendPrompt
 
 INSTRUCTION = "Answer each question from the passages above it. Be brief."
 DOCUMENT = "bench"
+CONFIG = BlendConfig(cost_model=False)
+"""What is stored is reused, however long that takes."""
 ONE_TOKEN = SamplingParams.greedy(max_tokens=1, ignore_eos=True)
 
 
@@ -98,6 +101,7 @@ class _Bench:
         self._plan, self._advance = plan, advance
         self._ours = TransformersEngine(
             plan.model,
+            config=CONFIG,
             store=TieredKVStore.open(host_bytes=None),
             instruction=lambda tokenizer: InstructedChat(tokenizer, INSTRUCTION).lead_in,
         )
@@ -105,6 +109,7 @@ class _Bench:
         self._prefix = TransformersEngine(
             self._ours.model,
             tokenizer=self._ours.tokenizer,
+            config=CONFIG,
             store=TieredKVStore.open(host_bytes=plan.prefix_bytes),
         )
         stack.callback(self._prefix.close)

@@ -24,9 +24,9 @@ class CacheBlendChatMessageHistory(BaseChatMessageHistory):
     .. code-block:: python
 
         history = CacheBlendChatMessageHistory(llm, "session.json")
-        chain = RunnableWithMessageHistory(prompt | llm, lambda session_id: history, ...)
         with history.reused():
-            chain.invoke({"input": question}, {"configurable": {"session_id": "1"}})
+            answer = (prompt | llm).invoke({"history": history.messages, "input": question})
+        history.add_messages([HumanMessage(question), answer])
 
     Without ``reused()``, give each call ``conversation=history.kv``. Sessions never share KV.
 

@@ -12,7 +12,6 @@ import pytest
 from cacheblend_rag import ConfigError, ConversationKV, Engine
 from langchain_core.messages import HumanMessage
 from langchain_core.prompts import ChatPromptTemplate, MessagesPlaceholder
-from langchain_core.runnables.history import RunnableWithMessageHistory
 
 from langchain_cacheblend import CacheBlendChatMessageHistory, ChatCacheBlend
 from tests.models import random_engine
@@ -31,16 +30,11 @@ def llm() -> Iterator[ChatCacheBlend]:
 
 
 def told(llm: ChatCacheBlend, history: CacheBlendChatMessageHistory, question: str) -> Any:
-    """Ask in a session as LangChain does; returns the report."""
+    """Ask in a session; returns the report."""
     prompt = ChatPromptTemplate.from_messages([MessagesPlaceholder("past"), ("human", "{input}")])
-    chain = RunnableWithMessageHistory(
-        prompt | llm,
-        lambda _: history,
-        input_messages_key="input",
-        history_messages_key="past",
-    )
     with history.reused():
-        answer = chain.invoke({"input": question}, {"configurable": {"session_id": "1"}})
+        answer = (prompt | llm).invoke({"past": history.messages, "input": question})
+    history.add_messages([HumanMessage(question), answer])
     return answer.response_metadata["cacheblend"]
 
 
