@@ -16,10 +16,12 @@ from cacheblend_rag import (
     Chunk,
     ConfigError,
     Conversation,
+    ConversationKV,
     PromptError,
     SamplingParams,
     TieredKVStore,
     TransformersEngine,
+    TurnPrompt,
 )
 from cacheblend_rag.engines.answer import Generation
 from tests.engines.toy_engine import ToyEngine
@@ -149,6 +151,25 @@ def test_a_conversation_without_passages_goes_on_exactly(opened: Open) -> None:
                 rtol=0,
                 atol=2e-4,
             )
+
+
+def test_exact_turns_are_reused_however_few_tokens_they_have(opened: Open) -> None:
+    conversation = begun(opened(min_tokens=256))
+    for turn in range(3):
+        assert asked(conversation, turn, passages=0).report.prompt_tokens < 256
+    assert of_turns(conversation) >= 2 * (24 + 12)
+
+
+def test_a_turn_whose_text_was_changed_is_reused_around_the_change(opened: Open) -> None:
+    engine, kv = opened(recompute_ratio=0.0), ConversationKV()
+    text, changed = words(80, 1), words(80, 1).split()
+    engine.generate(TurnPrompt(kv, f"{text} {QUESTIONS[0]}", QUESTIONS[0]), SAMPLING)
+    changed[40] = "w2" if changed[40] != "w2" else "w3"
+    prompt = TurnPrompt(kv, f"{' '.join(changed)} {QUESTIONS[1]}", QUESTIONS[1])
+    report = engine.generate(prompt, SAMPLING).report
+    assert [chunk.tokens for chunk in report.chunks if chunk.hit] == [41, 39]
+    assert len({chunk.chunk_id for chunk in report.chunks}) == 1
+    assert report.computed_tokens == 1 + 24
 
 
 @pytest.mark.parametrize("passages", [0, 2])

@@ -47,8 +47,8 @@ from cacheblend_rag.settings import BlendConfig
 logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 1 / 8
-"""Smallest share of a prompt that its stored prefix must have to be reused where no chunk is: below
-it, the overhead of a blend pass may exceed the computation saved."""
+"""Smallest share of a prompt that exact KV must have to be reused where no chunk is: below it, the
+overhead of a blend pass may exceed the computation saved."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -219,6 +219,8 @@ class Prefiller:
         config = request.config
         if not chunks.placed:
             config = BlendConfig(selector="none", recompute_ratio=0.0, cost_model=config.cost_model)
+        elif _is_exact(chunks):
+            config = config.with_changes(min_tokens=0)
         with chunks.source(stack, config) as source:
             steps = blended_prefill(
                 stack, chunks, source, config, reserve, controller=self.tried.controller
@@ -253,6 +255,13 @@ def _parts_of(request: Request) -> tuple[PlacedChunk, ...]:
     """Return the chunks of a prompt, and the parts of its conversation that may be reused."""
     prompt = request.prepared
     return prompt.stored_parts if request.config.reuse_prefix else prompt.placed
+
+
+def _is_exact(chunks: PromptChunks) -> bool:
+    """Whether all that can be reused is exact, and enough to be worth it, as of a prefix."""
+    tokens = sum(part.end - part.start for part in chunks.placed)
+    is_enough = tokens >= max(1, LEAST_SHARE * len(chunks.token_ids))
+    return is_enough and all(part.is_exact for part in chunks.placed)
 
 
 def _told(continued: Prefilled, told: PrefillReport) -> Prefilled:
