@@ -45,6 +45,8 @@ def test_the_program_on_conversations_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (program,) = blocks("python", DOCS / "conversations.md")
+    notes, _ = generate_collection(documents=8, questions=1, seed=5)
+    (tmp_path / "report.txt").write_text("\n\n".join(" ".join(note.chunks) for note in notes))
     monkeypatch.chdir(tmp_path)
     exec(program.replace('"smollm2"', '"demo"'), {})  # noqa: S102 - the page's own program
     out = capsys.readouterr().out
