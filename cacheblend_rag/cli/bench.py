@@ -91,8 +91,7 @@ def _print_turns(title: str, rows: Sequence[dict[str, Any]]) -> None:
 
     table = Table(title=title)
     for heading in (
-        "turn", "tokens", "earlier turns", "full prefill", "prefix caching", "ours", "speedup",
-        "over prefix caching", "mean KL",
+        "turn", "tokens", "earlier", "full", "prefix", "ours", "full/ours", "prefix/ours", "KL",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     for row in rows:

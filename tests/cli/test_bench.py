@@ -104,7 +104,8 @@ def test_a_conversation_has_a_row_a_turn(cli, slow_blends):
 def test_a_conversation_is_shown_as_a_table(cli):
     outcome = cli(*CONVERSATION, "--turns", 1, "--skip-undropped")
     assert outcome.code == 0
-    assert "prefix caching" in outcome.stdout
+    assert "demo, at most 900 tokens" in outcome.stdout
+    assert "prefix/ours" in outcome.stdout
     assert "nothing dropped" not in outcome.stdout
 
 
