@@ -35,17 +35,20 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.component import BlendOption, CheckedOptions, EngineComponent
+    from cacheblend_rag.engines.conversations import forget_conversation
     from cacheblend_rag.engines.factory import open_engine
     from cacheblend_rag.engines.idle import IdleJob
-    from cacheblend_rag.engines.prepare import PreparedPrompt
+    from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
     from cacheblend_rag.engines.sampling import SamplingParams
     from cacheblend_rag.engines.source import EngineSource
     from cacheblend_rag.engines.tokenizer import load_tokenizer
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
+    from cacheblend_rag.prefill.conversation_kv import ConversationKV
     from cacheblend_rag.quality.tuning.run import tune_model
     from cacheblend_rag.quality.verify.gate import verify_model
+    from cacheblend_rag.rag.conversation import Conversation
     from cacheblend_rag.rag.document_report import LongDocumentReport, PromptAnswer, WindowAnswer
     from cacheblend_rag.rag.long_document import LongDocumentAnalysis, analyze_long_document
     from cacheblend_rag.rag.ordering import PassageOrder
@@ -76,6 +79,8 @@ _LAZY = {
     "CheckedOptions": "cacheblend_rag.engines.component",
     "ChunkKV": "cacheblend_rag.kv",
     "ChunkReport": "cacheblend_rag.report",
+    "Conversation": "cacheblend_rag.rag.conversation",
+    "ConversationKV": "cacheblend_rag.prefill.conversation_kv",
     "Delta": "cacheblend_rag.engines.answer",
     "Engine": "cacheblend_rag.engines.base",
     "EngineComponent": "cacheblend_rag.engines.component",
@@ -101,8 +106,10 @@ _LAZY = {
     "TieredKVStore": "cacheblend_rag.kv",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
+    "TurnPrompt": "cacheblend_rag.engines.prepare",
     "WindowAnswer": "cacheblend_rag.rag.document_report",
     "analyze_long_document": "cacheblend_rag.rag.long_document",
+    "forget_conversation": "cacheblend_rag.engines.conversations",
     "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
     "public_name": "cacheblend_rag.models",
@@ -120,6 +127,8 @@ __all__ = [
     "ChunkRegistry",
     "ChunkReport",
     "ConfigError",
+    "Conversation",
+    "ConversationKV",
     "DamagedChunkError",
     "DatasetError",
     "Delta",
@@ -156,9 +165,11 @@ __all__ = [
     "StoreError",
     "TieredKVStore",
     "TransformersEngine",
+    "TurnPrompt",
     "UnsupportedModelError",
     "WindowAnswer",
     "analyze_long_document",
+    "forget_conversation",
     "load_tokenizer",
     "open_engine",
     "tune_model",

@@ -53,6 +53,7 @@ class ReasonCode(StrEnum):
 
     # The selector, ratio or load differs from the requested one
     CONTEXT_KEPT = "context_kept"
+    EXACT = "exact"
     NO_PRIOR = "no_prior"
     SOME_SLOW = "some_slow"
     RETRIED = "retried"

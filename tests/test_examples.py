@@ -41,6 +41,19 @@ def test_a_long_document_is_answered_by_the_windows_that_hold_the_answer(
     assert computed[1] == ("0", computed[0][1])
 
 
+def test_the_program_on_conversations_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (program,) = blocks("python", DOCS / "conversations.md")
+    notes, _ = generate_collection(documents=8, questions=1, seed=5)
+    (tmp_path / "report.txt").write_text("\n\n".join(" ".join(note.chunks) for note in notes))
+    monkeypatch.chdir(tmp_path)
+    exec(program.replace('"smollm2"', '"demo"'), {})  # noqa: S102 - the page's own program
+    out = capsys.readouterr().out
+    (reused,) = re.findall(r"^(\d+) tokens of the first turn", out, re.MULTILINE)
+    assert int(reused) > 0
+
+
 def test_the_program_on_long_documents_runs_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -201,6 +201,25 @@ class SteadyPlan(BlendPlan):
         return chunk * round(self.held * self.chunks)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ConversationPlan(Plan):
+    """Time to first token in each turn of a conversation, and how near its answers are.
+
+    Every turn has ``passages`` new passages, which stay in the prompt in their turn. Beyond
+    ``prompt_tokens`` the oldest turns are dropped.
+    """
+
+    model: str = option("smollm2", "The model: a name, a folder or a hub name.")
+    turns: int = option(12, "Turns.", least=1)
+    passages: int = option(4, "New passages a turn.", least=1)
+    passage_tokens: int = option(300, "Tokens a passage.", least=1)
+    answer_tokens: int = option(48, "Tokens an answer.", least=1)
+    prompt_tokens: int = option(6000, "Longest prompt: the oldest turns are dropped.", least=1)
+    skip_undropped: bool = option(False, "Leave out the table with nothing dropped.")
+    seed: int = option(7, "Draws passages and questions.")
+    prefix_bytes: int = 2 << 30
+
+
 HUNDRED = 100
 """Requests summed up in one row of `SteadyPlan`'s benchmark."""
 

@@ -110,10 +110,17 @@ def report_lines(report: BlendReport) -> list[str]:
         lines.append(f"blended: {_rule(report)}, {work}")
     else:
         lines.append(f"ordinary prefill: {report.reason}")
-    if report.chunks:
-        fates = Counter(_fate(chunk) for chunk in report.chunks)
-        lines.append(f"passages: {', '.join(f'{count} {fate}' for fate, count in fates.items())}")
-    return lines
+    # A collection's chunks have a document; the parts of earlier turns have none.
+    passages = [chunk for chunk in report.chunks if chunk.document_id is not None]
+    turns = [chunk for chunk in report.chunks if chunk.document_id is None]
+    named = {"passages": passages, "parts of earlier turns": turns}
+    parts = [f"{name}: {_fates(chunks)}" for name, chunks in named.items() if chunks]
+    return [*lines, "; ".join(parts)] if parts else lines
+
+
+def _fates(chunks: Iterable[ChunkReport]) -> str:
+    fates = Counter(_fate(chunk) for chunk in chunks)
+    return ", ".join(f"{count} {fate}" for fate, count in fates.items())
 
 
 def _rule(report: BlendReport) -> str:

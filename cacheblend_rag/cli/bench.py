@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from cacheblend_rag.bench.plans import ENGINES, SteadyPlan, StorePlan, ThroughputPlan, TtftPlan
+from cacheblend_rag.bench.plans import (
+    ENGINES,
+    ConversationPlan,
+    SteadyPlan,
+    StorePlan,
+    ThroughputPlan,
+    TtftPlan,
+)
 from cacheblend_rag.cli import output
 from cacheblend_rag.cli.plan_command import facts, measured, plan_command
 from cacheblend_rag.engines.quiet_import import quiet_libraries
@@ -60,6 +67,46 @@ def _measure_steady(plan: SteadyPlan, advance: Advance) -> dict[str, Any]:
     from cacheblend_rag.bench.steady import measure_steady
 
     return measure_steady(plan, advance)
+
+
+def _measure_conversation(plan: ConversationPlan, advance: Advance) -> dict[str, Any]:
+    quiet_libraries()
+    checks.check_model(plan.model)
+    from cacheblend_rag.bench.conversation import measure_conversation
+
+    return measure_conversation(plan, advance)
+
+
+def _print_conversation(found: dict[str, Any]) -> None:
+    for title, rows in (
+        (f"{found['model']}, at most {found['prompt_tokens']:,} tokens", found["turns"]),
+        ("nothing dropped", found["nothing_dropped"]),
+    ):
+        if rows:
+            _print_turns(title, rows)
+
+
+def _print_turns(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    table = Table(title=title)
+    for heading in (
+        "turn", "tokens", "earlier", "full", "prefix", "ours", "full/ours", "prefix/ours", "KL",
+    ):  # fmt: skip
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row["turn"]),
+            f"{row['prompt_tokens']:,}",
+            str(row["earlier_turns"]),
+            output.duration(row["full_seconds"]),
+            output.duration(row["prefix_seconds"]),
+            output.duration(row["ours_seconds"]),
+            f"{row['full_over_ours']:.2f}x",
+            f"{row['prefix_over_ours']:.2f}x",
+            f"{row['mean_kl']:.4f}",
+        )
+    output.result_console().print(table)
 
 
 def _print_ttft(rows: Sequence[TtftRow]) -> None:
@@ -162,4 +209,11 @@ _add(
     SteadyPlan,
     partial(measured, _measure_steady, _print_steady),
     "Speedup and hit share per hundred requests, from a store larger than memory.",
+)
+_add(
+    "conversation",
+    ConversationPlan,
+    partial(measured, _measure_conversation, _print_conversation),
+    "Time to first token in each turn of a conversation, by full prefill, by prefix caching, and "
+    "with the KV of passages and earlier turns; and how near the answers are.",
 )

@@ -7,7 +7,10 @@ import io
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from threading import Event
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,11 +19,21 @@ from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.rag.answering import clean_question
 from cacheblend_rag.rag.collection import DEFAULT_FOLDER
 from cacheblend_rag.rag.collection_engine import Placement
-from cacheblend_rag.rag.conversation import Answered, Conversation
 from cacheblend_rag.rag.ordering import PassageOrder
+
+if TYPE_CHECKING:
+    from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.rag.answering import Asker
+    from cacheblend_rag.rag.conversation import Answered, Conversation
 
 INPUT_PROMPT = "> "
 COMMANDS = "/sources, /report, /reset, /exit"
+
+
+ResumeOption = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Go on with the conversation in FILE, saved there."),
+]
 
 
 def chat_command(
@@ -41,12 +54,13 @@ def chat_command(
     engine: options.EngineOption = None,
     device: options.DeviceOption = None,
     store: options.StoreOption = None,
+    resume: ResumeOption = None,
 ) -> None:
     """Ask a collection questions, one per line, from the terminal or a pipe.
 
-    /sources and /report show those of the last answer, /reset forgets all turns, /exit or the end
-    of input ends. Ctrl-C stops an answer. KV of passages that was missed is computed between
-    questions.
+    /sources and /report show those of the last answer, /reset forgets all turns and evicts their
+    KV, /exit or the end of input ends. Ctrl-C stops an answer. KV of passages that was missed is
+    computed between questions.
     """
     asked = options.sampling_settings(
         max_tokens,
@@ -61,23 +75,55 @@ def chat_command(
         device, options.collection_store(store), fill_on_miss=True, profile=profile
     )
     with asking.opened(folder, placement, engine, ratio, selector) as asker:
-        conversation = Conversation(asker, asker.stopping(asked), top_k, order)
+        chat = _Chat(asker, _conversation(asker, asked, resume), top_k, order, resume)
         for line in _lines():
             if line == "/exit":
                 return
             try:
-                _take(line, conversation)
+                _take(line, chat)
             except CacheBlendError as error:
                 output.warn(str(error))
 
 
-def _take(line: str, conversation: Conversation) -> None:
+@dataclass(frozen=True)
+class _Chat:
+    """A conversation over a collection; saved_in: its file, if it has one."""
+
+    asker: Asker
+    conversation: Conversation
+    top_k: int
+    order: PassageOrder
+    saved_in: Path | None
+
+    def save(self) -> None:
+        if self.saved_in is not None:
+            self.conversation.save(self.saved_in)
+
+
+def _conversation(asker: Asker, sampling: SamplingParams, saved_in: Path | None) -> Conversation:
+    from cacheblend_rag.rag.conversation import Conversation
+
+    if saved_in is None or not saved_in.exists():
+        return Conversation(
+            asker.engine, instruction=asker.instruction, sampling=sampling, config=asker.config
+        )
+    return Conversation.load(
+        saved_in,
+        asker.engine,
+        instruction=asker.instruction,
+        sampling=sampling,
+        config=asker.config,
+    )
+
+
+def _take(line: str, chat: _Chat) -> None:
     """Run a line: a command or a question."""
-    last = conversation.last
+    last = chat.conversation.last
     if not line.startswith("/"):
-        _ask(clean_question(line), conversation)
+        _ask(clean_question(line), chat)
     elif line == "/reset":
-        conversation.reset()
+        chat.conversation.forget()
+        chat.save()
     elif line not in {"/sources", "/report"}:
         output.warn(f"{line} is not a command: {COMMANDS}")
     elif last is None:
@@ -88,12 +134,14 @@ def _take(line: str, conversation: Conversation) -> None:
         asking.print_report(last.answer.report)
 
 
-def _ask(question: str, conversation: Conversation) -> None:
+def _ask(question: str, chat: _Chat) -> None:
+    conversation, found = chat.conversation, chat.asker.retrieve(question, chat.top_k, chat.order)
     with _ctrl_c_sets_event() as cancel:
-        for _ in asking.written(conversation.ask(question, cancel)):
+        for _ in asking.written(conversation.stream(question, found, cancel=cancel)):
             pass
     if conversation.last:
         _remark(conversation.last)
+    chat.save()
 
 
 def _remark(done: Answered) -> None:

@@ -138,6 +138,10 @@ class Backend(ABC):
         """Drop KV in memory that another writer has evicted from a shared store."""
         self._evict(keys)
 
+    def _evict_turns(self, keys: Sequence[KVKey]) -> int:
+        """Drop KV of conversations; returns how much was stored. By default none is kept."""
+        return 0
+
     @abstractmethod
     def _release(self) -> int:
         """Free the memory of KV, keep KV stored elsewhere; returns the freed bytes."""

@@ -8,13 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cacheblend_rag.errors import PromptError, PromptTooLongError
+from cacheblend_rag.prefill.conversation_kv import ConversationKV, turn_fingerprint
 from cacheblend_rag.prefill.lead_in import LeadIn, PlacedChunk, place_chunks
+from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.chat import Message
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.encoder import PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
+
+EDGE_TOKENS = 4
+"""Tokens by which a text may be shorter alone than together with the text before it."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,25 @@ class PreparedFor:
     fingerprint: str
     generation: object
     context_window: int
+
+
+@dataclass(frozen=True)
+class TurnPrompt:
+    """A prompt as the next turn of a conversation.
+
+    The embedded engine reuses the KV of the conversation's earlier turns in it, and keeps that of
+    the new turn and its answer. Other engines answer it as any prompt.
+
+    Args:
+        conversation: whose KV is reused and kept.
+        prompt: a text, ready segments, or chat messages.
+        question: the text with which the new turn ends, such as the user's last message. It must
+            stand in the prompt; from there on nothing of earlier turns is reused.
+    """
+
+    conversation: ConversationKV
+    prompt: str | BlendPrompt | Sequence[Message]
+    question: str
 
 
 @dataclass(frozen=True)
@@ -48,9 +72,12 @@ class PreparedPrompt:
         room: tokens that an answer may have within the context window, at least 1.
         seconds: duration of preparing.
         expects_chunks: whether known or hinted chunks are expected in it.
+        conversation: the one that it belongs to, or None.
+        segments: parts of the conversation's earlier turns in it, in order, beside the chunks.
+        shared_tokens: how many of its first tokens, at most, other conversations may share.
     """
 
-    source: str | BlendPrompt | Sequence[Message]
+    source: str | BlendPrompt | Sequence[Message] | TurnPrompt
     hints: Sequence[Chunk | str]
     prepared_for: PreparedFor
     text: str
@@ -60,6 +87,9 @@ class PreparedPrompt:
     room: int
     seconds: float
     expects_chunks: bool
+    conversation: ConversationKV | None = None
+    segments: tuple[PlacedChunk, ...] = ()
+    shared_tokens: int | None = None
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -67,23 +97,39 @@ class PreparedPrompt:
         return self.encoded.token_ids
 
     @property
-    def first_chunk(self) -> int | None:
-        """Index of the first token of a chunk, None without chunks."""
-        return self.placed[0].start if self.placed else None
+    def prefix_end(self) -> int | None:
+        """Index of the first token behind the prefix for prefix caching; None if all are in it.
+
+        It ends at the first chunk, and in a conversation where the text ends that others share.
+        """
+        ends = [chunk.start for chunk in self.placed[:1]]
+        ends += [] if self.shared_tokens is None else [self.shared_tokens]
+        return min(ends, default=None)
+
+    @property
+    def stored_parts(self) -> tuple[PlacedChunk, ...]:
+        """Its chunks and the parts of earlier turns, in order."""
+        return tuple(sorted((*self.placed, *self.segments), key=lambda part: part.start))
 
     def with_fingerprint(self, fingerprint: str) -> PreparedPrompt:
-        """Return the prompt with its chunks' keys for another fingerprint of the model."""
-        if all(chunk.key.fingerprint == fingerprint for chunk in self.placed):
+        """Return the prompt with its chunks' keys for another fingerprint of the model.
+
+        Parts of earlier turns whose KV is another model's are left out.
+        """
+        if fingerprint == self.prepared_for.fingerprint:
             return self
+        of_turns = turn_fingerprint(fingerprint)
+        segments = tuple(one for one in self.segments if one.key.fingerprint == of_turns)
         placed = tuple(
             replace(chunk, key=replace(chunk.key, fingerprint=fingerprint)) for chunk in self.placed
         )
-        return replace(self, placed=placed)
+        now = replace(self.prepared_for, fingerprint=fingerprint)
+        return replace(self, prepared_for=now, placed=placed, segments=segments)
 
 
-PromptLike = str | BlendPrompt | Sequence[Message] | PreparedPrompt
-"""A prompt text, ready segments, chat messages (rendered by the model's chat template), or the
-result of ``Engine.prepare`` for one of these."""
+PromptLike = str | BlendPrompt | Sequence[Message] | TurnPrompt | PreparedPrompt
+"""A prompt text, ready segments, chat messages (rendered by the model's chat template), one of
+these as a conversation's next turn, or the result of ``Engine.prepare`` for any of them."""
 
 
 @dataclass(frozen=True)
@@ -113,11 +159,12 @@ class PromptPreparer:
                 return prompt
             hints, prompt = prompt.hints, prompt.source
         started = time.perf_counter()
-        segmented = self._segments(prompt, hints)
+        plain = prompt.prompt if isinstance(prompt, TurnPrompt) else prompt
+        segmented = self._segments(plain, hints)
         encoded = segmented.encode(self.encoder)
         if not segmented.segments or not encoded.token_ids:
             raise PromptError("prompt is empty: give at least one token")
-        return PreparedPrompt(
+        prepared = PreparedPrompt(
             source=prompt,
             hints=hints,
             prepared_for=now,
@@ -129,6 +176,45 @@ class PromptPreparer:
             seconds=time.perf_counter() - started,
             expects_chunks=bool(hints or encoded.spans),
         )
+        if isinstance(prompt, TurnPrompt):
+            return self._in_conversation(prepared, prompt, started)
+        return prepared
+
+    def _in_conversation(
+        self, prompt: PreparedPrompt, turn: TurnPrompt, started: float
+    ) -> PreparedPrompt:
+        """Return a prompt with the parts of earlier turns in it, up to the new question.
+
+        Raises PromptError when the question does not stand in it.
+        """
+        ids, shared = prompt.token_ids, self._shared_tokens(prompt.token_ids)
+        segments = turn.conversation.find(
+            ids,
+            shared // BLOCK_TOKENS * BLOCK_TOKENS,
+            [(chunk.start, chunk.end) for chunk in prompt.placed],
+            len(ids) - self._question_tokens(prompt.text, turn.question),
+            prompt.prepared_for.fingerprint,
+        )
+        return replace(
+            prompt,
+            conversation=turn.conversation,
+            segments=tuple(segments),
+            shared_tokens=shared,
+            seconds=time.perf_counter() - started,
+        )
+
+    def _shared_tokens(self, token_ids: Sequence[int]) -> int:
+        """Return how many tokens a prompt begins with are those of the engine's instruction."""
+        lead = self.lead_in.tokens
+        pairs = zip(token_ids, lead, strict=False)
+        return next((at for at, (here, there) in enumerate(pairs) if here != there), len(lead))
+
+    def _question_tokens(self, text: str, question: str) -> int:
+        """Return an upper bound of the tokens from a question on."""
+        at = text.rfind(question.strip())
+        if at < 0 or not question.strip():
+            raise PromptError("the prompt does not hold the question of the conversation's turn")
+        return len(self.encoder.encode([(text[at:], False)], opens=False).token_ids) + EDGE_TOKENS
 
     def _room(self, tokens: int) -> int:
         if tokens >= self.context_window:

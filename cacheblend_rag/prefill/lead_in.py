@@ -44,7 +44,8 @@ class PlacedChunk:
 
     protected: recomputing some of its tokens would lose the document context in its cached KV.
     before, after: the chunk's tokens at its edges that are missing in the prompt (see
-    ChunkSpan): their stored KV is not used.
+    ChunkSpan): their stored KV is not used. is_turn: it is part of a segment of a conversation, not
+    a registered chunk. is_exact: its KV is that of full prefill of this prompt.
     """
 
     key: KVKey
@@ -54,6 +55,8 @@ class PlacedChunk:
     document_id: str | None = None
     before: TokenIds = ()
     after: TokenIds = ()
+    is_turn: bool = False
+    is_exact: bool = False
 
     def report(self, reason: MissReason | None, tier: str | None = None) -> ChunkReport:
         """Report a hit in a tier, or a miss for a reason, perhaps with the tier that failed."""
@@ -65,7 +68,7 @@ class PlacedChunk:
             reason=reason,
             tier=tier,
             document_id=self.document_id,
-            edge_tokens=len(self.before) + len(self.after),
+            edge_tokens=0 if self.is_turn else len(self.before) + len(self.after),
         )
 
 

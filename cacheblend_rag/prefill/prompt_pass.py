@@ -37,6 +37,8 @@ CONTEXT_KEPT = Reason(
     ReasonCode.CONTEXT_KEPT, "nothing to recompute: the chunks know their own documents"
 )
 """The reason if all chunks are contextual, since recomputing would lose their context."""
+ALL_EXACT = Reason(ReasonCode.EXACT, "nothing to recompute: the reused KV is exact")
+"""The reason if all that is reused goes on where earlier turns of a conversation ended."""
 FASTER_WITHOUT = Reason(ReasonCode.SLOW, "ordinary prefill is faster")
 """The reason if another rank decided to load nothing."""
 
@@ -327,7 +329,9 @@ class PromptPass:
             if usable is not None:
                 scores[here], has_prior = usable, True
             known.eligible[here] = True
-            if placed.protected and not schedule.recomputes_all:
+            if placed.is_exact:
+                known.eligible[here] = False
+            elif placed.protected and not schedule.recomputes_all:
                 free = free_tokens(chunk.end - chunk.start, usable, self.config.protect_context)
                 known.eligible[here] = torch.from_numpy(free)
         return known, has_prior
@@ -343,7 +347,8 @@ class PromptPass:
         if schedule.recomputes_all:
             return schedule, name, None
         if not bool(candidates.eligible.any()):
-            return REUSE_ONLY, "none", CONTEXT_KEPT
+            is_exact = all(placed.is_exact for placed in self.placed)
+            return REUSE_ONLY, "none", ALL_EXACT if is_exact else CONTEXT_KEPT
         if schedule.selector.needs_prior and not has_prior:
             fallback = self.config.with_changes(selector="chunk_head", selector_options={})
             planned = plan_schedule(fallback, self.stack.geometry.layers)
@@ -380,11 +385,11 @@ def _stored_part(
 ) -> StoredPart:
     """Return a chunk's size and tier for the controller; chunks in memory need no reading.
 
-    placed: None for a block of a prefix, of which nothing is recomputed. share: see
-    ``protected_tokens``.
+    placed: None for a block of a prefix, of which nothing is recomputed, as of other exact KV.
+    share: see ``protected_tokens``.
     """
     head, tokens, protected = chunk.head, chunk.end - chunk.start, 0
-    if placed is None:
+    if placed is None or placed.is_exact:
         protected = tokens
     elif placed.protected:
         prior = None if head is None or head.prior is None else head.prior[chunk.own]

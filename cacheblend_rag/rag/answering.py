@@ -68,7 +68,8 @@ class Asker:
         self._size = stored.vectors.shape[1]
         self._search = VectorSearch(stored.vectors, EXTRA)
         self._embedding_model = settings.embedding_model
-        self._config = self.engine.config.with_given(
+        self.instruction = settings.instruction
+        self.config = self.engine.config.with_given(
             recompute_ratio=ratio, selector=selector, reuse_prefix=reuse_prefix
         )
         self._prompt = RagPrompt(self.engine.tokenizer, settings.instruction)
@@ -134,7 +135,7 @@ class Asker:
         self, fitted: FittedPrompt, sampling: SamplingParams, cancel: Event | None = None
     ) -> Iterator[Delta]:
         """Stream the answer."""
-        return self.engine.stream(fitted.prepared, sampling, config=self._config, cancel=cancel)
+        return self.engine.stream(fitted.prepared, sampling, config=self.config, cancel=cancel)
 
 
 def _check(

@@ -1,64 +1,321 @@
-"""A conversation with a collection: each prompt holds the earlier turns."""
+"""A conversation with an engine: each prompt holds the earlier turns, whose KV is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cacheblend_rag.rag.answering import Asker, finished
-from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt
-from cacheblend_rag.rag.ordering import PassageOrder
+from cacheblend_rag.engines.conversations import forget_conversation
+from cacheblend_rag.errors import ConfigError
+from cacheblend_rag.prefill.conversation_kv import MOST_BYTES, MOST_TURNS, ConversationKV
+from cacheblend_rag.rag.answering import clean_question, finished
+from cacheblend_rag.rag.collection_engine import default_instruction
+from cacheblend_rag.rag.fitting import AskedTurn, FittedPrompt, PromptFitter
+from cacheblend_rag.rag.ordering import Source
+from cacheblend_rag.rag.prompt import RagPrompt, Turn
+from cacheblend_rag.text.chunk import Chunk
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.answer import Delta, Generation
+    from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.sampling import SamplingParams
+    from cacheblend_rag.settings import BlendConfig
+
+FORMAT = 1
+"""Of saved conversations."""
+
+Passage = Chunk | Source | str
+"""A passage of a turn: a chunk, a retrieved one, or a text that is no chunk."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A prompt and its answer."""
+    """A prompt and its answer.
+
+    turn_tokens: tokens of earlier turns, beside their passages, whose KV was reused.
+    """
 
     fitted: FittedPrompt
     answer: Generation
+    turn_tokens: int
 
 
 class Conversation:
-    """The turns so far, and the last prompt and answer (``last``, None at first).
+    """Questions and answers with one engine; the KV of every turn, answers included, is reused.
 
-    Each question retrieves ``top_k`` passages of its own. Earlier turns stay in the prompt with
-    their passages; when the context window is full, the oldest turns are dropped.
+    Passages stand in the prompt in the turn that they were given with, and keep their own chunk KV.
+    When the context window is full, the oldest turns are dropped. For one thread at a time.
+
+    Attributes:
+        last: the last prompt and answer, None at first.
+        kv: which KV of its turns is stored.
     """
 
     def __init__(
-        self, asker: Asker, sampling: SamplingParams, top_k: int, order: PassageOrder
+        self,
+        engine: Engine,
+        *,
+        instruction: str | None = None,
+        sampling: SamplingParams | None = None,
+        config: BlendConfig | None = None,
+        prompt_tokens: int | None = None,
+        most_turns: int = MOST_TURNS,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
+        """Begin a conversation.
+
+        Args:
+            engine: answers. vLLM keeps no KV of turns: it reads them again, or finds them in its
+                own prefix cache.
+            instruction: what prompts begin with; by default the engine's own, or one that asks for
+                brief answers from the passages.
+            sampling: how answers are sampled; the defaults for None.
+            config: how KV is blended; the engine's own for None.
+            prompt_tokens: the longest prompt; by default what the context window leaves beside the
+                answer.
+            most_turns: for so many turns KV is kept; that of the oldest is evicted.
+            most_bytes: so many bytes of KV are kept at most.
+
+        Raises:
+            ConfigError: when the model's chat template drops the user's text, or a bound is
+                negative.
+        """
+        self._open(engine, ConversationKV(most_turns=most_turns, most_bytes=most_bytes))
+        self._settle(instruction, sampling, config, prompt_tokens)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], engine: Engine, **options: Any) -> Conversation:
+        """Return a saved conversation, with its turns and, if they are still stored, their KV.
+
+        Args:
+            path: of the file.
+            engine: answers; with the same store, also in another process or on another machine, KV
+                of earlier turns is reused.
+            **options: as for the constructor, without bounds, which are saved.
+
+        Raises:
+            ConfigError: when the file cannot be read, or holds no conversation.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
+        return cls.from_json(text, engine, **options)
+
+    @classmethod
+    def from_json(cls, text: str, engine: Engine, **options: Any) -> Conversation:
+        """Return a conversation, given what ``to_json`` returned; as ``load``.
+
+        Args:
+            text: the JSON.
+            engine: as for load.
+            **options: as for load.
+
+        Raises:
+            ConfigError: when it is not a conversation.
+        """
+        try:
+            plain = json.loads(text)
+            if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+                raise ConfigError(f"its format is not {FORMAT}")
+            kv = ConversationKV.from_plain(plain["kv"])
+            turns = tuple(_read_turn(turn) for turn in plain["turns"])
+        except (ValueError, KeyError, TypeError, ConfigError) as error:
+            raise ConfigError(f"not a saved conversation: {error!s:.200}") from error
+        made = cls.__new__(cls)
+        made._open(engine, kv)
+        made._settle(**{"instruction": None, "sampling": None, "config": None, **_known(options)})
+        made._turns = turns
+        return made
+
+    def _open(self, engine: Engine, kv: ConversationKV) -> None:
         self.last: Answered | None = None
-        self._asker = asker
-        self._sampling = sampling
-        self._top_k = top_k
-        self._order = order
+        self._engine, self.kv = engine, kv
         self._turns: tuple[AskedTurn, ...] = ()
 
-    def ask(self, question: str, cancel: Event | None = None) -> Iterator[Delta]:
-        """Stream an answer; the turn is added once the stream was read to its end.
+    def _settle(
+        self,
+        instruction: str | None,
+        sampling: SamplingParams | None,
+        config: BlendConfig | None,
+        prompt_tokens: int | None = None,
+    ) -> None:
+        from cacheblend_rag.engines.sampling import SamplingParams
+
+        engine, chosen = self._engine, sampling or SamplingParams()
+        if instruction is None and not engine.instruction:
+            instruction = default_instruction(engine.model_name)
+        prompt = RagPrompt.of_engine(engine.tokenizer, engine.instruction, instruction)
+        self._sampling = replace(chosen, stop=(*chosen.stop, *prompt.stop))
+        self._config = config
+        self._fitter = PromptFitter(engine, prompt, conversation=self.kv, most_tokens=prompt_tokens)
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The earlier turns that the next prompt may hold, oldest first."""
+        return tuple(asked.turn for asked in self._turns)
+
+    def ask(
+        self, question: str, passages: Sequence[Passage] = (), *, cancel: Event | None = None
+    ) -> Generation:
+        """Return the answer to a question; see ``stream``.
+
+        Args:
+            question: the user's.
+            passages: as for stream.
+            cancel: as for stream.
+        """
+        return finished(self.stream(question, passages, cancel=cancel))
+
+    def stream(
+        self, question: str, passages: Sequence[Passage] = (), *, cancel: Event | None = None
+    ) -> Iterator[Delta]:
+        """Yield an answer piece by piece; the turn is added once it was read to its end.
 
         Turns that did not fit beside it are dropped then; a turn without an answer is not added.
+
+        Args:
+            question: the user's.
+            passages: stand before the question, in this order, best first. Texts that are no
+                registered chunks are kept with the turn.
+            cancel: set it to stop the answer, which is added as far as it came.
+
+        Raises:
+            PromptError: when the question is empty, or alone too long.
         """
-        sources = self._asker.retrieve(question, self._top_k, self._order)
-        fitted = self._asker.fit(self._turns, question, sources, self._sampling.max_tokens)
+        fitted = self._fitter.fit(
+            self._turns,
+            clean_question(question),
+            [_source(one, rank) for rank, one in enumerate(passages)],
+            self._sampling.max_tokens,
+        )
         deltas: list[Delta] = []
-        for delta in self._asker.stream(fitted, self._sampling, cancel):
+        pieces = self._engine.stream(
+            fitted.prepared, self._sampling, config=self._config, cancel=cancel
+        )
+        for delta in pieces:
             deltas.append(delta)
             yield delta
-        answer = finished(deltas)
-        self.last = Answered(fitted, answer)
+        self._add(fitted, finished(deltas))
+
+    def reorder(self, order: Sequence[int]) -> None:
+        """Put the earlier turns into another order, or leave some out; their KV stays reusable.
+
+        Args:
+            order: indices into ``turns``, each at most once.
+
+        Raises:
+            ConfigError: when an index is out of range, or named twice.
+        """
+        if len(set(order)) != len(order) or not all(0 <= at < len(self._turns) for at in order):
+            raise ConfigError(
+                f"order={order!r} must hold different numbers below {len(self._turns)}"
+            )
+        self._turns = tuple(self._turns[at] for at in order)
+
+    def forget(self) -> int:
+        """Forget all turns and evict their KV; returns how many pieces of it were stored.
+
+        Raises:
+            StoreError: when the engine's store is read-only.
+        """
+        self._turns, self.last = (), None
+        return forget_conversation(self._engine, self.kv)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the conversation to a file that only its owner can read.
+
+        Args:
+            path: of the file, which is replaced as a whole.
+
+        Raises:
+            ConfigError: when it cannot be written.
+        """
+        text, begun = self.to_json(), f"{os.fspath(path)}.new"
+        try:
+            Path(begun).unlink(missing_ok=True)
+            descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(begun, path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error}") from error
+
+    def to_json(self) -> str:
+        """Return the turns, and the names of their KV, as JSON.
+
+        It holds all of the conversation's text, and the secret by which its KV is found.
+        """
+        turns = [_plain_turn(asked) for asked in self._turns]
+        return json.dumps({"format": FORMAT, "turns": turns, "kv": self.kv.to_plain()})
+
+    def _add(self, fitted: FittedPrompt, answer: Generation) -> None:
+        starts = {part.start for part in fitted.prepared.segments}
+        reused = [one for one in answer.report.chunks if one.hit and one.start in starts]
+        self.last = Answered(fitted, answer, sum(one.tokens - one.recomputed for one in reused))
         *earlier, asked = fitted.turns
         text = answer.text.strip()
         answered = AskedTurn(replace(asked.turn, answer=text), asked.sources)
         self._turns = (*earlier, answered) if text else tuple(earlier)
 
-    def reset(self) -> None:
-        """Forget all turns."""
-        self._turns, self.last = (), None
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a resumed conversation; raises ConfigError for an unknown one."""
+    names = ("instruction", "sampling", "config", "prompt_tokens")
+    if unknown := options.keys() - set(names):
+        raise ConfigError(f"unknown option {min(unknown)!r}: give {', '.join(names)}")
+    return options
+
+
+def _source(passage: Passage, rank: int) -> Source:
+    """Return a passage as a source; those that come first are the last to be left out."""
+    if isinstance(passage, Source):
+        return passage
+    chunk = Chunk(passage) if isinstance(passage, str) else passage
+    return Source(chunk, 0, 1.0 / (1 + rank))
+
+
+def _plain_turn(asked: AskedTurn) -> dict[str, Any]:
+    return {
+        "question": asked.turn.question,
+        "answer": asked.turn.answer,
+        "passages": [
+            {
+                "text": source.chunk.text,
+                "document_id": source.chunk.document_id,
+                "collection": source.chunk.collection,
+                "position": source.position,
+                "score": source.score,
+            }
+            for source in asked.sources
+        ],
+    }
+
+
+def _read_turn(plain: Any) -> AskedTurn:
+    """Return a saved turn; raises KeyError, TypeError or ValueError for another form."""
+    sources = tuple(
+        Source(
+            Chunk(
+                _text(one["text"]),
+                None if one["document_id"] is None else _text(one["document_id"]),
+                collection=_text(one["collection"]),
+            ),
+            int(one["position"]),
+            float(one["score"]),
+        )
+        for one in plain["passages"]
+    )
+    texts = tuple(source.chunk.text for source in sources)
+    return AskedTurn(Turn(_text(plain["question"]), texts, _text(plain["answer"])), sources)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
+    return value

@@ -13,7 +13,9 @@ from cacheblend_rag.text.instructed import SEPARATOR
 
 if TYPE_CHECKING:
     from cacheblend_rag.engines.base import Engine
-    from cacheblend_rag.engines.prepare import PreparedPrompt
+    from cacheblend_rag.engines.prepare import PreparedPrompt, TurnPrompt
+    from cacheblend_rag.prefill.conversation_kv import ConversationKV
+    from cacheblend_rag.text.prompt import BlendPrompt
 
 ANSWER_SHARE = 4
 EDGE_TOKENS = 4
@@ -53,8 +55,17 @@ class PromptFitter:
     once more whenever that was too few by some tokens.
     """
 
-    def __init__(self, engine: Engine, prompt: RagPrompt) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: RagPrompt,
+        *,
+        conversation: ConversationKV | None = None,
+        most_tokens: int | None = None,
+    ) -> None:
+        """conversation: the one whose turns are asked. most_tokens: of a prompt without answer."""
         self._engine, self._prompt = engine, prompt
+        self._conversation, self._most_tokens = conversation, most_tokens
 
     def fit(
         self,
@@ -69,6 +80,7 @@ class PromptFitter:
         """
         window = self._engine.context_window
         room = window - min(max_tokens, window // ANSWER_SHARE)
+        room = room if self._most_tokens is None else min(room, self._most_tokens)
         kept, shown = list(earlier), list(sources)
         while True:
             texts = tuple(source.chunk.text for source in shown)
@@ -85,12 +97,20 @@ class PromptFitter:
         """Return the prompt, unless it is too long even without an answer, and its length."""
         hints = [source.chunk for asked in turns for source in asked.sources]
         told = [asked.turn for asked in turns]
-        prompt = self._prompt.segmented(told, self._engine.registry, hints)
+        prompt = self._asked(self._prompt.segmented(told, self._engine.registry, hints), told[-1])
         try:
             prepared = self._engine.prepare(prompt, hints)
         except PromptTooLongError as error:
             return None, error.tokens
         return prepared, len(prepared.token_ids)
+
+    def _asked(self, prompt: BlendPrompt, turn: Turn) -> BlendPrompt | TurnPrompt:
+        """Return a prompt as the next turn of the conversation, if it belongs to one."""
+        if self._conversation is None:
+            return prompt
+        from cacheblend_rag.engines.prepare import TurnPrompt
+
+        return TurnPrompt(self._conversation, prompt, turn.question)
 
     def _leave_out(self, kept: list[AskedTurn], shown: list[Source]) -> int:
         """Remove the oldest turn, else the worst passage; returns an upper bound of its tokens."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
+from cacheblend_rag.text.chat import begins_as_rendered
 from cacheblend_rag.text.chunk import Chunk
 from cacheblend_rag.text.instructed import SEPARATOR, InstructedChat
 from cacheblend_rag.text.prompt import BlendPrompt
@@ -43,10 +44,18 @@ class RagPrompt:
     Raises ConfigError when the model's chat template drops the user's text.
     """
 
-    def __init__(self, tokenizer: Any, instruction: str) -> None:
+    def __init__(self, tokenizer: Any, instruction: str, *, lead_in: str | None = None) -> None:
+        """lead_in: what prompts begin with instead of the rendered instruction."""
         self._chat = InstructedChat(tokenizer, instruction)
         self.instruction = self._chat.instruction
-        self.lead_in = self._chat.lead_in
+        self.lead_in = self._chat.lead_in if lead_in is None else lead_in
+
+    @classmethod
+    def of_engine(cls, tokenizer: Any, own: str, instruction: str | None = None) -> Self:
+        """Return prompts for an engine; own: its ``instruction``, used where none is given."""
+        if instruction is None and begins_as_rendered(own, tokenizer):
+            return cls(tokenizer, "", lead_in=own)
+        return cls(tokenizer, own if instruction is None else instruction)
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -56,7 +65,8 @@ class RagPrompt:
     def render(self, turns: Sequence[Turn]) -> str:
         """Return the prompt as text; it ends with the last turn's question."""
         *earlier, last = turns
-        return self._chat.render([(turn.content, turn.answer) for turn in earlier], last.content)
+        text = self._chat.render([(turn.content, turn.answer) for turn in earlier], last.content)
+        return f"{self.lead_in}{text[len(self._chat.lead_in) :]}"
 
     def segmented(
         self, turns: Sequence[Turn], registry: ChunkRegistry, hints: Sequence[Chunk | str] = ()

@@ -76,6 +76,39 @@ def test_one_row_stands_alone(cli, slow_blends, selector):
     assert row["prompt_kv_bytes"] == 100 * 4 * 2 * 2 * 8 * 4
 
 
+CONVERSATION = (
+    "bench", "conversation", "--model", "demo", "--turns", 4, "--passages", 2,
+    "--passage-tokens", 150, "--answer-tokens", 12, "--prompt-tokens", 900,
+)  # fmt: skip
+
+
+def test_a_conversation_has_a_row_a_turn(cli, slow_blends):
+    found = cli(*CONVERSATION, "--json").json
+    turns = found["turns"]
+    assert [row["turn"] for row in turns] == [1, 2, 3, 4]
+    assert all(row["prompt_tokens"] <= 900 for row in turns)
+    assert [row["earlier_turns"] for row in turns] == [0, 1, 1, 1]
+    assert all(row["passage_tokens"] >= 280 for row in turns)
+    assert turns[0]["turn_tokens"] == 0
+    assert all(row["turn_tokens"] >= 20 for row in turns[1:])
+    for row in (*turns, *found["nothing_dropped"]):
+        assert row["full_over_ours"] == pytest.approx(row["full_seconds"] / row["ours_seconds"])
+        assert row["prefix_over_ours"] == pytest.approx(row["prefix_seconds"] / row["ours_seconds"])
+        assert row["mean_kl"] >= 0
+    undropped = found["nothing_dropped"]
+    assert [row["earlier_turns"] for row in undropped] == [0, 1, 2, 3]
+    # Prefix caching loses its prefix as soon as a turn is dropped.
+    assert undropped[2]["prefix_tokens"] > 300 > turns[2]["prefix_tokens"]
+
+
+def test_a_conversation_is_shown_as_a_table(cli):
+    outcome = cli(*CONVERSATION, "--turns", 1, "--skip-undropped")
+    assert outcome.code == 0
+    assert "demo, at most 900 tokens" in outcome.stdout
+    assert "prefix/ours" in outcome.stdout
+    assert "nothing dropped" not in outcome.stdout
+
+
 def test_table_without_json(cli):
     outcome = cli("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "disk")
     assert outcome.code == 0

@@ -83,7 +83,7 @@ class TransformersEngine(Engine, ScoringEngine):
     Attributes:
         model: the loaded model.
         store: where chunk KV is kept.
-        prefixes: writes the KV of prompt prefixes to the store, after answers.
+        prefixes: writes the KV of prompt prefixes and conversations to the store, after answers.
     """
 
     name = "transformers"
@@ -258,15 +258,15 @@ class TransformersEngine(Engine, ScoringEngine):
         with suppress(GeneratorExit):  # a stream that is closed early has a prefix, too
             tell, ordinary = partial(self._answered, request), prefiller.tried.ordinary
             yield from self._decoded(request, prefilled, ordinary, tell)
-        if prefiller.reuses_prefix(request):
-            self._keep_prefix(prefiller, request, prefilled)
+        if prefiller.keeps(request):
+            self._keep(prefiller, request, prefilled)
 
-    def _keep_prefix(self, prefiller: Prefiller, request: Request, prefilled: Prefilled) -> None:
-        """Queue a finished request's prefix for the store, unless the model has changed."""
+    def _keep(self, prefiller: Prefiller, request: Request, prefilled: Prefilled) -> None:
+        """Queue a finished request's KV for the store, unless the model has changed."""
         with suppress(CacheBlendError):
             self._refresh()
             if prefiller is self._prefiller:
-                prefiller.keep_prefix(request, prefilled, self.prefixes)
+                prefiller.keep(request, prefilled, self.prefixes)
 
     def _decoded(
         self,
@@ -413,6 +413,9 @@ class TransformersEngine(Engine, ScoringEngine):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         dropped = [key for key in self._of_all_states(keys) if self.store.evict(key)]
         return len({(key.chunk_id, key.context_id) for key in dropped})
+
+    def _evict_turns(self, keys: Sequence[KVKey]) -> int:
+        return self.prefixes.evict(keys)
 
     def _release(self) -> int:
         freed = self.store.release() + release_pinned(self.model.device)

@@ -21,6 +21,7 @@ from cacheblend_rag.kv.fetch import LayerSource, Threshold
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.controller import Controller
+from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import UNREADABLE, missed, threshold
 from cacheblend_rag.prefill.prefix import StoredPrefix
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
@@ -61,21 +62,20 @@ def ordinary_prefill(
 class PromptChunks:
     """The stored parts of one prompt: blocks of its prefix, and its chunks.
 
-    prefix: its first blocks, None if none are looked up. only_prefix: leave the chunks out. found:
-    the chunks' reports, once the store was asked.
+    placed: its chunks, and the parts of its conversation's earlier turns, in order. prefix: its
+    first blocks, None if none are looked up. found: the chunks' reports, once the store was asked.
     """
 
     def __init__(
         self,
         prompt: PreparedPrompt,
         store: TieredKVStore,
+        placed: Sequence[PlacedChunk],
         prefix: StoredPrefix | None = None,
-        *,
-        only_prefix: bool = False,
     ) -> None:
         self.token_ids, self.store = prompt.token_ids, store
         self.prefix, self.blocks = prefix, () if prefix is None else prefix.keys
-        self.placed = () if only_prefix else prompt.placed
+        self.placed = placed
         self.found: list[ChunkReport] = []
 
     def source(self, stack: DecoderStack, config: BlendConfig) -> LayerSource:

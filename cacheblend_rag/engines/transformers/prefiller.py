@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 
+from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import FULL_PREFILL, Request
@@ -27,8 +29,16 @@ from cacheblend_rag.engines.transformers.watched_model import TriedModel
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory, no_room
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
+from cacheblend_rag.prefill.conversation_kv import AnsweredPrompt
+from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK
-from cacheblend_rag.prefill.prefix import PrefixKeys, StoredPrefix
+from cacheblend_rag.prefill.prefix import (
+    BLOCK_TOKENS,
+    KVPart,
+    PrefixKeys,
+    StoredPrefix,
+    block_parts,
+)
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import PrefillReport
@@ -37,8 +47,8 @@ from cacheblend_rag.settings import BlendConfig
 logger = logging.getLogger(__name__)
 
 LEAST_SHARE = 1 / 8
-"""Smallest share of a prompt that its stored prefix must have to be reused where no chunk is: below
-it, the overhead of a blend pass may exceed the computation saved."""
+"""Smallest share of a prompt that exact KV must have to be reused where no chunk is: below it, the
+overhead of a blend pass may exceed the computation saved."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,15 +79,16 @@ class Prefiller:
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
         is_refused = request.full or request.steering.refusal is not None
         prefix, told = self._stored_prefix(request), None
-        if stack is not None and not is_refused and prompt.placed:
-            chunks = PromptChunks(prompt, self.store, prefix)
+        parts = _parts_of(request)
+        if stack is not None and not is_refused and parts:
+            chunks = PromptChunks(prompt, self.store, parts, prefix)
             blended = self._blended(stack, request, chunks, reserve)
             if not isinstance(blended, NotWorthLoading):
                 return blended
             told = PrefillReport(blended.why, chunks=blended.chunks)
         told = told or self._told_unasked(request)
         if stack and prefix and prefix.tokens >= max(1, LEAST_SHARE * len(prompt.token_ids)):
-            chunks = PromptChunks(prompt, self.store, prefix, only_prefix=True)
+            chunks = PromptChunks(prompt, self.store, (), prefix)
             continued = self._blended(stack, request, chunks, reserve)
             if continued is None:
                 return None
@@ -85,34 +96,66 @@ class Prefiller:
                 return _told(continued, told)
         return self._ordinarily(request, reserve, told)
 
-    def keep_prefix(self, request: Request, prefilled: Prefilled, writer: PrefixWriter) -> None:
-        """Queue the prefix of a finished request, up to its first chunk, for the store.
+    def keep(self, request: Request, prefilled: Prefilled, writer: PrefixWriter) -> None:
+        """Queue the prefix of a finished request and its turn of a conversation for the store.
 
-        Chunks are never part of it, even if their KV was computed: ``evict_document`` must remove
-        all KV of a document, and chunks rarely recur in the same order. Without chunks it is the
-        whole prompt and its answer.
+        Chunks are never part of either, even if their KV was computed: ``evict_document`` must
+        remove all KV of a document, and chunks rarely recur in the same order. The prefix ends at
+        the first chunk; without chunks it is the whole prompt and its answer. In a conversation it
+        ends where the text ends that others share.
         """
         names, cache, prompt = self._names(request), prefilled.cache, request.prepared
-        if names is not None and isinstance(cache, FusedCache):
-            held = (*prompt.token_ids, *prefilled.answer)[: cache.get_seq_length()]
-            writer.put(names.blocks(held[: prompt.first_chunk]), cache.fused)
+        if not isinstance(cache, FusedCache):
+            return
+        held = (*prompt.token_ids, *prefilled.answer)[: cache.get_seq_length()]
+        keys = [] if names is None else names.blocks(held[: prompt.prefix_end])
+        parts, conversation = block_parts(keys), prompt.conversation
+        if conversation is None:
+            writer.put(parts, cache.fused)
+            return
+        segments = self._answered(request, prefilled.report, held, cache.fused).segments()
+        turn = conversation.begin(segments)
+        parts += [
+            KVPart(key, one.start, one.start + len(one.token_ids))
+            for key, one in zip(conversation.keys_of(segments), segments, strict=True)
+        ]
+        writer.put(parts, cache.fused, partial(conversation.written, turn))
 
-    def reuses_prefix(self, request: Request) -> bool:
-        """Whether prefix caching applies to a request."""
+    def _answered(
+        self, request: Request, report: PrefillReport, held: Sequence[int], fused: FusedKV
+    ) -> AnsweredPrompt:
+        """Return a prompt and its answer, as far as its KV is known: ``held``."""
+        prompt = request.prepared
+        hits = {chunk.start for chunk in report.chunks if chunk.hit}
+        parts = [one for one in prompt.stored_parts if not one.is_turn or one.start in hits]
+        inexact = [one.start for one in parts if one.start in hits and not one.is_exact]
+        is_exact = self.store.precision == "native"
+        return AnsweredPrompt(
+            token_ids=held,
+            begin=(prompt.shared_tokens or 0) // BLOCK_TOKENS * BLOCK_TOKENS,
+            taken=[(one.start, one.end) for one in parts],
+            exact_until=min(inexact, default=len(held)) if is_exact else -1,
+            fingerprint=prompt.prepared_for.fingerprint,
+            token_bytes=2 * fused.keys[:, :, :1].nbytes,
+        )
+
+    def keeps(self, request: Request) -> bool:
+        """Whether KV of a request may be kept after its answer."""
         is_asked = request.config.reuse_prefix and not request.full
-        return is_asked and self._prefixes is not None
+        is_of_use = self._prefixes is not None or request.prepared.conversation is not None
+        return is_asked and self.tried.stack is not None and is_of_use
 
     def _names(self, request: Request) -> PrefixKeys | None:
         """Return what makes the keys of a request's prefix blocks; None without prefix caching."""
-        return self._prefixes if self.reuses_prefix(request) else None
+        return self._prefixes if self.keeps(request) else None
 
     def _stored_prefix(self, request: Request) -> StoredPrefix | None:
-        """Look up the stored blocks of a prompt's prefix, which ends at its first chunk."""
+        """Look up the stored blocks of a prompt's prefix."""
         names, prompt = self._names(request), request.prepared
         if names is None:
             return None
         # The last token is always computed: it yields the logits.
-        before = prompt.token_ids[:-1][: prompt.first_chunk]
+        before = prompt.token_ids[:-1][: prompt.prefix_end]
         return StoredPrefix.find(self.store, names.blocks(before))
 
     def compare(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
@@ -133,7 +176,8 @@ class Prefiller:
         return None
 
     def _compared(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
-        stack, chunks = self.tried.stack, PromptChunks(request.prepared, self.store)
+        stack, parts = self.tried.stack, _parts_of(request)
+        chunks = PromptChunks(request.prepared, self.store, parts)
         if stack is None:
             return None
         with chunks.source(stack, request.config) as source:
@@ -175,6 +219,8 @@ class Prefiller:
         config = request.config
         if not chunks.placed:
             config = BlendConfig(selector="none", recompute_ratio=0.0, cost_model=config.cost_model)
+        elif _is_exact(chunks):
+            config = config.with_changes(min_tokens=0)
         with chunks.source(stack, config) as source:
             steps = blended_prefill(
                 stack, chunks, source, config, reserve, controller=self.tried.controller
@@ -193,7 +239,7 @@ class Prefiller:
 
     def _told_unasked(self, request: Request) -> PrefillReport:
         """Return the report of a prompt that is not blended, without asking the store."""
-        placed, refusal = request.prepared.placed, self.tried.refusal
+        placed, refusal = _parts_of(request), self.tried.refusal
         if request.full:
             return PrefillReport(FULL_PREFILL)
         if not placed:
@@ -203,6 +249,19 @@ class Prefiller:
         assert refusal is not None  # noqa: S101 (otherwise the store is asked)
         why = Reason(refusal.code, f"{UNSUPPORTED}: {refusal}")
         return PrefillReport(why, chunks=[chunk.report(UNSUPPORTED) for chunk in placed])
+
+
+def _parts_of(request: Request) -> tuple[PlacedChunk, ...]:
+    """Return the chunks of a prompt, and the parts of its conversation that may be reused."""
+    prompt = request.prepared
+    return prompt.stored_parts if request.config.reuse_prefix else prompt.placed
+
+
+def _is_exact(chunks: PromptChunks) -> bool:
+    """Whether all that can be reused is exact, and enough to be worth it, as of a prefix."""
+    tokens = sum(part.end - part.start for part in chunks.placed)
+    is_enough = tokens >= max(1, LEAST_SHARE * len(chunks.token_ids))
+    return is_enough and all(part.is_exact for part in chunks.placed)
 
 
 def _told(continued: Prefilled, told: PrefillReport) -> Prefilled:

@@ -1,30 +1,35 @@
-"""Writes the KV of prompt prefixes to the store, on a background thread."""
+"""Writes the KV of prompt prefixes and of conversations to the store, on a background thread."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from functools import partial
 
 from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.kv.budget import Budget, Reservation
 from cacheblend_rag.kv.chunk_kv import ChunkKV, KVKey
 from cacheblend_rag.kv.store import TieredKVStore
-from cacheblend_rag.prefill.prefix import block_kv
+from cacheblend_rag.prefill.prefix import KVPart
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING_BYTES = 1 << 30
 """Most bytes of KV that may wait to be written; a single request may exceed it."""
 
+Written = Callable[[Collection[KVKey]], Iterable[KVKey]]
+"""Called once with the keys of those parts that are stored by then; returns keys to evict."""
+
+
+def _nothing_to_evict(_: Collection[KVKey]) -> Iterable[KVKey]:
+    return ()
+
 
 class PrefixWriter:
-    """Writes the prefix blocks of finished requests; no request waits for it or fails with it.
+    """Writes parts of finished requests' KV; no request waits for it or fails with it.
 
-    store: where they are kept, within its capacity. A request's blocks are dropped while too many
-    bytes wait; the next request with the same prefix offers them again.
+    store: where they are kept, within its capacity. A request's parts are dropped while too many
+    bytes wait; the next request with the same prefix offers its blocks again.
     """
 
     def __init__(self, store: TieredKVStore) -> None:
@@ -32,45 +37,80 @@ class PrefixWriter:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="cacheblend-prefix")
         self._room = Budget(MOST_WAITING_BYTES)
 
-    def put(self, keys: Sequence[KVKey], fused: FusedKV) -> None:
-        """Queue the prefix blocks of a prompt that are not stored yet.
+    def put(
+        self, parts: Sequence[KVPart], fused: FusedKV, written: Written = _nothing_to_evict
+    ) -> None:
+        """Queue those parts of a request that are not stored yet.
 
-        keys: of its first blocks. fused: the prompt's KV, which must not be written to any more.
+        parts: those that later parts are useless without come first. fused: the request's KV, which
+        must not be written to any more.
         """
-        if not keys:
-            return
-        nothing_waits = self._room.left >= MOST_WAITING_BYTES
-        room = self._room.take(fused.keys.nbytes + fused.values.nbytes, anyway=nothing_waits)
+        room = self._taken_room(fused) if parts else None
         if room is None:
+            self._evict(written(()))
             return
-        with suppress(RuntimeError):  # closed meanwhile
-            self._pool.submit(self._write, keys, [fused], room)
+        try:
+            self._pool.submit(self._write, parts, [fused], room, written)
+        except RuntimeError:  # closed meanwhile
+            room.give_back()
+            written(())
+
+    def evict(self, keys: Sequence[KVKey]) -> int:
+        """Evict KV once all that is queued by now is written; returns how much was stored.
+
+        Raises StoreError when the store is read-only.
+        """
+        return self._pool.submit(lambda: sum(map(self._store.evict, keys))).result()
 
     def drain(self) -> None:
-        """Wait until all queued blocks are written."""
+        """Wait until all queued parts are written."""
         self._pool.submit(int).result()
 
     def close(self) -> None:
-        """Write all queued blocks, and end the thread."""
+        """Write all queued parts, and end the thread."""
         self._pool.shutdown(wait=True)
 
-    def _write(self, keys: Sequence[KVKey], source: list[FusedKV], room: Reservation) -> None:
-        """Copy the missing blocks and store them; only this frame references the prompt's KV.
+    def _taken_room(self, fused: FusedKV) -> Reservation | None:
+        nothing_waits = self._room.left >= MOST_WAITING_BYTES
+        return self._room.take(fused.keys.nbytes + fused.values.nbytes, anyway=nothing_waits)
 
-        The last block is stored first: if the store evicts the oldest ones, the first blocks stay,
+    def _write(
+        self,
+        parts: Sequence[KVPart],
+        source: list[FusedKV],
+        room: Reservation,
+        written: Written,
+    ) -> None:
+        """Copy the missing parts and store them; only this frame references the request's KV.
+
+        The last part is stored first: if the store evicts the oldest ones, the first blocks stay,
         without which the later ones would not be found.
         """
+        stored: set[KVKey] = set()
         try:
             fused = source.pop()
-            held = self._store.contains_many(keys)
-            missing = [index for index, is_held in enumerate(held) if not is_held][::-1]
-            copies: Iterable[ChunkKV] = map(partial(block_kv, fused), missing)
+            held = self._store.contains_many(part.key for part in parts)
+            stored |= {part.key for part, is_held in zip(parts, held, strict=True) if is_held}
+            missing = [part for part in reversed(parts) if part.key not in stored]
+            copies: Iterable[ChunkKV] = (part.copy(fused) for part in missing)
             if fused.keys.device.type != "cpu":  # free the device's memory before a slow tier
                 copies = list(copies)
-            del fused
-            for index, kv in zip(missing, copies, strict=True):
-                self._store.put_computed(keys[index], kv)
+                del fused
+            for part, kv in zip(missing, copies, strict=True):
+                if self._store.put_computed(part.key, kv):
+                    stored.add(part.key)
         except Exception:
-            logger.warning("the KV of a prompt's prefix is not stored", exc_info=True)
+            logger.warning(
+                "the KV of a prompt's prefix is not stored, nor that of its turn", exc_info=True
+            )
         finally:
             room.give_back()
+            self._evict(written(stored))
+
+    def _evict(self, keys: Iterable[KVKey]) -> None:
+        """Evict KV that is beyond a bound."""
+        try:
+            for key in keys:
+                self._store.evict(key)
+        except Exception:
+            logger.warning("KV of a conversation is not evicted", exc_info=True)

@@ -5,11 +5,13 @@ from langchain_cacheblend.chat_models import ChatCacheBlend
 from langchain_cacheblend.document_compressors import CacheBlendCompressor
 from langchain_cacheblend.document_transformers import CacheBlendTransformer
 from langchain_cacheblend.hints import retrieval_hints
+from langchain_cacheblend.history import CacheBlendChatMessageHistory
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DEFAULT_PROMPT",
+    "CacheBlendChatMessageHistory",
     "CacheBlendCompressor",
     "CacheBlendTransformer",
     "ChatCacheBlend",

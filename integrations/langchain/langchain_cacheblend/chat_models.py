@@ -13,10 +13,12 @@ from cacheblend_rag import (
     BlendConfig,
     Chunk,
     ConfigError,
+    ConversationKV,
     Delta,
     Engine,
     Generation,
     SamplingParams,
+    TurnPrompt,
     read_hints,
 )
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
@@ -28,6 +30,7 @@ from langchain_core.outputs import Generation as CachedGeneration
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from langchain_cacheblend.hints import current_hints
+from langchain_cacheblend.history import current_conversation
 from langchain_cacheblend.messages import plain_text, to_engine_messages
 from langchain_cacheblend.options import EngineOptions
 
@@ -40,7 +43,10 @@ SAMPLING_FIELDS = (
     "repetition_penalty",
     "seed",
 )
-CALL = Arguments("call option", frozenset({*SAMPLING_FIELDS, "stop", "recompute_ratio", "hints"}))
+CALL = Arguments(
+    "call option",
+    frozenset({*SAMPLING_FIELDS, "stop", "recompute_ratio", "hints", "conversation"}),
+)
 NO_TOOLS = (
     "ChatCacheBlend calls no tools: give the agent a model that does, and let "
     "langchain_cacheblend.middleware.CacheBlendMiddleware(llm) answer from what its tools retrieve"
@@ -67,8 +73,9 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
 
     Each call takes ``max_tokens``, ``temperature``, ``top_p``, ``top_k``, ``min_p``,
     ``repetition_penalty``, ``seed`` and ``stop`` in place of this object's own, ``recompute_ratio``
-    (0 is plain reuse, 1 is ordinary prefill) and ``hints`` (Chunks, or ids of documents, the prompt
-    is known to hold).
+    (0 is plain reuse, 1 is ordinary prefill), ``hints`` (Chunks, or ids of documents, the prompt
+    is known to hold) and ``conversation`` (a ConversationKV: the KV of its earlier turns is reused,
+    and that of this call's turn kept).
     """
 
     model_config = ConfigDict(
@@ -260,10 +267,9 @@ class ChatCacheBlend(EngineOptions, BaseChatModel):
         hints = options.get("hints")
         if hints is None:
             hints = current_hints()
+        prompt = to_engine_messages(messages) if engine.has_chat_template else plain_text(messages)
         return _Call(
-            prompt=to_engine_messages(messages)
-            if engine.has_chat_template
-            else plain_text(messages),
+            prompt=_as_turn(prompt, messages, options.get("conversation")),
             sampling=self._sampling(options),
             config=config,
             hints=read_hints(hints),
@@ -314,10 +320,28 @@ def checked_llm(llm: ChatCacheBlend) -> ChatCacheBlend:
 class _Call:
     """One request as the engine takes it."""
 
-    prompt: str | list[dict[str, str]]
+    prompt: str | list[dict[str, str]] | TurnPrompt
     sampling: SamplingParams
     config: BlendConfig
     hints: Sequence[Chunk | str]
+
+
+def _as_turn(
+    prompt: str | list[dict[str, str]], messages: Sequence[BaseMessage], given: Any
+) -> str | list[dict[str, str]] | TurnPrompt:
+    """Return a prompt as the next turn of its conversation, which ends with the last message.
+
+    given: the call option. Raises ConfigError when that is no ConversationKV.
+    """
+    conversation = current_conversation() if given is None else given
+    if conversation is None or not messages or not str(messages[-1].text).strip():
+        return prompt
+    if not isinstance(conversation, ConversationKV):
+        raise ConfigError(
+            f"conversation is a {type(conversation).__name__}: give a ConversationKV, such as "
+            "history.kv"
+        )
+    return TurnPrompt(conversation, prompt, str(messages[-1].text))
 
 
 def _usage(generation: Generation) -> UsageMetadata:
@@ -337,6 +361,7 @@ def _with_stop(options: Mapping[str, Any], stop: str | list[str] | None) -> dict
 def _told(options: Mapping[str, Any], stop: str | list[str] | None) -> dict[str, Any]:
     """Return options by their own names, hinted chunks by hashes: traces and keys need no text."""
     told = CALL.renamed(_with_stop(options, stop))
+    told.pop("conversation", None)  # holds a secret, and changes no answer on purpose
     if told.get("hints"):
         told["hints"] = [_hint_name(hint) for hint in read_hints(told["hints"])]
     return told

@@ -1,3 +1,4 @@
+from llama_index.llms.cacheblend.chat import CacheBlendChatMemory, cacheblend_chat_engine
 from llama_index.llms.cacheblend.events import CacheBlendReportEvent, collect_reports
 from llama_index.llms.cacheblend.llm import CacheBlendLLM
 from llama_index.llms.cacheblend.precompute import CacheBlendPrecompute
@@ -6,11 +7,13 @@ from llama_index.llms.cacheblend.query_engine import cacheblend_query_engine
 from llama_index.llms.cacheblend.vector_store import CacheBlendVectorStore
 
 __all__ = [
+    "CacheBlendChatMemory",
     "CacheBlendLLM",
     "CacheBlendPrecompute",
     "CacheBlendPromptHelper",
     "CacheBlendReportEvent",
     "CacheBlendVectorStore",
+    "cacheblend_chat_engine",
     "cacheblend_query_engine",
     "collect_reports",
 ]

@@ -22,7 +22,7 @@ from llama_index.core.base.llms.types import (
     LLMMetadata,
     MessageRole,
 )
-from llama_index.core.bridge.pydantic import Field, field_validator, model_validator
+from llama_index.core.bridge.pydantic import Field, PrivateAttr, field_validator, model_validator
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 
@@ -30,11 +30,13 @@ from cacheblend_rag import (
     Arguments,
     BlendConfig,
     Chunk,
+    ConversationKV,
     Delta,
     Engine,
     Generation,
     PromptError,
     SamplingParams,
+    TurnPrompt,
     names_of,
     read_hints,
 )
@@ -90,6 +92,22 @@ class CacheBlendLLM(EngineSettings, LLM):
     additional_kwargs: dict[str, Any] = Field(
         default_factory=dict, description="Defaults of further keyword arguments of every call."
     )
+
+    _conversation: ConversationKV | None = PrivateAttr(default=None)
+
+    def in_conversation(self, kv: ConversationKV) -> Self:
+        """Return an LLM whose chat calls are turns of one conversation.
+
+        The KV of its earlier turns is reused in them, and that of the new turn is kept. It shares
+        this one's engine, which is opened if it is not.
+
+        Args:
+            kv: the conversation's, such as ``CacheBlendChatMemory.kv``.
+        """
+        self.open()
+        bound = self.model_copy()
+        bound._conversation = kv
+        return bound
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -174,20 +192,20 @@ class CacheBlendLLM(EngineSettings, LLM):
     @llm_chat_callback()
     def chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         engine = self.open()
-        call = self._call(self._chat_prompt(engine, messages), kwargs)
+        call = self._call(self._turn(engine, messages), kwargs)
         return _chat(call, engine.generate(call.prompt, call.sampling, **call.blending))
 
     @llm_chat_callback()
     def stream_chat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
         engine = self.open()
-        call = self._call(self._chat_prompt(engine, messages), kwargs)
+        call = self._call(self._turn(engine, messages), kwargs)
         deltas = engine.stream(call.prompt, call.sampling, **call.blending)
         return (_chat_step(call, delta) for delta in deltas)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
         engine = await self.aopen()
-        call = self._call(self._chat_prompt(engine, messages), kwargs)
+        call = self._call(self._turn(engine, messages), kwargs)
         return _chat(call, await engine.agenerate(call.prompt, call.sampling, **call.blending))
 
     @llm_chat_callback()
@@ -195,7 +213,7 @@ class CacheBlendLLM(EngineSettings, LLM):
         self, messages: Sequence[ChatMessage], **kwargs: Any
     ) -> ChatResponseAsyncGen:
         engine = await self.aopen()
-        call = self._call(self._chat_prompt(engine, messages), kwargs)
+        call = self._call(self._turn(engine, messages), kwargs)
 
         async def steps() -> ChatResponseAsyncGen:
             async with _closing(
@@ -233,7 +251,15 @@ class CacheBlendLLM(EngineSettings, LLM):
             return plain_messages(messages)
         return generic_messages_to_prompt(messages)
 
-    def _call(self, prompt: Prompt, kwargs: dict[str, Any]) -> _Call:
+    def _turn(self, engine: Engine, messages: Sequence[ChatMessage]) -> Prompt | TurnPrompt:
+        """Return messages as the conversation's next turn, which ends with the last of them."""
+        prompt = self._chat_prompt(engine, messages)
+        question = (messages[-1].content or "").strip() if messages else ""
+        if self._conversation is None or not question:
+            return prompt
+        return TurnPrompt(self._conversation, prompt, question)
+
+    def _call(self, prompt: Prompt | TurnPrompt, kwargs: dict[str, Any]) -> _Call:
         """Lay a call's arguments over the defaults; raises ConfigError on one that is not known."""
         wanted = {**CALL.read(self.additional_kwargs), **CALL.told(kwargs)}
         sampling = {name: wanted.pop(name) for name in SAMPLING & wanted.keys()}
@@ -255,7 +281,7 @@ class CacheBlendLLM(EngineSettings, LLM):
 class _Call:
     """One request: what is asked of the engine, and the answer so far."""
 
-    prompt: Prompt
+    prompt: Prompt | TurnPrompt
     sampling: SamplingParams
     config: BlendConfig
     hints: tuple[Chunk | str, ...]
@@ -306,7 +332,9 @@ def _config(
     return config if recompute_ratio is None else config.with_ratio(recompute_ratio)
 
 
-def _text(prompt: Prompt) -> str:
+def _text(prompt: Prompt | TurnPrompt) -> str:
+    if isinstance(prompt, TurnPrompt):
+        return _text(cast("Prompt", prompt.prompt))
     if isinstance(prompt, str):
         return prompt
     return "\n".join(message["content"] for message in prompt)

@@ -1,0 +1,174 @@
+"""CacheBlendChatMemory and cacheblend_chat_engine: conversations whose turns' KV is reused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llama_index.core.base.llms.types import ChatMessage, MessageRole
+from llama_index.core.bridge.pydantic import Field, PrivateAttr
+from llama_index.core.chat_engine import ContextChatEngine
+from llama_index.core.indices.base import BaseIndex
+from llama_index.core.memory import BaseMemory
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+
+from cacheblend_rag import ConfigError, ConversationKV, PassageOrder, forget_conversation
+from llama_index.llms.cacheblend.llm import CacheBlendLLM
+from llama_index.postprocessor.cacheblend.postprocessor import CacheBlendPostprocessor
+
+ROLE_TOKENS = 8
+"""Upper bound of the tokens that a chat template adds to a message."""
+
+
+class CacheBlendChatMemory(BaseMemory):
+    """The messages of one conversation, and which KV of its turns is stored.
+
+    Give it to a chat engine together with ``llm.in_conversation(memory.kv)``, as
+    ``cacheblend_chat_engine`` does. Two memories never share KV, even of the same text.
+    """
+
+    messages: list[ChatMessage] = Field(default_factory=list, description="Oldest first.")
+    token_limit: int = Field(
+        default=3000, description="Most tokens of the messages that prompts hold.", gt=0
+    )
+    _kv: ConversationKV = PrivateAttr(default_factory=ConversationKV)
+    _llm: CacheBlendLLM | None = PrivateAttr(default=None)
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "CacheBlendChatMemory"
+
+    @classmethod
+    def from_defaults(  # type: ignore[override] # ours needs an LLM
+        cls,
+        llm: CacheBlendLLM,
+        chat_history: Sequence[ChatMessage] | None = None,
+        *,
+        token_limit: int | None = None,
+        kv: ConversationKV | None = None,
+    ) -> CacheBlendChatMemory:
+        """Return the memory of a new conversation.
+
+        Args:
+            llm: counts tokens, and its engine holds the KV.
+            chat_history: messages that were exchanged before.
+            token_limit: most tokens of the messages that prompts hold; the oldest are left out. By
+                default half of the model's context window.
+            kv: the KV of the conversation; with bounds of its own, for instance.
+        """
+        limit = llm.metadata.context_window // 2 if token_limit is None else token_limit
+        memory = cls(messages=list(chat_history or ()), token_limit=limit)
+        memory._llm, memory._kv = llm, ConversationKV() if kv is None else kv
+        return memory
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], llm: CacheBlendLLM) -> CacheBlendChatMemory:
+        """Return the memory of a saved conversation, also on another replica with the same store.
+
+        Args:
+            path: of the file.
+            llm: as for from_defaults.
+
+        Raises:
+            ConfigError: when it cannot be read, or holds no conversation.
+        """
+        try:
+            plain = json.loads(Path(path).read_text(encoding="utf-8"))
+            kv = ConversationKV.from_plain(plain["kv"])
+            messages = [ChatMessage.model_validate(one) for one in plain["messages"]]
+            return cls.from_defaults(llm, messages, token_limit=plain["token_limit"], kv=kv)
+        except (OSError, ValueError, KeyError, TypeError, ConfigError) as error:
+            raise ConfigError(f"{path} holds no conversation: {error!s:.200}") from error
+
+    @property
+    def kv(self) -> ConversationKV:
+        """Which KV of the conversation's turns is stored."""
+        return self._kv
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write messages and the names of their KV to a file that only its owner can read."""
+        plain = {
+            "messages": [message.model_dump(mode="json") for message in self.messages],
+            "token_limit": self.token_limit,
+            "kv": self._kv.to_plain(),
+        }
+        begun = Path(f"{os.fspath(path)}.new")
+        begun.unlink(missing_ok=True)
+        descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            json.dump(plain, file)
+        begun.replace(path)
+
+    def get(self, input: str | None = None, **kwargs: Any) -> list[ChatMessage]:
+        """Return the latest messages within ``token_limit``, from a user's message on."""
+        left, kept = self.token_limit, list[ChatMessage]()
+        for message in reversed(self.messages):
+            left -= self._tokens(message)
+            if left < 0:
+                break
+            kept.insert(0, message)
+        while kept and kept[0].role is not MessageRole.USER:
+            del kept[0]
+        return kept
+
+    def get_all(self) -> list[ChatMessage]:
+        return list(self.messages)
+
+    def put(self, message: ChatMessage) -> None:
+        self.messages.append(message)
+
+    def set(self, messages: list[ChatMessage]) -> None:
+        self.messages = list(messages)
+
+    def reset(self) -> None:
+        """Drop all messages, and evict the KV of their turns."""
+        self.messages = []
+        if self._llm is not None:
+            forget_conversation(self._llm.open(), self._kv)
+
+    def _tokens(self, message: ChatMessage) -> int:
+        text = message.content or ""
+        counted = len(text) if self._llm is None else len(self._llm.open().tokenize(text))
+        return counted + ROLE_TOKENS
+
+
+def cacheblend_chat_engine(
+    index: BaseIndex[Any],
+    llm: CacheBlendLLM,
+    *,
+    memory: CacheBlendChatMemory | None = None,
+    similarity_top_k: int = 4,
+    system_prompt: str | None = None,
+    node_postprocessors: Sequence[BaseNodePostprocessor] = (),
+    order: PassageOrder | str = PassageOrder.SCORE,
+) -> ContextChatEngine:
+    """Return a chat engine over an index that reuses the KV of retrieved chunks and earlier turns.
+
+    LlamaIndex puts what it retrieves into the system message; the turns' KV is reused behind it.
+
+    Args:
+        index: whose nodes are precomputed, as by ``cacheblend_query_engine``.
+        llm: answers.
+        memory: of the conversation; by default a new one.
+        similarity_top_k: how many nodes are retrieved.
+        system_prompt: what stands before them.
+        node_postprocessors: run before the one that hints.
+        order: as in CacheBlendPostprocessor.
+
+    Raises:
+        ConfigError: when ``llm`` is no CacheBlendLLM.
+    """
+    if not isinstance(llm, CacheBlendLLM):
+        raise ConfigError(f"llm is a {type(llm).__name__}: give a CacheBlendLLM")
+    memory = CacheBlendChatMemory.from_defaults(llm) if memory is None else memory
+    hinting = CacheBlendPostprocessor(llm=llm, order=PassageOrder(order))
+    return ContextChatEngine.from_defaults(
+        retriever=index.as_retriever(similarity_top_k=similarity_top_k),
+        llm=llm.in_conversation(memory.kv),
+        memory=memory,
+        system_prompt=system_prompt,
+        node_postprocessors=[*node_postprocessors, hinting],
+    )
