@@ -24,6 +24,7 @@ from cacheblend_rag import (
     TurnPrompt,
 )
 from cacheblend_rag.engines.answer import Generation
+from cacheblend_rag.engines.prepare import EDGE_TOKENS
 from tests.engines.toy_engine import ToyEngine
 from tests.models import make_model, make_tokenizer, words
 
@@ -162,14 +163,15 @@ def test_exact_turns_are_reused_however_few_tokens_they_have(opened: Open) -> No
 
 def test_a_turn_whose_text_was_changed_is_reused_around_the_change(opened: Open) -> None:
     engine, kv = opened(recompute_ratio=0.0), ConversationKV()
-    text, changed = words(80, 1), words(80, 1).split()
+    text, changed = words(80, 901), words(80, 901).split()
     engine.generate(TurnPrompt(kv, f"{text} {QUESTIONS[0]}", QUESTIONS[0]), SAMPLING)
     changed[40] = "w2" if changed[40] != "w2" else "w3"
     prompt = TurnPrompt(kv, f"{' '.join(changed)} {QUESTIONS[1]}", QUESTIONS[1])
     report = engine.generate(prompt, SAMPLING).report
-    assert [chunk.tokens for chunk in report.chunks if chunk.hit] == [41, 39]
+    # All but the last tokens of the old text, which may be joined with the question.
+    assert [chunk.tokens for chunk in report.chunks if chunk.hit] == [1 + 40, 39 - EDGE_TOKENS]
     assert len({chunk.chunk_id for chunk in report.chunks}) == 1
-    assert report.computed_tokens == 1 + 24
+    assert report.computed_tokens == 1 + EDGE_TOKENS + 24
 
 
 @pytest.mark.parametrize("passages", [0, 2])
