@@ -89,11 +89,11 @@ def _print_conversation(found: dict[str, Any]) -> None:
 def _print_turns(title: str, rows: Sequence[dict[str, Any]]) -> None:
     from rich.table import Table
 
-    table = Table(title=title)
+    table = Table(title=title, box=None, padding=(0, 1, 0, 0), title_justify="left")
     for heading in (
         "turn", "tokens", "earlier", "full", "prefix", "ours", "full/ours", "prefix/ours", "KL",
     ):  # fmt: skip
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(
             str(row["turn"]),

@@ -125,7 +125,10 @@ class Keeps:
         self.starts, self.parts = starts, list[StoredPart]()
         self.rates, self.speeds = Rates(), Speeds()
 
-    def decide(self, tokens: int, parts: list[StoredPart], config: BlendConfig) -> Decision:
+    def decide(
+        self, tokens: int, parts: list[StoredPart], config: BlendConfig, *, held: int
+    ) -> Decision:
+        assert held == 0
         self.parts = parts
         return Decision(tuple(part for part in parts if part.start in self.starts), config)
 

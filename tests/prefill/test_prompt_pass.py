@@ -548,7 +548,10 @@ class Decides:
         self.keep, self.ratio, self.why = keep, ratio, why
         self.rates, self.speeds, self.parts = Rates(), Speeds(), list[StoredPart]()
 
-    def decide(self, tokens: int, parts: list[StoredPart], config: BlendConfig) -> Decision:
+    def decide(
+        self, tokens: int, parts: list[StoredPart], config: BlendConfig, *, held: int
+    ) -> Decision:
+        assert held == 0
         assert tokens == TOKENS
         self.parts = parts
         kept = [SPANS[name] for name in self.keep]

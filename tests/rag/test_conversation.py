@@ -169,7 +169,7 @@ def test_a_turn_whose_text_was_changed_is_reused_around_the_change(opened: Open)
     prompt = TurnPrompt(kv, f"{' '.join(changed)} {QUESTIONS[1]}", QUESTIONS[1])
     report = engine.generate(prompt, SAMPLING).report
     # All but the last tokens of the old text, which may be joined with the question.
-    assert [chunk.tokens for chunk in report.chunks if chunk.hit] == [1 + 40, 39 - EDGE_TOKENS]
+    assert [chunk.tokens for chunk in report.chunks if chunk.hit] == [40, 39 - EDGE_TOKENS]
     assert len({chunk.chunk_id for chunk in report.chunks}) == 1
     assert report.computed_tokens == 1 + EDGE_TOKENS + 24
 

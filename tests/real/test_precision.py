@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag import BlendConfig, BlendPrompt, Chunk, SamplingParams, TransformersEngine
-from cacheblend_rag.engines.transformers import engine as engine_module
+from cacheblend_rag.engines.transformers import decoding
 from cacheblend_rag.engines.transformers.cache import FusedCache
 from tests.families import own_tokens
 
@@ -97,14 +97,14 @@ class Opened:
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
-        own = engine_module.Sampler.draw
+        own = decoding.Sampler.draw
 
         def draw(sampler: Any, logits: Tensor, token_ids: list[int]) -> int:
             self.logits.append(logits)
             return own(sampler, logits, token_ids)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine_module.Sampler, "draw", draw)
+            patch.setattr(decoding.Sampler, "draw", draw)
             yield
 
 
