@@ -62,9 +62,9 @@ def of_one_rank(model_folder: Callable[[str], Path]) -> Answers:
         return {selector: answered(engine, selector) for selector in SELECTORS}
 
 
-def decide_by_rank(self: Controller, *given: Any) -> Decision:
+def decide_by_rank(self: Controller, *given: Any, held: int) -> Decision:
     """Each rank gives up at a ratio of its own."""
-    decided = DECIDE(self, *given)
+    decided = DECIDE(self, *given, held=held)
     gives_up = given[-1].ratio == GIVEN_UP_BY[get_tensor_model_parallel_rank()]
     return replace(decided, load=(), why=WEIGHED) if gives_up else decided
 

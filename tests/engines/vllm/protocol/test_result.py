@@ -144,7 +144,7 @@ def test_a_blends_names_on_the_wire_are_settled() -> None:
     plain = sent(BLEND)["cacheblend"]
     assert set(plain) == {
         "selector", "ratio", "compute_share", "seconds", "wall_seconds", "work_seconds", "chunks",
-        "starts",
+        "starts", "prefix_tokens",
     }  # fmt: skip
     assert plain["chunks"][1] == {
         "chunk_id": "1" * 32,
