@@ -70,12 +70,12 @@ def sampled_tokens(
     """Sample at most max_tokens tokens, one per decode step."""
     watch = Stopwatch(prefilled.logits.device, prefilled.seconds, prefilled.starts)
     sampler = Sampler(request.sampling, prefilled.logits.device)
-    token_ids, logits = list(request.prepared.token_ids), prefilled.logits
+    token_ids = list(request.prepared.token_ids)
     for index in range(request.sampling.max_tokens):
-        if index:
-            logits = next_logits(token_ids)
+        logits = next_logits(token_ids) if index else prefilled.logits
         with working():
             token_ids.append(sampler.draw(logits, token_ids))
+            del logits  # here, since PyTorch releases the interpreter lock while it frees a tensor
         prefilled.answer.append(token_ids[-1])
         watch.lap("decode" if index else "first_token")
         yield token_ids[-1]
