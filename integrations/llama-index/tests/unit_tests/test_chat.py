@@ -47,10 +47,11 @@ def index(llm: CacheBlendLLM) -> VectorStoreIndex:
 
 
 def reused_from_turns(chat: Any, question: str, memory: CacheBlendChatMemory) -> int:
-    known = {key.chunk_id for key in memory.kv.keys()}  # noqa: SIM118
     with collect_reports() as reports:
         chat.chat(question)
     (report,) = reports
+    # Now the KV of earlier turns is stored: the answer waited for it.
+    known = {key.chunk_id for key in memory.kv.keys()}  # noqa: SIM118
     return sum(
         chunk["tokens"] for chunk in report["chunks"] if chunk["hit"] and chunk["chunk_id"] in known
     )
