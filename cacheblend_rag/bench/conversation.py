@@ -124,7 +124,7 @@ class _Bench:
         return self._ours.context_window - self._plan.answer_tokens
 
     def rows(self, most_tokens: int, *, drops: bool) -> Iterator[ConversationRow]:
-        """Hold the conversation; ends early if a prompt does not fit and nothing may be dropped."""
+        """Yield a row a turn; ends early if a prompt does not fit and nothing may be dropped."""
         kv, told = ConversationKV(most_turns=self._plan.turns), list[_Told]()
         for turn, question in enumerate(self._questions, start=1):
             what = "" if drops else ", nothing dropped"
@@ -134,7 +134,9 @@ class _Bench:
                 if not drops:
                     return
                 if len(told) == 1:
-                    raise CacheBlendError(f"prompt_tokens={most_tokens} hold no turn")
+                    raise CacheBlendError(
+                        f"prompt_tokens={most_tokens} is too small for one turn: give more"
+                    )
                 del told[0]
             self._advance(f"turn {turn} of {self._plan.turns}{what}")
             row, answer = self._row(turn, kv, told, question)

@@ -14,12 +14,9 @@ from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.report import ChunkReport, MissReason
 from cacheblend_rag.text.chat import Message
 from cacheblend_rag.text.chunk import Chunk
-from cacheblend_rag.text.encoder import PromptEncoder
+from cacheblend_rag.text.encoder import EDGE_TOKENS, PromptEncoder
 from cacheblend_rag.text.prompt import BlendPrompt, EncodedPrompt
 from cacheblend_rag.text.registry import ChunkRegistry
-
-EDGE_TOKENS = 4
-"""Tokens by which a text may be shorter alone than together with the text before it."""
 
 
 @dataclass(frozen=True)

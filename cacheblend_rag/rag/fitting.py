@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from cacheblend_rag.errors import PromptError, PromptTooLongError
 from cacheblend_rag.rag.ordering import Source
 from cacheblend_rag.rag.prompt import RagPrompt, Turn
+from cacheblend_rag.text.encoder import EDGE_TOKENS
 from cacheblend_rag.text.instructed import SEPARATOR
 
 if TYPE_CHECKING:
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     from cacheblend_rag.text.prompt import BlendPrompt
 
 ANSWER_SHARE = 4
-EDGE_TOKENS = 4
-"""Upper bound of the tokens that a tokenizer saves by encoding a text together with its
-neighbours."""
 
 
 @dataclass(frozen=True)

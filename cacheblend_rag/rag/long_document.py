@@ -31,10 +31,10 @@ from cacheblend_rag.rag.document_windows import (
     cut_document,
     fitting_window,
 )
-from cacheblend_rag.rag.fitting import EDGE_TOKENS
 from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 from cacheblend_rag.rag.prompt_asker import PromptAsker, with_stop
 from cacheblend_rag.rag.window_prompts import SUMMARY, WindowPrompts
+from cacheblend_rag.text.encoder import EDGE_TOKENS
 from cacheblend_rag.text.instructed import SEPARATOR
 
 if TYPE_CHECKING:

@@ -29,6 +29,9 @@ from cacheblend_rag.text.special_tokens import Markers, special_tokens
 TokenIds = tuple[int, ...]
 RoleMarkers = Literal["special tokens", "text", "none"]
 
+EDGE_TOKENS = 4
+"""Most tokens by which encoding a text together with its neighbours changes its length."""
+
 PROBE = "a"
 WORD = "A"
 """A placeholder for the passage that follows an instruction or a separator."""

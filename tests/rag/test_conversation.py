@@ -24,7 +24,7 @@ from cacheblend_rag import (
     TurnPrompt,
 )
 from cacheblend_rag.engines.answer import Generation
-from cacheblend_rag.engines.prepare import EDGE_TOKENS
+from cacheblend_rag.text.encoder import EDGE_TOKENS
 from tests.engines.toy_engine import ToyEngine
 from tests.models import make_model, make_tokenizer, words
 

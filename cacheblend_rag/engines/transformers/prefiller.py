@@ -124,7 +124,7 @@ class Prefiller:
     def _answered(
         self, request: Request, report: PrefillReport, held: Sequence[int], fused: FusedKV
     ) -> AnsweredPrompt:
-        """Return a prompt and its answer, as far as its KV is known: ``held``."""
+        """Return what a conversation keeps KV of; held: the tokens whose KV is in ``fused``."""
         prompt = request.prepared
         hits = {chunk.start for chunk in report.chunks if chunk.hit}
         parts = [one for one in prompt.stored_parts if not one.is_turn or one.start in hits]

@@ -108,9 +108,9 @@ class PrefixWriter:
             self._evict(written(stored))
 
     def _evict(self, keys: Iterable[KVKey]) -> None:
-        """Evict KV that is beyond a bound."""
+        """Evict KV beyond the limits of a conversation (most_turns, most_bytes)."""
         try:
             for key in keys:
                 self._store.evict(key)
         except Exception:
-            logger.warning("KV of a conversation is not evicted", exc_info=True)
+            logger.warning("could not evict a conversation's KV", exc_info=True)

@@ -188,7 +188,7 @@ class DecodeScheduler:
             return True
 
     def _lead(self) -> None:
-        """Run all steps that wait, as one."""
+        """Run all waiting decode steps as one forward pass."""
         batch: list[_Step] = []
         began = monotonic()
         try:
