@@ -84,6 +84,22 @@ def test_answers_decoded_together(bench):
     assert "speedup of batch" in bench(*given).stdout
 
 
+def test_requests_after_a_start(bench):
+    given = (
+        "warm_start", "--model", "demo", "--requests", 2, "--chunks", 2, "--sentences", 6,
+        "--repeat", 1,
+    )  # fmt: skip
+    found = bench(*given, "--json").json
+    assert [len(run["seconds"]) for run in found["runs"]] == [2]
+    first, last = found["seconds"]
+    assert found["first_over_last"] == first / last
+    assert found["prompt_tokens"] > 2 * 6 * 10
+
+    outcome = bench("warm_start", "--engine", "other")
+    assert outcome.code == 2
+    assert "engine='other' must be transformers or vllm" in outcome.stderr
+
+
 FEW = ("--chunks", 60, "--room", 0.3, "--requests", 120, "--drawn", 3, "--chunk-tokens", 12)
 
 

@@ -50,8 +50,7 @@ def test_labels_take_two_questions(data: EvalDataset) -> None:
 def test_files_are_written_in_the_form_of_eval(tmp_path: Path) -> None:
     (tmp_path / "questions.json").write_text(json.dumps(ITEMS))
     sizes = ["--chunk-tokens", "4", "--prompt-tokens", "4", "40"]
-    main(
-        ["--data", f"{tmp_path}/questions.json", "--out", f"{tmp_path}", *sizes, "--model", "demo"]
-    )
+    out = tmp_path / "made" / "tasks"
+    main(["--data", f"{tmp_path}/questions.json", "--out", f"{out}", *sizes, "--model", "demo"])
     for name in TASKS:
-        assert len(load_dataset(tmp_path / f"{name}.json").questions) == len(ITEMS)
+        assert len(load_dataset(out / f"{name}.json").questions) == len(ITEMS)

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.three_tasks")
     parser.add_argument("--data", required=True, help="a file of questions that `eval` reads")
-    parser.add_argument("--out", type=Path, required=True, help="an existing folder")
+    parser.add_argument("--out", type=Path, required=True, help="a folder, made if need be")
     parser.add_argument("--questions", type=int, default=20)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="whose tokenizer counts")
     parser.add_argument("--chunk-tokens", type=int, default=150)
@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         count_tokens=lambda text: len(tokenizer.tokenize(text)),
     )
     data = choose_questions(given.data, [SETTING], given.questions, None, SEED, choice=choice)
+    given.out.mkdir(parents=True, exist_ok=True)
     for name, task in three_tasks(data).items():
         task.save(given.out / f"{name}.json")
 
