@@ -234,3 +234,4 @@ def test_long_documents(bench):
     assert second["computed_tokens"] < second["prompt_tokens"] / 2
     assert first["bytes_on_disk"] < second["bytes_on_disk"]
     assert second["memory_before"] < second["peak_memory"]
+    assert 0 < second["mean_kl"] < 10
