@@ -59,13 +59,8 @@ called and what they return, rotary layouts and tables, windows, scales, caps, e
 connector qwen2, qwen3, phi3, ernie4_5 and others are like one of these, or like llama; all of them
 are tried by `python -m tests.families --vllm`."""
 
-TRANSFORMERS = "its Transformers backend names attention layers by number, not by their place"
-NOT_ON_031 = {
-    "exaone_moe": "it reads a field that the config lacks",
-    "olmo3": TRANSFORMERS,
-    "smollm3": TRANSFORMERS,
-}
-"""Families that vLLM 0.31 cannot load or that are not blended there, and why."""
+NOT_ON_031 = {"exaone_moe": "it reads a field that the config lacks"}
+"""Families that vLLM 0.31 cannot load, and why."""
 
 OpenFamily = Callable[..., InProcessEngine]
 
