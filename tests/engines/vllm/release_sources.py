@@ -20,10 +20,13 @@ Members = Mapping[str, Sequence[str]]
 class Name:
     """A class, function or variable.
 
-    parameters: that a function, or a class when it is made, is passed by name. members: of a class.
+    parameters: that a function, or a class when it is made, is passed by name. later: that follow
+    them in newer releases; a function with such is passed what it takes, in order. members: of a
+    class.
     """
 
     parameters: Sequence[str] = ()
+    later: Sequence[str] = field(default=(), kw_only=True)
     members: Members = field(default_factory=dict)
 
 
@@ -149,6 +152,10 @@ def broken(sources: Sources, contract: Mapping[str, Mapping[str, Name]]) -> list
 def _differs(sources: Sources, module: str, node: ast.stmt, wanted: Name) -> Iterator[str]:
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         yield from _without(node, wanted.parameters, "")
+        known, _ = parameters(node)
+        passed = [*wanted.parameters, *wanted.later]
+        if wanted.later and known[: len(passed)] != passed[: len(known)]:
+            yield f": the first parameters are not {', '.join(passed)}"
     elif isinstance(node, ast.ClassDef):
         members = sources.members(module, node)
         made = members.get("__init__")

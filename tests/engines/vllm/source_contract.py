@@ -264,7 +264,9 @@ CONTRACT: dict[str, dict[str, Name]] = {
     "vllm.v1.attention.backends.flashinfer": {"FlashInferImpl": WRITING},
     "vllm.v1.attention.backends.triton_attn": {"TritonAttentionImpl": WRITING},
     "vllm.v1.worker.utils": {
-        "select_common_block_size": Name(("kv_manager_block_size", "backends", "kv_cache_specs")),
+        "select_common_block_size": Name(
+            ("kv_manager_block_size", "backends"), later=("kv_cache_specs",)
+        ),
     },
     "vllm.distributed.parallel_state": {
         "GroupCoordinator": Name(

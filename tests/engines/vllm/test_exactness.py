@@ -22,6 +22,7 @@ from cacheblend_rag.engines.vllm.connector.settings import PLAIN
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
 from cacheblend_rag.engines.vllm.in_process import vllm_sampling
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
+from cacheblend_rag.engines.vllm.versions import installed_version
 from cacheblend_rag.prefill import prompt_pass
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.one_family import save_family
@@ -57,6 +58,9 @@ KINDS = {
 called and what they return, rotary layouts and tables, windows, scales, caps, experts. To the
 connector qwen2, qwen3, phi3, ernie4_5 and others are like one of these, or like llama; all of them
 are tried by `python -m tests.families --vllm`."""
+
+NOT_ON_031 = {"exaone_moe": "it reads a field that the config lacks"}
+"""Families that vLLM 0.31 cannot load, and why."""
 
 OpenFamily = Callable[..., InProcessEngine]
 
@@ -160,6 +164,8 @@ def test_ratio_1_equals_ordinary_prefill(llama: InProcessEngine) -> None:
 def test_ratio_1_equals_ordinary_prefill_in_other_families(
     open_family: OpenFamily, tmp_path: Path, family: str
 ) -> None:
+    if installed_version().startswith("0.31.") and family in NOT_ON_031:
+        pytest.skip(f"vLLM {installed_version()}: {NOT_ON_031[family]}")
     # Experts are given all rows of a step at once, here in other blocks than there.
     rounding = 5e-6 if family == "qwen2_moe" else 0.0
     folder = family if family in FAMILIES else save_family(family, tmp_path)

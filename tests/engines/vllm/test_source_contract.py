@@ -169,12 +169,12 @@ WHOLE = {
     "vllm/a.py": "from vllm.b import Base\n\nclass One(Base[int]):\n    x: int\n"
     "    def call(self, given, /, *, named): ...\n",
     "vllm/b.py": "class Base:\n    def __init__(self, size):\n        self.size = size\n\n"
-    "def two(first, **rest): ...\n",
+    "def two(first, **rest): ...\n\ndef three(first, second=1): ...\n",
 }
 KEPT = {"vllm": {
     "One": Name(("size",), {"x": (), "size": (), "call": ("given", "named")}),
     "two": Name(("first", "any")),
-}}  # fmt: skip
+}, "vllm.b": {"three": Name(("first",), later=("second", "third"))}}  # fmt: skip
 BREAKS = {
     "vllm: no such module": ("vllm/__init__.py", None, None),
     "vllm.One: no such name": ("vllm/a.py", "class One", "class Other"),
@@ -183,6 +183,11 @@ BREAKS = {
     "vllm.One: no parameter size": ("vllm/b.py", "size):", "*sizes):"),
     "vllm.One.call: no parameter named": ("vllm/a.py", "named)", "other)"),
     "vllm.two: no parameter any": ("vllm/b.py", "**rest", "rest"),
+    "vllm.b.three: the first parameters are not first, second, third": (
+        "vllm/b.py",
+        "second=1",
+        "other=1",
+    ),
 }
 
 

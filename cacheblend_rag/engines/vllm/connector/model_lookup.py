@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,16 +11,30 @@ from torch import nn
 from cacheblend_rag.errors import UnsupportedModelError
 
 
-def model_with(name: str, attention: nn.Module) -> Any:
-    """Find the model of an attention layer: vLLM gives a connector the layers, not the model."""
-    for found in gc.get_objects():
-        # Asked of the type: lazy modules import themselves when an instance is asked.
-        if issubclass(type(found), nn.Module) and hasattr(found, "embed_input_ids"):
-            try:
-                if found.get_submodule(name) is attention:
-                    return found
-            except AttributeError:
-                continue
+def model_with(attention: Mapping[str, nn.Module]) -> tuple[Any, list[str]]:
+    """Find the model of attention layers: vLLM gives a connector the layers, not the model.
+
+    Returns:
+        The model, and the layers' places in it. These are their names, except in vLLM 0.31's
+        Transformers backend, which names layers by their number.
+    """
+    # Asked of the type: lazy modules import themselves when an instance is asked.
+    models = [
+        found
+        for found in gc.get_objects()
+        if issubclass(type(found), nn.Module) and hasattr(found, "embed_input_ids")
+    ]
+    name, first = next(iter(attention.items()))
+    for model in models:
+        try:
+            if model.get_submodule(name) is first:
+                return model, list(attention)
+        except AttributeError:
+            continue
+    for model in models:
+        places = {id(module): place for place, module in model.named_modules()}
+        if all(id(layer) in places for layer in attention.values()):
+            return model, [places[id(layer)] for layer in attention.values()]
     raise UnsupportedModelError("the model around the attention layers was not found")
 
 

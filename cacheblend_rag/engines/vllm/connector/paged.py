@@ -19,6 +19,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,9 @@ def paged_cache(vllm_config: Any, kv_cache_config: Any, stack: VLLMStack) -> Pag
     spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         spec = spec.kv_cache_specs[stack.names[0]]
-    size = select_common_block_size(spec.block_size, [backend], [spec])
+    sizing = (spec.block_size, [backend], [spec])
+    taken = len(signature(select_common_block_size).parameters)  # vLLM 0.31 takes no specs
+    size = select_common_block_size(*sizing[:taken])
     device = stack.geometry.device
     builder = backend.get_builder_cls()(
         spec.copy_with_new_block_size(size), stack.names, vllm_config, device

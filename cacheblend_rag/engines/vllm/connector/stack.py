@@ -55,8 +55,8 @@ class VLLMStack:
             raise UnsupportedModelError("the model has no attention layers")
         self.names, self.attention = list(attention), list(attention.values())
         self.row_block = row_block
-        self.model = model_with(self.names[0], self.attention[0])
-        self.layers = decoder_layers(self.model, self.names)
+        self.model, places = model_with(attention)
+        self.layers = decoder_layers(self.model, places)
         if any(not hasattr(layer, "head_size") for layer in self.attention):
             raise UnsupportedModelError("a layer's attention is not vLLM's ordinary attention")
         check_attention(self.attention)
