@@ -16,6 +16,7 @@ from typing import Any
 
 from cacheblend_rag.bench.interleave import Advance
 from cacheblend_rag.bench.plans import ConversationPlan
+from cacheblend_rag.bench.workload import draw_passage, sample_sentences
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.answer import Generation
 from cacheblend_rag.engines.prepare import TurnPrompt
@@ -196,27 +197,16 @@ def draw_turns(
     plan: ConversationPlan, engine: TransformersEngine
 ) -> tuple[list[list[Chunk]], list[str]]:
     """Return each turn's passages, of about ``passage_tokens`` tokens each, and its question."""
-    sample, rng = load_passages(), random.Random(plan.seed)
-    sentences = [
-        f"{sentence}."
-        for passage in sample.passages
-        for sentence in passage.text.rstrip(".").split(". ")
-    ]
+    rng, sentences, tokens = random.Random(plan.seed), sample_sentences(), plan.passage_tokens
     passages = [
-        [Chunk(_passage(sentences, plan, rng, engine), DOCUMENT) for _ in range(plan.passages)]
+        [
+            Chunk(draw_passage(rng, sentences, tokens, engine), DOCUMENT)
+            for _ in range(plan.passages)
+        ]
         for _ in range(plan.turns)
     ]
-    return passages, [rng.choice(sample.questions).question for _ in range(plan.turns)]
-
-
-def _passage(
-    sentences: Sequence[str], plan: ConversationPlan, rng: random.Random, engine: TransformersEngine
-) -> str:
-    tokens: tuple[int, ...] = ()
-    while len(tokens) < plan.passage_tokens:
-        tokens += engine.tokenize(f"{' ' if tokens else ''}{rng.choice(sentences)}")
-    cut = list(tokens[: plan.passage_tokens])
-    return str(engine.tokenizer.decode(cut, skip_special_tokens=True)).strip()
+    questions = load_passages().questions
+    return passages, [rng.choice(questions).question for _ in range(plan.turns)]
 
 
 def _seconds(answer: Generation) -> float:

@@ -220,6 +220,33 @@ class ConversationPlan(Plan):
     prefix_bytes: int = 2 << 30
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchPlan(Plan):
+    """A batch of requests over chunks drawn by Zipf's law, by overlap and by arrival.
+
+    All chunks are on disk; memory has room for ``held`` of them.
+    """
+
+    model: str = option("demo", "The model: a name, a folder or a hub name.")
+    requests: int = option(64, "Requests of the batch.", least=1)
+    chunks: int = option(200, "Stored chunks.", least=1)
+    drawn: int = option(4, "Chunks a request draws.", least=1)
+    chunk_tokens: int = option(128, "Tokens a chunk.", least=1)
+    exponent: float = option(1.0, "Of Zipf's law.", least=0)
+    held: float = option(0.08, "Share of the stored bytes that memory has room for.", least=0)
+    answer_tokens: int = option(8, "Tokens an answer.", least=1)
+    ratio: float = option(0.15, "Recompute ratio.")
+    repeat: int = option(3, "Runs in each order; medians are shown.", least=1)
+    seed: int = option(7, "Draws passages and requests.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_drawn(self.drawn, self.chunks)
+        from cacheblend_rag.settings import BlendConfig
+
+        BlendConfig(recompute_ratio=self.ratio)  # raises for a ratio that is none
+
+
 HUNDRED = 100
 """Requests summed up in one row of `SteadyPlan`'s benchmark."""
 

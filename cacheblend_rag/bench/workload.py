@@ -1,4 +1,4 @@
-"""Draws chunks and questions of benchmarks: random words with an exact number of tokens."""
+"""Draws chunks and questions of benchmarks: random words, or the sentences of real passages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from cacheblend_rag.blend.selectors import make_selector
+from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.engines.sampling import SamplingParams
+from cacheblend_rag.engines.transformers import TransformersEngine
 from cacheblend_rag.text.chunk import Chunk, Document
 
 ONE_TOKEN = SamplingParams.greedy(max_tokens=1, ignore_eos=True)
@@ -43,6 +45,25 @@ def draw_ranks(rng: random.Random, weights: Sequence[float], count: int) -> tupl
     while len(found) < count:
         found[rng.choices(range(len(weights)), cum_weights=weights)[0]] = None
     return tuple(found)
+
+
+def sample_sentences() -> list[str]:
+    """Return the sentences of the bundled sample of real passages."""
+    return [
+        f"{sentence}."
+        for passage in load_passages().passages
+        for sentence in passage.text.rstrip(".").split(". ")
+    ]
+
+
+def draw_passage(
+    rng: random.Random, sentences: Sequence[str], tokens: int, engine: TransformersEngine
+) -> str:
+    """Return a passage of sentences in random order, of about so many tokens."""
+    ids: tuple[int, ...] = ()
+    while len(ids) < tokens:
+        ids += engine.tokenize(f"{' ' if ids else ''}{rng.choice(sentences)}")
+    return str(engine.tokenizer.decode(list(ids[:tokens]), skip_special_tokens=True)).strip()
 
 
 LEAD_IN = "none"

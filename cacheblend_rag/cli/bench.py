@@ -10,6 +10,7 @@ import typer
 
 from cacheblend_rag.bench.plans import (
     ENGINES,
+    BatchPlan,
     ConversationPlan,
     SteadyPlan,
     StorePlan,
@@ -75,6 +76,42 @@ def _measure_conversation(plan: ConversationPlan, advance: Advance) -> dict[str,
     from cacheblend_rag.bench.conversation import measure_conversation
 
     return measure_conversation(plan, advance)
+
+
+def _measure_batch(plan: BatchPlan, advance: Advance) -> dict[str, Any]:
+    quiet_libraries()
+    checks.check_model(plan.model)
+    from cacheblend_rag.bench.batch import measure_batch
+
+    return measure_batch(plan, advance)
+
+
+def _print_batch(found: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    title = f"{found['model']}, {found['requests']} requests of {found['drawn']} chunks"
+    table = Table(title=title, caption=_compared(found), caption_justify="left")
+    table.add_column("order")
+    for heading in ("loads", "loaded", "requests/s", "mean wait", "longest wait"):
+        table.add_column(heading, justify="right")
+    for row in found["orders"]:
+        table.add_row(
+            row["order"],
+            f"{row['loads']:,}",
+            f"{row['loaded_bytes'] / (1 << 20):,.1f} MiB",
+            f"{row['requests_per_second']:.2f}",
+            f"{row['mean_wait_groups']:.2f}",
+            str(row["longest_wait_groups"]),
+        )
+    output.result_console().print(table)
+
+
+def _compared(found: dict[str, Any]) -> str:
+    return (
+        f"{output.percent(found['loads_saved'])} of the loads saved, {found['speedup']:.2f}x the "
+        f"requests per second; {found['same_answers']} of {found['requests']} answers are the same "
+        f"in both. Waits: groups later than by arrival, at most {found['most_wait_groups']}."
+    )
 
 
 def _print_conversation(found: dict[str, Any]) -> None:
@@ -216,4 +253,11 @@ _add(
     partial(measured, _measure_conversation, _print_conversation),
     "Time to first token in each turn of a conversation, by full prefill, by prefix caching, and "
     "with the KV of passages and earlier turns; and how near the answers are.",
+)
+_add(
+    "batch",
+    BatchPlan,
+    partial(measured, _measure_batch, _print_batch),
+    "Loads from disk and requests per second of a batch, in groups that share chunks and first "
+    "come, first served.",
 )

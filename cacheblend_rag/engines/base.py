@@ -298,8 +298,8 @@ class Engine(Backend):
     ) -> list[Generation]:
         """Answer several prompts; all are checked, as generate does, before the first is served.
 
-        Prompts are prefilled in turn, those that share chunks next to each other, and decoded
-        together. If one fails, the others are cancelled. Returns the answers in the prompts' order.
+        Prompts are prefilled in turn, in groups that share chunks, and decoded together. If one
+        fails, the others are cancelled. Returns the answers in the prompts' order.
 
         Args:
             prompts: each as for generate.

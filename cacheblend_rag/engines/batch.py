@@ -6,22 +6,36 @@ batch is read, so an engine whose streams run while they are read decodes all of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, ExitStack, closing
+from itertools import chain
 from threading import Event
 from typing import cast
 
 from cacheblend_rag.engines.answer import Delta, Generation, Request
-from cacheblend_rag.engines.batch_order import grouped
+from cacheblend_rag.engines.batch_order import (
+    MOST_TOGETHER,
+    Chunks,
+    Grouping,
+    by_overlap,
+    chunks_of,
+)
 from cacheblend_rag.engines.stream import Stream
 from cacheblend_rag.errors import OutOfMemoryError
+from cacheblend_rag.kv.chunk_kv import KVKey
 
-MOST_TOGETHER = 8
-"""Most requests of a batch that are read at a time."""
+Wanting = Callable[[Iterable[KVKey]], AbstractContextManager[None]]
+"""Announces that a request will read chunks, until the context ends."""
 
 
 def answer_batch(
-    start: Callable[[Request], Stream[Delta]], requests: Sequence[Request]
+    start: Callable[[Request], Stream[Delta]],
+    requests: Sequence[Request],
+    wanting: Wanting,
+    *,
+    grouping: Grouping = by_overlap,
 ) -> list[Generation]:
     """Return the answers of requests, in their order.
 
@@ -30,14 +44,20 @@ def answer_batch(
 
     Args:
         start: begins to answer a request; called for all of them before any is read.
-        requests: read in an order that keeps shared chunks together (``grouped``).
+        requests: begun and read in groups that share chunks.
+        wanting: announces the chunks that a request shares with others of its group, from the
+            beginning of the group until its prompt is prefilled.
+        grouping: returns the groups.
     """
-    order = grouped([[one.key for one in request.prepared.placed] for request in requests])
+    prompts = [chunks_of(request.prepared.placed) for request in requests]
+    groups = grouping(prompts)
+    order = [*chain(*groups)]
     with ThreadPoolExecutor(MOST_TOGETHER, thread_name_prefix="cacheblend-batch") as pool:
         reader = _Reader(pool)
         try:
-            begun = [iter(start(requests[index])) for index in order]
-            last = dict(zip(order, reader.read(begun), strict=True))
+            begun = {index: iter(start(requests[index])) for index in order}
+            with closing(_announced(begun, groups, prompts, wanting)) as streams:
+                last = dict(zip(order, reader.read(streams), strict=True))
             ends = [last[index] or start(one).last() for index, one in enumerate(requests)]
         finally:
             for request in requests:
@@ -46,14 +66,37 @@ def answer_batch(
     return [cast(Generation, end.generation) for end in ends]
 
 
+def _announced(
+    streams: Mapping[int, Iterator[Delta]],
+    groups: Sequence[Sequence[int]],
+    prompts: Sequence[Chunks],
+    wanting: Wanting,
+) -> Generator[Iterator[Delta]]:
+    """Yield streams in the order of their groups; the next one once the prompt is prefilled."""
+    for group in groups:
+        counts = Counter(chain.from_iterable(prompts[index] for index in group))
+        with ExitStack() as until_all_are_read:
+            announced = {}
+            for index in group:
+                shared = [key for key in prompts[index] if counts[key] > 1]
+                announced[index] = until_all_are_read.enter_context(ExitStack())
+                announced[index].enter_context(wanting(shared))
+            for index in group:
+                yield streams[index]
+                announced[index].close()
+
+
 class _Reader:
     """Reads streams to their ends: the first piece of each in turn, the rest of them together."""
 
     def __init__(self, pool: Executor) -> None:
         self._pool, self._may_read = pool, Event()
 
-    def read(self, streams: Sequence[Iterator[Delta]]) -> list[Delta | None]:
-        """Return the last piece of each stream, None if there was no memory for it."""
+    def read(self, streams: Iterable[Iterator[Delta]]) -> list[Delta | None]:
+        """Return the last piece of each stream, None if there was no memory for it.
+
+        Each one is asked for once the first piece of the one before was read.
+        """
         found: list[Future[Delta | None]] = []
         running: set[Future[Delta | None]] = set()
         for stream in streams:

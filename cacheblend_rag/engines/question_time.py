@@ -97,9 +97,9 @@ class QuestionTime:
             yield from deltas
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Generation]:
-        """Answer several requests, some at a time."""
+        """Answer several requests, some at a time, in groups that share chunks."""
         with self.activity.working():
-            return answer_batch(self.backend._start, requests)
+            return answer_batch(self.backend._start, requests, self.backend._wanting)
 
     async def agenerate(
         self,

@@ -20,6 +20,7 @@ from cacheblend_rag.kv.reader import ChunkReader, WholeReader
 from cacheblend_rag.kv.shared_chunk import Found, Part, SharedChunk
 from cacheblend_rag.kv.stored_chunk import StoredChunk
 from cacheblend_rag.kv.tiers import Tier
+from cacheblend_rag.kv.wanted import WantedChunks
 
 FETCHED_AHEAD = 32
 """Chunks that all running prompts may read ahead; they take memory besides the tiers'."""
@@ -44,6 +45,7 @@ class SharedReads:
     ) -> None:
         self._tiers, self._expiry, self._locks, self._threads = tiers, expiry, locks, threads
         self.places, self.room = Budget(FETCHED_AHEAD), Budget(ROOM_AHEAD_BYTES)
+        self._wanted = WantedChunks()
         self._opening = Opening(tiers, threads, self)
         self._open: WeakValueDictionary[tuple[KVKey, Way], SharedChunk] = WeakValueDictionary()
 
@@ -58,6 +60,24 @@ class SharedReads:
         seen = list(dict.fromkeys(keys))
         for tier in self._tiers:
             tier.see(seen)
+
+    @contextmanager
+    def wanting(self, keys: Iterable[KVKey]) -> Iterator[None]:
+        """Announce that a request will read chunks, until the context ends.
+
+        What other requests read of them meanwhile is kept for this one, besides the tiers' memory.
+        """
+        own = list(dict.fromkeys(keys))
+        try:
+            self._wanted.add(own)
+            for key in own:
+                for way in _WAYS:
+                    running = self._open.get((key, way))
+                    if running is not None and not running.reader.in_memory:
+                        self._wanted.keep(key, running)
+            yield
+        finally:
+            self._wanted.remove(own)
 
     def begin_read(self, tier: str, work: Callable[[], Part]) -> Future[Part]:
         """Read a part of a chunk on threads of the named tier."""
@@ -79,7 +99,12 @@ class SharedReads:
         """Open a chunk in one tier, or join its running read; None if it is absent."""
         tier, key, way = self._tiers[depth], search.key, search.way
         shared = self._open.get((key, way))
-        if shared is not None and shared.failure is None and shared.tier == tier.name:
+        if (
+            shared is not None
+            and shared.failure is None
+            and shared.tier == tier.name
+            and not self._expiry.is_past(tier, key, shared.reader.written_at)
+        ):
             return Found(shared, None)
         opened = tier.open(key)
         if opened is None:
@@ -100,8 +125,6 @@ class SharedReads:
             if way.promotes and above:
                 self._keep_found(search, depth, StoredChunk(reader.kv, reader.written_at))
             shared = SharedChunk(reader, tier.name, reader.read, unpacks=way.unpacks)
-            if not shared.only_unpacks:
-                return shared
         else:
             keeps = way.promotes and any(other.keeps_found for other in above)
             shared = SharedChunk(
@@ -112,9 +135,14 @@ class SharedReads:
                 at_once=tier.parts_at_once,
                 unpacks=way.unpacks,
             )
+        is_in_memory = reader.in_memory and depth == 0 and not tier.durable
+        is_kept = not is_in_memory and self._wanted.keep(key, shared)
+        if reader.in_memory and not shared.only_unpacks and not is_kept:
+            return shared
         self._open[key, way] = shared
         if not self._opening.is_current(search):  # after the insertion, which later changes see
             self._open.pop((key, way), None)
+            self._wanted.drop(key)
         return shared
 
     def _keep_found(self, search: Search, depth: int, chunk: StoredChunk) -> None:
@@ -134,6 +162,7 @@ class SharedReads:
     def _part_with(self, key: KVKey) -> None:
         """Let no new reader join reads of a chunk that was replaced or evicted."""
         self._opening.part_with([key], _WAYS)
+        self._wanted.drop(key)
         for way in _WAYS:
             self._open.pop((key, way), None)
 

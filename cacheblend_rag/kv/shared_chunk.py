@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 from cacheblend_rag.errors import DamagedChunkError, ForeignChunkError, StoreError
 from cacheblend_rag.kv.lookup import StoreMiss
 from cacheblend_rag.kv.packed_kv import LayerKV, StoredKV, unpacked_layer
-from cacheblend_rag.kv.reader import ChunkReader, LayersInMemory
+from cacheblend_rag.kv.reader import ChunkReader, LayersInMemory, WholeReader
 
 PARTS_AT_ONCE = 16
 """Most reads in flight per prompt if reading is waiting: heads first, then parts."""
@@ -63,7 +63,7 @@ class SharedChunk:
         self._unpacks = unpacks and reader.precision != "native"
         self.only_unpacks = self._unpacks and reader.in_memory
         self.at_once = UNPACKED_AT_ONCE if self.only_unpacks else at_once
-        self._read, self._keep = read, keep
+        self._read, self._keep, self._is_held = read, keep, False
         self._lock = threading.RLock()  # reentrant: cancelling a read runs its callbacks
         self._users = 0
         self._under_way: dict[int, Future[Part]] = {}
@@ -71,6 +71,18 @@ class SharedChunk:
         self._kept: dict[int, Part] = {}
         self._whole: StoredKV | None = None
         self.failure: StoreError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all layers, in memory or once they are read."""
+        if isinstance(self.reader, WholeReader):
+            return self.reader.kv.nbytes
+        return self.reader.layers * self.reader.layer_bytes
+
+    def hold(self) -> None:
+        """Keep the parts read from now on as long as this object lives."""
+        with self._lock:
+            self._is_held = True
 
     def first_of(self, layer: int) -> int:
         """Return the first layer of the part that a layer is in."""
@@ -142,10 +154,11 @@ class SharedChunk:
             self._fail(error)
             raise
         with self._lock:
-            if self._keep is None:
+            if self._keep is None and not self._is_held:
                 return part
             self._kept[first] = part
-            if sum(len(kept.layers) for kept in self._kept.values()) < self.reader.layers:
+            is_whole = sum(len(one.layers) for one in self._kept.values()) == self.reader.layers
+            if self._keep is None or not is_whole:
                 return part
             keep, self._keep = self._keep, None
         keep(self._assembled())

@@ -109,6 +109,42 @@ def test_a_conversation_is_shown_as_a_table(cli):
     assert "nothing dropped" not in outcome.stdout
 
 
+BATCH = (
+    "bench", "batch", "--model", "demo", "--requests", 24, "--chunks", 30, "--drawn", 3,
+    "--chunk-tokens", 40, "--answer-tokens", 4, "--repeat", 1,
+)  # fmt: skip
+
+
+def test_a_batch_is_answered_in_both_orders(cli):
+    found = cli(*BATCH, "--json").json
+    arrival, overlap = found["orders"]
+    assert (arrival["order"], overlap["order"]) == ("arrival", "overlap")
+    assert (arrival["mean_wait_groups"], arrival["longest_wait_groups"]) == (0, 0)
+    assert 0 < overlap["longest_wait_groups"] <= found["most_wait_groups"]
+    assert 0 < overlap["loads"] < arrival["loads"] <= 24 * 3
+    assert 0 < overlap["loaded_bytes"] < arrival["loaded_bytes"]
+    assert found["loads_saved"] == pytest.approx(1 - overlap["loads"] / arrival["loads"])
+    assert found["same_answers"] == found["requests"] == 24
+    assert found["host_bytes"] == round(0.08 * found["stored_bytes"])
+    assert {order: len(seconds) for order, seconds in found["runs"].items()} == {
+        "arrival": 1, "overlap": 1
+    }  # fmt: skip
+
+
+def test_memory_for_all_chunks_leaves_nothing_to_save(cli):
+    found = cli(*BATCH, "--held", 1, "--json").json
+    arrival, overlap = found["orders"]
+    assert arrival["loads"] == overlap["loads"] <= 30
+    assert found["loads_saved"] == 0
+
+
+def test_a_batch_is_shown_as_a_table(cli):
+    outcome = cli(*BATCH, "--requests", 9)
+    assert outcome.code == 0
+    assert "demo, 9 requests of 3 chunks" in outcome.stdout
+    assert "groups later than by arrival, at most 4" in " ".join(outcome.stdout.split())
+
+
 def test_table_without_json(cli):
     outcome = cli("bench", "ttft", "--shape", "tiny", *SMALL, "--tier", "disk")
     assert outcome.code == 0

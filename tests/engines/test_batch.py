@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,13 @@ from typing import Any
 import pytest
 
 from cacheblend_rag.engines.answer import Delta
-from cacheblend_rag.engines.batch import MOST_TOGETHER, answer_batch
+from cacheblend_rag.engines.batch import answer_batch
+from cacheblend_rag.engines.batch_order import MOST_TOGETHER
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.errors import OutOfMemoryError
+from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.prefill.lead_in import PlacedChunk
+from tests.kv.samples import make_key
 
 PATIENCE = 30.0
 
@@ -74,9 +79,71 @@ class Pieces:
         return last
 
 
-def answer(requests: list[Request]) -> Any:
+def answer(requests: list[Request], wanting: Any = lambda keys: nullcontext()) -> Any:
     start: Any = Pieces
-    return answer_batch(start, requests)  # type: ignore[arg-type]
+    return answer_batch(start, requests, wanting)  # type: ignore[arg-type]
+
+
+def asking_for(*numbers: int) -> Any:
+    """A prepared prompt with these chunks."""
+    return SimpleNamespace(
+        placed=[PlacedChunk(make_key(n), 10 * at, 10 * at + 10) for at, n in enumerate(numbers)]
+    )
+
+
+def test_a_group_announces_what_its_requests_share_until_each_is_prefilled() -> None:
+    """The first eight share chunk 0 and, two of them, chunk 1; the next group is announced then."""
+    log, announced = Log(), dict[KVKey, int]()
+    seen: dict[int, dict[KVKey, int]] = {}
+
+    class Noting(Log):
+        def note(self, event: str, request: Request) -> None:
+            super().note(event, request)
+            if event == "prefill":
+                seen[request.name] = {key: n for key, n in announced.items() if n}
+
+    @contextmanager
+    def wanting(keys: Any) -> Iterator[None]:
+        for key in keys:
+            announced[key] = announced.get(key, 0) + 1
+        yield
+        for key in keys:
+            announced[key] -= 1
+
+    log = Noting()
+    first = [Request(n, log, prepared=asking_for(0, 10 + n)) for n in range(MOST_TOGETHER)]
+    first[1].prepared, first[2].prepared = asking_for(0, 1), asking_for(1, 0)
+    last = [Request(90 + n, log, prepared=asking_for(3)) for n in range(2)]
+    answer([*first, *last], wanting)
+    order = [name for event, name in log.events if event == "prefill"]
+    assert sorted(order[:MOST_TOGETHER]) == list(range(MOST_TOGETHER))
+    both, own = make_key(0), make_key(1)
+    for before, name in enumerate(order[:MOST_TOGETHER]):
+        two_left = 2 - sum(other in order[:before] for other in (1, 2))
+        told = {both: MOST_TOGETHER - before, own: two_left}
+        assert seen[name] == {key: left for key, left in told.items() if left}
+    assert [seen[name] for name in (90, 91)] == [{make_key(3): 2}, {make_key(3): 1}]
+    assert not any(announced.values())
+
+
+def test_an_error_ends_all_announcements() -> None:
+    log, open_now = Log(), []
+
+    @contextmanager
+    def wanting(keys: Any) -> Iterator[None]:
+        open_now.append(list(keys))
+        try:
+            yield
+        finally:
+            open_now.pop()
+
+    def break_down(_: Request) -> None:
+        raise RuntimeError("broken")
+
+    requests = [Request(n, log, break_down, prepared=asking_for(0)) for n in range(12)]
+    with pytest.raises(RuntimeError, match="broken"):
+        answer(requests, wanting)
+    assert open_now == []
 
 
 def test_prompts_are_prefilled_in_turn_then_decoded() -> None:

@@ -1,49 +1,134 @@
-"""Prompts of a batch that share chunks stand next to each other."""
+"""Requests that share chunks are grouped, and none waits longer than it may."""
 
 from __future__ import annotations
 
 import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import chain
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from cacheblend_rag.engines.batch_order import grouped
-from cacheblend_rag.kv.chunk_kv import KVKey
+from cacheblend_rag.bench.workload import draw_ranks, zipf_weights
+from cacheblend_rag.engines.batch_order import (
+    GROUPS_AHEAD,
+    MOST_TOGETHER,
+    MOST_WAIT,
+    Chunks,
+    by_overlap,
+    in_order_of_arrival,
+)
 from tests.kv.samples import make_key
 
+KEYS = [make_key(number) for number in range(200)]
 
-def keys(*numbers: int) -> list[KVKey]:
-    return [make_key(number) for number in numbers]
+
+def chunks(*numbers: int, tokens: int = 10) -> Chunks:
+    return {KEYS[number]: tokens for number in numbers}
+
+
+PROMPTS = st.lists(
+    st.dictionaries(st.sampled_from(KEYS[:12]), st.integers(1, 500), max_size=5), max_size=90
+)
+
+
+@given(prompts=PROMPTS, most=st.integers(1, 9), most_wait=st.integers(0, 6))
+@settings(max_examples=200, deadline=None)
+def test_groups_are_full_and_no_request_waits_longer_than_it_may(
+    prompts: list[Chunks], most: int, most_wait: int
+) -> None:
+    groups = by_overlap(prompts, most=most, most_wait=most_wait)
+    arrived = in_order_of_arrival(prompts, most=most)
+    assert sorted(chain(*groups)) == list(range(len(prompts)))
+    assert [len(group) for group in groups] == [len(group) for group in arrived]
+    waited = {index: number for number, group in enumerate(groups) for index in group}
+    came = {index: number for number, group in enumerate(arrived) for index in group}
+    assert all(waited[index] <= came[index] + most_wait for index in came)
+
+
+def test_the_wait_is_used_up_by_a_request_that_shares_nothing() -> None:
+    """It is passed by as often as it may be, and no more often."""
+    prompts = [chunks(0), chunks(1)] + [chunks(0)] * (20 * MOST_TOGETHER)
+    groups = by_overlap(prompts)
+    assert [number for number, group in enumerate(groups) if 1 in group] == [MOST_WAIT]
 
 
 def test_prompts_that_share_nothing_keep_their_order() -> None:
-    assert grouped([]) == []
-    assert grouped([keys(3, 4), keys(), keys(1), keys(2, 2)]) == [0, 1, 2, 3]
+    assert by_overlap([]) == []
+    prompts = [chunks(3, 4), chunks(), chunks(1), chunks(2)]
+    assert by_overlap(prompts) == [[0, 1, 2, 3]]
+    assert by_overlap(prompts, most=3) == in_order_of_arrival(prompts, most=3) == [[0, 1, 2], [3]]
 
 
-def test_those_that_share_chunks_are_near() -> None:
-    prompts = [keys(1, 2), keys(8, 9), keys(2, 1), keys(5), keys(9, 8), keys(1, 2)]
-    assert grouped(prompts) == [3, 0, 2, 5, 1, 4]
+def test_those_that_share_chunks_stand_in_one_group() -> None:
+    prompts = [chunks(1, 2), chunks(8, 9), chunks(2, 1), chunks(5), chunks(9, 8), chunks(1, 2)]
+    assert by_overlap(prompts, most=3) == [[0, 2, 5], [1, 4, 3]]
 
 
-def test_every_prompt_has_one_place() -> None:
-    rng = random.Random(3)
-    prompts = [keys(*rng.choices(range(12), k=rng.randrange(5))) for _ in range(60)]
-    assert sorted(grouped(prompts)) == list(range(60))
+def test_chunks_count_by_their_tokens() -> None:
+    prompts = [
+        {KEYS[0]: 400, KEYS[1]: 20, KEYS[2]: 20},
+        {KEYS[1]: 20, KEYS[2]: 20},
+        {KEYS[0]: 400},
+    ]
+    assert by_overlap(prompts, most=2) == [[0, 2], [1]]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_small_cache_reads_less_than_in_the_order_given(seed: int) -> None:
+def test_a_chunk_that_all_have_counts_less() -> None:
+    prompts = [chunks(0, 1), *[chunks(0, 10 + number) for number in range(6)], chunks(1)]
+    assert by_overlap(prompts, most=2)[0] == [0, 7]
+
+
+def test_a_group_begins_with_what_the_last_one_loaded() -> None:
+    prompts = [chunks(0, 1), chunks(0, 1), chunks(5), chunks(1)]
+    assert by_overlap(prompts, most=2) == [[0, 1], [3, 2]]
+
+
+def test_only_the_oldest_of_a_long_queue_are_compared() -> None:
+    ahead = MOST_TOGETHER * GROUPS_AHEAD
+    apart = [chunks(1 + number) for number in range(ahead + MOST_TOGETHER)]
+    assert len(apart) + 1 not in by_overlap([chunks(0), *apart, chunks(0)])[0]
+    assert ahead in by_overlap([chunks(0), *apart[: ahead - 1], chunks(0)])[0]
+
+
+def loads(prompts: Sequence[Chunks], groups: list[list[int]], room: int) -> int:
+    """Count the chunks that a cache of the ``room`` last used ones lacks."""
+    cache, count = OrderedDict[object, None](), 0
+    for key in chain(*(prompts[index] for index in chain(*groups))):
+        count += key not in cache
+        cache[key] = None
+        cache.move_to_end(key)
+        if len(cache) > room:
+            cache.popitem(last=False)
+    return count
+
+
+@pytest.mark.parametrize("room", [4, 8, 16, 24, 50])
+@pytest.mark.parametrize(
+    ("requests", "kinds", "drawn", "exponent"),
+    [(64, 200, 4, 1.0), (64, 60, 4, 1.0), (128, 200, 4, 1.2), (256, 200, 4, 0.8), (64, 60, 3, 0.5)],
+)
+def test_a_zipf_workload_loads_less_than_in_the_order_of_arrival(
+    requests: int, kinds: int, drawn: int, exponent: float, room: int
+) -> None:
+    weights, grouped, arrived = zipf_weights(kinds, exponent), 0, 0
+    for seed in range(5):
+        rng = random.Random(seed)
+        prompts = [chunks(*draw_ranks(rng, weights, drawn)) for _ in range(requests)]
+        own = loads(prompts, by_overlap(prompts), room)
+        first = loads(prompts, in_order_of_arrival(prompts), room)
+        assert own <= first, seed
+        grouped, arrived = grouped + own, arrived + first
+    assert grouped < arrived
+
+
+def test_topics_load_each_chunk_once() -> None:
     """The cache keeps the last four chunks; every fifth prompt is about the same topic."""
-    rng = random.Random(seed)
-    prompts = [keys(*rng.sample(range(10 * topic, 10 * topic + 3), 2)) for topic in range(5)] * 6
-
-    def reads(order: list[int]) -> int:
-        cache: list[KVKey] = []
-        count = 0
-        for key in (key for index in order for key in prompts[index]):
-            count += key not in cache
-            cache = [*(one for one in cache if one != key), key][-4:]
-        return count
-
-    assert reads(list(range(len(prompts)))) == 60
-    assert reads(grouped(prompts)) == 10
+    for seed in range(5):
+        rng = random.Random(seed)
+        topics = [chunks(*rng.sample(range(10 * t, 10 * t + 3), 2)) for t in range(5)]
+        prompts = topics * 6
+        assert loads(prompts, in_order_of_arrival(prompts), 4) == 60
+        assert loads(prompts, by_overlap(prompts), 4) == 10

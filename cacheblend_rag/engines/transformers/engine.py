@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,13 +35,10 @@ from cacheblend_rag.engines.transformers.batches import compute_batches
 from cacheblend_rag.engines.transformers.decoding import TextStream, eos_token_ids, sampled_tokens
 from cacheblend_rag.engines.transformers.given_model import GivenModel
 from cacheblend_rag.engines.transformers.keeping import store_computed
-from cacheblend_rag.engines.transformers.model_steps import (
-    in_idle_turns,
-    in_turns,
-    lock_of,
-)
+from cacheblend_rag.engines.transformers.model_steps import in_idle_turns, in_turns, lock_of
 from cacheblend_rag.engines.transformers.ordinary_prefill import OrdinaryPrefill
 from cacheblend_rag.engines.transformers.prefill import Prefilled
+from cacheblend_rag.engines.transformers.prefill_queue import queue_of
 from cacheblend_rag.engines.transformers.prefiller import Prefiller
 from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
 from cacheblend_rag.engines.transformers.scheduler import scheduler_of
@@ -138,6 +135,7 @@ class TransformersEngine(Engine, ScoringEngine):
         self.model = given.model
         self.store = TieredKVStore.open() if store is None else store
         self._priority_lock, self._scheduler = lock_of(self.model), scheduler_of(self.model)
+        self._queue = queue_of(self.model)
         self._watched = WatchedModel(
             self.model, self._priority_lock, self.store, name=given.loaded_by, wrapper=given.wrapper
         )
@@ -168,7 +166,9 @@ class TransformersEngine(Engine, ScoringEngine):
         """Use the stack and the ordinary prefill of a tested model."""
         self._tried = tried
         self._stack, self._ordinary = tried.stack, tried.ordinary
-        self._prefiller = Prefiller(tried, self.store, self._priority_lock, self.namespace)
+        self._prefiller = Prefiller(
+            tried, self.store, self._priority_lock, self._queue, self.namespace
+        )
 
     def _refresh(self) -> None:
         """Detect changes of the model's weights and adapters."""
@@ -222,6 +222,9 @@ class TransformersEngine(Engine, ScoringEngine):
 
     def _start(self, request: Request) -> Stream[Delta]:
         return PulledStream(self._answer(request), request.cancel, self._pool)
+
+    def _wanting(self, keys: Iterable[KVKey]) -> AbstractContextManager[None]:
+        return self.store.reads.wanting(keys)
 
     def _answer(self, request: Request) -> Iterator[Delta]:
         """Yield text as it becomes final.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from time import monotonic
 from typing import TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -20,6 +21,9 @@ from cacheblend_rag.kv.fetch import LayerSource
 
 PATIENCE_SECONDS = 0.05
 """Seconds between checks whether a request that waits for its chunks was cancelled."""
+
+STALLED_SECONDS = 0.5
+"""Seconds of waiting for a chunk after which a request no longer keeps others from beginning."""
 
 _locks: WeakKeyDictionary[PreTrainedModel, PriorityLock] = WeakKeyDictionary()
 _locks_lock = threading.Lock()
@@ -45,10 +49,12 @@ def run_steps(
     steps: Steps[T],
     cancel: Cancellation,
     source: LayerSource | None = None,
+    stall: Callable[[], None] = lambda: None,
 ) -> T | None:
     """Run a request's steps, and wait in between for the KV of the next one.
 
-    Returns None if it is cancelled meanwhile.
+    stall: called when that takes longer than ``STALLED_SECONDS``. Returns None if it is cancelled
+    meanwhile.
     """
     while not cancel.is_set():
         with working(), lock.taken(), inference():
@@ -56,9 +62,12 @@ def run_steps(
                 next(steps)
             except StopIteration as done:
                 return cast(T, done.value)
+        stalled_at = monotonic() + STALLED_SECONDS
         while source is not None and not source.wait(PATIENCE_SECONDS):
             if cancel.is_set():
                 return None
+            if monotonic() > stalled_at:
+                stall()
     return None
 
 

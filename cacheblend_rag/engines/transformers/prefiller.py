@@ -14,6 +14,7 @@ from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import FULL_PREFILL, Request
 from cacheblend_rag.engines.backend import STOPPED, UNSUPPORTED
+from cacheblend_rag.engines.batch_order import chunks_of
 from cacheblend_rag.engines.transformers.cache import GROWTH_TOKENS, FusedCache
 from cacheblend_rag.engines.transformers.model_steps import run_steps, run_when_idle
 from cacheblend_rag.engines.transformers.prefill import (
@@ -22,6 +23,7 @@ from cacheblend_rag.engines.transformers.prefill import (
     blended_prefill,
     ordinary_prefill,
 )
+from cacheblend_rag.engines.transformers.prefill_queue import PrefillQueue, Turn
 from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
@@ -53,7 +55,7 @@ overhead of a blend pass may exceed the computation saved."""
 
 @dataclass(frozen=True, eq=False)
 class Prefiller:
-    """A tested model with its store, and the lock of all engines around it.
+    """A tested model with its store, and the lock and the queue of all engines around it.
 
     namespace: whose prompts share what they begin with.
     """
@@ -61,6 +63,7 @@ class Prefiller:
     tried: TriedModel
     store: TieredKVStore
     lock: PriorityLock
+    queue: PrefillQueue
     namespace: str
 
     @cached_property
@@ -75,21 +78,29 @@ class Prefiller:
 
         Other requests may use the model while this one waits for the store.
         """
+        is_asked = self.tried.stack is not None and not _is_refused(request)
+        chunks = chunks_of(_parts_of(request)) if is_asked else {}
+        with (
+            self.store.reads.wanting(chunks),
+            self.queue.turn(chunks, request.cancel) as turn,
+        ):
+            return None if turn is None else self._run(request, turn)
+
+    def _run(self, request: Request, turn: Turn) -> Prefilled | None:
         prompt, stack = request.prepared, self.tried.stack
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
-        is_refused = request.full or request.steering.refusal is not None
         prefix, told = self._stored_prefix(request), None
         parts = _parts_of(request)
-        if stack is not None and not is_refused and parts:
+        if stack is not None and not _is_refused(request) and parts:
             chunks = PromptChunks(prompt, self.store, parts, prefix)
-            blended = self._blended(stack, request, chunks, reserve)
+            blended = self._blended(stack, request, chunks, reserve, turn)
             if not isinstance(blended, NotWorthLoading):
                 return blended
             told = PrefillReport(blended.why, chunks=blended.chunks)
         told = told or self._told_unasked(request)
         if stack and prefix and prefix.tokens >= max(1, LEAST_SHARE * len(prompt.token_ids)):
             chunks = PromptChunks(prompt, self.store, (), prefix)
-            continued = self._blended(stack, request, chunks, reserve)
+            continued = self._blended(stack, request, chunks, reserve, turn)
             if continued is None:
                 return None
             if isinstance(continued, Prefilled):
@@ -197,11 +208,16 @@ class Prefiller:
         return done if isinstance(done, Comparison) else None
 
     def _blended(
-        self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
+        self,
+        stack: TransformersStack,
+        request: Request,
+        chunks: PromptChunks,
+        reserve: int,
+        turn: Turn,
     ) -> Prefilled | NotWorthLoading | None:
         """Prefill by a blend pass; one that runs out of memory is abandoned and freed."""
         try:
-            return self._run_pass(stack, request, chunks, reserve)
+            return self._run_pass(stack, request, chunks, reserve, turn)
         except Exception as error:
             lack = lack_of_memory(error)
             if lack is None:
@@ -214,7 +230,12 @@ class Prefiller:
         return NotWorthLoading(no_room(lack), chunks.missed(NO_ROOM))
 
     def _run_pass(
-        self, stack: TransformersStack, request: Request, chunks: PromptChunks, reserve: int
+        self,
+        stack: TransformersStack,
+        request: Request,
+        chunks: PromptChunks,
+        reserve: int,
+        turn: Turn,
     ) -> Prefilled | NotWorthLoading | None:
         config = request.config
         if not chunks.placed:
@@ -225,7 +246,7 @@ class Prefiller:
             steps = blended_prefill(
                 stack, chunks, source, config, reserve, controller=self.tried.controller
             )
-            return run_steps(self.lock, steps, request.cancel, source)
+            return run_steps(self.lock, steps, request.cancel, source, turn.stall)
 
     def _ordinarily(self, request: Request, reserve: int, told: PrefillReport) -> Prefilled | None:
         """Serve a prompt by the model's own prefill, and record its duration."""
@@ -255,6 +276,11 @@ def _parts_of(request: Request) -> tuple[PlacedChunk, ...]:
     """Return the chunks of a prompt, and the parts of its conversation that may be reused."""
     prompt = request.prepared
     return prompt.stored_parts if request.config.reuse_prefix else prompt.placed
+
+
+def _is_refused(request: Request) -> bool:
+    """Whether a request is served by ordinary prefill, whatever is stored."""
+    return request.full or request.steering.refusal is not None
 
 
 def _is_exact(chunks: PromptChunks) -> bool:

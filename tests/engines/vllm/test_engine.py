@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
 from threading import Event
 
 import pytest
 
-from cacheblend_rag import BlendConfig, open_engine
+from cacheblend_rag import BlendConfig, Chunk, open_engine
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.engines.vllm.engine import next_piece
-from cacheblend_rag.engines.vllm.transport import Piece
+from cacheblend_rag.engines.vllm.transport import Piece, VLLMRequest
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.inprocess import InProcessEngine
 from tests.engines.vllm.opening import share_cores, vllm_in_process
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
 from tests.engines.vllm.test_protocol import mixed_prompts, same_tokens
+from tests.models import prompt_of, words
 
 REUSE = BlendConfig(min_tokens=0, recompute_ratio=0.0)
 
@@ -103,6 +104,27 @@ def test_synchronous_blending_gives_the_same_answers(llama: InProcessEngine) -> 
         answers.append(llama.generate_batch(prompts, SHORT))
         assert answers[-1][1].report.blended
     assert same_tokens(*answers)
+
+
+def test_a_batch_is_sent_in_groups_that_share_chunks(
+    llama: InProcessEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM runs requests in the order in which they come."""
+    topics = [[Chunk(words(20, 10 * topic + n)) for n in range(2)] for topic in range(2)]
+    llama.precompute([chunk for topic in topics for chunk in topic], progress=False)
+    prompts = [llama.prepare(prompt_of(words(3, n), *topics[n % 2], "w9")) for n in range(16)]
+    send, sent = llama.transport.send, list[tuple[int, ...]]()
+
+    def noting(request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:
+        sent.append(tuple(request.token_ids))
+        return send(request, stream=stream)
+
+    monkeypatch.setattr(llama.transport, "send", noting)
+    answers = llama.generate_batch(prompts, SHORT)
+    order = [*range(0, 16, 2), *range(1, 16, 2)]
+    assert sent[:16] == [tuple(prompts[index].token_ids) for index in order]
+    alone = [llama.generate(prompt, SHORT) for prompt in prompts]
+    assert same_tokens(alone, answers)
 
 
 def test_every_replica_has_the_chunks_and_answers_for_its_reports(

@@ -1,0 +1,136 @@
+"""What one request reads of a chunk is kept for others that have announced to read it."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+
+import pytest
+
+from cacheblend_rag.kv import HostTier, TieredKVStore, TierPolicy, codec
+from cacheblend_rag.kv.shared_chunk import SharedChunk
+from cacheblend_rag.kv.wanted import WantedChunks
+from tests.kv.samples import SlowBytes, SlowTier, make_key, make_kv, same, taken
+
+KEY, OTHER = make_key(0), make_key(1)
+
+
+@pytest.fixture
+def far(monkeypatch):
+    """A tier that is read by ranges, with two chunks."""
+    monkeypatch.setattr(codec, "HEAD_BYTES", 1 << 10)
+    tier = SlowBytes()
+    tier.fill({KEY: make_kv(0, tokens=64), OTHER: make_kv(1, tokens=64)})
+    return tier
+
+
+def read(store, *keys):
+    with store.fetch(keys or [KEY]) as source:
+        return taken(source)
+
+
+def times_read(far, key=KEY):
+    """How often all of a chunk's layers were read."""
+    return sum(one == key for one, _ in far.ranges) / make_kv(0).keys.shape[0]
+
+
+@pytest.mark.parametrize("memory", [(), (HostTier(1),)])
+def test_a_chunk_is_read_once_for_all_that_announced_it(far, memory):
+    """With no memory, and with one that has no room."""
+    with TieredKVStore([*memory, far]) as store, ExitStack() as announced:
+        for _ in range(3):
+            announced.enter_context(store.reads.wanting([KEY]))
+        found = [read(store) for _ in range(3)]
+        assert times_read(far) == 1
+        assert all(same(one.kv, make_kv(0, tokens=64)) for (one,) in found)
+        assert {one.tier for (one,) in found} == {"bytes"}
+
+
+def test_a_tier_that_loads_whole_chunks_loads_them_once():
+    slow = SlowTier(lambda: None)
+    slow.fill([KEY])
+    with TieredKVStore([HostTier(policy=TierPolicy(promote=False)), slow]) as store:
+        with store.reads.wanting([KEY]), store.reads.wanting([KEY]):
+            assert [read(store)[0].tier for _ in range(3)] == ["slow"] * 3
+            assert slow.keys == [KEY]
+        read(store)
+        assert slow.keys == [KEY, KEY]
+
+
+def test_one_announcement_keeps_nothing(far):
+    with TieredKVStore([far]) as store, store.reads.wanting([KEY, KEY]):
+        read(store)
+        read(store)
+        assert times_read(far) == 2
+
+
+def test_what_only_one_announced_is_not_kept(far):
+    with (
+        TieredKVStore([far]) as store,
+        store.reads.wanting([KEY, OTHER]),
+        store.reads.wanting([KEY]),
+    ):
+        read(store, KEY, OTHER)
+        read(store, KEY, OTHER)
+        assert (times_read(far), times_read(far, OTHER)) == (1, 2)
+
+
+def test_it_is_kept_until_the_last_of_them_has_it(far):
+    with TieredKVStore([far]) as store, store.reads.wanting([KEY]):
+        with store.reads.wanting([KEY]):
+            read(store)
+        read(store)  # the second of them
+        assert times_read(far) == 1
+    with TieredKVStore([far]) as store:
+        with store.reads.wanting([KEY]), store.reads.wanting([KEY]):
+            read(store)
+        read(store)
+        assert times_read(far) == 3
+
+
+def test_a_read_that_has_begun_is_kept_for_a_later_request(far):
+    with TieredKVStore([far]) as store, store.reads.wanting([KEY]), ExitStack() as later:
+        with store.fetch([KEY]) as source:
+            source.take()
+            later.enter_context(store.reads.wanting([KEY]))
+            source.layer(0)
+            opened = len(far.opened)
+            source.layer(1)
+        read(store)
+        assert len(far.opened) == opened == 1
+
+
+def test_a_replaced_chunk_is_read_anew(far):
+    with TieredKVStore([far]) as store, store.reads.wanting([KEY]), store.reads.wanting([KEY]):
+        read(store)
+        with store.reads.changing(KEY):
+            far.fill({KEY: make_kv(5, tokens=64)})
+        (found,) = read(store)
+        assert same(found.kv, make_kv(5, tokens=64))
+
+
+def test_an_expired_chunk_is_not_served(far, monkeypatch):
+    with (
+        TieredKVStore([far], ttl_seconds=3600) as store,
+        store.reads.wanting([KEY]),
+        store.reads.wanting([KEY]),
+    ):
+        assert read(store)[0].kv is not None
+        now = time.time
+        monkeypatch.setattr(time, "time", lambda: now() + 7200)
+        assert read(store)[0].kv is None
+
+
+def test_no_more_is_kept_than_there_is_room_for(far):
+    reader = far.open(KEY)
+    chunk = SharedChunk(reader, "bytes", reader.read)
+    assert chunk.nbytes == make_kv(0, tokens=64).keys.nbytes * 2
+    wanted = WantedChunks(limit=2 * chunk.nbytes - 1)
+    for _ in range(2):
+        wanted.add([KEY, OTHER])
+    assert wanted.keep(KEY, chunk)
+    assert not wanted.keep(OTHER, SharedChunk(reader, "bytes", reader.read))
+    wanted.remove([KEY])
+    assert not wanted.keep(OTHER, SharedChunk(reader, "bytes", reader.read))
+    wanted.remove([KEY])
+    assert wanted.keep(OTHER, SharedChunk(reader, "bytes", reader.read))
