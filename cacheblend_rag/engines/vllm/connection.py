@@ -178,19 +178,20 @@ class ServerConnection:
             async for event in events:
                 yield event
         except Exception as error:
-            failure = self._failure(error)  # without its cause, whose frames hold the key
-            if self._ends_server(error):
-                raise StreamBrokenError(str(failure)) from None
-            raise failure from None
+            # without its cause, whose frames hold the key
+            raise (self._break(error) or self._failure(error)) from None
 
-    def _ends_server(self, error: Exception) -> bool:
-        """Whether an error in a stream says that the server, or its engine, is no more."""
-        known = self._openai
+    def _break(self, error: Exception) -> StreamBrokenError | None:
+        """Return an error in a stream that says that the server, or its engine, is no more."""
+        known, broke = self._openai, f"engine={self.url!r}: the server's answer broke off"
         cause = error.__cause__ if isinstance(error, known.APIConnectionError) else error
-        told = isinstance(error, known.APIError) and not isinstance(
-            error, known.APIStatusError | known.APIConnectionError
-        )
-        return told or type(cause).__name__ in CUT_OFF
+        if type(cause).__name__ in CUT_OFF:
+            return StreamBrokenError(f"{broke} ({type(cause).__name__})")
+        if isinstance(error, known.APIConnectionError | known.APIStatusError):
+            return None
+        if isinstance(error, known.APIError):  # an event that tells of an error
+            return StreamBrokenError(f"{broke}: {_first_line(error.message)}")
+        return None
 
     def _no_vllm(self, why: str) -> EngineUnavailableError:
         return EngineUnavailableError(f"engine={self.url!r} is not a vLLM server: {why}")

@@ -77,7 +77,7 @@ def _refusal(
     """Return why a broken stream is not continued, None if it is."""
     if answer.ids and request.sampling.temperature > 0:
         return EngineUnavailableError(
-            f"{error} after {len(answer.ids)} tokens of a sampled answer, which no other server "
+            f"{error} after token {len(answer.ids)} of a sampled answer, which no other server "
             "would continue: ask again, or with temperature=0, whose streams are resumed"
         )
     return error if left <= 0 else None

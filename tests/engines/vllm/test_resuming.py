@@ -139,7 +139,7 @@ def test_a_sampled_answer_ends_with_what_to_do(seed: int | None) -> None:
     servers = Dying(5)
     with pytest.raises(EngineUnavailableError, match="ask again, or with temperature=0") as caught:
         read(servers, sampled)
-    assert "after 5 tokens" in str(caught.value)
+    assert "after token 5" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert (servers.counts.resumed, servers.counts.broken) == (0, 1)
     assert read(unbegun := Dying(0), sampled)[0] == ANSWER
