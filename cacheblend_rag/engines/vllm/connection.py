@@ -8,8 +8,14 @@ from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cacheblend_rag.engines.vllm.affinity import AFFINITY_HEADER
 from cacheblend_rag.engines.vllm.protocol import Late, params_of
-from cacheblend_rag.engines.vllm.transport import Piece, VLLMRequest
+from cacheblend_rag.engines.vllm.transport import (
+    Piece,
+    RequestCounts,
+    StreamBrokenError,
+    VLLMRequest,
+)
 from cacheblend_rag.errors import (
     CacheBlendError,
     ConfigError,
@@ -22,6 +28,8 @@ REPLICA_HEADER = "X-data-parallel-rank"
 REQUEST_ID_HEADER = "X-Request-Id"
 """What vLLM calls a request by, in its own id of it and in its logs."""
 KEY_VARIABLE = "CACHEBLEND_API_KEY"
+RETRY_HEADER = "x-stainless-retry-count"
+"""In which the ``openai`` package says how often it has sent a request before."""
 NO_KEY = "none"
 CONNECT_SECONDS = 5.0
 CUT_OFF = ("RemoteProtocolError", "ReadError")
@@ -49,8 +57,9 @@ class ServerConnection:
 
     url: with or without ``/v1``. api_key: the environment's CACHEBLEND_API_KEY by default.
     timeout_seconds: for each attempt to get an answer, and between two pieces of a stream.
-    max_retries: of requests that the server has not begun: no connection, a timeout, an overloaded
-    server.
+    max_retries: of requests that were not answered: no connection, one that broke off, a timeout, a
+    server that is overloaded or fails (408, 409, 429, 5xx), with pauses from half a second that
+    double. counts: where requests are counted.
 
     Raises ConfigError when one of them is out of range, MissingExtraError without ``openai``.
     """
@@ -62,6 +71,7 @@ class ServerConnection:
         api_key: str | Secret | None = None,
         timeout_seconds: float = 600.0,
         max_retries: int = 2,
+        counts: RequestCounts | None = None,
     ) -> None:
         api_key = Secret.of(api_key or os.environ.get(KEY_VARIABLE) or NO_KEY)
         check_server_url(url)
@@ -76,12 +86,21 @@ class ServerConnection:
         self._openai = openai
         self.url = url.rstrip("/").removesuffix("/v1")
         self.timeout_seconds = timeout_seconds
+        self.counts = counts or RequestCounts()
         self._client = openai.AsyncOpenAI(
             base_url=f"{self.url}/v1",
             api_key=api_key.reveal() if api_key else NO_KEY,
             timeout=openai.Timeout(timeout_seconds, connect=min(CONNECT_SECONDS, timeout_seconds)),
             max_retries=max_retries,
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"request": [self._count]}),
         )
+
+    async def _count(self, request: Any) -> None:
+        """Count a request that is about to be sent."""
+        if request.headers.get(RETRY_HEADER, "0") == "0":
+            self.counts.sent += 1
+        else:
+            self.counts.retried += 1
 
     async def find_model(self, wanted: Sequence[str] = ()) -> ServedModel:
         """Return the served model that is called or comes from one of ``wanted``, or the only one.
@@ -130,11 +149,18 @@ class ServerConnection:
         )
 
     async def stream(self, model: str, request: VLLMRequest) -> AsyncGenerator[Piece]:
-        """Answer a request piece by piece; closing the iterator ends it at the server, too."""
+        """Answer a request piece by piece; closing the iterator ends it at the server, too.
+
+        Raises StreamBrokenError when it ends before the answer does.
+        """
+        finished = False
         async with await self._create(**_body(model, request), stream=True) as events:
             async for event in self._told(events):
                 for choice in event.choices:
+                    finished = finished or choice.finish_reason is not None
                     yield _piece(choice, params=None if request.job is None else LATE)
+        if not finished:
+            raise StreamBrokenError(f"engine={self.url!r}: the server's answer broke off")
 
     async def close(self) -> None:
         """Close its connections."""
@@ -152,7 +178,20 @@ class ServerConnection:
             async for event in events:
                 yield event
         except Exception as error:
-            raise self._failure(error) from None  # whose frames hold the key
+            # without its cause, whose frames hold the key
+            raise (self._break(error) or self._failure(error)) from None
+
+    def _break(self, error: Exception) -> StreamBrokenError | None:
+        """Return an error in a stream that says that the server, or its engine, is no more."""
+        known, broke = self._openai, f"engine={self.url!r}: the server's answer broke off"
+        cause = error.__cause__ if isinstance(error, known.APIConnectionError) else error
+        if type(cause).__name__ in CUT_OFF:
+            return StreamBrokenError(f"{broke} ({type(cause).__name__})")
+        if isinstance(error, known.APIConnectionError | known.APIStatusError):
+            return None
+        if isinstance(error, known.APIError):  # an event that tells of an error
+            return StreamBrokenError(f"{broke}: {_first_line(error.message)}")
+        return None
 
     def _no_vllm(self, why: str) -> EngineUnavailableError:
         return EngineUnavailableError(f"engine={self.url!r} is not a vLLM server: {why}")
@@ -221,8 +260,12 @@ def _body(model: str, request: VLLMRequest) -> dict[str, Any]:
 
 def _headers(request: VLLMRequest) -> dict[str, str]:
     """Return what says who is to serve a request, and what vLLM is to call it."""
-    headers = {} if request.replica is None else {REPLICA_HEADER: str(request.replica)}
-    return {**headers, REQUEST_ID_HEADER: request.request_id} if request.request_id else headers
+    told = {
+        REPLICA_HEADER: "" if request.replica is None else str(request.replica),
+        REQUEST_ID_HEADER: request.request_id,
+        AFFINITY_HEADER: request.affinity,
+    }
+    return {name: value for name, value in told.items() if value}
 
 
 def _piece(

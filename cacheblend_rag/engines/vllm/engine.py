@@ -30,6 +30,7 @@ from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
 from cacheblend_rag.engines.tally import Stored
+from cacheblend_rag.engines.vllm.affinity import affinity_of
 from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, stored_by
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
@@ -41,6 +42,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     result_of,
 )
 from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
+from cacheblend_rag.engines.vllm.resuming import resumed_stream
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
 from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
@@ -61,6 +63,7 @@ T = TypeVar("T")
 DEFAULT_NAMESPACE = "default"
 CANCEL_SECONDS = 0.05
 JOBS_AT_ONCE = 8
+PLAIN_TEXT = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 class VLLMEngine(Engine):
@@ -201,7 +204,11 @@ class VLLMEngine(Engine):
         """Return the request for vLLM: a blend if there is something to reuse."""
         tokens = request.prepared.token_ids
         plain = VLLMRequest(
-            tokens, request.sampling, self._salt(request), request_id=request.request_id
+            tokens,
+            request.sampling,
+            self._salt(request),
+            request_id=request.request_id,
+            affinity=affinity_of(chunk.key for chunk in request.prepared.placed),
         )
         if request.full:
             return Sent(plain, reason=FULL_PREFILL)
@@ -243,7 +250,7 @@ class VLLMEngine(Engine):
         first = ended = 0.0
         text, last = "", Piece("", (), "abort")
         ids: list[int] = []
-        pieces = self.transport.send(sent.request, stream=request.streamed)
+        pieces = self._pieces(sent.request, request.streamed)
         async with aclosing(cast("AsyncGenerator[Piece]", pieces)):
             while piece := await next_piece(pieces, request.cancel):
                 ended = time.perf_counter() - started
@@ -263,6 +270,14 @@ class VLLMEngine(Engine):
         prefill = prefill_report(sent, reason, result, times)
         yield self._answered(request, text, ids, reason, prefill)
 
+    def _pieces(self, request: VLLMRequest, streamed: bool) -> AsyncIterator[Piece]:
+        def decode(ids: Sequence[int]) -> str:
+            return str(self.tokenizer.decode(list(ids), **PLAIN_TEXT))
+
+        if streamed:
+            return resumed_stream(self.transport, request, decode)
+        return self.transport.send(request, stream=False)
+
     async def _result(self, sent: Sent, last: Piece) -> Result | None:
         """Return the connector's result, which may have to be fetched.
 
@@ -272,7 +287,8 @@ class VLLMEngine(Engine):
         if sent.request.job is not None and (
             isinstance(last.ended_by, str) or isinstance(result, Late)
         ):
-            return await self._jobs.late_result(sent.request.job.report_id)
+            report_id = sent.request.job.report_id
+            return await self._jobs.late_result(report_id, sent.request.affinity)
         return result
 
     def _compare(
@@ -282,7 +298,8 @@ class VLLMEngine(Engine):
         tokens = len(compared.prompt)
         chunks = tuple(_sent_chunk(one) for one in request.prepared.placed if one.end < tokens)
         cancel = Cancellation(is_over=lambda: not self.is_open)
-        asked = _until_over(self._jobs.compare(chunks, compared, request.config), cancel)
+        affinity = affinity_of(one.key for one in request.prepared.placed)
+        asked = _until_over(self._jobs.compare(chunks, compared, request.config, affinity), cancel)
         found: Comparison | None = None
         for result in PushedStream(asked, cancel, self.transport.background):
             if isinstance(result, CompareResult):

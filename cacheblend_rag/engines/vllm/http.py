@@ -43,19 +43,23 @@ class VLLMServer(Transport):
             api_key: the server's key, the environment's CACHEBLEND_API_KEY by default; it
                 is never logged.
             timeout_seconds: for each attempt to get an answer, and between two pieces of a stream.
-            max_retries: of requests that were not answered.
+            max_retries: of requests that were not answered, and of streams that broke off (see
+                ``resumed_stream``).
 
         Raises:
             MissingExtraError: without ``openai``.
             EngineUnavailableError: when no vLLM answers.
             ConfigError: when several models are served and none of them is ``model``.
         """
+        super().__init__()
         self._connection = ServerConnection(
             url,
             api_key=Secret.of(api_key),
             timeout_seconds=timeout_seconds,
             max_retries=max_retries,
+            counts=self.counts,
         )
+        self.max_resumes = max_retries
         self.address = self._connection.url
         self.background = BackgroundLoop("cacheblend-vllm-server")
         self._model = model

@@ -57,6 +57,7 @@ class InProcessVLLM(Transport):
             EngineUnavailableError: when it is too old.
             ModelLoadError: when it does not start.
         """
+        super().__init__()
         source = resolve(model)
         try:
             from vllm import __version__

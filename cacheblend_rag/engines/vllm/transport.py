@@ -10,8 +10,28 @@ from typing import Any, TypeVar
 from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.protocol import BlendJob
+from cacheblend_rag.errors import EngineUnavailableError
 
 T = TypeVar("T")
+
+
+class StreamBrokenError(EngineUnavailableError):
+    """A stream ended before its answer did: the server died, or lost its engine."""
+
+
+@dataclass
+class RequestCounts:
+    """What became of requests, jobs included, since the transport was made.
+
+    sent: how many were sent, each counted once. retried: how often one was sent again that was not
+    answered. resumed: how often a stream that broke off was continued. broken: streams that broke
+    off and ended with an error.
+    """
+
+    sent: int = 0
+    retried: int = 0
+    resumed: int = 0
+    broken: int = 0
 
 
 @dataclass(frozen=True)
@@ -37,7 +57,8 @@ class VLLMRequest:
 
     salt: requests with the same one, or none, share vLLM's prefix cache. replica: the engine
     behind the address that serves it; None is any. request_id: the id that vLLM uses for it; with
-    "" the transport chooses one.
+    "" the transport chooses one. affinity: what a proxy chooses a replica by, see affinity_of; ""
+    leaves it the choice.
     """
 
     token_ids: tuple[int, ...]
@@ -46,6 +67,7 @@ class VLLMRequest:
     job: BlendJob | None = None
     replica: int | None = None
     request_id: str = ""
+    affinity: str = ""
 
 
 class Transport(ABC):
@@ -56,6 +78,8 @@ class Transport(ABC):
             engine.
         model_name: the model's name in vLLM. context_window: tokens of a prompt and its answer.
         background: the loop that all requests are made in.
+        max_resumes: how often a stream that broke off is continued. counts: of requests; of a
+            server's only.
     """
 
     name: str
@@ -63,6 +87,10 @@ class Transport(ABC):
     model_name: str
     context_window: int
     background: BackgroundLoop
+    max_resumes = 0
+
+    def __init__(self) -> None:
+        self.counts = RequestCounts()
 
     @abstractmethod
     def send(self, request: VLLMRequest, *, stream: bool) -> AsyncIterator[Piece]:

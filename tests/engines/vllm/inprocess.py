@@ -45,6 +45,7 @@ class LockstepVLLM(Transport):
     def __init__(
         self, folder: Path, settings: Mapping[str, Any] | None = None, **options: Any
     ) -> None:
+        super().__init__()
         LockstepVLLM.end_shared()
         assert LockstepVLLM.running is None, "another vLLM runs in this process"
         LockstepVLLM.running = self

@@ -54,6 +54,7 @@ class CannedServer:
     """Answers ``/v1/models`` and completions; ``orders`` notes the kinds of orders that came.
 
     said: what blend orders bring. fail: a status for completions that are no status orders.
+    breaks: how many streams break off after their first token. names, affinities: headers.
     """
 
     def __init__(self) -> None:
@@ -62,11 +63,12 @@ class CannedServer:
         self.said: dict[str, Any] | None = {"chunks": [HIT], "selector": "none", "ratio": 0.0}
         self.reports: dict[str, Any] | None = None
         self.fail: list[int] = []
-        self.breaks = False
+        self.breaks = 0
         self.metrics: dict[str, Any] | None = None
         self.orders: list[str] = []
         self.bodies: list[dict[str, Any]] = []
         self.names: list[str | None] = []
+        self.affinities: list[str | None] = []
         self.url = ""
 
     def params(self, body: dict[str, Any]) -> dict[str, Any] | None:
@@ -89,6 +91,7 @@ def listening(canned: CannedServer) -> Iterator[CannedServer]:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             canned.bodies.append(body)
             canned.names.append(self.headers["X-Request-Id"])
+            canned.affinities.append(self.headers["X-CacheBlend-Affinity"])
             if isinstance(body["prompt"], str):
                 count = len(body["prompt"].split())
                 return self.reply(200, completion(prompt_token_ids=[UNKNOWN] * count))
@@ -96,7 +99,7 @@ def listening(canned: CannedServer) -> Iterator[CannedServer]:
             if canned.orders[-1] != "status" and canned.fail:
                 return self.reply(canned.fail.pop(0), {"error": {"message": "no\nroom"}})
             if body.get("stream"):
-                return self.stream()
+                return self.stream(body["prompt"][-1:] == [5])
             return self.reply(200, completion(kv_transfer_params=params, metrics=canned.metrics))
 
         def reply(self, status: int, plain: Any) -> None:
@@ -107,16 +110,18 @@ def listening(canned: CannedServer) -> Iterator[CannedServer]:
             self.end_headers()
             self.wfile.write(body)
 
-        def stream(self) -> None:
+        def stream(self, begun: bool) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/event-stream")
             self.send_header("Content-Length", "10000")
             self.end_headers()
-            for text, ended in (("w5", None), (" w6", "length")):
-                choice = {"index": 0, "text": text, "token_ids": [5], "finish_reason": ended}
+            for text, ended in ((" w5", None), (" w6", "length"))[begun:]:
+                ids = [int(text[2:])]
+                choice = {"index": 0, "text": text, "token_ids": ids, "finish_reason": ended}
                 event = {"id": "x", "object": "text_completion", "choices": [choice]}
                 self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
                 if canned.breaks:
+                    canned.breaks -= 1
                     break
             else:
                 self.wfile.write(b"data: [DONE]\n\n")
@@ -509,17 +514,69 @@ def test_a_request_that_fails_is_one_line_and_an_overloaded_server_is_asked_agai
     canned.fail = [400]
     with pytest.raises(EngineUnavailableError, match="answers 400"):
         connect(max_retries=3).generate(PROMPT, FOUR)
-    canned.fail = [503]
-    assert connect(max_retries=1).generate(PROMPT, FOUR).report.blended
+    for status in (502, 503, 504):
+        canned.fail = [status]
+        engine = connect(max_retries=1)
+        sent = engine.transport.counts.sent
+        assert engine.generate(PROMPT, FOUR).report.blended
+        counts = engine.transport.counts
+        assert (counts.sent - sent, counts.retried) == (1, 1)
 
 
 def test_a_stream_that_breaks_off_is_an_error(canned: CannedServer, connect: Open) -> None:
-    canned.breaks = True
+    canned.breaks = 1
     stream = connect().stream(PROMPT, FOUR)
-    assert next(stream).text == "w5"
+    assert next(stream).text == " w5"
     with pytest.raises(EngineUnavailableError) as caught:
         list(stream)
     one_line(caught.value)
+
+
+def test_a_greedy_stream_that_breaks_off_goes_on_where_it_was(
+    canned: CannedServer, connect: Open
+) -> None:
+    canned.breaks, canned.reports = 1, canned.said
+    engine = connect(max_retries=1)
+    answer = list(engine.stream(PROMPT, FOUR))[-1].generation
+    assert answer is not None
+    assert (answer.text, answer.token_ids, answer.finish_reason) == (" w5 w6", (5, 6), "length")
+    assert answer.report.blended
+    first, again, _ = canned.bodies[-3:]
+    assert again["prompt"] == [*first["prompt"], 5]
+    assert (first["max_tokens"], again["max_tokens"]) == (4, 3)
+    assert again["kv_transfer_params"] == first["kv_transfer_params"]
+    assert canned.affinities[-1] is not None
+    assert len(set(canned.affinities[-3:])) == len(set(canned.names[-3:-1])) == 1
+    counts = engine.transport.counts
+    assert (counts.retried, counts.resumed, counts.broken) == (0, 1, 0)
+
+
+def test_a_sampled_stream_that_breaks_off_says_what_to_do(
+    canned: CannedServer, connect: Open
+) -> None:
+    canned.breaks = 1
+    engine = connect(max_retries=1)
+    with pytest.raises(EngineUnavailableError, match=r"sampled answer, .* temperature=0") as caught:
+        list(engine.stream(PROMPT, SamplingParams(max_tokens=4, temperature=0.5)))
+    assert canned.url in one_line(caught.value)
+    assert (engine.transport.counts.resumed, engine.transport.counts.broken) == (0, 1)
+
+
+def test_requests_and_jobs_on_the_same_chunks_have_the_same_affinity(
+    canned: CannedServer, connect: Open
+) -> None:
+    engine = connect()
+    canned.reports = canned.said
+    canned.affinities.clear()
+    engine.generate(PROMPT, FOUR)
+    engine.generate_full(PROMPT, FOUR)
+    list(engine.stream(PROMPT, FOUR))
+    engine.precompute([CHUNK], progress=False)
+    assert canned.orders[-5:] == ["blend", "plain", "blend", "report", "precompute"]
+    assert len(set(canned.affinities)) == 1
+    assert canned.affinities[0]
+    engine.generate(words(9, 2), FOUR)
+    assert canned.affinities[-1] is None
 
 
 @pytest.mark.parametrize(
