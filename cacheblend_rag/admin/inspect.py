@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from cacheblend_rag.admin.select import Condition
 from cacheblend_rag.engines.labels import Label, labels_in
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import DiskTier, Entry, KVKey, TieredKVStore
+from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
 from cacheblend_rag.settings import StoreConfig
 
 USAGE_NAME = "usage"
@@ -35,13 +36,15 @@ class Holding:
 class StoreCount:
     """The chunks of a store: in total, by fingerprint, and in quarantine.
 
-    labels: the models of fingerprints, as far as recorded. tiers: each tier's own numbers.
+    labels: the models of fingerprints, as far as recorded. kinds: see ``kinds_of``. tiers: each
+    tier's own numbers.
     """
 
     total: Holding
     fingerprints: Mapping[str, Holding]
     quarantined: int
     labels: Mapping[str, Label]
+    kinds: Mapping[str, str]
     tiers: Mapping[str, Mapping[str, int | None]]
 
 
@@ -66,6 +69,7 @@ class OpenStore:
         """Count the store's chunks."""
         held = self.store.entries()
         total, by_fingerprint = Holding(), defaultdict[str, Holding](Holding)
+        labels = labels_in(self.folder)
         for key, entry in held.items():
             total = total.with_entry(entry)
             by_fingerprint[key.fingerprint] = by_fingerprint[key.fingerprint].with_entry(entry)
@@ -75,15 +79,40 @@ class OpenStore:
             quarantined=sum(
                 len(t.quarantined()) for t in self.store.tiers if isinstance(t, DiskTier)
             ),
-            labels=labels_in(self.folder),
+            labels=labels,
+            kinds=kinds_of(by_fingerprint, labels),
             tiers=self.store.stats(),
         )
+
+    def kinds(self) -> dict[str, str]:
+        """Return what the store's fingerprints are of, see ``kinds_of``."""
+        return kinds_of({key.fingerprint for key in self.store.entries()}, labels_in(self.folder))
 
     def by_use(self, condition: Condition | None = None) -> list[tuple[KVKey, Entry]]:
         """Return the chunks for which a condition holds, least recently used first."""
         held = self.store.entries().items()
         chosen = [one for one in held if condition is None or condition(*one)]
         return sorted(chosen, key=lambda item: item[1].used_at)
+
+
+def kinds_of(fingerprints: Collection[str], labels: Mapping[str, Label]) -> dict[str, str]:
+    """Return what fingerprints are of, as far as it can be told: a model's chunks, or turns.
+
+    Conversations' turns are told by the fingerprint of their chunks; prefix blocks, and chunks that
+    vLLM has stored, are left out.
+
+    Args:
+        fingerprints: of stored KV.
+        labels: the models that are recorded.
+    """
+    named = {one: label.model for one, label in labels.items()}
+    of_turns = {turn_fingerprint(one): one for one in {*fingerprints, *named}}
+    turns = {
+        turn: f"turns, {named[chunks]}" if chunks in named else "turns"
+        for turn, chunks in of_turns.items()
+        if turn in fingerprints
+    }
+    return {**named, **turns}
 
 
 @contextmanager

@@ -83,14 +83,15 @@ def stats(
             for name, of in held.fingerprints.items()
         },
         "models": models,
+        "of": dict(held.kinds),
     }
     rows = [
-        (name, models.get(name, ""), of.entries, of.nbytes)
+        (name, held.kinds.get(name, ""), of.entries, of.nbytes)
         for name, of in sorted(held.fingerprints.items())
     ]
     tiers = [(f"{name} tier", "", of["entries"], of["bytes"]) for name, of in held.tiers.items()]
     total = ("all", "", held.total.entries, held.total.nbytes)
-    columns = ("fingerprint", "model", "entries", "bytes")
+    columns = ("fingerprint", "of", "entries", "bytes")
     _show(result, as_json, columns, [*rows, total, *tiers])
     if held.quarantined and not as_json:
         typer.echo(f"{held.quarantined} in {path / 'quarantine'}")
@@ -109,7 +110,11 @@ def list_chunks(
     document: DocumentOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List stored chunks that match every given condition, least recently used first."""
+    """List stored KV that matches every given condition, least recently used first.
+
+    "of" names the model of chunks, or says that a conversation's turns hold it; it is empty for
+    prefixes, and for chunks that vLLM has stored.
+    """
     with _opened(path, store, read_only=True) as found:
         choice = _choice(
             fingerprint=fingerprint,
@@ -119,10 +124,11 @@ def list_chunks(
             model=model,
             document=document,
         )
-        held = found.by_use(choice.condition(path))
+        held, kinds = found.by_use(choice.condition(path)), found.kinds()
     chunks = [
         {
             "key": str(key),
+            "of": kinds.get(key.fingerprint),
             "bytes": entry.nbytes,
             "written_at": entry.written_at,
             "used_at": entry.used_at,
@@ -130,10 +136,17 @@ def list_chunks(
         for key, entry in held
     ]
     rows = [
-        (str(key), entry.nbytes, _local_time(entry.written_at), _local_time(entry.used_at))
+        (
+            str(key),
+            kinds.get(key.fingerprint, ""),
+            entry.nbytes,
+            _local_time(entry.written_at),
+            _local_time(entry.used_at),
+        )
         for key, entry in held
     ]
-    _show({"path": str(path), "chunks": chunks}, as_json, ("key", "bytes", "written", "used"), rows)
+    columns = ("key", "of", "bytes", "written", "used")
+    _show({"path": str(path), "chunks": chunks}, as_json, columns, rows)
 
 
 @store_app.command()

@@ -114,7 +114,9 @@ class Guard:
             if is_long or len(self._waiting) >= config.most_waiting:
                 self._counts["dropped"] += 1
                 return
-            sampled = replace(request, config=_as_served(request.config, answer))
+            sampled = replace(
+                request, config=as_served(request.config, answer.report.recompute_ratio)
+            )
             first = answer.token_ids[: config.answer_tokens]
             self._waiting.append(_Sample(sampled, first))
             self._queue()
@@ -261,8 +263,11 @@ def _is_blended(request: Request, answer: Generation) -> bool:
     return is_whole and not request.full and report.blended and report.recompute_ratio < 1
 
 
-def _as_served(config: BlendConfig, answer: Generation) -> BlendConfig:
-    """Return a config that blends again what was blended, whatever is measured meanwhile."""
+def as_served(config: BlendConfig, ratio: float) -> BlendConfig:
+    """Return a config that blends again what was blended, whatever is measured meanwhile.
+
+    ratio: that the request was served with.
+    """
     if config.recompute_ratio == AUTO:
-        config = config.with_ratio(answer.report.recompute_ratio)
+        config = config.with_ratio(ratio)
     return config.with_changes(cost_model=False, trace=False)

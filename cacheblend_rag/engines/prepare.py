@@ -36,8 +36,8 @@ class PreparedFor:
 class TurnPrompt:
     """A prompt as the next turn of a conversation.
 
-    The embedded engine reuses the KV of the conversation's earlier turns in it, and keeps that of
-    the new turn and its answer. Other engines answer it as any prompt.
+    The KV of the conversation's earlier turns is reused in it, and that of the new turn and its
+    answer is kept, if the engine keeps turns; others answer it as any prompt.
 
     Args:
         conversation: whose KV is reused and kept.

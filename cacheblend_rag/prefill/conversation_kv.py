@@ -27,7 +27,7 @@ LEAST_SHARE = 0.5
 MOST_TURNS = 256
 MOST_BYTES = 1 << 30
 WAIT_SECONDS = 5.0
-"""How long a prompt waits until the KV of the answer before it is stored."""
+"""How long it is waited for KV that is being written."""
 ID_BYTES = 16
 
 Span = tuple[int, int]
@@ -94,10 +94,15 @@ class TurnSegment:
 
 @dataclass(eq=False)
 class KeptTurn:
-    """The segments of one turn, in order. is_pending: whether they are being written."""
+    """The segments of one turn, in order.
+
+    is_pending: whether they are being written. patience: seconds that a prompt waits until they
+    are.
+    """
 
     segments: list[TurnSegment]
     is_pending: bool = False
+    patience: float = WAIT_SECONDS
 
     @property
     def nbytes(self) -> int:
@@ -205,7 +210,8 @@ class ConversationKV:
     def _found(self, fingerprint: str) -> tuple[list[TurnSegment], TokenIndex] | None:
         """Return the segments under a fingerprint, the latest first, and the index of them."""
         with self._changed:
-            self._changed.wait_for(self._is_settled, WAIT_SECONDS)
+            waiting = [turn.patience for turn in self._turns if turn.is_pending]
+            self._changed.wait_for(self._is_settled, max(waiting, default=0.0))
             if self._index is None or self._index[0] != fingerprint:
                 segments = [
                     segment
@@ -237,12 +243,27 @@ class ConversationKV:
 
     # After an answer
 
-    def begin(self, segments: Sequence[TurnSegment]) -> KeptTurn:
-        """Add a turn whose segments are being written, and return it for ``written``."""
-        turn = KeptTurn(list(segments), is_pending=True)
+    def begin(self, segments: Sequence[TurnSegment], *, patience: float = WAIT_SECONDS) -> KeptTurn:
+        """Add a turn whose segments are being written, and return it for ``written``.
+
+        Args:
+            segments: of the turn.
+            patience: seconds that the next prompts wait until they are written, at most.
+        """
+        turn = KeptTurn(list(segments), is_pending=True, patience=patience)
         with self._changed:
             self._turns.append(turn)
         return turn
+
+    def is_newest(self, turn: KeptTurn) -> bool:
+        """Whether no turn was begun after this one, nor was it forgotten."""
+        with self._changed:
+            return bool(self._turns) and self._turns[-1] is turn
+
+    def is_forgotten(self, turn: KeptTurn) -> bool:
+        """Whether a turn was forgotten since it was begun."""
+        with self._changed:
+            return turn not in self._turns
 
     def written(self, turn: KeptTurn, stored: Collection[KVKey]) -> list[KVKey]:
         """Keep those of a turn's segments that were stored; returns keys to evict, by the bounds.

@@ -70,8 +70,8 @@ class Conversation:
         """Begin a conversation.
 
         Args:
-            engine: answers. vLLM keeps no KV of turns: it reads them again, or finds them in its
-                own prefix cache.
+            engine: answers. vLLM computes the KV of a turn again while it does nothing else; a
+                busy one keeps none, and reads turns again or finds them in its own prefix cache.
             instruction: what prompts begin with; by default the engine's own, or one that asks for
                 brief answers from the passages.
             sampling: how answers are sampled; the defaults for None.

@@ -7,8 +7,11 @@ import torch
 
 from cacheblend_rag.admin import inspect, select
 from cacheblend_rag.admin.select import Choice
+from cacheblend_rag.engines.labels import Label
 from cacheblend_rag.errors import StoreError
 from cacheblend_rag.kv import ChunkKV, DiskTier, KVKey, StoredChunk, chunk_id, fingerprint
+from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
+from cacheblend_rag.settings import LeadInConfig
 
 ONE, TWO = fingerprint({"model": 1}), fingerprint({"model": 2})
 KEYS = [KVKey(chunk_id([number]), of) for number, of in enumerate([ONE, ONE, TWO])]
@@ -39,6 +42,19 @@ def test_chunks_are_listed_least_recently_used_first(folder):
     with inspect.opened(folder) as found:
         uses = [entry.used_at for _, entry in found.by_use()]
         assert uses == sorted(entry.used_at for entry in found.store.entries().values())
+
+
+def test_what_fingerprints_are_of_is_told_as_far_as_it_is_known():
+    labels = {ONE: Label("m", "float32", LeadInConfig())}
+    turns = {one: turn_fingerprint(one) for one in (ONE, TWO)}
+    prefix = fingerprint({"model": 1, "prefix_block": 64})
+    assert inspect.kinds_of({ONE, TWO, prefix, *turns.values()}, labels) == {
+        ONE: "m",
+        turns[ONE]: "turns, m",
+        turns[TWO]: "turns",
+    }
+    assert inspect.kinds_of({turns[ONE]}, labels)[turns[ONE]] == "turns, m"
+    assert turns[ONE] not in inspect.kinds_of({ONE}, labels)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,27 +13,27 @@ import torch
 
 from cacheblend_rag import (
     BlendConfig,
-    Chunk,
     ConfigError,
     Conversation,
     ConversationKV,
     PromptError,
-    SamplingParams,
     TieredKVStore,
     TransformersEngine,
-    TurnPrompt,
 )
 from cacheblend_rag.engines.answer import Generation
-from cacheblend_rag.text.encoder import EDGE_TOKENS
+from tests.engines.conversations import (
+    CONFIG,
+    INSTRUCTION,
+    PASSAGES,
+    QUESTIONS,
+    SAMPLING,
+    ConversationContract,
+    Open,
+    begun,
+    of_turns,
+)
 from tests.engines.toy_engine import ToyEngine
-from tests.models import make_model, make_tokenizer, words
-
-INSTRUCTION = words(30, 900)
-PASSAGES = [Chunk(words(60, seed), f"d{seed}") for seed in range(20)]
-QUESTIONS = [words(24, 100 + seed) for seed in range(20)]
-SAMPLING = SamplingParams.greedy(max_tokens=16)
-
-Open = Callable[..., TransformersEngine]
+from tests.models import make_model, make_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -45,16 +45,17 @@ def model() -> Any:
 def opened(model: Any) -> Iterator[Open]:
     """Open engines around one model, which know the passages."""
     engines: list[TransformersEngine] = []
+    shared = TieredKVStore.open()
 
     def open_one(
         store: TieredKVStore | None = None, *, namespace: str = "default", **config: Any
     ) -> TransformersEngine:
-        settings = {"min_tokens": 0, "cost_model": False, **config}
+        settings = {**CONFIG, **config}
         engine = TransformersEngine(
             model,
             tokenizer=make_tokenizer(),
             config=BlendConfig(**settings),
-            store=store,
+            store=shared if store is None else store,
             instruction=f"{INSTRUCTION}\n\n",
             namespace=namespace,
         )
@@ -69,10 +70,6 @@ def opened(model: Any) -> Iterator[Open]:
         engine.close()
 
 
-def begun(engine: TransformersEngine, **options: Any) -> Conversation:
-    return Conversation(engine, sampling=SAMPLING, **options)
-
-
 def asked(conversation: Conversation, turn: int, *, passages: int = 2) -> Generation:
     first = passages * turn
     return conversation.ask(QUESTIONS[turn], PASSAGES[first : first + passages])
@@ -85,34 +82,15 @@ def kept(engine: TransformersEngine) -> set[Any]:
     return {key for key in engine.store.keys() if key not in known and key.context_id}  # noqa: SIM118
 
 
-def of_turns(conversation: Conversation) -> int:
-    assert conversation.last is not None
-    return conversation.last.turn_tokens
+class TestTransformersConversations(ConversationContract):
+    def settle(self, kv: ConversationKV) -> None:
+        kv.to_plain()
+
+    def kept(self, engine: TransformersEngine) -> set[tuple[str, str]]:
+        return {(key.chunk_id, key.context_id) for key in kept(engine)}
 
 
-def test_questions_and_answers_of_earlier_turns_are_reused(opened: Open) -> None:
-    conversation = begun(opened())
-    computed = []
-    for turn in range(4):
-        report = asked(conversation, turn).report
-        computed.append(report.computed_tokens)
-        if turn:
-            assert report.blended
-            assert of_turns(conversation) >= turn * len(QUESTIONS[0].split())
-    assert max(computed[1:]) <= computed[0] + 12, "however many turns there are"
-
-
-def test_without_keeping_them_they_are_computed_in_every_turn(opened: Open) -> None:
-    engine = opened()
-    here, there = (
-        begun(engine),
-        begun(engine, config=engine.config.with_changes(reuse_prefix=False)),
-    )
-    for turn in range(3):
-        one, other = asked(here, turn).report, asked(there, turn).report
-    assert of_turns(there) == 0
-    assert other.computed_tokens > one.computed_tokens + 2 * len(QUESTIONS[0].split())
-    assert one.prompt_tokens == other.prompt_tokens
+# Beyond the contract
 
 
 @pytest.mark.parametrize("passages", [0, 2])
@@ -154,62 +132,6 @@ def test_a_conversation_without_passages_goes_on_exactly(opened: Open) -> None:
             )
 
 
-def test_exact_turns_are_reused_however_few_tokens_they_have(opened: Open) -> None:
-    conversation = begun(opened(min_tokens=256))
-    for turn in range(3):
-        assert asked(conversation, turn, passages=0).report.prompt_tokens < 256
-    assert of_turns(conversation) >= 2 * (24 + 12)
-
-
-def test_a_turn_whose_text_was_changed_is_reused_around_the_change(opened: Open) -> None:
-    engine, kv = opened(recompute_ratio=0.0), ConversationKV()
-    text, changed = words(80, 901), words(80, 901).split()
-    engine.generate(TurnPrompt(kv, f"{text} {QUESTIONS[0]}", QUESTIONS[0]), SAMPLING)
-    changed[40] = "w2" if changed[40] != "w2" else "w3"
-    prompt = TurnPrompt(kv, f"{' '.join(changed)} {QUESTIONS[1]}", QUESTIONS[1])
-    report = engine.generate(prompt, SAMPLING).report
-    # All but the last tokens of the old text, which may be joined with the question.
-    assert [chunk.tokens for chunk in report.chunks if chunk.hit] == [40, 39 - EDGE_TOKENS]
-    assert len({chunk.chunk_id for chunk in report.chunks}) == 1
-    assert report.computed_tokens == 1 + EDGE_TOKENS + 24
-
-
-@pytest.mark.parametrize("passages", [0, 2])
-def test_turns_are_reused_after_the_oldest_were_dropped(opened: Open, passages: int) -> None:
-    room = 3 * (passages * 60 + 24 + 2 + 16) + 40
-    conversation = begun(opened(), prompt_tokens=room)
-    for turn in range(8):
-        report = asked(conversation, turn, passages=passages).report
-        assert report.prompt_tokens <= room
-    assert 1 <= len(conversation.turns) < 8
-    earlier = len(conversation.turns) - 1
-    assert of_turns(conversation) >= earlier * (24 + 12)
-    assert report.computed_tokens <= 24 + 30 + 16
-
-
-def test_turns_are_reused_in_another_order(opened: Open) -> None:
-    engine = opened()
-    conversation = begun(engine)
-    for turn in range(4):
-        asked(conversation, turn)
-    usual = asked(conversation, 4).report
-    conversation.reorder([3, 0, 2, 1])
-    changed = asked(conversation, 5).report
-    assert [turn.question for turn in conversation.turns][:4] == [
-        QUESTIONS[index] for index in (3, 0, 2, 1)
-    ]
-    assert changed.computed_tokens <= usual.computed_tokens + 12
-    assert of_turns(conversation) >= 4 * (24 + 12)
-
-
-def test_texts_that_are_no_chunks_are_kept_with_their_turn(opened: Open) -> None:
-    conversation = begun(opened())
-    conversation.ask(QUESTIONS[0], [words(100, 77)])
-    report = asked(conversation, 1).report
-    assert of_turns(conversation) >= 100 + 24
-    assert report.computed_tokens < 100
-
-
 def test_a_question_that_is_asked_again_is_computed_again(opened: Open) -> None:
     engine = opened()
     conversation = begun(engine)
@@ -235,29 +157,6 @@ def test_it_goes_on_after_a_restart_and_on_another_replica(opened: Open, tmp_pat
     assert {chunk.tier for chunk in resumed.chunks if chunk.hit} == {"disk"}
 
 
-@pytest.mark.parametrize("passages", [0, 2])
-def test_conversations_with_the_same_text_share_nothing(opened: Open, passages: int) -> None:
-    engine = opened()
-    one, other = begun(engine), begun(engine)
-    for turn in range(3):
-        asked(one, turn, passages=passages)
-    before = kept(engine)
-    for turn in range(3):
-        report = asked(other, turn, passages=passages).report
-        if not turn:
-            hits = [chunk for chunk in report.chunks if chunk.hit]
-            assert len(hits) == passages, "only passages, which are no conversation's"
-            assert report.prefix_tokens == 0
-    assert one.turns == other.turns
-    after = kept(engine)
-    of_one, of_other = (set(each.kv.keys()) for each in (one, other))
-    assert of_one
-    assert len(of_one) == len(of_other)
-    assert not of_one & of_other
-    assert before == of_one
-    assert after == of_one | of_other
-
-
 def test_a_saved_conversation_is_of_no_use_to_another_tenant(opened: Open) -> None:
     store = TieredKVStore.open()
     conversation = begun(opened(store, namespace="one"))
@@ -267,20 +166,6 @@ def test_a_saved_conversation_is_of_no_use_to_another_tenant(opened: Open) -> No
     )
     asked(stolen, 1)
     assert of_turns(stolen) == 0
-
-
-def test_forgetting_evicts_all_of_it(opened: Open) -> None:
-    engine = opened()
-    conversation, other = begun(engine), begun(engine)
-    for turn in range(3):
-        asked(conversation, turn)
-    asked(other, 0)
-    dropped = conversation.forget()
-    assert dropped > 0
-    assert conversation.turns == ()
-    assert kept(engine) == set(other.kv.keys())
-    asked(conversation, 0)
-    assert of_turns(conversation) == 0
 
 
 def test_the_oldest_turns_kv_is_evicted_beyond_the_bounds(opened: Open) -> None:
@@ -303,20 +188,6 @@ def test_the_oldest_turns_kv_is_evicted_beyond_the_bounds(opened: Open) -> None:
     asked(none, 1)
     assert of_turns(none) == 0
     assert kept(engine) == {*few.kv.keys(), *small.kv.keys()}
-
-
-def test_evicted_kv_is_computed_and_kept_again(opened: Open) -> None:
-    engine = opened()
-    conversation = begun(engine)
-    for turn in range(2):
-        asked(conversation, turn)
-    engine.prefixes.drain()
-    for key in conversation.kv.keys():  # noqa: SIM118
-        engine.store.evict(key)
-    asked(conversation, 2)
-    assert of_turns(conversation) == 0
-    asked(conversation, 3)
-    assert of_turns(conversation) >= 3 * 24
 
 
 def test_documents_are_evicted_though_turns_hold_them(opened: Open) -> None:
@@ -372,16 +243,6 @@ def test_a_malformed_file_is_refused(opened: Open, tmp_path: Path, broken: dict[
         Conversation.load(path, engine)
     with pytest.raises(ConfigError, match="cannot be read"):
         Conversation.load(tmp_path / "none.json", engine)
-
-
-def test_its_secret_is_in_no_report(opened: Open) -> None:
-    conversation = begun(opened())
-    asked(conversation, 0)
-    answer = asked(conversation, 1)
-    secret = conversation.kv.conversation_id
-    assert secret not in json.dumps(answer.report.to_dict())
-    assert secret not in repr(conversation.last)
-    assert secret not in repr(conversation)
 
 
 def test_an_empty_question_is_refused(opened: Open) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
 
-from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.answer import FULL_PREFILL, Request
@@ -28,29 +26,23 @@ from cacheblend_rag.engines.transformers.prefixes import PrefixWriter
 from cacheblend_rag.engines.transformers.priority_lock import PriorityLock
 from cacheblend_rag.engines.transformers.stack import TransformersStack
 from cacheblend_rag.engines.transformers.watched_model import TriedModel
+from cacheblend_rag.engines.turns import (
+    LEAST_SHARE,
+    answered_prompt,
+    config_for,
+    parts_of,
+)
 from cacheblend_rag.kv.store import TieredKVStore
 from cacheblend_rag.memory import NO_ROOM, give_back_unused, lack_of_memory, no_room
 from cacheblend_rag.prefill.comparing import Compared, Comparison, compare
-from cacheblend_rag.prefill.conversation_kv import AnsweredPrompt
-from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NO_CHUNK
-from cacheblend_rag.prefill.prefix import (
-    BLOCK_TOKENS,
-    KVPart,
-    PrefixKeys,
-    StoredPrefix,
-    block_parts,
-)
+from cacheblend_rag.prefill.prefix import KVPart, PrefixKeys, StoredPrefix, block_parts
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import PrefillReport
 from cacheblend_rag.settings import BlendConfig
 
 logger = logging.getLogger(__name__)
-
-LEAST_SHARE = 1 / 8
-"""Smallest share of a prompt that exact KV must have to be reused where no chunk is: below it, the
-overhead of a blend pass may exceed the computation saved."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +71,7 @@ class Prefiller:
         Other requests may use the model while this one waits for the store.
         """
         is_asked = self.tried.stack is not None and not _is_refused(request)
-        chunks = chunks_of(_parts_of(request)) if is_asked else {}
+        chunks = chunks_of(parts_of(request)) if is_asked else {}
         with (
             self.store.reads.wanting(chunks),
             self.queue.turn(chunks, request.cancel) as turn,
@@ -90,7 +82,7 @@ class Prefiller:
         prompt, stack = request.prepared, self.tried.stack
         reserve = min(request.sampling.max_tokens, GROWTH_TOKENS)
         prefix, told = self._stored_prefix(request), None
-        parts = _parts_of(request)
+        parts = parts_of(request)
         if stack is not None and not _is_refused(request) and parts:
             chunks = PromptChunks(prompt, self.store, parts, prefix)
             blended = self._blended(stack, request, chunks, reserve, turn)
@@ -124,31 +116,20 @@ class Prefiller:
         if conversation is None:
             writer.put(parts, cache.fused)
             return
-        segments = self._answered(request, prefilled.report, held, cache.fused).segments()
+        answered = answered_prompt(
+            prompt,
+            prefilled.report.chunks,
+            held,
+            is_exact=self.store.precision == "native",
+            token_bytes=2 * cache.fused.keys[:, :, :1].nbytes,
+        )
+        segments = answered.segments()
         turn = conversation.begin(segments)
         parts += [
             KVPart(key, one.start, one.start + len(one.token_ids))
             for key, one in zip(conversation.keys_of(segments), segments, strict=True)
         ]
         writer.put(parts, cache.fused, partial(conversation.written, turn))
-
-    def _answered(
-        self, request: Request, report: PrefillReport, held: Sequence[int], fused: FusedKV
-    ) -> AnsweredPrompt:
-        """Return what a conversation keeps KV of; held: the tokens whose KV is in ``fused``."""
-        prompt = request.prepared
-        hits = {chunk.start for chunk in report.chunks if chunk.hit}
-        parts = [one for one in prompt.stored_parts if not one.is_turn or one.start in hits]
-        inexact = [one.start for one in parts if one.start in hits and not one.is_exact]
-        is_exact = self.store.precision == "native"
-        return AnsweredPrompt(
-            token_ids=held,
-            begin=(prompt.shared_tokens or 0) // BLOCK_TOKENS * BLOCK_TOKENS,
-            taken=[(one.start, one.end) for one in parts],
-            exact_until=min(inexact, default=len(held)) if is_exact else -1,
-            fingerprint=prompt.prepared_for.fingerprint,
-            token_bytes=2 * fused.keys[:, :, :1].nbytes,
-        )
 
     def keeps(self, request: Request) -> bool:
         """Whether KV of a request may be kept after its answer."""
@@ -187,7 +168,7 @@ class Prefiller:
         return None
 
     def _compared(self, request: Request, compared: Compared) -> Steps[Comparison | None]:
-        stack, parts = self.tried.stack, _parts_of(request)
+        stack, parts = self.tried.stack, parts_of(request)
         chunks = PromptChunks(request.prepared, self.store, parts)
         if stack is None:
             return None
@@ -240,8 +221,8 @@ class Prefiller:
         config = request.config
         if not chunks.placed:
             config = BlendConfig(selector="none", recompute_ratio=0.0, cost_model=config.cost_model)
-        elif _is_exact(chunks):
-            config = config.with_changes(min_tokens=0)
+        else:
+            config = config_for(config, chunks.placed, len(chunks.token_ids))
         with chunks.source(stack, config) as source:
             steps = blended_prefill(
                 stack, chunks, source, config, reserve, controller=self.tried.controller
@@ -260,7 +241,7 @@ class Prefiller:
 
     def _told_unasked(self, request: Request) -> PrefillReport:
         """Return the report of a prompt that is not blended, without asking the store."""
-        placed, refusal = _parts_of(request), self.tried.refusal
+        placed, refusal = parts_of(request), self.tried.refusal
         if request.full:
             return PrefillReport(FULL_PREFILL)
         if not placed:
@@ -272,22 +253,9 @@ class Prefiller:
         return PrefillReport(why, chunks=[chunk.report(UNSUPPORTED) for chunk in placed])
 
 
-def _parts_of(request: Request) -> tuple[PlacedChunk, ...]:
-    """Return the chunks of a prompt, and the parts of its conversation that may be reused."""
-    prompt = request.prepared
-    return prompt.stored_parts if request.config.reuse_prefix else prompt.placed
-
-
 def _is_refused(request: Request) -> bool:
     """Whether a request is served by ordinary prefill, whatever is stored."""
     return request.full or request.steering.refusal is not None
-
-
-def _is_exact(chunks: PromptChunks) -> bool:
-    """Whether all that can be reused is exact, and enough to be worth it, as of a prefix."""
-    tokens = sum(part.end - part.start for part in chunks.placed)
-    is_enough = tokens >= max(1, LEAST_SHARE * len(chunks.token_ids))
-    return is_enough and all(part.is_exact for part in chunks.placed)
 
 
 def _told(continued: Prefilled, told: PrefillReport) -> Prefilled:

@@ -11,7 +11,6 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
-    Coroutine,
     Generator,
     Iterator,
     Mapping,
@@ -30,25 +29,32 @@ from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
 from cacheblend_rag.engines.parts import EngineSetup
 from cacheblend_rag.engines.stream import Cancellation, PushedStream, Stream
 from cacheblend_rag.engines.tally import Stored
+from cacheblend_rag.engines.turns import config_for, parts_of
 from cacheblend_rag.engines.vllm.affinity import affinity_of
-from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, stored_by
+from cacheblend_rag.engines.vllm.job_client import JobClient, ask_status, sent_chunk, stored_by
 from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     CompareResult,
     Late,
     Result,
-    SentChunk,
     SentLeadIn,
     result_of,
 )
 from cacheblend_rag.engines.vllm.reporting import Sent, Times, prefill_report
 from cacheblend_rag.engines.vllm.resuming import resumed_stream
 from cacheblend_rag.engines.vllm.transport import Piece, Transport, VLLMRequest
-from cacheblend_rag.errors import CacheBlendError, ConfigError, EngineUnavailableError
+from cacheblend_rag.engines.vllm.turn_keeper import TurnKeeper
+from cacheblend_rag.engines.vllm.waiting import CANCEL_SECONDS, next_piece, until_over
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    ConfigError,
+    EngineUnavailableError,
+    StoreError,
+)
 from cacheblend_rag.kv.chunk_kv import KVKey, chunk_id, namespace_id
 from cacheblend_rag.kv.put_result import READ_ONLY
 from cacheblend_rag.prefill.comparing import Compared, Comparison
-from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
+from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.prefill.policy import NO_CHUNK, too_little
 from cacheblend_rag.prefill.precompute import DocumentPlan, document_plans
 from cacheblend_rag.reason import Reason
@@ -61,7 +67,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEFAULT_NAMESPACE = "default"
-CANCEL_SECONDS = 0.05
 JOBS_AT_ONCE = 8
 PLAIN_TEXT = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
@@ -154,6 +159,9 @@ class VLLMEngine(Engine):
         window = led.window if led.name == "document" else 0
         self._sent_lead_in = SentLeadIn(led.name, chunk_id(led.tokens), window)
         self._jobs = JobClient(self.transport, self._sent_lead_in, self.status)
+        self._keeper = TurnKeeper(
+            self._jobs, self.transport.background, self._parts.idle, self._lifetime
+        )
 
     # Facts
 
@@ -213,19 +221,20 @@ class VLLMEngine(Engine):
         if request.full:
             return Sent(plain, reason=FULL_PREFILL)
         # A prompt's last token is vLLM's: it yields the logits.
-        placed = tuple(chunk for chunk in request.prepared.placed if chunk.end < len(tokens))
+        placed = tuple(part for part in parts_of(request) if part.end < len(tokens))
         if not placed:
             return Sent(plain, reason=NO_CHUNK)
         if (stopped := request.steering.refusal) is not None:
             return Sent(plain, placed, stopped, STOPPED)
         known = sum(chunk.end - chunk.start for chunk in placed)
-        if refused := too_little(known, request.config.min_tokens):
+        config = config_for(request.config, placed, len(tokens))
+        if refused := too_little(known, config.min_tokens):
             return Sent(plain, placed, *refused)
         job = BlendJob(
             "blend",
             self._sent_lead_in,
-            tuple(map(_sent_chunk, placed)),
-            config=request.config,
+            tuple(map(sent_chunk, placed)),
+            config=config,
             report_id=uuid.uuid4().hex,
         )
         return Sent(replace(plain, job=job), placed)
@@ -268,6 +277,8 @@ class VLLMEngine(Engine):
             first = ended - last.decode_seconds
         times = Times(started, first, ended - first)
         prefill = prefill_report(sent, reason, result, times)
+        if reason != "cancelled" and self.blend_refusal is None and not self.read_only:
+            self._keeper.keep(request, ids, prefill, self.status)
         yield self._answered(request, text, ids, reason, prefill)
 
     def _pieces(self, request: VLLMRequest, streamed: bool) -> AsyncIterator[Piece]:
@@ -296,10 +307,10 @@ class VLLMEngine(Engine):
     ) -> Generator[None, None, Comparison | None]:
         """The work is done by a worker, while vLLM does nothing else."""
         tokens = len(compared.prompt)
-        chunks = tuple(_sent_chunk(one) for one in request.prepared.placed if one.end < tokens)
+        chunks = tuple(sent_chunk(one) for one in parts_of(request) if one.end < tokens)
         cancel = Cancellation(is_over=lambda: not self.is_open)
         affinity = affinity_of(one.key for one in request.prepared.placed)
-        asked = _until_over(self._jobs.compare(chunks, compared, request.config, affinity), cancel)
+        asked = until_over(self._jobs.compare(chunks, compared, request.config, affinity), cancel)
         found: Comparison | None = None
         for result in PushedStream(asked, cancel, self.transport.background):
             if isinstance(result, CompareResult):
@@ -371,6 +382,11 @@ class VLLMEngine(Engine):
     def _evict(self, keys: Sequence[KVKey]) -> int:
         return self.transport.run(self._jobs.evict(keys)) if keys else 0
 
+    def _evict_turns(self, keys: Sequence[KVKey]) -> int:
+        if keys and self.read_only:
+            raise StoreError(READ_ONLY)
+        return self.transport.run(self._jobs.evict_turns(keys)) if keys else 0
+
     def _release(self) -> int:
         return self.transport.run(self._jobs.release())
 
@@ -388,61 +404,7 @@ class VLLMEngine(Engine):
         self.transport.close()
 
 
-async def _until_over(work: Coroutine[Any, Any, T], cancel: Cancellation) -> AsyncIterator[T]:
-    """Yield a result once it is there, or nothing if the work is cancelled before."""
-    task = asyncio.ensure_future(work)
-    try:
-        while not cancel.is_set():
-            if (await asyncio.wait([task], timeout=CANCEL_SECONDS))[0]:
-                yield task.result()
-                return
-    finally:
-        task.cancel()
-
-
-def _sent_chunk(chunk: PlacedChunk) -> SentChunk:
-    return SentChunk(
-        chunk.start,
-        chunk.end,
-        chunk.key.context_id,
-        chunk.protected,
-        before=chunk.before,
-        after=chunk.after,
-    )
-
-
 def _finish_reason(told: str | None) -> FinishReason:
     if told == "error":
         raise EngineUnavailableError("vLLM ended the request with an error; see its log")
     return cast(FinishReason, {"abort": "cancelled", "length": "length"}.get(told or "", "stop"))
-
-
-async def next_piece(pieces: AsyncIterator[Piece], cancel: Cancellation) -> Piece | None:
-    """Return the next piece, or None if there is none or the request is cancelled.
-
-    Cancellation is polled. The piece is awaited in this task itself: a separate task could be left
-    running if this one were cancelled while it waits for that task's cancellation.
-    """
-    loop = asyncio.get_running_loop()
-    later: asyncio.TimerHandle
-
-    def look() -> None:
-        nonlocal later
-        if cancel.is_set():
-            limit.reschedule(loop.time())
-        else:
-            later = loop.call_later(CANCEL_SECONDS, look)
-
-    later = loop.call_later(CANCEL_SECONDS, look)
-    try:
-        async with asyncio.timeout(None) as limit:
-            piece = await anext(pieces)
-    except StopAsyncIteration:
-        return None
-    except Exception:  # also TimeoutError, of our own or of who makes pieces
-        if not limit.expired():
-            raise
-        return None
-    finally:
-        later.cancel()
-    return None if cancel.is_set() else piece

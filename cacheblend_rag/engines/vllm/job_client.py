@@ -17,11 +17,13 @@ from cacheblend_rag.engines.vllm.protocol import (
     Declined,
     EvictResult,
     Failed,
+    KeepResult,
     PrecomputeResult,
     ReleaseResult,
     Result,
     SentChunk,
     SentLeadIn,
+    SentSegment,
     VerifyResult,
     result_of,
     status_of,
@@ -33,6 +35,7 @@ from cacheblend_rag.engines.vllm.transport import Transport, VLLMRequest
 from cacheblend_rag.errors import EngineUnavailableError
 from cacheblend_rag.kv.chunk_kv import KVKey
 from cacheblend_rag.prefill.comparing import Compared
+from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.precompute import DocumentPlan
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.settings import BlendConfig
@@ -109,6 +112,57 @@ class JobClient:
         ]
         return sum(map(_done, results))
 
+    async def evict_turns(self, keys: Sequence[KVKey]) -> int:
+        """Drop KV of conversations on all replicas; returns how many keys were stored.
+
+        Raises EngineUnavailableError when the connector does not do it.
+        """
+        evicted = 0
+        for request in self._by_keys("evict", keys, turns=True):
+            result = await self._carry_out(request, everywhere=True)
+            if not isinstance(result, EvictResult):
+                why: str = result.error if isinstance(result, Failed) else "no result came"
+                raise EngineUnavailableError(f"vLLM did not evict a conversation's KV: {why}")
+            evicted += result.evicted
+        return evicted
+
+    async def keep(
+        self,
+        tokens: Sequence[int],
+        parts: Sequence[PlacedChunk],
+        kept: Sequence[SentSegment],
+        config: BlendConfig,
+    ) -> KeepResult | Failed:
+        """Compute a prompt and its answer again, and store segments of them, while vLLM is idle.
+
+        With a shared folder one replica computes for all. The result of several replicas has the
+        segments that any of them has stored. At most MOST_KEYS segments are kept.
+
+        Args:
+            tokens: of the prompt and its answer.
+            parts: what is reused of the prompt's KV.
+            kept: the segments.
+            config: how they are blended.
+        """
+        job = BlendJob(
+            "keep",
+            self._lead_in,
+            tuple(map(sent_chunk, parts)),
+            tokens=tuple(tokens),
+            config=config,
+            idle=True,
+            kept=tuple(kept[:MOST_KEYS]),
+        )
+        request = carrier(job, affinity_of(part.key for part in parts if not part.is_turn))
+        asked = [request] if self.status.shared else self._to_replicas(request)
+        results = [_outcome(one) for one in await all_of(self._params(one) for one in asked)]
+        done = [result for result in results if isinstance(result, KeepResult)]
+        failed = [result for result in results if isinstance(result, Failed)]
+        if not done:
+            return failed[0] if failed else Failed(NO_REPORT.reason)
+        everywhere = {start for result in done for start in result.kept}
+        return replace(done[0], kept=tuple(sorted(everywhere)))
+
     async def prefetch(self, keys: Sequence[KVKey]) -> None:
         """Prefetch KV into the fastest tier on all replicas."""
         for request in self._by_keys("prefetch", keys):
@@ -135,12 +189,14 @@ class JobClient:
         told = [answer for answer in answers if answer != NO_REPORT]
         return (told or answers)[0]
 
-    def _by_keys(self, kind: Kind, keys: Sequence[KVKey]) -> Iterator[VLLMRequest]:
+    def _by_keys(
+        self, kind: Kind, keys: Sequence[KVKey], *, turns: bool = False
+    ) -> Iterator[VLLMRequest]:
         named = [(key.chunk_id, key.context_id) for key in keys]
         for start in range(0, len(named), MOST_KEYS):
             some = tuple(named[start : start + MOST_KEYS])
             affinity = affinity_of(keys[start : start + MOST_KEYS])
-            yield carrier(BlendJob(kind, self._lead_in, keys=some), affinity)
+            yield carrier(BlendJob(kind, self._lead_in, keys=some, turns=turns), affinity)
 
     async def _carry_out(self, request: VLLMRequest, *, everywhere: bool) -> Result:
         """Send a request that only carries a job; returns the connector's result.
@@ -166,6 +222,20 @@ class JobClient:
 def ask_status(transport: Transport) -> ConnectorStatus:
     """Return the connector's status."""
     return status_of(transport.run(params_of_last(transport, status_request())))
+
+
+def sent_chunk(chunk: PlacedChunk) -> SentChunk:
+    """Return a chunk of a prompt, or a part of a conversation, as jobs name it."""
+    return SentChunk(
+        chunk.start,
+        chunk.end,
+        chunk.key.context_id,
+        chunk.protected,
+        before=chunk.before,
+        after=chunk.after,
+        turn=chunk.is_turn,
+        exact=chunk.is_exact,
+    )
 
 
 def status_request() -> VLLMRequest:

@@ -29,6 +29,7 @@ WITHOUT_VLLM = {
     "test_connection.py",
     "middleware/test_access.py",
     "test_serve.py",
+    "test_turn_keeper.py",
 }
 HERE = Path(__file__).parent
 if find_spec("vllm") is None:

@@ -143,9 +143,9 @@ class LockstepVLLM(Transport):
 class InProcessEngine(VLLMEngine):
     """As VLLMEngine, over vLLM's synchronous engine."""
 
-    def __init__(self, vllm: LockstepVLLM, config: BlendConfig) -> None:
+    def __init__(self, vllm: LockstepVLLM, config: BlendConfig, **options: Any) -> None:
         self.vllm = vllm
-        super().__init__(vllm, config=config)
+        super().__init__(vllm, config=config, **options)
 
     @classmethod
     def open(

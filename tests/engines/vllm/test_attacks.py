@@ -13,7 +13,13 @@ from cacheblend_rag import BlendConfig, Chunk
 from cacheblend_rag.engines.sampling import ResolvedSampling
 from cacheblend_rag.engines.vllm.connector.job_runner import evict, prefetch
 from cacheblend_rag.engines.vllm.connector.scheduler import read_job
-from cacheblend_rag.engines.vllm.protocol.job import SALT_PREFIX, BlendJob, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import (
+    SALT_PREFIX,
+    BlendJob,
+    SentChunk,
+    SentLeadIn,
+    SentSegment,
+)
 from cacheblend_rag.engines.vllm.transport import VLLMRequest
 from cacheblend_rag.kv import KVKey, TieredKVStore
 from tests.engines.vllm.hostile import HOSTILE, mutated
@@ -49,6 +55,14 @@ def test_whatever_is_wrong_with_an_order_is_its_requests_reason() -> None:
         BlendJob("blend", lead_in, chunks, config=CONFIG, report_id="1" * 32),
         BlendJob("precompute", lead_in, chunks, tokens=tuple(range(20))),
         BlendJob("evict", lead_in, keys=(("0" * 32, ""),)),
+        BlendJob(
+            "keep",
+            lead_in,
+            (SentChunk(3, 10), SentChunk(12, 20, "0" * 32, turn=True, exact=True)),
+            tokens=tuple(range(40)),
+            config=CONFIG,
+            kept=(SentSegment(10, 30, "0" * 32),),
+        ),
         BlendJob("report", lead_in, report_id="1" * 32),
     ]
     model = SimpleNamespace(max_model_len=100, get_vocab_size=lambda: 256)
@@ -87,13 +101,14 @@ def orders_of_every_kind(engine: InProcessEngine) -> dict[str, BlendJob]:
     return {
         "precompute": BlendJob("precompute", lead_in, (whole,), tokens=tokens),
         "evict": BlendJob("evict", lead_in, keys=(("0" * 32, ""),)),
+        "keep": BlendJob("keep", lead_in, tokens=tokens, kept=(SentSegment(2, 90, "0" * 32),)),
         "prefetch": BlendJob("prefetch", lead_in, keys=(("0" * 32, ""),)),
         "status": BlendJob("status", lead_in),
         "report": BlendJob("report", lead_in, report_id="1" * 32),
     }
 
 
-@pytest.mark.parametrize("kind", ["precompute", "evict", "prefetch", "status", "report"])
+@pytest.mark.parametrize("kind", ["precompute", "evict", "keep", "prefetch", "status", "report"])
 def test_an_order_reads_nothing_of_others(engine: InProcessEngine, kind: str) -> None:
     """Whatever goes with an order as prompt is computed, never decoded from what stood there."""
     for seed in range(4):  # others' prompts, in all blocks there are

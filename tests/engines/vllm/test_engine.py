@@ -12,8 +12,8 @@ import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, open_engine
 from cacheblend_rag.engines.stream import Cancellation
-from cacheblend_rag.engines.vllm.engine import next_piece
 from cacheblend_rag.engines.vllm.transport import Piece, VLLMRequest
+from cacheblend_rag.engines.vllm.waiting import next_piece
 from cacheblend_rag.errors import ConfigError, EngineUnavailableError, ModelLoadError
 from tests.engines.vllm.conftest import EngineFactory
 from tests.engines.vllm.inprocess import InProcessEngine

@@ -14,6 +14,7 @@ import pytest
 from cacheblend_rag import (
     BlendPrompt,
     Chunk,
+    Conversation,
     Generation,
     SamplingParams,
     TransformersEngine,
@@ -28,6 +29,7 @@ from tests.engines import contract
 from tests.engines.vllm.conftest import SERVER_FLAGS
 from tests.engines.vllm.opening import request_of, vllm_in_process, vllm_server
 from tests.engines.vllm.test_exactness import DOCUMENTS, SHORT, retrieved
+from tests.kv.samples import until
 from tests.models import make_tokenizer, prompt_of, words
 
 CONFIG = contract.CONFIG.with_changes(cost_model=False)
@@ -243,6 +245,20 @@ def test_many_at_once_answer_as_one_after_another(filled: VLLMEngine) -> None:
         return await asyncio.gather(*map(last, prompts))
 
     assert same_tokens(alone, asyncio.run(stream_all()))
+
+
+def test_a_conversation_reuses_its_turns(filled: VLLMEngine) -> None:
+    chunks = [chunk for document in DOCUMENTS for chunk in document.to_chunks()]
+    greedy = SamplingParams.greedy(max_tokens=16)
+    conversation = Conversation(filled, instruction=words(30, 900), sampling=greedy, config=REUSE)
+    for turn in range(3):
+        conversation.ask(words(24, 100 + turn), chunks[turn : turn + 1])
+        assert until(lambda: not any(one.is_pending for one in conversation.kv._turns), 120)
+    assert conversation.last is not None
+    assert conversation.last.turn_tokens >= 2 * (24 + 12)
+    assert conversation.kv.nbytes > 0
+    kept = len(conversation.kv.keys())
+    assert conversation.forget() == kept >= 3
 
 
 def test_vllm_in_process_leaves_memory_to_others(in_process: VLLMEngine) -> None:

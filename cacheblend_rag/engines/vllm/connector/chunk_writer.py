@@ -20,14 +20,15 @@ WAIT_SECONDS = 0.001
 class ChunkWriter:
     """Writes one job's chunks, in order, on a thread; ranks wait for each other.
 
-    refused: after ``finish``, how many were not stored, by reason; failed: how many of these
-    because a tier failed.
+    results: after ``finish``, those of all chunks, in order. refused: how many were not stored, by
+    reason; failed: how many of these because a tier failed.
     """
 
     def __init__(self, stack: DecoderStack, store: TieredKVStore) -> None:
         self._stack, self._store = stack, store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-put")
         self._puts: list[Future[PutResult]] = []
+        self.results: list[PutResult] = []
         self.refused: Counter[Reason] = Counter()
         self.failed: Counter[Reason] = Counter()
 
@@ -40,14 +41,14 @@ class ChunkWriter:
         """Wait for all chunks; returns how many are stored. Raises the errors of ``put``."""
         yield from self._until_waiting(0)
         self.close()
-        results = [put.result() for put in self._puts]
+        results = self.results = [put.result() for put in self._puts]
         self.refused.update(put.refusal for put in results if put.refusal)
         self.failed.update(put.refusal for put in results if put.refusal and put.failure)
         return len(results) - self.refused.total()
 
-    def close(self) -> None:
-        """Accept no more chunks; queued ones are still written, without waiting."""
-        self._thread.shutdown(wait=False)
+    def close(self, *, drop: bool = False) -> None:
+        """Accept no more chunks; queued ones are still written, without waiting, unless dropped."""
+        self._thread.shutdown(wait=False, cancel_futures=drop)
 
     def _until_waiting(self, most: int) -> Steps[None]:
         """Yield until every rank has at most so many unwritten chunks."""

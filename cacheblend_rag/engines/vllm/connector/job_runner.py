@@ -17,6 +17,7 @@ from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
 from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
+from cacheblend_rag.engines.vllm.connector.keeping import keep
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
 from cacheblend_rag.engines.vllm.connector.pace import OwnTime
 from cacheblend_rag.engines.vllm.connector.paged import PagedCache, PagedKV
@@ -29,6 +30,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     Declined,
     EvictResult,
     Failed,
+    KeepResult,
     PrecomputeResult,
     PrefetchResult,
     ReleaseResult,
@@ -44,6 +46,7 @@ from cacheblend_rag.memory import NO_ROOM, give_back_unused, no_room
 from cacheblend_rag.prefill.chunk_loader import begin_reading
 from cacheblend_rag.prefill.comparing import Compared, compare
 from cacheblend_rag.prefill.controller import Controller, Rates
+from cacheblend_rag.prefill.conversation_kv import turn_fingerprint
 from cacheblend_rag.prefill.lead_in import ChunkPlan, PlacedChunk
 from cacheblend_rag.prefill.policy import threshold
 from cacheblend_rag.prefill.precompute import (
@@ -54,6 +57,7 @@ from cacheblend_rag.prefill.precompute import (
     compute_document,
     compute_one_by_one,
 )
+from cacheblend_rag.prefill.prefix import KVPart
 from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
 from cacheblend_rag.reason import Reason
 from cacheblend_rag.report import ChunkReport
@@ -61,6 +65,7 @@ from cacheblend_rag.report import ChunkReport
 WorkResult = (
     BlendResult
     | CompareResult
+    | KeepResult
     | PrecomputeResult
     | VerifyResult
     | EvictResult
@@ -70,8 +75,10 @@ WorkResult = (
     | Failed
 )
 Work = Steps[WorkResult]
-WRITING = frozenset({"evict", "precompute", "verify"})
+WRITING = frozenset({"evict", "keep", "precompute", "verify"})
 """Kinds of job that change what is stored."""
+BLENDING = frozenset({"blend", "compare", "keep"})
+"""Kinds of job that read the chunks of a prompt."""
 
 
 class JobRunner:
@@ -97,7 +104,7 @@ class JobRunner:
 
     def source(self, allotted: Allotted) -> LayerSource:
         """Begin to read the chunks that a job blends."""
-        placed = self._placed(allotted) if allotted.job.kind in {"blend", "compare"} else []
+        placed = self._placed(allotted) if allotted.job.kind in BLENDING else []
         worth = threshold(placed, allotted.job.config.min_tokens)
         return begin_reading(self.store, (c.key for c in placed), self.stack, threshold=worth)
 
@@ -106,7 +113,7 @@ class JobRunner:
         job = allotted.job
         if self.store.read_only and job.kind in WRITING:
             return Failed(READ_ONLY)
-        model = self._fingerprint(job)
+        model = self._fingerprint(job, of_turns=job.turns)
         named = [KVKey(chunk, model, context) for chunk, context in job.keys]
         if job.kind == "evict":
             return (yield from evict(self.store, named))
@@ -120,6 +127,8 @@ class JobRunner:
             return (yield from self._precompute(allotted))
         if job.kind == "compare":
             return (yield from self._compare(allotted, source))
+        if job.kind == "keep":
+            return (yield from self._keep(allotted, source))
         return (yield from self._blend(allotted, source))
 
     def no_room(self, allotted: Allotted, lack: str) -> Declined | Failed:
@@ -139,7 +148,16 @@ class JobRunner:
 
     def _placed(self, allotted: Allotted) -> list[PlacedChunk]:
         return [
-            PlacedChunk(key, c.start, c.end, c.protected, before=c.before, after=c.after)
+            PlacedChunk(
+                key,
+                c.start,
+                c.end,
+                c.protected,
+                before=c.before,
+                after=c.after,
+                is_turn=c.turn,
+                is_exact=c.exact,
+            )
             for key, c in zip(self._chunk_keys(allotted), allotted.job.chunks, strict=True)
         ]
 
@@ -151,9 +169,15 @@ class JobRunner:
 
     def _chunk_keys(self, allotted: Allotted) -> list[KVKey]:
         """Return the keys of the chunks that a job has tokens of."""
-        model = self._fingerprint(allotted.job)
+        of_chunks, of_turns = (
+            self._fingerprint(allotted.job, of_turns=one) for one in (False, True)
+        )
         return [
-            KVKey(chunk_id(c.own_tokens(allotted.tokens)), model, c.context_id)
+            KVKey(
+                chunk_id(c.own_tokens(allotted.tokens)),
+                of_turns if c.turn else of_chunks,
+                c.context_id,
+            )
             for c in allotted.job.chunks
         ]
 
@@ -227,6 +251,35 @@ class JobRunner:
             return Declined(done.why, tuple(done.chunks))
         return CompareResult(done.blend, done.prefill)
 
+    def _keep(self, allotted: Allotted, source: LayerSource) -> Work:
+        """Blend a prompt and its answer in a buffer of its own, and store segments of them.
+
+        vLLM computed the answer's KV while it decoded, but its blocks are freed, and may hold
+        another request's KV, once the answer is known.
+        """
+        job = allotted.job
+        checks = plan_schedule(job.config, self.stack.geometry.layers).checks
+        if lack := self._lack_of_room(len(job.tokens), checks=bool(checks), whole=True):
+            return Failed(no_room(lack))
+        blended = PromptPass(
+            self.stack,
+            torch.tensor(job.tokens, device=self.stack.geometry.device),
+            self._placed(allotted),
+            source,
+            job.config,
+            needs_hidden=False,
+        )
+        turns = self._fingerprint(job, of_turns=True)
+        parts = [
+            KVPart(
+                KVKey(chunk_id(job.tokens[one.start : one.end]), turns, one.context_id),
+                one.start,
+                one.end,
+            )
+            for one in job.kept
+        ]
+        return (yield from keep(self.stack, self.store, blended, parts))
+
     def _lack_of_room(
         self, tokens: int, *, checks: bool = False, whole: bool = False
     ) -> str | None:
@@ -290,10 +343,11 @@ class JobRunner:
         document = DocumentPlan(list(allotted.tokens), list(zip(plans, starts, strict=True)))
         return compute_document(self.stack, document, self.store)
 
-    def _fingerprint(self, job: BlendJob) -> str:
+    def _fingerprint(self, job: BlendJob, *, of_turns: bool = False) -> str:
         lead = job.lead_in
         parts = {"lead_in": lead.name, "lead_tokens": lead.tokens, "window": lead.window}
-        return fingerprint({**self.identity, **parts}, self._namespace)
+        of_chunks = fingerprint({**self.identity, **parts}, self._namespace)
+        return turn_fingerprint(of_chunks) if of_turns else of_chunks
 
 
 def verify(store: TieredKVStore, keys: Sequence[KVKey]) -> Work:

@@ -14,6 +14,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     BlendJob,
     Declined,
     Failed,
+    KeepResult,
     PrecomputeResult,
     ReleaseResult,
     Result,
@@ -76,13 +77,18 @@ class StepResults(KVConnectorWorkerMetadata):
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Keep the first rank's results, unless another rank reports an error.
 
-        Released bytes are summed.
+        Released bytes are summed; of a turn's segments those are kept that all ranks have stored.
         """
         assert isinstance(other, StepResults)  # noqa: S101 (all ranks run this connector)
         for request_id, result in other.results.items():
             mine = self.results.get(request_id, RANK_FAILED)
             if isinstance(mine, ReleaseResult) and isinstance(result, ReleaseResult):
                 self.results[request_id] = replace(mine, released=mine.released + result.released)
+            if isinstance(mine, KeepResult) and isinstance(result, KeepResult):
+                both = tuple(start for start in mine.kept if start in result.kept)
+                refused = mine.refused or result.refused
+                self.results[request_id] = replace(mine, kept=both, refused=refused)
+                continue
             is_elsewhere = isinstance(mine, Failed) and mine.error == RANK_FAILED.error
             if is_elsewhere or _stored(result) < _stored(mine):
                 self.results[request_id] = result

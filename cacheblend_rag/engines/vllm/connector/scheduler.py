@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from cacheblend_rag.engines.vllm.connector.going_on import goes_on, gone_on, is_held
 from cacheblend_rag.engines.vllm.connector.metadata import (
     Allotted,
     StepJobs,
@@ -29,7 +30,7 @@ from cacheblend_rag.engines.vllm.protocol import (
     params_of,
 )
 from cacheblend_rag.engines.vllm.protocol.job import ASKS, SALT_PREFIX, sent_report_id
-from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, NO_REPORT
+from cacheblend_rag.engines.vllm.protocol.result import CANCELLED, NO_REPORT, PREFIX_CACHE
 from cacheblend_rag.errors import CacheBlendError
 from cacheblend_rag.kv.chunk_kv import chunk_id
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -47,7 +48,6 @@ KEPT_REPORTS = 1024
 """Results kept for ``report`` jobs, and as many for repeats of a blend."""
 KEPT_TRACES = 16
 """Kept results that have a trace: it takes much more memory than the rest of a result."""
-PREFIX_CACHE = "prefix cache"
 CACHED = Reason(ReasonCode.PREFIX_CACHED, "vLLM's prefix cache holds this prompt already")
 
 
@@ -58,7 +58,8 @@ class Pending:
     tokens: of the prompt to provide. sent: whether a worker has the job, so that a result will
     come. report_id: under which the result is kept, or "". blends: whether the job is a blend.
     mark: a blend's, see ``set_apart``; equal work has the same. work: the blend's, see
-    ``_work_of``. shared: tokens in the blocks that it shares with ordinary requests.
+    ``_work_of``. shared: tokens in the blocks that it shares with ordinary requests. may_go_on:
+    whether it is a blend of exact KV only, looked up as an ordinary request until it is begun.
     """
 
     job: BlendJob | None
@@ -70,6 +71,7 @@ class Pending:
     tokens: int = 0
     work: str = ""
     shared: int = 0
+    may_go_on: bool = False
     result: Result | None = None
 
 
@@ -113,7 +115,11 @@ class ConnectorScheduler:
         if pending.job is None or not pending.blends:
             return
         shares = self._shares_prefix and self.asynchronous
-        start = pending.job.chunks[0].start if shares else 0
+        pending.may_go_on = shares and goes_on(pending.job)
+        if not pending.may_go_on:
+            self._set_apart(request, pending, pending.job.chunks[0].start if shares else 0)
+
+    def _set_apart(self, request: Request, pending: Pending, start: int) -> None:
         pending.shared = set_apart(request, start, self._block_size, pending.mark)
 
     def promise(self, request: Request, computed: int) -> tuple[int | None, bool]:
@@ -127,6 +133,12 @@ class ConnectorScheduler:
         if not pending.blends:
             request.max_tokens = min(request.max_tokens, CARRIER_TOKENS)
         tokens = pending.job.chunks[-1].end if pending.blends else 1
+        if pending.may_go_on:
+            if is_held(pending.job, request.num_prompt_tokens, computed, self._block_size):
+                pending.result = gone_on(pending.job, tuple(request.prompt_token_ids), computed)
+                return 0, False
+            pending.may_go_on = False
+            self._set_apart(request, pending, pending.job.chunks[0].start)
         if tokens <= computed:
             self._note_repeat(pending, _work_of(request, pending.mark, tokens))
             return 0, False

@@ -17,6 +17,7 @@ from vllm import __version__ as vllm_version
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.forward_context import set_forward_context
 
+from cacheblend_rag.blend import FusedKV
 from cacheblend_rag.engines.compatibility import explained
 from cacheblend_rag.engines.identity import model_identity, weights_in_files
 from cacheblend_rag.engines.model_sampling import ModelSampling, warn_of_ignored
@@ -222,7 +223,21 @@ class ConnectorWorker:
             sampling=self._sampling,
             profile=json.dumps(settings.profile.to_dict()) if settings.profile else "",
             guard=settings.guard,
+            token_bytes=self._token_bytes,
+            keeps_exact=settings.store.precision == "native" and not self._has_fp8_cache,
         )
+
+    @property
+    def _token_bytes(self) -> int:
+        """Bytes of one token's KV, on all ranks together; 0 where nothing is blended."""
+        if self.blender is None:
+            return 0
+        ranks = int(self._vllm_config.parallel_config.tensor_parallel_size)
+        return ranks * FusedKV.bytes_for(self.blender.stack.geometry, 1)
+
+    @property
+    def _has_fp8_cache(self) -> bool:
+        return str(self._vllm_config.cache_config.cache_dtype).startswith("fp8")
 
     def take_done(self) -> set[str] | None:
         """Return requests whose asynchronous work is done since the last call."""

@@ -3,13 +3,19 @@
 A job is sent with a request, a result comes back with the request's last output.
 """
 
-from cacheblend_rag.engines.vllm.protocol.job import BlendJob, SentChunk, SentLeadIn
+from cacheblend_rag.engines.vllm.protocol.job import (
+    BlendJob,
+    SentChunk,
+    SentLeadIn,
+    SentSegment,
+)
 from cacheblend_rag.engines.vllm.protocol.result import (
     BlendResult,
     CompareResult,
     Declined,
     EvictResult,
     Failed,
+    KeepResult,
     Late,
     PrecomputeResult,
     PrefetchResult,
@@ -30,6 +36,7 @@ __all__ = [
     "Declined",
     "EvictResult",
     "Failed",
+    "KeepResult",
     "Late",
     "PrecomputeResult",
     "PrefetchResult",
@@ -37,6 +44,7 @@ __all__ = [
     "Result",
     "SentChunk",
     "SentLeadIn",
+    "SentSegment",
     "VerifyResult",
     "params_of",
     "result_of",

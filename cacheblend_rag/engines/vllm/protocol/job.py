@@ -18,23 +18,35 @@ from typing import Any, Literal, get_args
 from cacheblend_rag.blend.selectors import make_selector
 from cacheblend_rag.errors import ConfigError
 from cacheblend_rag.kv.chunk_kv import chunk_id, prefix_ids
+from cacheblend_rag.prefill.conversation_kv import LEAST_TOKENS
 from cacheblend_rag.settings import BlendConfig, LeadInKind
 
 PARAMETER = "cacheblend"
 SALT_PREFIX = "cacheblend-"
-VERSION = 3
+VERSION = 4
 MOST_KEYS = 4096
-"""Most keys in one job; clients split longer lists."""
+"""Most keys, or segments to keep, in one job; clients split longer lists."""
 _HASH = re.compile(r"(?:[0-9a-f]{32})?")
 
 Kind = Literal[
-    "blend", "precompute", "compare", "verify", "evict", "prefetch", "release", "status", "report"
+    "blend",
+    "precompute",
+    "compare",
+    "keep",
+    "verify",
+    "evict",
+    "prefetch",
+    "release",
+    "status",
+    "report",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 ASKS = ("status", "report")
 """Kinds that only read: they are answered for any model."""
-CHANGES = ("precompute", "verify", "evict", "release")
+CHANGES = ("precompute", "keep", "verify", "evict", "release")
 """Kinds that change the shared store."""
+IDLE = ("compare", "keep")
+"""Kinds that are only worked on while nothing else is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,9 @@ class SentChunk:
     context_id: of its document context, "" without one. protected: must not be recomputed.
     context_start: where its document context starts (precompute only). before, after: the chunk's
     tokens at its edges that are missing in the prompt (blend only); together with those between
-    they give the chunk's id, so only a client that knows the whole chunk can ask for it.
+    they give the chunk's id, so only a client that knows the whole chunk can ask for it. turn: it
+    is part of a conversation's turn; its context_id names what was before it, by the conversation's
+    secret. exact: its KV is that of full prefill of this prompt (turns only).
     """
 
     start: int
@@ -54,6 +68,8 @@ class SentChunk:
     context_start: int = 0
     before: tuple[int, ...] = ()
     after: tuple[int, ...] = ()
+    turn: bool = False
+    exact: bool = False
 
     def own_tokens(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Return the tokens of the chunk by itself; tokens: the prompt or document."""
@@ -69,7 +85,21 @@ class SentChunk:
             self.context_start,
             list(self.before),
             list(self.after),
+            int(self.turn),
+            int(self.exact),
         ]
+
+
+@dataclass(frozen=True, slots=True)
+class SentSegment:
+    """Tokens [start, end) to keep are a segment of a conversation's turn.
+
+    context_id: of its key, which names the tokens before by the conversation's secret.
+    """
+
+    start: int
+    end: int
+    context_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,17 +114,18 @@ class SentLeadIn:
 @dataclass(frozen=True)
 class BlendJob:
     """One request's work: fuse the chunks of its prompt, store them, or verify, evict or prefetch
-    others; or ``release`` the memory that chunks take.
+    others; ``keep`` the KV of a conversation's turn; or ``release`` the memory that chunks take.
 
     Two kinds only ask: ``status`` for the state of the connector, ``report`` for the result of the
     finished request that had the same ``report_id``.
 
-    tokens: lead-in and document to be computed (precompute), or the prompt to be blended again
-    (compare). answer, reference: what it is compared on and with, see Compared (compare only);
-    without a reference it is the prompt.
-    keys: (chunk id, context id) of chunks to verify, evict or prefetch. report_id: 32 hex digits
-    under which the result is kept for a later ``report``, or "". idle: only to be worked on while
-    nothing else is (precompute; compare always is).
+    tokens: lead-in and document to be computed (precompute), the prompt to be blended again
+    (compare), or that and its answer (keep). answer, reference: what it is compared on and with,
+    see Compared (compare only); without a reference it is the prompt.
+    keys: (chunk id, context id) of chunks to verify, evict or prefetch. turns: whether they are of
+    conversations' turns (evict only). report_id: 32 hex digits under which the result is kept for a
+    later ``report``, or "". idle: only to be worked on while nothing else is (precompute; compare
+    and keep always are). kept: what to store, in order (keep only).
     """
 
     kind: Kind
@@ -107,6 +138,8 @@ class BlendJob:
     idle: bool = False
     answer: tuple[int, ...] = ()
     reference: tuple[int, ...] = ()
+    kept: tuple[SentSegment, ...] = ()
+    turns: bool = False
 
     def to_params(self) -> dict[str, Any]:
         """Return plain JSON values for ``kv_transfer_params``."""
@@ -123,6 +156,8 @@ class BlendJob:
                 "idle": self.idle,
                 "answer": list(self.answer),
                 "reference": list(self.reference),
+                "kept": [[one.start, one.end, one.context_id] for one in self.kept],
+                "turns": self.turns,
             }
         }
 
@@ -142,16 +177,18 @@ class BlendJob:
         """Raise ConfigError when the tokens to store do not match the keys.
 
         Otherwise a client could store, under the key of another client's chunk, KV of that chunk
-        after a different text, which would be reused for the other's questions. longest: the
-        model's context window. vocabulary: its number of tokens.
+        after a different text, which would be reused for the other's questions. What is kept of a
+        conversation has keys of turns, which are never those of chunks, and which nobody can make
+        without the conversation's secret. longest: the model's context window. vocabulary: its
+        number of tokens.
         """
-        if self.kind == "compare":
-            self._check_compared(longest, vocabulary)
+        if self.kind in {"compare", "keep", "precompute"}:
+            self._check_tokens(longest, vocabulary)
         if self.kind != "precompute":
             return
         tokens = self.tokens
-        if len(tokens) > longest or max(tokens) >= vocabulary:
-            raise ConfigError(f"{PARAMETER}.tokens exceed the model's context or vocabulary")
+        if any(chunk.turn for chunk in self.chunks):
+            raise ConfigError(f"{PARAMETER}.chunks of turns are kept, not precomputed")
         if any(chunk.before or chunk.after for chunk in self.chunks):
             raise ConfigError(f"{PARAMETER}.chunks must be complete in the tokens to be stored")
         lead, first = self.lead_in, self.chunks[0].context_start
@@ -168,9 +205,9 @@ class BlendJob:
         if contexts != [chunk.context_id for chunk in self.chunks]:
             raise ConfigError(f"{PARAMETER}.chunks: a context_id is not that of its tokens")
 
-    def _check_compared(self, longest: int, vocabulary: int) -> None:
+    def _check_tokens(self, longest: int, vocabulary: int) -> None:
         most = max(len(self.tokens), len(self.reference)) + len(self.answer)
-        if most > longest or max(*self.tokens, *self.answer, *self.reference) >= vocabulary:
+        if most > longest or max((*self.tokens, *self.answer, *self.reference)) >= vocabulary:
             raise ConfigError(f"{PARAMETER}.tokens exceed the model's context or vocabulary")
 
     @classmethod
@@ -190,24 +227,28 @@ class BlendJob:
         config = sent.get("config", {})
         if not isinstance(config, Mapping):
             raise ConfigError(f"{PARAMETER}.config must be an object")
-        own = _tokens(sent.get("tokens"), needed=kind in {"compare", "precompute"})
-        has_reference = bool(sent.get("reference"))
-        rooms = {"blend": tokens, "compare": len(own)}  # a prompt's last token is in no chunk
+        own = _tokens(sent.get("tokens"), needed=kind in {"compare", "keep", "precompute"})
+        has_reference, has_chunks = bool(sent.get("reference")), bool(sent.get("chunks"))
+        # A prompt's last token is in no chunk.
+        rooms = {"blend": tokens, "compare": len(own), "keep": len(own)}
         return cls(
             kind,
             _lead_in(sent.get("lead_in")),
             _chunks(
                 sent.get("chunks"),
                 rooms.get(kind, len(own) + 1),
-                needed=kind in {"blend", "compare", "precompute"},
+                needed=kind in {"blend", "compare", "precompute"}
+                or (kind == "keep" and has_chunks),
             ),
             own,
             _keys(sent.get("keys", ())),
             BlendConfig.of(config),
             _report_id(sent.get("report_id", ""), required=kind == "report"),
-            kind == "compare" or (kind == "precompute" and sent.get("idle") is True),
+            kind in IDLE or (kind == "precompute" and sent.get("idle") is True),
             _tokens(sent.get("answer"), needed=kind == "compare"),
             _tokens(sent.get("reference"), needed=kind == "compare" and has_reference),
+            _kept(sent.get("kept"), len(own), needed=kind == "keep"),
+            kind == "evict" and _flag(sent.get("turns", False), "turns"),
         )
 
 
@@ -266,13 +307,48 @@ def _keys(sent: Any) -> tuple[tuple[str, str], ...]:
 
 
 def _chunk(row: Any, tokens: int) -> SentChunk:
-    start, end, context_id, protected, context_start, before, after = _row(
-        row, "chunks", (int, int, str, int, int, list, list)
+    start, end, context_id, protected, context_start, before, after, turn, exact = _row(
+        row, "chunks", (int, int, str, int, int, list, list, int, int)
     )
     if not 0 <= context_start <= start < end < tokens or not _HASH.fullmatch(context_id):
         raise ConfigError(f"{PARAMETER}.chunks: {list(row)!r} does not fit {tokens} tokens")
-    edges = (_tokens(edge, needed=bool(edge)) for edge in (before, after))
-    return SentChunk(start, end, context_id, bool(protected), context_start, *edges)
+    if turn and not context_id:
+        raise ConfigError(f"{PARAMETER}.chunks: a turn's context_id must be 32 hex digits")
+    if exact and not turn:
+        raise ConfigError(f"{PARAMETER}.chunks: only a turn's KV may be exact")
+    left, right = (_tokens(edge, needed=bool(edge)) for edge in (before, after))
+    return SentChunk(
+        start, end, context_id, bool(protected), context_start, left, right, bool(turn), bool(exact)
+    )
+
+
+def _kept(sent: Any, tokens: int, *, needed: bool) -> tuple[SentSegment, ...]:
+    """Read the segments to keep; they are as long as those of a conversation, and in order."""
+    if not needed:
+        return ()
+    if not isinstance(sent, Sequence) or isinstance(sent, str) or not sent:
+        raise ConfigError(f"{PARAMETER}.kept must be a non-empty list")
+    if len(sent) > MOST_KEYS:
+        raise ConfigError(f"{PARAMETER}.kept names {len(sent)} segments, more than {MOST_KEYS}")
+    kept, last = list[SentSegment](), 0
+    for row in sent:
+        start, end, context_id = _row(row, "kept", (int, int, str))
+        if not last <= start <= end - LEAST_TOKENS <= tokens - LEAST_TOKENS:
+            raise ConfigError(
+                f"{PARAMETER}.kept must be in order and not overlap, each of at least "
+                f"{LEAST_TOKENS} of the {tokens} tokens"
+            )
+        if not context_id or not _HASH.fullmatch(context_id):
+            raise ConfigError(f"{PARAMETER}.kept: a context_id must be 32 hex digits")
+        kept.append(SentSegment(start, end, context_id))
+        last = end
+    return tuple(kept)
+
+
+def _flag(sent: Any, name: str) -> bool:
+    if type(sent) is not bool:
+        raise ConfigError(f"{PARAMETER}.{name} must be true or false")
+    return sent
 
 
 def _row(sent: Any, name: str, types: tuple[type, ...]) -> list[Any]:

@@ -91,6 +91,20 @@ class CompareResult:
 
 
 @dataclass(frozen=True)
+class KeepResult:
+    """The result of keep.
+
+    kept: where the segments begin whose KV is stored, in order. refused: how many are not, by
+    reason. compute_share: work of the pass, as a share of full prefill's; 0 if all were stored.
+    """
+
+    kept: tuple[int, ...]
+    refused: Mapping[Reason, int] = field(default_factory=dict)
+    compute_share: float = 0.0
+    work_seconds: float | None = None
+
+
+@dataclass(frozen=True)
 class ReleaseResult:
     """The result of release: how many bytes were freed, on all ranks."""
 
@@ -140,6 +154,7 @@ Result: TypeAlias = (
     BlendResult
     | PrecomputeResult
     | CompareResult
+    | KeepResult
     | VerifyResult
     | EvictResult
     | ReleaseResult
@@ -153,6 +168,8 @@ Result: TypeAlias = (
 CANCELLED = Failed(Reason(ReasonCode.CANCELLED, "cancelled"))
 NO_REPORT = Declined(Reason(ReasonCode.NO_ANSWER, "no such report"))
 """The answer to a ``report`` job with an unknown id."""
+PREFIX_CACHE = "prefix cache"
+"""The tier, in reports, of KV that vLLM's own prefix cache holds."""
 TOLD_BY: Mapping[str, type[Any]] = {
     "late": Late,
     "active": ConnectorStatus,
@@ -161,6 +178,7 @@ TOLD_BY: Mapping[str, type[Any]] = {
     "chunks": BlendResult,
     "computed": PrecomputeResult,
     "divergence": CompareResult,
+    "kept": KeepResult,
     "verified": VerifyResult,
     "evicted": EvictResult,
     "released": ReleaseResult,

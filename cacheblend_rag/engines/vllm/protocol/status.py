@@ -33,7 +33,9 @@ class ConnectorStatus:
     read_only: whether its store is read-only. sampling: the model's own sampling settings; None
     from an older connector. profile: the one for clients without settings of their own, as JSON;
     "" is none. guard: the share of blended answers that engines compare with full prefill unless
-    they are told otherwise; 0 is none.
+    they are told otherwise; 0 is none. token_bytes: of one token's KV, on all ranks together.
+    keeps_exact: whether KV that is stored and reused is what it was computed as, quantized neither
+    in the store nor in vLLM's cache.
 
     Raises ValueError when there is no replica.
     """
@@ -55,6 +57,8 @@ class ConnectorStatus:
     sampling: ModelSampling | None = None
     profile: str = ""
     guard: float = 0.0
+    token_bytes: int = 0
+    keeps_exact: bool = False
 
     @property
     def problem(self) -> Reason | None:

@@ -117,7 +117,7 @@ def test_what_is_open_to_all() -> None:
     assert Asked(path="/v1/realtime", kind="lifespan", keys=[ASK]).status is None
 
 
-@pytest.mark.parametrize("kind", ["precompute", "evict"])
+@pytest.mark.parametrize("kind", ["precompute", "keep", "evict"])
 def test_another_key_for_who_changes_the_store(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     order = json.dumps({"kv_transfer_params": {"cacheblend": {"kind": kind}}}).encode()
     assert Asked(order, keys=[ASK], key=ASK).status is None

@@ -15,6 +15,7 @@ from cacheblend_rag.engines.vllm.protocol.job import (
     BlendJob,
     SentChunk,
     SentLeadIn,
+    SentSegment,
     sent_report_id,
 )
 from cacheblend_rag.errors import ConfigError
@@ -23,7 +24,7 @@ from cacheblend_rag.kv.chunk_kv import chunk_id
 HASH = "0123456789abcdef" * 2
 PROMPT, OTHER_PROMPT = (1, 2, 3), (1, 2, 4)
 LEAD_IN = SentLeadIn("document", HASH, 2048)
-TEN = tuple(range(10))
+TEN, TWENTY = tuple(range(10)), tuple(range(20))
 BLEND = BlendJob(
     "blend",
     LEAD_IN,
@@ -48,6 +49,16 @@ def sent(job: BlendJob) -> dict[str, Any]:
         BlendJob("precompute", LEAD_IN, (SentChunk(3, 9),), tokens=TEN, idle=True),
         BlendJob("evict", LEAD_IN, keys=((HASH, ""), (HASH, HASH))),
         BlendJob("prefetch", LEAD_IN, keys=((HASH, ""),)),
+        BlendJob("evict", LEAD_IN, keys=((HASH, HASH),), turns=True),
+        BlendJob(
+            "keep",
+            LEAD_IN,
+            (SentChunk(0, 6), SentChunk(6, 9, HASH, turn=True, exact=True)),
+            tokens=TWENTY,
+            idle=True,
+            kept=(SentSegment(2, 10, HASH), SentSegment(12, 20, HASH)),
+        ),
+        BlendJob("keep", LEAD_IN, tokens=TWENTY, idle=True, kept=(SentSegment(0, 20, HASH),)),
         BlendJob("status", LEAD_IN),
         BlendJob("report", LEAD_IN, report_id=HASH),
         replace(BLEND, report_id=HASH),
@@ -90,8 +101,12 @@ def test_equal_work_has_one_salt_and_any_change_another() -> None:
         BlendJob("blend", LEAD_IN, BLEND.chunks[:1], config=BLEND.config),
         replace(BLEND, chunks=(BLEND.chunks[0], replace(BLEND.chunks[1], before=(6,)))),
         BlendJob("blend", SentLeadIn("bos", HASH, 0), BLEND.chunks, config=BLEND.config),
+        *(
+            replace(BLEND, chunks=(BLEND.chunks[0], replace(BLEND.chunks[1], **change)))
+            for change in ({"turn": True}, {"turn": True, "exact": True}, {"context_id": "f" * 32})
+        ),
     ]
-    assert len({BLEND.salt(PROMPT), *(other.salt(PROMPT) for other in others)}) == 5
+    assert len({BLEND.salt(PROMPT), *(other.salt(PROMPT) for other in others)}) == 8
     assert BLEND.salt(PROMPT).startswith(SALT_PREFIX)
 
 
@@ -118,11 +133,15 @@ def test_another_question_is_other_work_where_it_decides_about_rows() -> None:
         ({"chunks": [[0, 5, "", 0, 3, [], []]]}, "chunks"),
         ({"chunks": [[0, 5.5, "", 0, 0, [], []]]}, "chunks"),
         ({"chunks": [[0, 9, "", 0, 0, [], []], [8, 12, "", 0, 0, [], []]]}, "overlap"),
-        ({"chunks": [[0, 5, "", 0, 0]]}, "chunks must hold 7 values"),
-        ({"chunks": [[0, 5, "", 0, 0, "ab", []]]}, "chunks"),
-        ({"chunks": [[0, 5, "", 0, 0, [-1], []]]}, "token ids"),
-        ({"chunks": [[0, 5, "", 0, 0, [], ["a"]]]}, "token ids"),
-        ({"chunks": [[0, 5, "", 0, 0, [], [1 << 31]]]}, "token ids"),
+        ({"chunks": [[0, 5, "", 0, 0]]}, "chunks must hold 9 values"),
+        ({"chunks": [[0, 5, "", 0, 0, "ab", [], 0, 0]]}, "chunks"),
+        ({"chunks": [[0, 5, "", 0, 0, [-1], [], 0, 0]]}, "token ids"),
+        ({"chunks": [[0, 5, "", 0, 0, [], ["a"], 0, 0]]}, "token ids"),
+        ({"chunks": [[0, 5, "", 0, 0, [], [1 << 31], 0, 0]]}, "token ids"),
+        ({"chunks": [[0, 5, "", 0, 0, [], [], 1, 0]]}, "turn's context_id"),
+        ({"chunks": [[0, 5, HASH, 0, 0, [], [], 0, 1]]}, "only a turn's KV may be exact"),
+        ({"chunks": [[0, 5, HASH, 0, 0, [], [], True, 0]]}, "chunks must hold 9 values"),
+        ({"kind": "evict", "turns": 1}, "turns must be true or false"),
         ({"keys": [["short", ""]]}, "keys"),
         ({"keys": [["", ""]]}, "keys"),
         ({"config": {"recompute_ratio": 7}}, "recompute_ratio"),
@@ -139,6 +158,49 @@ def test_what_is_malformed_is_refused_by_name(change: dict[str, Any], said: str)
     params[PARAMETER].update(change)
     with pytest.raises(ConfigError, match=said):
         BlendJob.from_params(params, 100)
+
+
+KEEP = BlendJob("keep", LEAD_IN, tokens=TWENTY, idle=True, kept=(SentSegment(0, 8, HASH),))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"kept": []}, "kept must be a non-empty list"),
+        ({"kept": "0" * 32}, "kept must be a non-empty list"),
+        ({"kept": None}, "kept must be a non-empty list"),
+        ({"kept": [[0, 8]]}, "kept must hold 3 values"),
+        ({"kept": [[0, 8.0, HASH]]}, "kept must hold 3 values"),
+        ({"kept": [[0, 7, HASH]]}, "each of at least 8 of the 20 tokens"),
+        ({"kept": [[-1, 8, HASH]]}, "in order"),
+        ({"kept": [[12, 21, HASH]]}, "in order"),
+        ({"kept": [[1 << 70, 1 << 71, HASH]]}, "in order"),
+        ({"kept": [[0, 9, HASH], [8, 17, HASH]]}, "not overlap"),
+        ({"kept": [[9, 17, HASH], [0, 8, HASH]]}, "in order"),
+        ({"kept": [[0, 8, ""]]}, "context_id"),
+        ({"kept": [[0, 8, "secret"]]}, "context_id"),
+        ({"kept": [[0, 8, HASH]] * 4097}, "names 4097 segments, more than 4096"),
+        ({"tokens": []}, "tokens"),
+        ({"tokens": None}, "tokens"),
+        ({"tokens": list(range(7))}, "of the 7 tokens"),
+        ({"chunks": [[0, 20, "", 0, 0, [], [], 0, 0]]}, "does not fit"),
+        ({"chunks": "all"}, "chunks"),
+    ],
+)
+def test_what_is_kept_is_checked(change: dict[str, Any], said: str) -> None:
+    params = sent(KEEP)
+    assert BlendJob.from_params(params, 2) == KEEP
+    params[PARAMETER].update(change)
+    with pytest.raises(ConfigError, match=said):
+        BlendJob.from_params(params, 2)
+
+
+def test_it_is_always_for_idle_time_and_within_the_model() -> None:
+    assert BlendJob.from_params(sent(replace(KEEP, idle=False)), 2) == KEEP
+    KEEP.check(longest=20, vocabulary=20)
+    for longest, vocabulary in [(19, 20), (20, 19)]:
+        with pytest.raises(ConfigError, match="exceed"):
+            KEEP.check(longest=longest, vocabulary=vocabulary)
 
 
 def test_a_malformed_job_still_says_where_its_report_goes() -> None:
@@ -184,6 +246,7 @@ HONEST = precompute()
         ),
         ({"chunks": (replace(HONEST.chunks[0], before=(99,)),)}, "must be complete"),
         ({"chunks": (replace(HONEST.chunks[0], after=(99,)),)}, "must be complete"),
+        ({"chunks": (replace(HONEST.chunks[1], turn=True),)}, "kept, not precomputed"),
         ({"tokens": (*TOKENS, 100)}, "exceed the model.s context or vocabulary"),
         ({"tokens": (*TOKENS[:-1], 120)}, "exceed the model.s context or vocabulary"),
     ],

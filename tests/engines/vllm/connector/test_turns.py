@@ -1,0 +1,198 @@
+"""Conversations in vLLM: their turns are computed again while it idles, stored, and reused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from cacheblend_rag import BlendConfig, Conversation, ConversationKV
+from cacheblend_rag.engines.vllm.protocol import Failed, KeepResult, SentSegment
+from cacheblend_rag.kv.put_result import PutResult
+from tests.engines.conversations import (
+    CONFIG,
+    INSTRUCTION,
+    PASSAGES,
+    QUESTIONS,
+    SAMPLING,
+    ConversationContract,
+    Open,
+    begun,
+    of_turns,
+)
+from tests.engines.vllm.inprocess import InProcessEngine
+from tests.engines.vllm.opening import request_of
+from tests.kv.samples import until
+from tests.models import words
+
+PATIENCE = 60.0
+
+
+@pytest.fixture
+def blend_config() -> BlendConfig:
+    return BlendConfig(**CONFIG)
+
+
+@pytest.fixture
+def opened(llama: InProcessEngine) -> Iterator[Open]:
+    """Open engines over one vLLM, which know the passages."""
+    engines: list[InProcessEngine] = []
+
+    def open_one(**config: object) -> InProcessEngine:
+        engine = InProcessEngine(
+            llama.vllm, BlendConfig(**{**CONFIG, **config}), instruction=f"{INSTRUCTION}\n\n"
+        )
+        engine.precompute(PASSAGES, progress=False)
+        engines.append(engine)
+        return engine
+
+    yield open_one
+    for engine in engines:
+        engine.close()
+
+
+def settle(kv: ConversationKV) -> None:
+    assert until(lambda: not any(turn.is_pending for turn in kv._turns), PATIENCE)
+
+
+class TestVLLMConversations(ConversationContract):
+    def settle(self, kv: ConversationKV) -> None:
+        settle(kv)
+
+    def kept(self, engine: InProcessEngine) -> set[tuple[str, str]]:
+        held = engine.worker_connector.blender.store.entries()
+        return {(key.chunk_id, key.context_id) for key in held if key.context_id}
+
+    def evicted(self, engine: InProcessEngine, is_so: Callable[[], bool]) -> None:
+        assert until(is_so, PATIENCE)
+
+
+# Beyond the contract
+
+
+def asked(conversation: Conversation, turn: int) -> None:
+    conversation.ask(QUESTIONS[turn], PASSAGES[2 * turn : 2 * turn + 2])
+    settle(conversation.kv)
+
+
+def test_turns_are_blended_as_chunks_are_and_cost_less_than_full_prefill(opened: Open) -> None:
+    engine = opened()
+    conversation, results = begun(engine), []
+    keep = engine._jobs.keep
+
+    async def watched(*arguments: object) -> KeepResult | Failed:
+        results.append(await keep(*arguments))
+        return results[-1]
+
+    engine._keeper.jobs.keep = watched
+    for turn in range(3):
+        asked(conversation, turn)
+    assert all(isinstance(one, KeepResult) for one in results)
+    shares = [one.compute_share for one in results]
+    assert shares[2] < shares[1] < 0.6
+    assert conversation.kv.turns == 3
+
+
+def test_a_turn_that_is_forgotten_before_it_is_stored_is_not_stored(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = opened()
+    conversation = begun(engine)
+    conversation.ask(QUESTIONS[0], PASSAGES[:2])
+    (turn,) = conversation.kv._turns
+    conversation.forget()
+    assert until(lambda: not turn.is_pending, PATIENCE)
+    store = engine.worker_connector.blender.store
+    assert until(lambda: not any(key.context_id for key in store.entries()), PATIENCE)
+
+
+def test_a_turn_that_the_store_refuses_is_computed_again(
+    opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = opened()
+    store, refused = engine.worker_connector.blender.store, PutResult(False)
+    monkeypatch.setattr(store, "put_computed", lambda *_: refused)
+    conversation = begun(engine)
+    asked(conversation, 0)
+    assert conversation.kv.turns == 0
+    monkeypatch.undo()
+    asked(conversation, 1)
+    assert of_turns(conversation) == 0
+    asked(conversation, 2)
+    assert of_turns(conversation) >= 2 * 24
+
+
+def test_what_a_busy_vllm_has_not_kept_yet_is_no_reason_to_wait(opened: Open) -> None:
+    engine = opened()
+    conversation = begun(engine)
+    conversation.ask(QUESTIONS[0], PASSAGES[:2])
+    conversation.ask(QUESTIONS[1], PASSAGES[2:4])
+    settle(conversation.kv)
+    asked(conversation, 2)
+    assert of_turns(conversation) >= 2 * 24
+
+
+def test_where_vllms_own_prefix_cache_goes_on_nothing_is_loaded(opened: Open) -> None:
+    """Of a conversation without passages it has all but the last block, until it drops it."""
+    engine = opened(recompute_ratio=0.3)
+    conversation, block = begun(engine), engine.scheduler.cache_config.block_size
+    told = []
+    for question in (words(300, 55), QUESTIONS[0], QUESTIONS[1]):
+        answer = conversation.ask(question)
+        settle(conversation.kv)
+        assert conversation.last is not None
+        prompt = conversation.last.fitted.prepared
+        assert answer.token_ids == engine.generate_full(prompt, SAMPLING).token_ids
+        told.append(answer.report)
+        if len(told) == 2:
+            engine.free_blocks()
+            assert engine.core.reset_prefix_cache()
+    _, held, dropped = told
+    assert {chunk.tier for chunk in held.chunks} == {"prefix cache"}
+    assert 0 < held.recomputed_tokens <= block
+    assert {chunk.tier for chunk in dropped.chunks} == {"host"}
+    assert dropped.recomputed_tokens == 0
+    assert len({chunk.chunk_id for chunk in dropped.chunks}) == 2, "no turn was kept twice"
+
+
+def test_blended_turns_are_in_blocks_of_their_own_conversation(opened: Open) -> None:
+    """Equal prompts of two conversations have different names of parts, so of their blocks."""
+    engine = opened()
+    jobs = []
+    for conversation in (begun(engine), begun(engine)):
+        asked(conversation, 0)
+        asked(conversation, 1)
+        assert conversation.last is not None
+        again = engine.prepare(conversation.last.fitted.prepared)
+        job = request_of(engine, again, SAMPLING, None).job
+        assert job is not None
+        jobs.append((job, again.token_ids))
+    (one, tokens), (other, same) = jobs
+    assert tokens == same
+    assert [chunk.turn for chunk in one.chunks].count(True) >= 1
+    assert [(c.start, c.end) for c in one.chunks] == [(c.start, c.end) for c in other.chunks]
+    assert one.salt(tokens) != other.salt(tokens)
+
+
+def test_a_keep_job_cannot_write_under_the_key_of_a_chunk(opened: Open) -> None:
+    engine = opened()
+    store = engine.worker_connector.blender.store
+    tokens = tuple(engine.tokenize(f"{QUESTIONS[0]} {PASSAGES[0].text}"))
+    before = set(store.entries())
+    kept = [SentSegment(24, len(tokens), "1" * 32)]
+    result = engine.transport.run(engine._jobs.keep(tokens, (), kept, engine.config))
+    assert isinstance(result, KeepResult)
+    assert result.kept == (24,)
+    (new,) = set(store.entries()) - before
+    assert new.chunk_id in {key.chunk_id for key in before}
+    assert new.fingerprint not in {key.fingerprint for key in before}
+
+
+def test_a_job_over_tokens_that_the_model_has_not_is_refused(opened: Open) -> None:
+    engine = opened()
+    tokens = (300,) * 20
+    result = engine.transport.run(
+        engine._jobs.keep(tokens, (), [SentSegment(0, 20, "1" * 32)], engine.config)
+    )
+    assert isinstance(result, Failed)
+    assert "exceed the model's context or vocabulary" in result.error
