@@ -136,6 +136,11 @@ def index(engine: InProcessEngine) -> None:
     assert (report.computed, report.refused) == (4, {})
 
 
+OTHER_BLOCKS = 5e-6
+"""Rounding where rows are computed in other blocks than vLLM's: on some processors (those with AVX2
+only) a matrix product rounds a row by how many rows there are."""
+
+
 def check_exact(engine: InProcessEngine, seed: int = 9, rounding: float = 0.0) -> None:
     """Ratio 1 is ordinary prefill; less is not, and is blended all the same."""
     prompt = retrieved(seed=seed)
@@ -167,7 +172,7 @@ def test_ratio_1_equals_ordinary_prefill_in_other_families(
     if installed_version().startswith("0.31.") and family in NOT_ON_031:
         pytest.skip(f"vLLM {installed_version()}: {NOT_ON_031[family]}")
     # Experts are given all rows of a step at once, here in other blocks than there.
-    rounding = 5e-6 if family == "qwen2_moe" else 0.0
+    rounding = OTHER_BLOCKS if family == "qwen2_moe" else 0.0
     folder = family if family in FAMILIES else save_family(family, tmp_path)
     check_exact_both_ways(open_family(folder), rounding)
 
@@ -228,7 +233,7 @@ def test_rows_beyond_one_block_are_run_in_several(
     blender = short_steps.worker_connector.blender
     monkeypatch.setattr(blender.jobs, "mode", "native")
     assert blender.stack.row_block == STEP_TOKENS < len(short_steps.tokenize(retrieved().text))
-    assert difference(short_steps, retrieved(), 1.0) == 0.0
+    assert difference(short_steps, retrieved(), 1.0) <= OTHER_BLOCKS
 
 
 @pytest.mark.parametrize("attention", PLAIN)
