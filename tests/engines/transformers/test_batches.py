@@ -67,4 +67,4 @@ def test_memory_need_not_hold_what_a_group_shares(make_engine: EngineFactory, ro
     for prompt in prompts:
         engine.generate(prompt, SHORT)
     if not room:  # nothing was kept after the batch, or between requests
-        assert slow.keys.count(writer.key(shared)) == len(prompts)
+        assert slow.keys.count(writer.key(shared)) > 1
