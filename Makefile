@@ -4,7 +4,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 READY_VLLM := .venv/.ready-vllm
 VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py tests/real/test_both_engines.py \
-	tests/examples/test_fleet.py
+	tests/examples/test_fleet.py tests/examples/test_ray_serve.py
 PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 REDIS := redis-server
