@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -96,7 +96,10 @@ class _Told:
 
 
 class _Bench:
-    """Two engines around one model: one with all that is kept, one with prefix caching alone."""
+    """Two engines around one model: one with all that is kept, one with prefix caching alone.
+
+    The latter is new for each table, since their prompts are partly the same.
+    """
 
     def __init__(self, plan: ConversationPlan, stack: ExitStack, advance: Advance) -> None:
         self._plan, self._advance = plan, advance
@@ -107,17 +110,19 @@ class _Bench:
             instruction=lambda tokenizer: InstructedChat(tokenizer, INSTRUCTION).lead_in,
         )
         stack.callback(self._ours.close)
-        self._prefix = TransformersEngine(
-            self._ours.model,
-            tokenizer=self._ours.tokenizer,
-            config=CONFIG,
-            store=TieredKVStore.open(host_bytes=plan.prefix_bytes),
-        )
-        stack.callback(self._prefix.close)
         self._chat = InstructedChat(self._ours.tokenizer, INSTRUCTION)
         self._passages, self._questions = draw_turns(plan, self._ours)
         advance(f"precomputing {plan.turns * plan.passages} passages")
         self._ours.precompute([one for turn in self._passages for one in turn], progress=False)
+
+    def _with_prefixes(self) -> TransformersEngine:
+        """Return an engine with prefix caching alone, which has seen no prompt."""
+        return TransformersEngine(
+            self._ours.model,
+            tokenizer=self._ours.tokenizer,
+            config=CONFIG,
+            store=TieredKVStore.open(host_bytes=self._plan.prefix_bytes),
+        )
 
     @property
     def room(self) -> int:
@@ -126,6 +131,10 @@ class _Bench:
 
     def rows(self, most_tokens: int, *, drops: bool) -> Iterator[ConversationRow]:
         """Yield a row a turn; ends early if a prompt does not fit and nothing may be dropped."""
+        with closing(self._with_prefixes()) as self._prefix:
+            yield from self._answered(most_tokens, drops=drops)
+
+    def _answered(self, most_tokens: int, *, drops: bool) -> Iterator[ConversationRow]:
         kv, told = ConversationKV(most_turns=self._plan.turns), list[_Told]()
         for turn, question in enumerate(self._questions, start=1):
             what = "" if drops else ", nothing dropped"
