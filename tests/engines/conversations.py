@@ -18,6 +18,7 @@ from cacheblend_rag import (
     SamplingParams,
     TurnPrompt,
 )
+from cacheblend_rag.report import BlendReport
 from cacheblend_rag.text.encoder import EDGE_TOKENS
 from tests.models import words
 
@@ -78,7 +79,6 @@ class ConversationContract:
             one, other = self.asked(here, turn).report, self.asked(there, turn).report
         assert of_turns(there) == 0
         assert other.computed_tokens > one.computed_tokens + 2 * len(QUESTIONS[0].split())
-        assert one.prompt_tokens == other.prompt_tokens
 
     @pytest.mark.parametrize("passages", [0, 2])
     def test_recomputing_everything_answers_as_full_prefill(
@@ -169,7 +169,8 @@ class ConversationContract:
         there = Conversation.from_json(conversation.to_json(), opened(), sampling=SAMPLING)
         assert there.turns == conversation.turns
         resumed, usual = self.asked(there, 3).report, self.asked(conversation, 3).report
-        assert of_turns(there) == of_turns(conversation) > 0
+        assert of_turns(there) >= 3 * 24
+        assert _hits(resumed) == _hits(usual), "which repeats it, so less may be recomputed"
         assert resumed.computed_tokens == usual.computed_tokens
 
     @pytest.mark.parametrize("passages", [0, 2])
@@ -255,6 +256,11 @@ class ConversationContract:
         assert secret not in json.dumps(answer.report.to_dict())
         assert secret not in repr(conversation.last)
         assert secret not in repr(conversation)
+
+
+def _hits(report: BlendReport) -> list[tuple[int, int]]:
+    """Return (start, tokens) of what a prompt reused."""
+    return [(chunk.start, chunk.tokens) for chunk in report.chunks if chunk.hit]
 
 
 def _names(conversation: Conversation) -> set[tuple[str, str]]:

@@ -177,6 +177,8 @@ def test_a_statuss_names_on_the_wire_are_settled() -> None:
         "sampling": {**QWEN_SAMPLING, "min_p": 0.0},
         "profile": "",
         "guard": 0.0,
+        "token_bytes": 0,
+        "keeps_exact": False,
     }
 
 
