@@ -68,9 +68,8 @@ def by_overlap(
             add(index)
         while waiting and len(groups[-1]) < most:
             oldest = islice(waiting, most * GROUPS_AHEAD)
-            add(
-                max(oldest, key=lambda index: overlap.of(prompts[index]))
-            )  # the first of equal ones
+            # The first of equal ones, which is the oldest.
+            add(max(oldest, key=lambda index: overlap.of(prompts[index])))
     return groups
 
 
