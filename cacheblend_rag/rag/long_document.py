@@ -33,7 +33,7 @@ from cacheblend_rag.rag.document_windows import (
 )
 from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 from cacheblend_rag.rag.prompt_asker import PromptAsker, with_stop
-from cacheblend_rag.rag.window_prompts import SUMMARY, WindowPrompts
+from cacheblend_rag.rag.window_prompts import SUMMARY, WindowPrompts, heading
 from cacheblend_rag.text.encoder import EDGE_TOKENS
 from cacheblend_rag.text.instructed import SEPARATOR
 
@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 COLLECTION = "long document"
 OPENING_TOKENS = 8
 """Upper bound for BOS, and for tokens that an instruction gains by being tokenized with a chunk."""
-PART_TOKENS = 8
-"""Upper bound for the tokens of the heading "Part N:" in a prompt that combines answers."""
 REFINED = "-"
 """Placeholder for the answer to refine while prompt tokens are counted; its own are added."""
 
@@ -186,9 +184,13 @@ class _Work:
             return width, f"{held} tokens, {room:,} of them for chunks"
         return width, f"the document has {len(sizes)} chunks" if width < plan.window else None
 
+    def heading_tokens(self, number: int) -> int:
+        """Return how many tokens stand before an answer in a prompt that joins several, at most."""
+        return len(self.engine.tokenize(f"{SEPARATOR}{heading(number)}")) + EDGE_TOKENS
+
     def _check_joining(self, held: str) -> None:
         """Raise ConfigError when two answers and one that joins them do not fit into a prompt."""
-        least = 2 * (self.asker.answer_tokens + PART_TOKENS)
+        least = sum(self.asker.answer_tokens + self.heading_tokens(one) for one in (1, 2))
         if self.asker.room(self.prompts.combining(())) < least:
             raise ConfigError(
                 f"max_tokens={self.asker.answer_tokens} is too much to join two answers: {held} "
@@ -331,10 +333,11 @@ class LongDocumentAnalysis:
         groups: list[list[str]] = [[]]
         left = room
         for text in answers:
-            tokens = len(self._work.engine.tokenize(text)) + PART_TOKENS
+            own = len(self._work.engine.tokenize(text))
+            tokens = own + self._work.heading_tokens(len(groups[-1]) + 1)
             if tokens > left and len(groups[-1]) > 1:
                 groups.append([])
-                left = room
+                left, tokens = room, own + self._work.heading_tokens(1)
             groups[-1].append(text)
             left -= tokens
         return groups

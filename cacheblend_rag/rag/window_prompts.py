@@ -32,6 +32,11 @@ def default_lead_in(tokenizer: Any, instruction: str = INSTRUCTION) -> str:
     return InstructedChat(tokenizer, instruction).lead_in
 
 
+def heading(number: int) -> str:
+    """Return what stands before one of the answers in a prompt that joins them."""
+    return f"Part {number}: "
+
+
 @dataclass(frozen=True)
 class WindowPrompts:
     """Prompts for one engine and one question.
@@ -69,7 +74,7 @@ class WindowPrompts:
 
     def combining(self, answers: Sequence[str]) -> BlendPrompt:
         """Return the prompt that joins answers to one."""
-        parts = [f"Part {number}: {text}" for number, text in enumerate(answers, start=1)]
+        parts = [f"{heading(number)}{text}" for number, text in enumerate(answers, start=1)]
         return self._prompt(SEPARATOR.join([*parts, COMBINE]))
 
     def _prompt(self, *parts: str | Chunk) -> BlendPrompt:

@@ -19,6 +19,7 @@ from cacheblend_rag import (
     TransformersEngine,
     analyze_long_document,
 )
+from cacheblend_rag.engines.tokenizer import load_tokenizer
 from cacheblend_rag.errors import ConfigError, DatasetError, PromptError
 from cacheblend_rag.rag.progress import ProgressCallbacks, Task
 from tests.engines.toy_engine import ToyEngine
@@ -32,10 +33,10 @@ QUESTION = "w250 w251"
 class CountingEngine(ToyEngine):
     """Notes which chunks it is asked to store, and which prompts it answers."""
 
-    def __init__(self, window: int = 1 << 15, **settings):
+    def __init__(self, window: int = 1 << 15, tokenizer=None, **settings):
         self._window = window
         self.stored, self.prompts = Counter(), []
-        super().__init__(make_tokenizer(), **settings)
+        super().__init__(tokenizer or make_tokenizer(), **settings)
 
     @property
     def context_window(self):
@@ -165,6 +166,18 @@ def test_answers_that_do_not_fit_into_a_prompt_are_joined_in_rounds():
     assert len(joining) > 2
     assert sum(prompt.count("Part ") for prompt in joining) == windows + len(joining) - 1
     assert analysis.report.answer
+
+
+def test_many_answers_fit_into_the_prompts_that_join_them():
+    engine = CountingEngine(window=600, tokenizer=load_tokenizer("demo"))
+    sizes = {"chunk_tokens": 64, "overlap": 0, "window": 1}
+    sampling = SamplingParams.greedy(max_tokens=4)
+    text = "\n\n".join(f"Anna Gray lives in house {number}." for number in range(400))
+    analysis = analyze(engine, text, "Who lives there?", **sizes, sampling=sampling)
+    windows = len(list(analysis))
+    joining = engine.prompts[windows:]
+    assert "Part 20: " in joining[0], "more digits take more tokens"
+    assert max(len(engine.tokenize(prompt)) for prompt in joining) > 400, "prompts are filled"
 
 
 def test_refine_hands_each_window_the_answer_so_far():
