@@ -139,9 +139,9 @@ class SlowBytes(HostTier):
 def until(condition, seconds=5.0):
     """Wait for something that other threads bring about; whether they did."""
     end = time.monotonic() + seconds
-    while not condition() and time.monotonic() < end:
+    while not (is_met := condition()) and time.monotonic() < end:
         time.sleep(0.002)
-    return condition()
+    return is_met
 
 
 def same(one, other):
