@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from cacheblend_rag import BlendConfig, LeadInConfig, Profile, load_tokenizer
+from cacheblend_rag.engines.background import BackgroundLoop
 from cacheblend_rag.engines.model_sampling import ModelSampling
 from cacheblend_rag.engines.vllm import engine as vllm_engine
 from cacheblend_rag.engines.vllm.engine import VLLMEngine
@@ -24,12 +26,16 @@ class Nowhere:
     name = model_name = "nowhere"
     context_window = 1024
 
+    def __init__(self) -> None:
+        self.background = BackgroundLoop("nowhere")
+
     def load_tokenizer(self) -> Any:
         return load_tokenizer("demo")
 
     def check_tokenizer(self, tokenizer: Any) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.background.close()
 
 
 @pytest.mark.parametrize("profile", [None, SERVED])
@@ -42,10 +48,10 @@ def test_a_servers_profile_is_its_clients(
         profile=json.dumps(profile.to_dict()) if profile else "",
     )
     monkeypatch.setattr(vllm_engine, "ask_status", lambda _: status)
-    engine = VLLMEngine(Nowhere(), config=BlendConfig(recompute_ratio=0.5))
-    assert engine.config.ratio == 0.5
-    assert engine.config.selector == ("prior" if profile else BlendConfig().selector)
-    assert engine.lead_in.kind == ("bos" if profile else LeadInConfig().kind)
-    own = VLLMEngine(Nowhere(), lead_in="document")
-    assert own.lead_in.kind == "document"
-    assert own.config.ratio == (0.2 if profile else BlendConfig().ratio)
+    with closing(VLLMEngine(Nowhere(), config=BlendConfig(recompute_ratio=0.5))) as engine:
+        assert engine.config.ratio == 0.5
+        assert engine.config.selector == ("prior" if profile else BlendConfig().selector)
+        assert engine.lead_in.kind == ("bos" if profile else LeadInConfig().kind)
+    with closing(VLLMEngine(Nowhere(), lead_in="document")) as own:
+        assert own.lead_in.kind == "document"
+        assert own.config.ratio == (0.2 if profile else BlendConfig().ratio)
