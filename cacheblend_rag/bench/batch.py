@@ -172,7 +172,7 @@ class _Bench:
         return prompts
 
     def runs(self) -> dict[str, list[_Run]]:
-        """Answer the batch in each order, in turn, ``repeat`` times, beginning with another one."""
+        """Answer the batch ``repeat`` times in each order; which order comes first alternates."""
         self._advance("warm-up")
         self._run(in_order_of_arrival, self._prompts[:2])
         runs: dict[str, list[_Run]] = {order: [] for order in ORDERS}

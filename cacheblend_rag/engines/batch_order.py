@@ -21,7 +21,7 @@ GROUPS_AHEAD = 8
 """How many groups' worth of the oldest waiting requests a group is chosen from."""
 
 Chunks = Mapping[KVKey, int]
-"""The chunks of one prompt, each with the tokens of its KV."""
+"""The chunks of one prompt, each with its number of tokens."""
 Grouping = Callable[[Sequence[Chunks]], list[list[int]]]
 """Returns groups of requests, by their index, in the order in which they run."""
 

@@ -33,7 +33,7 @@ def default_lead_in(tokenizer: Any, instruction: str = INSTRUCTION) -> str:
 
 
 def heading(number: int) -> str:
-    """Return what stands before one of the answers in a prompt that joins them."""
+    """Return the heading of an answer in the prompt that joins several: "Part 3: "."""
     return f"Part {number}: "
 
 

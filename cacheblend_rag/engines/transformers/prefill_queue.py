@@ -30,7 +30,7 @@ _queues_lock = threading.Lock()
 
 
 def queue_of(model: PreTrainedModel) -> PrefillQueue:
-    """Return the queue of all engines around a model."""
+    """Return the prefill queue that all engines around a model share."""
     with _queues_lock:
         return _queues.setdefault(model, PrefillQueue())
 
@@ -86,7 +86,7 @@ class PrefillQueue:
 
     @property
     def waiting(self) -> int:
-        """Number of prompts that wait."""
+        """Number of prompts that wait for their prefill to begin."""
         return len(self._waiting)
 
     def enter(self, turn: Turn) -> None:
@@ -100,7 +100,7 @@ class PrefillQueue:
             self._begin_next()
 
     def leave(self, turn: Turn) -> None:
-        """End a prompt's turn, or its wait."""
+        """Remove a prompt: it was prefilled, or waits no longer."""
         with self._lock:
             if turn in self._waiting:
                 self._waiting.remove(turn)
@@ -108,7 +108,7 @@ class PrefillQueue:
         self.end(turn)
 
     def end(self, turn: Turn) -> None:
-        """Count a prompt no longer as one that is prefilled."""
+        """Free a prompt's place among those prefilled at a time; the next one begins."""
         with self._lock:
             if turn.counts:
                 turn.counts = False

@@ -18,7 +18,7 @@ PERSON = b"affinity"
 
 
 def affinity_of(keys: Iterable[KVKey]) -> str:
-    """Return the affinity of a set of chunks: 16 hex digits, "" without a chunk.
+    """Return a min-hash of a set of chunk keys: 16 hex digits, "" for no chunk.
 
     Each key is hashed; of the smallest hash, the half that the comparison does not depend on is
     returned, so that values are spread evenly. It does not depend on order or repetition, and is

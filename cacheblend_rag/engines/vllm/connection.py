@@ -29,7 +29,7 @@ REQUEST_ID_HEADER = "X-Request-Id"
 """What vLLM calls a request by, in its own id of it and in its logs."""
 KEY_VARIABLE = "CACHEBLEND_API_KEY"
 RETRY_HEADER = "x-stainless-retry-count"
-"""In which the ``openai`` package says how often it has sent a request before."""
+"""The header in which the ``openai`` package counts how often it has retried a request."""
 NO_KEY = "none"
 CONNECT_SECONDS = 5.0
 CUT_OFF = ("RemoteProtocolError", "ReadError")

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class StreamBrokenError(EngineUnavailableError):
-    """A stream ended before its answer did: the server died, or lost its engine."""
+    """A stream broke off before the answer was complete: the server or its engine core died."""
 
 
 @dataclass

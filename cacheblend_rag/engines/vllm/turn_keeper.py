@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 KIND = "keep"
 """Of the idle jobs."""
 PRIORITY = 1
-"""A conversation's next prompt may come soon: its turns come before filling."""
+"""Before missed chunks are computed: the conversation's next prompt may come soon."""
 PATIENCE = 0.2
 """Seconds that a prompt waits for the turn before it. On a busy vLLM that may be kept much later,
 and to compute its tokens again takes about so long."""

@@ -19,7 +19,7 @@ from cacheblend_rag.prefill.prompt_pass import NotWorthLoading, PromptPass
 def keep(
     stack: DecoderStack, store: TieredKVStore, blended: PromptPass, parts: Sequence[KVPart]
 ) -> Steps[KeepResult]:
-    """Compute a prompt and its answer, and store those parts that are not stored.
+    """Compute the KV of a prompt and its answer, and store those parts that the store lacks.
 
     Args:
         stack: of the model.
