@@ -19,7 +19,8 @@ NGINX := nginx
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo redis nginx test test-core test-vllm test-integrations mutants lint format help
+.PHONY: setup demo redis nginx test test-core test-vllm test-integrations mutants lint format help \
+	$(INTEGRATIONS)
 
 setup: $(READY) ## make .venv with the tested versions of everything, and fetch the model smollm2
 	$(BIN)/cacheblend-rag models get smollm2
@@ -70,10 +71,11 @@ test-vllm: redis nginx setup $(READY_VLLM) ## run the tests on vLLM's CPU build;
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS)
 
 test-integrations: setup $(READY_VLLM) ## run the tests of integrations/, on vLLM too, and the notebooks
-	$(PYTEST) --nbmake examples
-	for folder in $(INTEGRATIONS); do \
-		$(MAKE) -C $$folder test integration_tests server_tests BIN=$(CURDIR)/$(BIN) || exit 1; \
-	done
+	$(PYTEST) $(SIDE_BY_SIDE) --nbmake examples
+	$(MAKE) --jobs 2 --output-sync=target $(INTEGRATIONS)
+
+$(INTEGRATIONS):
+	$(MAKE) -C $@ test integration_tests server_tests BIN=$(CURDIR)/$(BIN)
 
 # A sample is as random as its seed says: another SEED is another sample.
 SAMPLE ?= 300

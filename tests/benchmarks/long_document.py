@@ -34,8 +34,6 @@ from tests.benchmarks.command import benchmark_app
 
 SEED = 5
 QUESTION = "Who is named here? Give one name."
-COMPARED = 3
-"""Windows that are also read by full prefill."""
 MIB = 1 << 20
 
 
@@ -54,6 +52,7 @@ class LongDocumentPlan(Plan):
     window: int = option(5, "Most chunks of a prompt.", least=1)
     max_tokens: int = option(16, "Tokens of an answer.", least=1)
     windows: int = option(1 << 30, "Only the first windows of each document.", least=1)
+    compared: int = option(3, "Windows that are also read by full prefill.", least=1)
     host_bytes: int = option(256 * MIB, "Memory for KV.", least=0)
 
 
@@ -102,7 +101,7 @@ def _measured(plan: LongDocumentPlan) -> dict[str, Any]:
             )
             answers = list(islice(analysis, plan.windows))
             report, peak = analysis.report, _peak()
-            compared = answers[len(answers) // 2 :][:COMPARED]
+            compared = answers[len(answers) // 2 :][: plan.compared]
             chunks = engine.registry.document(report.document_id, report.collection)
             prompts = WindowPrompts.of(QUESTION, engine.tokenizer, engine.instruction)
             windows = [chunks[one.first_chunk : one.end_chunk] for one in compared]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from cacheblend_rag import BlendConfig, Chunk, Document, SamplingParams, open_engine
@@ -189,8 +190,13 @@ def test_a_chunk_given_with_its_documents_new_version_is_not_stale() -> None:
     ],
 )
 def test_errors_are_one_line_and_name_the_fix(
-    options: dict[str, Any], error: type[CacheBlendError], said: str
+    options: dict[str, Any],
+    error: type[CacheBlendError],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # Where no hub can be reached, asking it for the folder's name takes a minute of retries.
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(error, match=said) as caught:
         open_engine(**{"model": "demo", **options})
     assert "\n" not in str(caught.value)
