@@ -7,6 +7,7 @@ doing that.
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -31,3 +32,9 @@ def fork_engines() -> None:
         os.environ[START_METHOD] = "fork"
 
     patch.object(CpuPlatform, decide.__name__, classmethod(decide_to_fork)).start()
+    os.register_at_fork(after_in_child=_use_own_stdout)
+
+
+def _use_own_stdout() -> None:
+    """Undo in the child what tests put in place of stdout: vLLM 0.31 needs its file descriptor."""
+    sys.stdout = sys.__stdout__
