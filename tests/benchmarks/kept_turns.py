@@ -31,6 +31,7 @@ class KeptTurnsPlan(ConversationPlan):
     """The work of keeping each turn of a conversation in vLLM, which runs in this process."""
 
     turns: int = option(5, "Turns.", least=1)
+    dtype: str = option("float32", "vLLM's. Many processors compute bfloat16 very slowly.")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,11 @@ def measure_kept_turns(plan: KeptTurnsPlan, advance: Advance = lambda _: None) -
     """Return a row for each turn; raises CacheBlendError if vLLM does not keep one."""
     advance(f"loading {plan.model}")
     opened = open_engine(
-        "vllm", model=plan.model, instruction=INSTRUCTION, config=BlendConfig(cost_model=False)
+        "vllm",
+        model=plan.model,
+        dtype=plan.dtype,
+        instruction=INSTRUCTION,
+        config=BlendConfig(cost_model=False),
     )
     assert isinstance(opened, VLLMEngine)
     with closing(opened) as engine:

@@ -45,6 +45,7 @@ class WarmStartPlan(Plan):
 
     engine: str = option(EMBEDDED, f"{' or '.join(ENGINES)} (in process).")
     model: str = option("smollm2", "Model name, folder or GGUF file.")
+    dtype: str = option("float32", "Many processors compute bfloat16 very slowly.")
     requests: int = option(10, "Requests of each process.", least=2)
     chunks: int = option(4, "Chunks in each request, which no other one has.", least=1)
     sentences: int = option(8, "Sentences of a chunk, about 20 tokens each.", least=1)
@@ -115,6 +116,7 @@ def _open(plan: WarmStartPlan, folder: Path) -> Engine:
     return open_engine(
         plan.engine,
         model=plan.model,
+        dtype=plan.dtype,
         kv_path=folder,
         instruction=INSTRUCTION,
         config=BlendConfig(cost_model=False, min_tokens=0),
