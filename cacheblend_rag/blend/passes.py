@@ -113,7 +113,8 @@ class BlendPass:
     go by the scores of the last choice. layers: run only so many of the first layers, for their KV;
     None is all. before_layer: steps that copy a layer's cached KV into the buffer, run before the
     layer. observers: watch the pass; without any, nothing is computed or read back for them.
-    on_layer: called with each layer whose KV is final.
+    on_layer: called with each layer whose KV is final. on_check: called as each check begins, once
+    the device has finished the layers before it.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
     in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` are the last tokens'
@@ -137,6 +138,7 @@ class BlendPass:
     layers: int | None = None
     before_layer: Callable[[int], Steps[None]] | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
+    on_check: Callable[[], None] | None = None
     hidden: Tensor = field(init=False)
     stats: PassStats = field(init=False)
 
@@ -310,6 +312,8 @@ class BlendPass:
     def _check(self, layer: int, ratio: float) -> None:
         """Compare fresh with cached KV, keep all fresh KV of this layer, narrow the rows."""
         with _Timer(self.stats, self._device):
+            if self.on_check is not None:
+                self.on_check()
             keys, values = self._fresh(layer)
             self.stats.work += self.stack.costs[layer].probe(len(self._rows))
             here = self._rows.host

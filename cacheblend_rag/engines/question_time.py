@@ -167,6 +167,8 @@ class QuestionTime:
         tokens = len(prepared.token_ids)
         reused, recomputed = reused_and_recomputed(prefill.chunks)
         reused += prefill.prefix_tokens
+        began = request.made_at - prepared.seconds
+        starts = {"tokenize": began + prepared.find_seconds, **prefill.starts}
         return BlendReport(
             engine=self.backend.name,
             blended=prefill.blended,
@@ -182,10 +184,15 @@ class QuestionTime:
             or (request.steering.raised if prefill.blended else None),
             lead_in=self.preparer.lead_in.name,
             compute_share=prefill.compute_share,
-            seconds=PhaseSeconds(prepare=prepared.seconds, **prefill.seconds),
+            seconds=PhaseSeconds(
+                find=prepared.find_seconds,
+                tokenize=prepared.tokenize_seconds,
+                load_by_tier=dict(prefill.load_by_tier),
+                **prefill.seconds,
+            ),
             chunks=(*prefill.chunks, *prepared.unmatched),
             request_id=request.request_id,
-            starts=PhaseStarts.of(prefill.starts, request.made_at - prepared.seconds),
+            starts=PhaseStarts.of(starts, began),
             trace=prefill.trace,
             prefix_tokens=prefill.prefix_tokens,
         )

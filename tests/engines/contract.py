@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 import zlib
@@ -43,6 +44,7 @@ from cacheblend_rag.prefill.comparing import Compared, Comparison
 from cacheblend_rag.prefill.lead_in import ChunkPlan
 from cacheblend_rag.rag.document_report import Combine
 from cacheblend_rag.reason import ReasonCode
+from cacheblend_rag.report import PREFILL_PHASES
 from cacheblend_rag.text.encoder import PromptEncoder
 from tests.models import make_tokenizer, prompt_of, words
 
@@ -338,7 +340,7 @@ class EngineContract:
         assert report.engine == engine.name
         assert report.lead_in == engine.lead_in.kind
         assert 0 < report.compute_share <= 1
-        assert all(seconds >= 0 for seconds in vars(report.seconds).values())
+        assert all(getattr(report.seconds, phase) >= 0 for phase in PREFILL_PHASES)
         assert json.loads(json.dumps(report.to_dict()))["chunks"][3]["reason"] == "not stored"
 
     def test_a_report_names_its_request_and_when_its_phases_began(
@@ -347,17 +349,31 @@ class EngineContract:
         chunks = texts.chunks(40, 30)
         engine.precompute(chunks, progress=False)
         ids = set()
-        for prompt in (texts.asking(*chunks), texts.asking(*reversed(chunks)), texts.text(20)):
+        unchecked = CONFIG.with_changes(selector="chunk_head")
+        for prompt, config in (
+            (texts.asking(*chunks), CONFIG),
+            (texts.asking(*reversed(chunks)), unchecked),
+            (texts.text(20), CONFIG),
+        ):
             begun = time.perf_counter()
-            report = engine.generate(prompt, SHORT, config=CONFIG).report
+            report = engine.generate(prompt, SHORT, config=config).report
             took = time.perf_counter() - begun
             told = json.loads(json.dumps(report.to_dict()))
             ids.add(told["request_id"])
             starts, seconds = told["starts"], told["seconds"]
-            assert starts["prepare"] == 0.0
+            assert starts["find"] == 0.0
             for phase, start in starts.items():
                 assert start is None or 0 <= start <= took, phase
                 assert start is not None or seconds[phase] == 0, phase
+            assert 0 < seconds["time_to_first_token"] <= took
+            assert math.isclose(
+                seconds["time_to_first_token"], sum(seconds[phase] for phase in PREFILL_PHASES)
+            )
+            assert math.isclose(
+                sum(seconds["load_by_tier"].values()), seconds["load"], abs_tol=1e-9
+            )
+            if config is unchecked or not report.blended:
+                assert (seconds["early_layers"], starts["early_layers"]) == (0, None)
         assert len(ids) == 3
         assert all(re.fullmatch("[0-9a-f]{16}", one) for one in ids)
 
@@ -1432,7 +1448,8 @@ class EngineContract:
         answer = WAYS[way](engine, prepared)
         assert encoded == []
         assert answer.prompt_tokens == len(prepared.token_ids)
-        assert answer.report.seconds.prepare == prepared.seconds
+        told = answer.report.seconds
+        assert (told.find, told.tokenize) == (prepared.find_seconds, prepared.tokenize_seconds)
         assert answer.report.blended == (way != "generate_full")
         assert engine.prepare(prepared) is prepared
         WAYS[way](engine, prepared.text)

@@ -212,7 +212,7 @@ def test_what_a_server_says_of_starts_and_of_a_trace_is_held_against_the_request
     engine = connect()
     tokens = engine.generate(PROMPT, FOUR).prompt_tokens
     selection = {"layer": 1, "positions": [tokens], "scores": [0.5], "chosen": [True]}
-    starts = {"load": -1.0, "recompute": 1e300, "decode": 5.0, "colour": 1.0}
+    starts = {"load": 0.0, "recompute": 5e5, "decode": 5.0, "colour": 1.0}
     good = {"rows": [3, 1], "selections": [{**selection, "positions": [tokens - 1]}]}
     bad = {"rows": [3, 1], "selections": [selection]}
     traced = engine.config.with_changes(trace=True)
@@ -229,6 +229,19 @@ def test_what_a_server_says_of_starts_and_of_a_trace_is_held_against_the_request
     assert found[0] is not None
     assert found[0].rows == (3, 1)
     assert found[1:] == [None, None]
+
+
+def test_a_servers_seconds_fit_within_the_time_to_the_first_token(
+    canned: CannedServer, connect: Open
+) -> None:
+    engine = connect()
+    tiers = {"host": 1e5, "disk": 3e5}
+    canned.said = {"chunks": [HIT], "seconds": {"load": 4e5, "lay_in": 1e5}, "load_by_tier": tiers}
+    seconds = engine.generate(PROMPT, FOUR).report.seconds
+    assert 0 < seconds.time_to_first_token < 60
+    assert seconds.load == pytest.approx(4 * seconds.lay_in)
+    assert seconds.load_by_tier["disk"] == pytest.approx(0.75 * seconds.load)
+    assert seconds.load_by_tier["host"] == pytest.approx(0.25 * seconds.load)
 
 
 @pytest.mark.parametrize(("told", "held"), [(16, 16), (10**9, 20), (-5, 0)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -186,8 +187,10 @@ class JobRunner:
         handed_over = started - max(0.0, time.time() - allotted.arrived)
         work = self._pass(allotted, source)
         done = yield from work.steps()
+        starts = {phase: max(0.0, at - handed_over) for phase, at in work.watch.starts.items()}
         if isinstance(done, NotWorthLoading):
-            return self._declined(allotted, done.why, tuple(done.chunks))
+            told = self._declined(allotted, done.why, tuple(done.chunks))
+            return replace(told, seconds=done.seconds, starts=starts)
         return BlendResult(
             chunks=tuple(done.chunks),
             selector=done.selector,
@@ -197,9 +200,10 @@ class JobRunner:
             wall_seconds=time.perf_counter() - started,
             selector_reason=done.selector_reason,
             ratio_reason=done.ratio_reason,
-            starts={phase: at - handed_over for phase, at in work.watch.starts.items()},
+            starts=starts,
             trace=done.trace,
             prefix_tokens=done.prefix_tokens,
+            load_by_tier=done.load_by_tier,
         )
 
     def _pass(self, allotted: Allotted, source: LayerSource) -> PromptPass:

@@ -20,6 +20,10 @@ from cacheblend_rag.report import ChunkReport
 from cacheblend_rag.trace import Trace
 
 T = TypeVar("T")
+MOST_SECONDS = 1e6
+MOST_TIMES = 32
+"""Most phases, or tiers, that times come for."""
+LONGEST_NAME = 64
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,10 @@ class BlendResult:
     """The result of a blend; the fields are those of BlendReport and FusedPrompt.
 
     seconds: of the pass, by phase. starts: when phases began, in seconds since vLLM received the
-    request. trace: of the choices, if the job requests it. work_seconds: spent by the worker on the
-    job. wall_seconds: from the job's begin to its end, other requests' steps included.
-    prefix_tokens: those before the first chunk that were read from vLLM's prefix cache.
+    request. load_by_tier: the seconds of ``load``, by the tier that was waited for. trace: of the
+    choices, if the job requests it. work_seconds: spent by the worker on the job. wall_seconds:
+    from the job's begin to its end, other requests' steps included. prefix_tokens: those before the
+    first chunk that were read from vLLM's prefix cache.
     """
 
     chunks: tuple[ChunkReport, ...]
@@ -44,6 +49,7 @@ class BlendResult:
     starts: Mapping[str, float] = field(default_factory=dict)
     trace: Trace | None = None
     prefix_tokens: int = 0
+    load_by_tier: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,8 @@ class Declined:
 
     reason: why. chunks: the prompt's chunks, all missed, if they were looked up. prefix_tokens:
     those before the first chunk that vLLM's prefix cache holds. compute_share: work of what
-    follows, as a share of the whole prompt's. Both are None if no worker had the job.
+    follows, as a share of the whole prompt's. seconds, starts: of asking the store, as of
+    BlendResult. All are None if no worker had the job.
     """
 
     reason: Reason
@@ -133,6 +140,8 @@ class Declined:
     work_seconds: float | None = None
     prefix_tokens: int | None = None
     compute_share: float | None = None
+    seconds: Mapping[str, float] | None = None
+    starts: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -223,10 +232,25 @@ def result_of(params: Mapping[str, Any] | None) -> Result | None:
     kind = next((kind for name, kind in TOLD_BY.items() if name in sent), PrefetchResult)
     try:
         read: Result = _read(kind, sent)
+        if isinstance(read, BlendResult | Declined):
+            _check_times(read)
     except (TypeError, ValueError, OverflowError) as error:
         why = f"the connector's answer cannot be read: {error!s:.100}"
         return Failed(Reason(ReasonCode.NO_ANSWER, why))
     return read
+
+
+def _check_times(told: BlendResult | Declined) -> None:
+    """Raise ValueError unless the times of a result are possible."""
+    by_tier = told.load_by_tier if isinstance(told, BlendResult) else {}
+    for name, of in (("seconds", told.seconds), ("starts", told.starts), ("load_by_tier", by_tier)):
+        if len(of or {}) > MOST_TIMES or any(len(key) > LONGEST_NAME for key in of or {}):
+            raise ValueError(f"{name} holds too many or too long names")
+        if any(not 0 <= value <= MOST_SECONDS for value in (of or {}).values()):
+            raise ValueError(f"{name} must be between 0 and {MOST_SECONDS:,.0f} seconds")
+    waited, whole = math.fsum(by_tier.values()), (told.seconds or {}).get("load", 0.0)
+    if by_tier and not math.isclose(waited, whole, rel_tol=1e-6, abs_tol=1e-6):
+        raise ValueError("load_by_tier does not add up to load")
 
 
 def status_of(params: Mapping[str, Any] | None) -> ConnectorStatus:

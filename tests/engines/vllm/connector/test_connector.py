@@ -154,6 +154,8 @@ def test_fewer_stored_tokens_than_wanted_are_left_alone(core: InProcessEngine) -
     too_few = "301 reusable tokens are fewer than min_tokens=1000"
     assert found["reason"] == ["too_short", too_few]
     assert [c["reason"] for c in found["chunks"]] == ["too short"] * 3
+    assert set(found["seconds"]) == set(found["starts"]) == {"look_up"}
+    assert found["seconds"]["look_up"] > 0
 
     other = SentLeadIn("none", "", 0)
     found = params_of(core, asked(core, "w4", lead_in=other))
