@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cacheblend_rag.blend.attention import attend_rows
+from cacheblend_rag.blend.choice_log import log_choice
 from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.fused import FusedKV
 from cacheblend_rag.blend.narrowing import QuestionAttention
@@ -114,7 +115,7 @@ class BlendPass:
     None is all. before_layer: steps that copy a layer's cached KV into the buffer, run before the
     layer. observers: watch the pass; without any, nothing is computed or read back for them.
     on_layer: called with each layer whose KV is final. on_check: called as each check begins, once
-    the device has finished the layers before it.
+    the device has finished the layers before it. request_id: names the pass in logs.
 
     Each of the ``steps()`` runs one block of rows through one layer, so a caller may do other work
     in between. Afterwards ``stats`` is complete and, if needed, ``hidden`` are the last tokens'
@@ -139,6 +140,7 @@ class BlendPass:
     before_layer: Callable[[int], Steps[None]] | None = None
     on_layer: Callable[[int, FusedKV], None] | None = None
     on_check: Callable[[], None] | None = None
+    request_id: str = ""
     hidden: Tensor = field(init=False)
     stats: PassStats = field(init=False)
 
@@ -230,6 +232,8 @@ class BlendPass:
         chunks = self.candidates.chunks
         own = None if chunks is None else chunks[candidates]
         best = candidates[self.schedule.budget.rows(scores, own, count).numpy()]
+        ranks_by = None if layer in self.schedule.narrowings else self.schedule.selector
+        log_choice(self.request_id, layer, ranks_by, candidates, scores, chosen=best)
         if self.observers:
             deviations = () if evidence is None else deviations_of(evidence)
             selection = Selection(layer, candidates, scores, best, *deviations)

@@ -18,6 +18,7 @@ from cacheblend_rag.engines.guard import Guard
 from cacheblend_rag.engines.idle import Activity
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
+from cacheblend_rag.engines.request_log import log_report
 from cacheblend_rag.engines.sampling import SamplingParams
 from cacheblend_rag.engines.stream import Cancellation
 from cacheblend_rag.report import (
@@ -151,12 +152,14 @@ class QuestionTime:
         hooks: whether the after-answer hooks run.
         """
         self.lifetime.check()
+        report = self.report(request, prefill)
+        log_report(report)
         answer = Generation(
             text=text,
             token_ids=tuple(token_ids),
             finish_reason=finish_reason,
             prompt_tokens=len(request.prepared.token_ids),
-            report=self.report(request, prefill),
+            report=report,
             sampling=request.sampling,
         )
         return Delta("", self.after_answer.run(request, answer) if hooks else answer)

@@ -118,7 +118,8 @@ class PromptPass:
     pass; it sees the pass again from its start after a chunk was lost. lack_of_room: called once
     chunks are found; returns why memory is too short for the pass, or None. prefix_blocks: how many
     blocks of the tokens before the first chunk are read; those that are found stay as stored. held:
-    the KV of the first tokens, if the caller has it; then no blocks are read.
+    the KV of the first tokens, if the caller has it; then no blocks are read. request_id: names it
+    in logs.
     found: the reports of chunks by then, as if all found chunks were used.
     """
 
@@ -139,6 +140,7 @@ class PromptPass:
     lack_of_room: Callable[[], str | None] | None = None
     prefix_blocks: int = 0
     held: HeldPrefix | None = None
+    request_id: str = ""
     found: list[ChunkReport] = field(default_factory=list, init=False)
     watch: Stopwatch = field(init=False)
 
@@ -277,6 +279,7 @@ class PromptPass:
             before_layer=partial(self._load, loader),
             on_layer=self.on_layer,
             on_check=times.check,
+            request_id=self.request_id,
             observers=[one for one in (recorder, self.observer) if one is not None],
         )
         times.layers(run)

@@ -71,7 +71,7 @@ class PromptChunks:
 
     placed: its chunks, and the parts of its conversation's earlier turns, in order. prefix: its
     first blocks, None if none are looked up. asked: what the store was asked before has taken.
-    found: the chunks' reports, once the store was asked for them.
+    request_id: names it in logs. found: the chunks' reports, once the store was asked for them.
     """
 
     def __init__(
@@ -82,10 +82,11 @@ class PromptChunks:
         prefix: StoredPrefix | None = None,
         *,
         asked: PrefillReport = NOT_ASKED,
+        request_id: str = "",
     ) -> None:
         self.token_ids, self.store = prompt.token_ids, store
         self.prefix, self.blocks = prefix, () if prefix is None else prefix.keys
-        self.placed, self.asked = placed, asked
+        self.placed, self.asked, self.request_id = placed, asked, request_id
         self.found: list[ChunkReport] = []
 
     def source(self, stack: DecoderStack, config: BlendConfig) -> LayerSource:
@@ -120,6 +121,7 @@ def blended_prefill(
         reserve,
         controller=controller,
         prefix_blocks=len(chunks.blocks),
+        request_id=chunks.request_id,
     )
     work.watch.seconds.update(chunks.asked.seconds)
     work.watch.starts.update(chunks.asked.starts)

@@ -85,14 +85,18 @@ class Prefiller:
         prefix, told = self._stored_prefix(request), None
         asked, parts = _asked(prefix), parts_of(request)
         if stack is not None and not _is_refused(request) and parts:
-            chunks = PromptChunks(prompt, self.store, parts, prefix, asked=asked)
+            chunks = PromptChunks(
+                prompt, self.store, parts, prefix, asked=asked, request_id=request.request_id
+            )
             blended = self._blended(stack, request, chunks, reserve, turn)
             if not isinstance(blended, NotWorthLoading):
                 return blended
             told = _with_times(PrefillReport(blended.why, chunks=blended.chunks), blended)
         told = told or _with_times(self._told_unasked(request), asked)
         if stack and prefix and prefix.tokens >= max(1, LEAST_SHARE * len(prompt.token_ids)):
-            chunks = PromptChunks(prompt, self.store, (), prefix, asked=told)
+            chunks = PromptChunks(
+                prompt, self.store, (), prefix, asked=told, request_id=request.request_id
+            )
             continued = self._blended(stack, request, chunks, reserve, turn)
             if continued is None:
                 return None

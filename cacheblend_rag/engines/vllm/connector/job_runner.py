@@ -17,6 +17,7 @@ from cacheblend_rag.blend.cost import prefill_cost
 from cacheblend_rag.blend.schedule import plan_schedule
 from cacheblend_rag.blend.stack import on_all_ranks
 from cacheblend_rag.blend.steps import Steps
+from cacheblend_rag.engines.request_log import log_blend
 from cacheblend_rag.engines.vllm.connector.chunk_writer import ChunkWriter
 from cacheblend_rag.engines.vllm.connector.keeping import keep
 from cacheblend_rag.engines.vllm.connector.metadata import Allotted
@@ -191,6 +192,7 @@ class JobRunner:
         if isinstance(done, NotWorthLoading):
             told = self._declined(allotted, done.why, tuple(done.chunks))
             return replace(told, seconds=done.seconds, starts=starts)
+        log_blend(allotted.request_id, done.chunks, done.seconds, done.load_by_tier)
         return BlendResult(
             chunks=tuple(done.chunks),
             selector=done.selector,
@@ -232,6 +234,7 @@ class JobRunner:
             controller=Controller(self.stack.costs, self.rates, self.store.speeds),
             lack_of_room=partial(self._lack_of_room, len(allotted.tokens), checks=bool(checks)),
             held=paged.prefix(allotted.prefix),
+            request_id=allotted.request_id,
         )
 
     def _compare(self, allotted: Allotted, source: LayerSource) -> Work:
