@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
+    from cacheblend_rag.observe.metrics import EngineMetrics
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
     from cacheblend_rag.quality.tuning.run import tune_model
     from cacheblend_rag.quality.verify.gate import verify_model
@@ -85,6 +86,7 @@ _LAZY = {
     "Engine": "cacheblend_rag.engines.base",
     "EngineComponent": "cacheblend_rag.engines.component",
     "EngineConfig": "cacheblend_rag.settings.engine",
+    "EngineMetrics": "cacheblend_rag.observe.metrics",
     "EngineSource": "cacheblend_rag.engines.source",
     "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
@@ -135,6 +137,7 @@ __all__ = [
     "Document",
     "Engine",
     "EngineConfig",
+    "EngineMetrics",
     "EngineUnavailableError",
     "FillReport",
     "ForeignChunkError",
