@@ -95,7 +95,8 @@ def test_prometheus_counts_by_code_as_a_label() -> None:
         f'vllm:cacheblend_chunk_hits_total{{{labels},tier="host"}} 2.0',
         f'vllm:cacheblend_phase_seconds_sum{{{labels},phase="look_up"}} 1.5',
         f'vllm:cacheblend_phase_seconds_count{{{labels},phase="look_up"}} 4.0',
-        f'vllm:cacheblend_phase_seconds_bucket{{{labels},le="0.25",phase="look_up"}} 2.0',
+        "vllm:cacheblend_phase_seconds_bucket"
+        '{engine="0",le="0.25",model_name="smol",phase="look_up"} 2.0',
         f'vllm:cacheblend_phase_seconds_sum{{{labels},phase="load"}} 4.0',
         f'vllm:cacheblend_load_seconds_sum{{{labels},tier="disk"}} 3.0',
         f"vllm:cacheblend_recompute_ratio_sum{{{labels}}} 0.5",
