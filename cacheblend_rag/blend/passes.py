@@ -286,7 +286,13 @@ class BlendPass:
         """Keep a block's fresh KV; if it is the only one, repair what is stored beside it."""
         if self._changes is not None and len(self._blocks) == 1 and self._repairs(call.layer):
             self._changes.apply(self.fused, call.layer, call.key, call.value)
+        if call.layer not in self.schedule.checks:  # where all rows were written before
+            self._replacing(call.layer, block.rows, call.key, call.value)
         self.fused.write(call.layer, block.rows, call.key, call.value)
+
+    def _replacing(self, layer: int, rows: Rows, keys: Tensor, values: Tensor) -> None:
+        for observer in self.observers:
+            observer.replacing(layer, rows, keys, values, self.fused)
 
     def _repair_ahead(self, layer: int) -> None:
         """Repair a layer before the first of several blocks attends.
@@ -326,6 +332,7 @@ class BlendPass:
             )
             scores = self.schedule.selector.score(evidence)
             kept = self._kept(layer, rows.host, scores, ratio, evidence)
+            self._replacing(layer, self._rows, keys, values)
             self.fused.write(layer, self._rows, keys, values)
             self._go_on(kept)
 

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from cacheblend_rag.prefill.lead_in import PlacedChunk
 from cacheblend_rag.prefill.policy import NOT_STORED, refusal
 from cacheblend_rag.prefill.prefix import BLOCK_TOKENS
 from cacheblend_rag.prefill.protection import free_tokens
+from cacheblend_rag.prefill.question_follower import OnLayer, followed
 from cacheblend_rag.prefill.stopwatch import Stopwatch
 from cacheblend_rag.prefill.trace_recorder import TraceRecorder
 from cacheblend_rag.reason import Reason, ReasonCode
@@ -124,7 +124,7 @@ class PromptPass:
     needs_hidden: bool = True
     until: int | None = None
     attention: Attention | None = None
-    on_layer: Callable[[int, FusedKV], None] | None = None
+    on_layer: OnLayer | None = None
     on_restart: Callable[[], None] | None = None
     controller: Controller | None = None
     own_seconds: Callable[[], float] = time.perf_counter
@@ -250,8 +250,9 @@ class PromptPass:
         if schedule.selector.needs_question and schedule.chooses:
             candidates.question_attention = yield from self._probe(loader, candidates, schedule)
             self._charge(loader, "selection")
-        of_chunks = candidates.cached & (cast(Tensor, candidates.chunks) >= 0)
-        recorder = TraceRecorder(of_chunks.numpy()) if self.config.trace else None
+        recorder = None
+        if self.config.trace:
+            recorder = TraceRecorder(self.stack, candidates, schedule, self._question_start)
         run = BlendPass(
             self.stack,
             self.token_ids[: self.until],
@@ -262,7 +263,7 @@ class PromptPass:
             attention=self.attention,
             question_start=self._question_start,
             before_layer=partial(self._load, loader),
-            on_layer=self.on_layer,
+            on_layer=followed(self.stack, self.token_ids, self.until, recorder, self.on_layer),
             observers=[one for one in (recorder, self.observer) if one is not None],
         )
         try:
