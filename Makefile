@@ -16,10 +16,11 @@ PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 REDIS := redis-server
 NGINX := nginx
+CHROMIUM := chromium
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo redis nginx test test-core test-vllm test-integrations mutants lint format help
+.PHONY: setup demo redis nginx chromium test test-core test-vllm test-integrations mutants lint format help
 
 setup: $(READY) ## make .venv with the tested versions of everything, and fetch the model smollm2
 	$(BIN)/cacheblend-rag models get smollm2
@@ -55,6 +56,11 @@ nginx:
 	@command -v $(NGINX) > /dev/null || { \
 		echo 'the tests need $(NGINX), which is not installed: apt-get install -y $(NGINX)'; exit 1; }
 
+# The page that `explain --html` writes is opened in a browser.
+chromium:
+	@command -v $(CHROMIUM) > /dev/null || { \
+		echo 'the tests need $(CHROMIUM), which is not installed: apt-get install -y $(CHROMIUM)'; exit 1; }
+
 test: test-core test-vllm test-integrations ## run all tests: the three parts below, one after another
 
 # One thread a process: two processes of tests fill two cores, and threads that wait for each other
@@ -63,7 +69,7 @@ test-core test-vllm test-integrations: export OMP_NUM_THREADS := 1
 test-core test-vllm test-integrations: export VLLM_CPU_OMP_THREADS_BIND := nobind
 test-core test-vllm test-integrations: export PYTEST_ADDOPTS += --durations=30
 
-test-core: redis nginx setup ## run the tests that need no vLLM
+test-core: redis nginx chromium setup ## run the tests that need no vLLM
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
 
 test-vllm: redis nginx setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release

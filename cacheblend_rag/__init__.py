@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.source import EngineSource
     from cacheblend_rag.engines.tokenizer import load_tokenizer
     from cacheblend_rag.engines.transformers import TransformersEngine
+    from cacheblend_rag.explanation import Explanation
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
@@ -86,6 +87,7 @@ _LAZY = {
     "EngineComponent": "cacheblend_rag.engines.component",
     "EngineConfig": "cacheblend_rag.settings.engine",
     "EngineSource": "cacheblend_rag.engines.source",
+    "Explanation": "cacheblend_rag.explanation",
     "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
     "GuardConfig": "cacheblend_rag.settings.guard",
@@ -136,6 +138,7 @@ __all__ = [
     "Engine",
     "EngineConfig",
     "EngineUnavailableError",
+    "Explanation",
     "FillReport",
     "ForeignChunkError",
     "Generation",

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from cacheblend_rag.explanation import Explanation, explain
 from cacheblend_rag.reason import Reason, ReasonCode, count_codes
 from cacheblend_rag.trace import Trace
 
@@ -211,8 +212,9 @@ class BlendReport:
             if nothing was chosen or raised.
         request_id: 16 random hex digits; vLLM's own id of the request contains it.
         starts: when each phase began.
-        trace: the chosen tokens and their scores; None unless ``BlendConfig(trace=True)`` requests
-            it and the prompt was blended.
+        trace: the chosen tokens and their scores, how far fresh KV is from cached KV, what the
+            question attends to; None unless ``BlendConfig(trace=True)`` requests it and the prompt
+            was blended.
         prefix_tokens: those of ``reused_tokens`` that are a cached prefix: their KV equals full
             prefill's but for rounding. In vLLM those of its own prefix cache, counted for requests
             that were to be blended.
@@ -251,6 +253,13 @@ class BlendReport:
     def reason_code(self) -> ReasonCode | None:
         """The code of ``reason``, None when a chunk was reused."""
         return None if self.reason is None else self.reason.code
+
+    def explain(self) -> Explanation:
+        """Return what was reused and why, what it cost, and what recomputing changed.
+
+        A report with a trace (``BlendConfig(trace=True)``) explains which tokens were recomputed.
+        """
+        return explain(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values; each reason with its code, and the time to first token."""

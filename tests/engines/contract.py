@@ -34,6 +34,7 @@ from cacheblend_rag import (
 from cacheblend_rag.engines import filling as filling_module
 from cacheblend_rag.engines import idle, index_time
 from cacheblend_rag.engines.answer import Delta, Request
+from cacheblend_rag.engines.comparison import compare_with_full_prefill
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.prepare import PromptLike
 from cacheblend_rag.engines.tally import Stored, Tally
@@ -379,7 +380,27 @@ class EngineContract:
             assert report.trace.rows[-1] == report.recomputed_tokens == 14
             assert not report.trace.truncated
             assert json.loads(json.dumps(report.to_dict()))["trace"]["rows"][-1] == 14
+            told = report.explain()
+            assert sum(chunk.recomputed for chunk in told.chunks) == 14
+            assert json.loads(json.dumps(told.to_dict()))["blended"]
         assert engine.generate(texts.text(20), SHORT, config=asked).report.trace is None
+
+    def test_a_prompt_is_compared_with_full_prefill_at_once(
+        self, engine: Engine, texts: Texts
+    ) -> None:
+        chunks = texts.chunks(40, 30)
+        engine.precompute(chunks, progress=False)
+        prompt = texts.asking(*chunks)
+        answer = engine.generate_full(prompt, SHORT).token_ids
+        exact, reused = (
+            compare_with_full_prefill(engine, prompt, answer, config) for config in (ALL, REUSE)
+        )
+        if not engine.compares:
+            assert exact is reused is None
+            return
+        assert exact is not None
+        assert reused is not None
+        assert exact.blend < reused.blend
 
     def test_full_prefill_is_the_answer_at_ratio_1(self, engine: Engine, texts: Texts) -> None:
         document = texts.document(40, 30, 50)
