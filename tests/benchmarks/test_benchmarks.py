@@ -235,3 +235,16 @@ def test_long_documents(bench):
     assert first["bytes_on_disk"] < second["bytes_on_disk"]
     assert second["memory_before"] < second["peak_memory"]
     assert 0 < second["mean_kl"] < 10
+
+
+def test_what_a_trace_adds(bench):
+    given = (
+        "trace_overhead", "--model", "demo", "--chunks", 2, "--chunk-tokens", 40, "--repeat", 1,
+    )  # fmt: skip
+    found = bench(*given, "--json").json
+    assert found["prompt_tokens"] > 80
+    assert [row["selector"] for row in found["rows"]] == ["question_mid", "hkvd"]
+    for row in found["rows"]:
+        assert {len(taken) for taken in row["runs"].values()} == {1}
+        assert set(row["seconds"]) == set(row["runs"])
+    assert "overhead" in bench(*given, "--selector", "hkvd").stdout
