@@ -32,6 +32,7 @@ from cacheblend_rag.text.prompt import BlendPrompt, Segment
 from cacheblend_rag.text.registry import ChunkRegistry
 
 if TYPE_CHECKING:
+    from cacheblend_rag.engines.after_answer import RequestWatcher
     from cacheblend_rag.engines.answer import Delta, Generation
     from cacheblend_rag.engines.base import Engine
     from cacheblend_rag.engines.component import BlendOption, CheckedOptions, EngineComponent
@@ -106,6 +107,7 @@ _LAZY = {
     "TieredKVStore": "cacheblend_rag.kv",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
+    "RequestWatcher": "cacheblend_rag.engines.after_answer",
     "TurnPrompt": "cacheblend_rag.engines.prepare",
     "WindowAnswer": "cacheblend_rag.rag.document_report",
     "analyze_long_document": "cacheblend_rag.rag.long_document",
@@ -158,6 +160,7 @@ __all__ = [
     "PromptError",
     "Reason",
     "ReasonCode",
+    "RequestWatcher",
     "SamplingParams",
     "Segment",
     "SharedChunkRegistry",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator, Iterable, Iterator, Sequence
-from contextlib import aclosing, closing
+from contextlib import aclosing, closing, contextmanager
 from dataclasses import dataclass, replace
 from threading import Event
 from typing import Any, cast
@@ -19,7 +19,7 @@ from cacheblend_rag.engines.idle import Activity
 from cacheblend_rag.engines.lifetime import Lifetime
 from cacheblend_rag.engines.prepare import PreparedPrompt, PromptLike, PromptPreparer
 from cacheblend_rag.engines.sampling import SamplingParams
-from cacheblend_rag.engines.stream import Cancellation
+from cacheblend_rag.engines.stream import Cancellation, Stream
 from cacheblend_rag.report import (
     BlendReport,
     PhaseSeconds,
@@ -81,25 +81,40 @@ class QuestionTime:
 
     def generate(self, request: Request) -> Generation:
         """Answer a request."""
-        with self.activity.working():
-            return _generation(self.backend._start(request).last())
+        with self._working(request):
+            return _generation(self._start(request).last())
 
     def stream(self, request: Request) -> Iterator[Delta]:
         """Answer a request piece by piece; closing the iterator stops the work."""
-        pieces = self._pieces(iter(self.backend._start(request)))
+        pieces = self._pieces(request)
         next(pieces)
         return pieces
 
-    def _pieces(self, deltas: Iterator[Delta]) -> Iterator[Delta]:
+    def _pieces(self, request: Request) -> Iterator[Delta]:
         """Yield nothing, then the pieces: closing it before the first piece stops the work, too."""
-        with self.activity.working(), closing(cast("Generator[Delta]", deltas)):
-            yield cast(Delta, None)
-            yield from deltas
+        with self._working(request):
+            deltas = iter(self._start(request))
+            with closing(cast("Generator[Delta]", deltas)):
+                yield cast(Delta, None)
+                yield from deltas
 
     def generate_batch(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer several requests, some at a time, in groups that share chunks."""
+        with self._working(*requests):
+            return answer_batch(self._start, requests, self.backend._wanting)
+
+    def _start(self, request: Request) -> Stream[Delta]:
+        return self.backend._start(self.after_answer.begin(request))
+
+    @contextmanager
+    def _working(self, *requests: Request) -> Iterator[None]:
+        """Be at work on requests, and tell the hooks of what ends them without an answer."""
         with self.activity.working():
-            return answer_batch(self.backend._start, requests, self.backend._wanting)
+            try:
+                yield
+            except BaseException as error:
+                self.after_answer.fail(requests, error)
+                raise
 
     async def agenerate(
         self,
@@ -131,8 +146,8 @@ class QuestionTime:
                 yield delta
 
     async def _apieces(self, request: Request) -> Any:
-        with self.activity.working():
-            async with aclosing(cast(Any, aiter(self.backend._start(request)))) as deltas:
+        with self._working(request):
+            async with aclosing(cast(Any, aiter(self._start(request)))) as deltas:
                 async for delta in deltas:
                     yield delta
 

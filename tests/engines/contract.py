@@ -10,6 +10,7 @@ import zlib
 from collections.abc import AsyncIterable, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from itertools import count
 from queue import SimpleQueue
@@ -33,6 +34,7 @@ from cacheblend_rag import (
 )
 from cacheblend_rag.engines import filling as filling_module
 from cacheblend_rag.engines import idle, index_time
+from cacheblend_rag.engines.after_answer import RequestWatcher
 from cacheblend_rag.engines.answer import Delta, Request
 from cacheblend_rag.engines.idle import IdleJob
 from cacheblend_rag.engines.prepare import PromptLike
@@ -146,6 +148,28 @@ class Fills:
 
 async def _astreamed(engine: Engine, prompt: PromptLike) -> Generation:
     return joined([delta async for delta in engine.astream(prompt, SHORT)])
+
+
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+
+
+class Noting(RequestWatcher):
+    """Notes requests as they begin, with CALLER, and how they end."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[Request, str]] = []
+        self.answered: list[tuple[Request, Generation]] = []
+        self.failures: list[tuple[Request, BaseException]] = []
+
+    def begins(self, request: Request) -> Request:
+        self.begun.append((request, CALLER.get()))
+        return replace(request, headers={"x-seen": request.request_id})
+
+    def __call__(self, request: Request, answer: Generation) -> None:
+        self.answered.append((request, answer))
+
+    def failed(self, request: Request, error: BaseException) -> None:
+        self.failures.append((request, error))
 
 
 WAYS: dict[str, Callable[[Engine, PromptLike], Generation]] = {
@@ -1287,6 +1311,49 @@ class EngineContract:
         assert seen == answers
         assert caplog.text.count("RuntimeError: the hook broke") == 1
         assert caplog.text.count("broken") > 0, "the hook is named"
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_watchers_see_requests_begin_where_their_caller_is(
+        self, hooked: Engine, texts: Texts, way: str
+    ) -> None:
+        watcher = Noting()
+        hooked.after_answer(watcher)
+        token = CALLER.set(way)
+        try:
+            answer = WAYS[way](hooked, texts.text(20))
+        finally:
+            CALLER.reset(token)
+        [(begun, caller)] = watcher.begun
+        [(answered, told)] = watcher.answered
+        assert caller == way
+        assert (told, watcher.failures) == (answer, [])
+        assert begun.request_id == answered.request_id == answer.report.request_id
+        assert answered.headers == {"x-seen": begun.request_id}, "the changed request was served"
+
+    @pytest.mark.parametrize("way", [*WAYS, "left"])
+    def test_watchers_see_requests_that_get_no_answer(
+        self, hooked: Engine, texts: Texts, way: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        watcher = Noting()
+        hooked.after_answer(watcher)
+        if way == "left":
+            stream: Any = hooked.stream(texts.text(20), LONG)
+            next(stream)
+            stream.close()
+            expected: type[BaseException] = GeneratorExit
+        else:
+
+            def broken(request: Request) -> Any:
+                raise ConfigError("it broke")
+
+            monkeypatch.setattr(hooked, "_start", broken)
+            with pytest.raises(ConfigError, match="it broke"):
+                WAYS[way](hooked, texts.text(20))
+            expected = ConfigError
+        [(begun, _)] = watcher.begun
+        [(failed, error)] = watcher.failures
+        assert failed.request_id == begun.request_id
+        assert isinstance(error, expected)
 
     def test_a_siblings_hooks_are_its_own(
         self, engine: Engine, hooked: Engine, texts: Texts
