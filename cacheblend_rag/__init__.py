@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
+    from cacheblend_rag.observe.tracing import trace_requests
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
     from cacheblend_rag.quality.tuning.run import tune_model
     from cacheblend_rag.quality.verify.gate import verify_model
@@ -115,6 +116,7 @@ _LAZY = {
     "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
     "public_name": "cacheblend_rag.models",
+    "trace_requests": "cacheblend_rag.observe.tracing",
     "tune_model": "cacheblend_rag.quality.tuning.run",
     "verify_model": "cacheblend_rag.quality.verify.gate",
 }
@@ -175,6 +177,7 @@ __all__ = [
     "forget_conversation",
     "load_tokenizer",
     "open_engine",
+    "trace_requests",
     "tune_model",
     "verify_model",
     # For components of other frameworks:

@@ -28,18 +28,35 @@ class RequestWatcher:
     def begins(self, request: Request) -> Request | None:
         """See a request before its work begins, in its caller's thread and context (contextvars).
 
-        Returns None, or a changed request, with other headers for example. A request of a batch
-        that found no memory beside the others begins twice.
+        A request of a batch that found no memory beside the others begins twice.
+
+        Args:
+            request: checked and prepared.
+
+        Returns:
+            None, or a changed request, with other headers for example.
         """
 
     def __call__(self, request: Request, answer: Generation) -> Generation | None:
-        """See an answer, as any AnswerHook."""
+        """See an answer, as any AnswerHook.
+
+        Args:
+            request: as it was served.
+            answer: as the hooks before left it; may be a cancelled one.
+
+        Returns:
+            None, or a changed answer.
+        """
 
     def failed(self, request: Request, error: BaseException) -> None:
-        """See that a request has ended with an error, or that nobody waits for its answer.
+        """See that a request has ended without an answer.
 
-        error: in the latter case GeneratorExit, CancelledError or KeyboardInterrupt. When a batch
-        fails, its requests that were answered before fail with it.
+        When a batch fails, its requests that were answered before fail with it.
+
+        Args:
+            request: as it was before ``begins`` changed it.
+            error: what ended it. GeneratorExit, CancelledError or KeyboardInterrupt if nobody waits
+                for its answer any more.
         """
 
 
