@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from cacheblend_rag.engines.transformers import TransformersEngine
     from cacheblend_rag.kv import ChunkKV, KVKey, TieredKVStore
     from cacheblend_rag.models import public_name
+    from cacheblend_rag.observe.doctor.diagnose import Diagnosis, diagnose
+    from cacheblend_rag.observe.doctor.finding import Finding, FindingCode, SettingChange
     from cacheblend_rag.prefill.conversation_kv import ConversationKV
     from cacheblend_rag.quality.tuning.run import tune_model
     from cacheblend_rag.quality.verify.gate import verify_model
@@ -82,12 +84,15 @@ _LAZY = {
     "Conversation": "cacheblend_rag.rag.conversation",
     "ConversationKV": "cacheblend_rag.prefill.conversation_kv",
     "Delta": "cacheblend_rag.engines.answer",
+    "Diagnosis": "cacheblend_rag.observe.doctor.diagnose",
     "Engine": "cacheblend_rag.engines.base",
     "EngineComponent": "cacheblend_rag.engines.component",
     "EngineConfig": "cacheblend_rag.settings.engine",
     "EngineSource": "cacheblend_rag.engines.source",
     "FillReport": "cacheblend_rag.report",
     "Generation": "cacheblend_rag.engines.answer",
+    "Finding": "cacheblend_rag.observe.doctor.finding",
+    "FindingCode": "cacheblend_rag.observe.doctor.finding",
     "GuardConfig": "cacheblend_rag.settings.guard",
     "GuardReport": "cacheblend_rag.report",
     "IdleJob": "cacheblend_rag.engines.idle",
@@ -104,11 +109,13 @@ _LAZY = {
     "SamplingParams": "cacheblend_rag.engines.sampling",
     "StoreConfig": "cacheblend_rag.settings.store",
     "TieredKVStore": "cacheblend_rag.kv",
+    "SettingChange": "cacheblend_rag.observe.doctor.finding",
     "SharedChunkRegistry": "cacheblend_rag.text.sqlite_registry",
     "TransformersEngine": "cacheblend_rag.engines.transformers",
     "TurnPrompt": "cacheblend_rag.engines.prepare",
     "WindowAnswer": "cacheblend_rag.rag.document_report",
     "analyze_long_document": "cacheblend_rag.rag.long_document",
+    "diagnose": "cacheblend_rag.observe.doctor.diagnose",
     "forget_conversation": "cacheblend_rag.engines.conversations",
     "load_tokenizer": "cacheblend_rag.engines.tokenizer",
     "open_engine": "cacheblend_rag.engines.factory",
@@ -132,11 +139,14 @@ __all__ = [
     "DamagedChunkError",
     "DatasetError",
     "Delta",
+    "Diagnosis",
     "Document",
     "Engine",
     "EngineConfig",
     "EngineUnavailableError",
     "FillReport",
+    "Finding",
+    "FindingCode",
     "ForeignChunkError",
     "Generation",
     "GuardConfig",
@@ -160,6 +170,7 @@ __all__ = [
     "ReasonCode",
     "SamplingParams",
     "Segment",
+    "SettingChange",
     "SharedChunkRegistry",
     "StoreConfig",
     "StoreError",
@@ -169,6 +180,7 @@ __all__ = [
     "UnsupportedModelError",
     "WindowAnswer",
     "analyze_long_document",
+    "diagnose",
     "forget_conversation",
     "load_tokenizer",
     "open_engine",
