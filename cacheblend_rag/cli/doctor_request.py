@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -64,9 +65,10 @@ class RequestOptions:
         if self.collection is not None and self.question is None:
             raise ConfigError("--collection needs a question: give --question")
         if self.collection is not None:
+            of_environment = os.environ.get(options.KV_PATH_VARIABLE) == str(self.kv_path)
             given = {
                 "--model": self.model,
-                "--kv-path": self.kv_path,
+                "--kv-path": None if of_environment else self.kv_path,
                 "--instruction": self.instruction,
                 "--lead-in": self.lead_in,
             }
@@ -80,9 +82,9 @@ class RequestOptions:
     def _check_settings(self) -> None:
         from cacheblend_rag.settings import BlendConfig, LeadInConfig
 
-        BlendConfig(**self.overrides())
+        config = BlendConfig(**self.overrides())
         LeadInConfig.of(self.lead_in)
-        options.store_settings(self.store)
+        options.store_settings(self.store, kv_path=self.store_folder)
         if self.selector is not None:
             checks.check_selector(self.selector)
         checks.check_placement(self.device)
@@ -91,6 +93,15 @@ class RequestOptions:
         checks.check_engine(self.url or EMBEDDED)
         if self.url is None:
             checks.check_model(self.model or DEFAULT_MODEL)
+        if self.url is None and self.check_layers is not None:
+            checks.check_check_layers(config, self.model or DEFAULT_MODEL)
+
+    @property
+    def store_folder(self) -> Path | None:
+        """The folder of chunk KV; raises StoreError if it is a collection's."""
+        if self.prompt is None or self.kv_path is None:
+            return None
+        return options.store_folder(self.kv_path)
 
     def overrides(self) -> dict[str, Any]:
         """Return the given settings of a request by their names."""
@@ -160,11 +171,12 @@ def _opened(
         yield from _of_collection(given, progress)
         return
     from cacheblend_rag.engines.factory import open_engine
+    from cacheblend_rag.engines.quiet_import import quiet_libraries
     from cacheblend_rag.settings import EngineConfig, LeadInConfig, Profile
 
-    store = options.store_settings(
-        given.store, kv_path=None if given.kv_path is None else options.store_folder(given.kv_path)
-    )
+    store = options.store_settings(given.store, kv_path=given.store_folder)
+    with progress.phase("loading the libraries"):
+        quiet_libraries()
     with progress.phase("loading the model"):
         engine = open_engine(
             EngineConfig(

@@ -65,10 +65,10 @@ def test_the_question_to_a_collection(cli, indexed):
     assert measured["chunks"] == 12
     assert measured["prompt_tokens"] > 1000
     assert measured["loss_nats_per_token"] is not None
-    outcome = cli("doctor", *given, "--ratio", 0.9, "--json")
+    outcome = cli("doctor", *given, "--ratio", 1, "--json")
     assert outcome.code == 1
     assert outcome.json["has_fault"]
     first = outcome.json["findings"][0]
     assert first["code"] == "ratio_too_high"
     assert first["change"]["setting"] == "recompute_ratio"
-    assert first["change"]["present"] == "0.9"
+    assert first["change"]["present"] == "1"

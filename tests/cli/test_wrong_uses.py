@@ -20,6 +20,7 @@ ASK = ("ask", "Who?", "--from", "{collection}")
 CHAT = ("chat", "--from", "{collection}")
 ANALYZE = ("analyze", "{file}.txt", "--model", "demo", "--kv-path", "{new}")
 DOCTOR = ("doctor", "--collection", "{collection}", "--question", "Who?")
+DOCTOR_DEMO = ("doctor", "--prompt", "{file}", "--model", "demo")
 INDEX = ("index", "{notes}", "--into", "{new}", "--model", "demo")
 WRONG = {
     # what Typer itself finds
@@ -88,6 +89,8 @@ WRONG = {
     (*DOCTOR, "--url", "localhost"): "must be like http://host:8000",
     (*DOCTOR, "--verify", "--url", "http://host:1"): "leave out --url",
     ("doctor", "--prompt", "{file}", "--model", "./none"): "there is no such folder",
+    (*DOCTOR_DEMO, "--check-layers", "99"): "check_layers=(99,) must be below",
+    (*DOCTOR_DEMO, "--kv-path", "{collection}"): "is a collection: its store is --kv-path",
     ("doctor", "--prompt", "{file}", "--lead-in", "preface"): "lead_in='preface'",
     ("doctor", "--prompt", "{file}", "--store", "host_byte=1"): "(did you mean 'host_bytes'?)",
     # documents to analyze
