@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cacheblend_rag import Profile
+from cacheblend_rag import Engine, Profile
 from cacheblend_rag.bench import shapes
 from cacheblend_rag.demo.passages import load_passages
 from cacheblend_rag.quality.questions import demo_dataset
@@ -34,7 +34,7 @@ SHORTENED = {
     "ask": "--max-tokens 4",
     "eval": "--questions 1 --selectors question_mid --ratios 0.08 --max-tokens 2",
     "tune": "--questions 1 --selectors question_mid,hkvd --ratios 0.16 --least 0.01",
-    "verify": "--questions 1",
+    "verify": "--dataset questions.json --questions 1",
     "analyze": f"--model {MODEL} --chunk-tokens 256 --overlap 8 --window 2 --max-tokens 2",
     "bench ttft": "--shape tiny --chunks 2 --chunk-tokens 32 --question-tokens 4 --repeat 1",
     "bench store": "--chunk-mib 1 --repeat 1",
@@ -115,6 +115,9 @@ def test_what_a_page_says_runs(
         elif block.language == "sh":
             for words in block.commands:
                 _run(words, reader, cli)
+    for value in names.values():
+        if isinstance(value, Engine):
+            value.close()
 
 
 @pytest.mark.parametrize("block", MARKED)
