@@ -35,6 +35,7 @@ SHORTENED = {
     "eval": "--questions 1 --selectors question_mid --ratios 0.08 --max-tokens 2",
     "tune": "--questions 1 --selectors question_mid,hkvd --ratios 0.16 --least 0.01",
     "verify": "--dataset questions.json --questions 1",
+    "explain": "--max-tokens 2",
     "analyze": f"--model {MODEL} --chunk-tokens 256 --overlap 8 --window 2 --max-tokens 2",
     "bench ttft": "--shape tiny --chunks 2 --chunk-tokens 32 --question-tokens 4 --repeat 1",
     "bench store": "--chunk-mib 1 --repeat 1",
